@@ -1,0 +1,58 @@
+# Sets up a virtual environment on first use, and again when pyproject.toml or constraints.txt changes.
+# Needs make and Python 3.11+; on Debian and Ubuntu also the package python3-venv.
+
+PYTHON ?= python3
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+# Byte-compiling every module of torch and transformers would take half of the installation; a run needs one in four.
+INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check --no-compile -c constraints.txt
+WARM_UP := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c 'import torch._dynamo, transformers.models.llama.modeling_llama'
+
+# Tiny tensors: a second thread costs more than it gives.
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help quickstart test test-slow check clean
+
+help: ## Show this list.
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+
+quickstart: $(VENV)/.runtime ## Train the embedded default on this machine; more arguments: ARGS="section.key=value".
+	$(BIN)/sortedrl train configs/quickstart.toml $(ARGS)
+
+test: $(VENV)/.dev ## Run the tests (not the slow ones) with coverage.
+	@start=$$(date +%s); \
+	$(BIN)/python -m pytest -q -n 2 -m "not slow" --cov=sortedrl $(ARGS); status=$$?; \
+	echo "make test took $$(( $$(date +%s) - start )) s"; exit $$status
+
+test-slow: $(VENV)/.dev ## Run the slow tests.
+	$(BIN)/python -m pytest -q -m slow $(ARGS)
+
+check: $(VENV)/.dev ## Formatting, lint, types and import contracts.
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/basedpyright
+	$(BIN)/lint-imports
+
+clean: ## Remove the environment, caches and build products; runs/ stays.
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage .coverage.* htmlcov
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf src/*.egg-info
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "sortedrl needs Python 3.11 or later, and $(PYTHON) is %d.%d: set PYTHON=python3.11" % sys.version_info[:2])'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.runtime: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing sortedrl into $(VENV); the first time it fetches torch, which takes a few minutes."
+	$(INSTALL) -e .
+	@$(WARM_UP)
+	@touch $@
+
+# Installs the runtime too, so it stands for both.
+$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing sortedrl and its development tools into $(VENV); the first time it fetches torch."
+	$(INSTALL) -e '.[dev]'
+	@$(WARM_UP)
+	@touch $(VENV)/.runtime $@

@@ -1,0 +1,347 @@
+"""The rollout buffer: the ledger of every sample that is loaded and not yet trained.
+
+The controller tells it what happened; it alone changes samples, and refuses what the table of transitions in
+docs/scheduling.md does not allow. Pure: no clock, no I/O, no randomness, no torch.
+
+What it keeps true: a sample is in exactly one state; a trained one is gone for good; an event of an attempt that is over
+changes nothing; tokens never exceed the sample's budget; tokens, log-probs and versions have one length.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from sortedrl.records import FinishReason, Mode, Prompt, Sample, Segment, State
+
+
+@dataclass(slots=True, kw_only=True)
+class Cohort:
+    """Samples loaded together, and how many of them are still to be trained."""
+
+    id: int
+    loaded_update: int  # updates started before it was loaded
+    num_samples: int
+    num_left: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Group:
+    """Siblings that must be trained together; a group of one where the algorithm needs no siblings."""
+
+    samples: list[Sample] = field(default_factory=list)
+    num_scored: int = 0
+
+    @property
+    def is_ready(self) -> bool:
+        return self.num_scored == len(self.samples)
+
+    @property
+    def known_length(self) -> int:
+        return max(sample.known_length for sample in self.samples)
+
+
+class Buffer:
+    """`grouped`: whether the siblings of a prompt are trained together (GRPO), or each sample by itself."""
+
+    def __init__(self, *, grouped: bool = False) -> None:
+        self.grouped = grouped
+        self.version = 0
+        self.num_updates = 0  # batches taken
+        self.num_trained = 0
+        self.num_loaded = 0
+        self.num_started = 0  # attempts started since the last batch was taken
+        self.samples: dict[int, Sample] = {}  # in load order
+        self.cohorts: dict[int, Cohort] = {}  # those with samples left, oldest first
+        self.in_state: dict[State, dict[int, Sample]] = {state: {} for state in State if state != State.TRAINED}
+        self.unstarted: dict[int, Sample] = {}  # the pending ones that never ran, in load order
+        self.waiting: dict[int, Sample] = {}  # the pending ones that have run before, with or without tokens
+        self.groups: dict[object, Group] = {}
+        self.ready: dict[object, Group] = {}  # those whose samples could all be trained now
+        self.num_ready = 0  # samples in them
+        self.attempt_version: dict[int, int] = {}  # of the weights with which a running attempt began
+        self.trained_lengths: dict[str, tuple[int, int]] = {}  # prompt id -> (tokens, samples) of what was trained
+        self._next_cohort = 0
+
+    # ---- what the schedule asks -------------------------------------------------------------------------------------
+
+    @property
+    def next_cohort(self) -> int:
+        return self._next_cohort
+
+    @property
+    def num_pending(self) -> int:
+        return len(self.in_state[State.PENDING])
+
+    @property
+    def num_running(self) -> int:
+        return len(self.in_state[State.RUNNING])
+
+    def group_of(self, sample: Sample) -> Group:
+        return self.groups[self._group_key(sample)]
+
+    def oldest_version(self, sample: Sample) -> int | None:
+        """Version of the oldest token that the sample holds, or that its running attempt may have written."""
+        if sample.state != State.RUNNING:
+            return sample.oldest_version
+        begun = self.attempt_version[sample.id]
+        held = sample.oldest_version if sample.mode == Mode.RESUME else None
+        return begun if held is None else min(begun, held)
+
+    def staleness(self, sample: Sample, version: int) -> int:
+        oldest = self.oldest_version(sample)
+        return 0 if oldest is None else version - oldest
+
+    def expected_length(self, sample: Sample) -> float:
+        """A guess from finished siblings and earlier epochs, never below what the sample is known to reach."""
+        done = [s.num_tokens for s in self.group_of(sample).samples if s.state in (State.FINISHED, State.SCORED)]
+        tokens, count = self.trained_lengths.get(sample.prompt.id, (0, 0))
+        tokens, count = tokens + sum(done), count + len(done)
+        return max(sample.known_length, tokens / count if count else 0.0)
+
+    def counts(self) -> Counter[str]:
+        """Samples by state, the trained ones included."""
+        counts = Counter({state.value: len(held) for state, held in self.in_state.items()})
+        counts[State.TRAINED.value] = self.num_trained
+        return counts
+
+    # ---- what the controller tells ----------------------------------------------------------------------------------
+
+    def load(self, samples: Sequence[Sample]) -> Cohort:
+        """Add a cohort of pending samples."""
+        cohort = Cohort(
+            id=self._next_cohort, loaded_update=self.num_updates, num_samples=len(samples), num_left=len(samples)
+        )
+        assert samples, "a cohort needs samples"
+        for sample in samples:
+            assert sample.id not in self.samples, f"sample {sample.id} is loaded already"
+            assert sample.cohort == cohort.id, f"sample {sample.id} belongs to cohort {sample.cohort}, not {cohort.id}"
+            self.samples[sample.id] = sample
+            self.in_state[State.PENDING][sample.id] = sample
+            self.unstarted[sample.id] = sample
+            self.groups.setdefault(self._group_key(sample), Group()).samples.append(sample)
+        self.cohorts[cohort.id] = cohort
+        self._next_cohort += 1
+        self.num_loaded += len(samples)
+        return cohort
+
+    def start(self, sample: Sample) -> None:
+        """PENDING -> RUNNING, as a new attempt."""
+        self._move(sample, State.RUNNING, State.PENDING)
+        (self.waiting if sample.attempt else self.unstarted).pop(sample.id)
+        sample.attempt += 1
+        self.attempt_version[sample.id] = self.version
+        self.num_started += 1
+
+    def find(self, sample_id: int, attempt: int) -> Sample | None:
+        """The running sample that an event speaks of, or None if that attempt is over."""
+        sample = self.in_state[State.RUNNING].get(sample_id)
+        return sample if sample is not None and sample.attempt == attempt else None
+
+    def append(
+        self, sample: Sample, *, start: int, tokens: list[int], logprobs: list[float], version: int, slot_s: float
+    ) -> int:
+        """Put tokens at position `start`, in place of what is there; returns how many tokens that threw away."""
+        assert sample.state == State.RUNNING, f"sample {sample.id} gets tokens while {sample.state}"
+        assert len(tokens) == len(logprobs), f"sample {sample.id}: {len(tokens)} tokens, {len(logprobs)} log-probs"
+        held = sample.num_tokens
+        assert start <= held, f"sample {sample.id}: tokens at {start}, but it holds {held}"
+        assert start + len(tokens) <= sample.budget, f"sample {sample.id} exceeds its budget of {sample.budget}"
+        kept_slot_s, num_same = _truncate(sample, start, tokens) if start < held else (0.0, 0)
+        last = sample.segments[-1] if sample.segments else None
+        if last is not None and last.version == version:
+            last.tokens.extend(tokens)
+            last.logprobs.extend(logprobs)
+            last.slot_s += slot_s + kept_slot_s
+        elif tokens:
+            slot_s += kept_slot_s
+            sample.segments.append(Segment(version=version, tokens=tokens, logprobs=logprobs, slot_s=slot_s))
+        sample.mode = Mode.RESUME
+        sample.known_length = max(sample.known_length, sample.num_tokens)
+        return held - start - num_same
+
+    def finish(self, sample: Sample, reason: FinishReason) -> None:
+        """RUNNING -> FINISHED."""
+        self._move(sample, State.FINISHED, State.RUNNING)
+        sample.finish_reason = reason
+
+    def interrupt(self, sample: Sample) -> None:
+        """RUNNING -> PENDING; tokens are kept until `requeue` decides."""
+        self._move(sample, State.PENDING, State.RUNNING)
+        sample.num_interrupts += 1
+
+    def fail(self, sample: Sample) -> None:
+        """RUNNING -> PENDING after a failed attempt; tokens are kept."""
+        self._move(sample, State.PENDING, State.RUNNING)
+        sample.num_failures += 1
+
+    def give_up(self, sample: Sample) -> int:
+        """RUNNING -> FINISHED with an empty answer, after too many failures; returns discarded tokens."""
+        self._move(sample, State.FINISHED, State.RUNNING)
+        sample.num_failures += 1
+        sample.finish_reason = FinishReason.FAILED
+        discarded = sample.num_tokens
+        sample.segments.clear()
+        return discarded
+
+    def score(self, sample_id: int, attempt: int, reward: float) -> Sample | None:
+        """FINISHED -> SCORED; None if the answer that was scored is gone."""
+        sample = self.in_state[State.FINISHED].get(sample_id)
+        if sample is None or sample.attempt != attempt:
+            return None
+        self._move(sample, State.SCORED, State.FINISHED)
+        sample.reward = reward
+        group = self.group_of(sample)
+        group.num_scored += 1
+        if group.is_ready:
+            self.ready[self._group_key(sample)] = group
+            self.num_ready += len(group.samples)
+        return sample
+
+    def requeue(self, sample: Sample, mode: Mode) -> int:
+        """PENDING, FINISHED or SCORED -> PENDING, to be taken up again as `mode`; returns discarded tokens."""
+        if sample.state == State.SCORED:
+            self._unready(sample)
+            self.group_of(sample).num_scored -= 1
+        if sample.state != State.PENDING:
+            self._move(sample, State.PENDING, State.FINISHED, State.SCORED)
+        sample.mode, sample.reward, sample.finish_reason = mode, None, None
+        if mode != Mode.FRESH:
+            return 0
+        discarded = sample.num_tokens
+        sample.segments.clear()
+        sample.num_restarts += 1
+        return discarded
+
+    def take(self, samples: Iterable[Sample]) -> list[Sample]:
+        """SCORED -> TRAINED: the samples leave the buffer for good, as one update batch."""
+        batch = list(samples)
+        taken = {sample.id for sample in batch}
+        for sample in batch:
+            self._move(sample, State.TRAINED, State.SCORED)
+            self._unready(sample)
+            key = self._group_key(sample)
+            group = self.groups.pop(key, None)
+            assert group is None or all(s.id in taken for s in group.samples), f"half of group {key} is trained"
+            sample.trained_version = self.version
+            del self.samples[sample.id]
+            tokens, count = self.trained_lengths.get(sample.prompt.id, (0, 0))
+            self.trained_lengths[sample.prompt.id] = (tokens + sample.num_tokens, count + 1)
+            cohort = self.cohorts[sample.cohort]
+            cohort.num_left -= 1
+            if cohort.num_left == 0:
+                del self.cohorts[cohort.id]
+        self.num_trained += len(batch)
+        self.num_updates += 1
+        self.num_started = 0
+        return batch
+
+    # ---- durable form -----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything as plain data; running samples count as interrupted."""
+        return {
+            "grouped": self.grouped,
+            "version": self.version,
+            "num_updates": self.num_updates,
+            "num_trained": self.num_trained,
+            "num_loaded": self.num_loaded,
+            "next_cohort": self._next_cohort,
+            "cohorts": [asdict(cohort) for cohort in self.cohorts.values()],
+            "trained_lengths": {prompt: list(value) for prompt, value in self.trained_lengths.items()},
+            "samples": [asdict(sample) for sample in self.samples.values()],
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> Buffer:
+        buffer = cls(grouped=state["grouped"])
+        buffer.version = state["version"]
+        buffer.num_updates = state["num_updates"]
+        buffer.num_trained = state["num_trained"]
+        buffer.num_loaded = state["num_loaded"]
+        buffer._next_cohort = state["next_cohort"]
+        buffer.cohorts = {cohort["id"]: Cohort(**cohort) for cohort in state["cohorts"]}
+        buffer.trained_lengths = {prompt: (value[0], value[1]) for prompt, value in state["trained_lengths"].items()}
+        for record in state["samples"]:
+            sample = _sample_from(record)
+            if sample.state == State.RUNNING:
+                sample.state = State.PENDING
+            buffer.samples[sample.id] = sample
+            buffer.in_state[sample.state][sample.id] = sample
+            if sample.state == State.PENDING:
+                (buffer.waiting if sample.attempt else buffer.unstarted)[sample.id] = sample
+            group = buffer.groups.setdefault(buffer._group_key(sample), Group())
+            group.samples.append(sample)
+            group.num_scored += sample.state == State.SCORED
+        buffer.ready = {key: group for key, group in buffer.groups.items() if group.is_ready}
+        buffer.num_ready = sum(len(group.samples) for group in buffer.ready.values())
+        return buffer
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _group_key(self, sample: Sample) -> object:
+        return sample.group if self.grouped else sample.id
+
+    def _unready(self, sample: Sample) -> None:
+        group = self.ready.pop(self._group_key(sample), None)
+        self.num_ready -= len(group.samples) if group is not None else 0
+
+    def _move(self, sample: Sample, to: State, *allowed: State) -> None:
+        assert sample.state in allowed, f"sample {sample.id} cannot go from {sample.state} to {to}"
+        assert sample.id in self.samples, f"sample {sample.id} is not in the buffer"
+        del self.in_state[sample.state][sample.id]
+        if sample.state == State.RUNNING:
+            del self.attempt_version[sample.id]
+        sample.state = to
+        if to != State.TRAINED:
+            self.in_state[to][sample.id] = sample
+        if to == State.PENDING:
+            self.waiting[sample.id] = sample
+
+
+def _truncate(sample: Sample, start: int, tokens: list[int]) -> tuple[float, int]:
+    """Cut the sample at `start`; returns slot time and number of those cut tokens that `tokens` repeats.
+
+    A replay delivers its verified prefix once more, under a new version: those tokens were decoded once, and keep the
+    slot time that it took.
+    """
+    kept_slot_s, num_same, is_same, position = 0.0, 0, True, 0
+    segments: list[Segment] = []
+    for segment in sample.segments:
+        length = len(segment.tokens)
+        keep = min(max(start - position, 0), length)
+        for offset in range(keep, length):
+            at = position + offset - start
+            is_same = is_same and at < len(tokens) and tokens[at] == segment.tokens[offset]
+            if not is_same:
+                break
+            num_same += 1
+            kept_slot_s += segment.slot_s / length
+        if keep:
+            segment.slot_s *= keep / length
+            del segment.tokens[keep:], segment.logprobs[keep:]
+            segments.append(segment)
+        position += length
+    sample.segments = segments
+    return kept_slot_s, num_same
+
+
+def _sample_from(record: dict[str, Any]) -> Sample:
+    """The inverse of `asdict` on a sample."""
+    fields = dict(record)
+    prompt = dict(fields.pop("prompt"))
+    prompt["tokens"] = tuple(prompt["tokens"])
+    segments = [Segment(**segment) for segment in fields.pop("segments")]
+    reason = fields.pop("finish_reason")
+    return Sample(
+        **{
+            **fields,
+            "prompt": Prompt(**prompt),
+            "segments": segments,
+            "state": State(fields["state"]),
+            "mode": Mode(fields["mode"]),
+            "finish_reason": None if reason is None else FinishReason(reason),
+        }
+    )

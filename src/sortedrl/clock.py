@@ -1,0 +1,46 @@
+"""Time as the controller sees it: the machine's, or a virtual one that simulated parts share.
+
+On a virtual clock nothing waits: a part that needs time sets a timer, and whoever would wait moves the clock on.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    def now(self) -> float: ...
+
+
+class WallClock:
+    """Seconds since it was made."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+
+    def now(self) -> float:
+        return time.perf_counter() - self._start
+
+
+class VirtualClock:
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._timers: list[float] = []
+
+    def now(self) -> float:
+        return self._now
+
+    def set_timer(self, at: float) -> None:
+        """Somebody wants to be asked again at this time."""
+        heapq.heappush(self._timers, at)
+
+    def next_timer(self) -> float | None:
+        while self._timers and self._timers[0] <= self._now:
+            heapq.heappop(self._timers)
+        return self._timers[0] if self._timers else None
+
+    def advance(self, to: float) -> None:
+        assert to >= self._now, f"the clock cannot go back from {self._now} to {to}"
+        self._now = to

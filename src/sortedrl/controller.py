@@ -1,0 +1,370 @@
+"""The controller: the loop that loads, admits, listens, harvests and settles.
+
+    data --load--> buffer --admit--> engine --listen--> buffer --score--> scorer
+                     ^                                    |
+                     +---- requeue <-- publish <-- learner <-- harvest
+
+It asks `schedule` what to do and is the only one to do it. It waits in three places: `engine.poll` while samples run,
+`scorer.poll` when all that is left is being scored, and the update's result (unless updates overlap rollout, when it
+waits only if nothing else is left to do). Time is the injected clock's, so a simulation runs this very code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from sortedrl import schedule
+from sortedrl.buffer import Buffer
+from sortedrl.clock import Clock
+from sortedrl.engine import base as engine_events
+from sortedrl.engine.base import Engine, InFlight, Request, Sampling
+from sortedrl.learner.base import Learner, Update
+from sortedrl.records import Batch, FinishReason, Mode, Sample, State
+from sortedrl.schedule import Knobs, RestartNoise
+from sortedrl.telemetry import events
+from sortedrl.telemetry.events import Emit
+
+
+IDLE_POLL_S = 0.05  # how long to wait for one thing before looking at the others
+
+
+class Score(Protocol):
+    @property
+    def key(self) -> tuple[int, int]: ...
+
+    @property
+    def reward(self) -> float: ...
+
+
+class Scorer(Protocol):
+    """Scores complete answers while the engine goes on."""
+
+    def submit(self, sample: Sample) -> None: ...
+
+    def poll(self, timeout: float) -> Sequence[Score]: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Timing:
+    """Seconds on the run's clock; with overlap, rollout goes on during updates and the parts add up to more."""
+
+    rollout_s: float = 0.0
+    update_s: float = 0.0
+    publish_s: float = 0.0
+    wall_s: float = 0.0
+
+
+class Controller:
+    """`load_samples(cohort, count)` gives the next samples, fewer or none when the data is used up."""
+
+    def __init__(
+        self,
+        *,
+        buffer: Buffer,
+        knobs: Knobs,
+        engine: Engine,
+        learner: Learner,
+        scorer: Scorer,
+        load_samples: Callable[[int, int], list[Sample]],
+        total_samples: int,
+        sampling: Sampling,
+        clock: Clock,
+        emit: Emit = events.ignore,
+        replay_tolerance: float = 0.0,
+        in_flight: InFlight = InFlight.REPREFILL,
+        score_grace_s: float = 0.25,
+        max_failures: int = 3,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.buffer = buffer
+        self.knobs = knobs
+        self.engine = engine
+        self.learner = learner
+        self.scorer = scorer
+        self.load_samples = load_samples
+        self.total_samples = total_samples
+        self.sampling = sampling
+        self.clock = clock
+        self.emit = emit
+        self.replay_tolerance = replay_tolerance
+        self.in_flight = in_flight
+        self.score_grace_s = score_grace_s
+        self.max_failures = max_failures
+        self.should_stop = should_stop
+        self.timing = Timing()
+        self.slots = engine.capabilities.slots
+        self.has_data = True
+        self.update: Update | None = None
+        self.update_began = 0.0
+        self.last_finish = 0.0
+        self.rows = list(range(self.slots))  # free rows of the timeline, a heap
+        self.row_of: dict[int, int] = {}
+
+    def run(self) -> bool:
+        """Train on everything; returns False if it was told to stop before."""
+        began = self.clock.now()
+        while self.has_data or self.buffer.samples or self.update is not None:
+            self.load()
+            self.admit()
+            self.listen()
+            self.harvest()
+            self.settle()
+            if self.should_stop() and self.update is None:
+                break
+        complete = not (self.has_data or self.buffer.samples)
+        if not complete:
+            self.hear(self.engine.interrupt())
+        self.timing.wall_s += self.clock.now() - began
+        paused = self.timing.publish_s + (0.0 if self.knobs.overlap else self.timing.update_s)
+        self.timing.rollout_s = self.timing.wall_s - paused
+        return complete
+
+    # ---- the five steps ---------------------------------------------------------------------------------------------
+
+    def load(self) -> None:
+        """Take in cohorts, as long as the schedule wants them and there is data."""
+        while self.has_data and schedule.wants_cohort(self.buffer, self.knobs, self.slots):
+            samples = self.load_samples(self.buffer.next_cohort, self.knobs.cohort_samples)
+            if not samples:
+                self.has_data = False
+                return
+            cohort = self.buffer.load(samples)
+            self.has_data = self.buffer.num_loaded < self.total_samples
+            self.emit(
+                events.CohortLoaded(
+                    t=self.clock.now(), cohort=cohort.id, update=cohort.loaded_update, samples=[s.id for s in samples]
+                )
+            )
+
+    def admit(self) -> None:
+        """Give free slots to pending samples."""
+        chosen = schedule.admit(self.buffer, self.knobs, self.slots)
+        requests = [self.start(sample) for sample in chosen]
+        if requests:
+            self.engine.submit(requests)
+
+    def listen(self) -> None:
+        """Wait for the engine, or for scores when nothing runs, and write down what happened."""
+        if self.buffer.num_running:
+            self.hear(self.engine.poll(IDLE_POLL_S if self.update is not None else None))
+        while True:
+            scores = self.scorer.poll(self.patience())
+            for score in scores:
+                self.score(*score.key, score.reward)
+            if not scores or not self.hinges_on_scores():
+                return
+
+    def hinges_on_scores(self) -> bool:
+        """Whether answers that are being scored would fill the batch."""
+        ready, finished = self.buffer.num_ready, len(self.buffer.in_state[State.FINISHED])
+        return self.update is None and ready < self.knobs.update_batch <= ready + finished
+
+    def patience(self) -> float:
+        """How long to wait for scores.
+
+        A batch that only lacks scores is worth a short wait: quick rewards then never depend on timing, and slow ones
+        cost each answer at most that much.
+        """
+        if not (self.buffer.num_running or self.update):
+            return IDLE_POLL_S
+        return max(0.0, self.last_finish + self.score_grace_s - self.clock.now()) if self.hinges_on_scores() else 0.0
+
+    def harvest(self) -> None:
+        """Take an update batch if there is one, and start the update."""
+        if self.update is not None:
+            return
+        chosen = schedule.harvest(self.buffer, self.knobs)
+        if chosen is None:
+            return
+        running = self.buffer.num_running
+        if not self.knobs.overlap and running:
+            self.hear(self.engine.interrupt())
+        progress = self.buffer.num_trained / self.total_samples
+        samples = tuple(self.buffer.take(chosen))
+        batch = Batch(
+            update=self.buffer.num_updates - 1, version=self.buffer.version, samples=samples, progress=progress
+        )
+        self.check(batch)
+        self.emit(_batch_taken(self.clock.now(), batch, 0 if self.knobs.overlap else running))
+        self.update_began = self.clock.now()
+        self.update = self.learner.start(batch)
+
+    def settle(self) -> None:
+        """When the update is done: publish its weights, and decide what becomes of the samples that waited."""
+        if self.update is None or (self.knobs.overlap and self.buffer.num_running and not self.update.done()):
+            return
+        result = self.update.result()
+        self.update = None
+        now = self.clock.now()
+        self.timing.update_s += now - self.update_began
+        version = self.buffer.version + 1
+        self.emit(
+            events.UpdateDone(
+                t=now,
+                update=self.buffer.num_updates - 1,
+                version=version,
+                optimizer_steps=result.optimizer_steps,
+                seconds=now - self.update_began,
+                metrics=result.metrics,
+            )
+        )
+        stopped = [s.id for s in schedule.interrupts_at_publication(self.buffer, self.knobs)]
+        if stopped:
+            self.hear(self.engine.interrupt(stopped))
+        self.publish(version)
+        for sample, fate in schedule.fates(self.buffer, self.knobs):
+            discarded = self.buffer.requeue(sample, fate.mode)
+            self.emit(
+                events.SampleRequeued(t=self.clock.now(), sample=sample.id, decision=fate.value, discarded=discarded)
+            )
+
+    # ---- what they are made of --------------------------------------------------------------------------------------
+
+    def start(self, sample: Sample) -> Request:
+        """Mark a sample as running and make the request for its attempt."""
+        mode = sample.mode if sample.segments else Mode.FRESH
+        self.buffer.start(sample)
+        row = self.row_of[sample.id] = heapq.heappop(self.rows)
+        cached = [] if mode == Mode.FRESH else sample.tokens
+        self.emit(
+            events.AttemptStarted(
+                t=self.clock.now(),
+                sample=sample.id,
+                attempt=sample.attempt,
+                mode=mode.value,
+                cached=len(cached),
+                slot=row,
+                version=self.buffer.version,
+            )
+        )
+        return Request(
+            sample=sample.id,
+            attempt=sample.attempt,
+            group=sample.group,
+            prompt=sample.prompt.tokens,
+            budget=sample.budget,
+            seed=self.noise_seed(sample),
+            sampling=self.sampling,
+            mode=mode,
+            cached=cached,
+            replay_tolerance=self.replay_tolerance,
+        )
+
+    def noise_seed(self, sample: Sample) -> int:
+        """A sample's own seed, or, if restarts draw fresh noise, one for each restart."""
+        if self.knobs.restart_noise == RestartNoise.SEEDED or sample.num_restarts == 0:
+            return sample.seed
+        text = f"{sample.seed}/{sample.num_restarts}".encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+    def hear(self, heard: Sequence[engine_events.Event]) -> None:
+        """Write engine events into the buffer; those of attempts that are over are ignored."""
+        for event in heard:
+            sample = self.buffer.find(event.sample, event.attempt)
+            if sample is None:
+                continue
+            match event:
+                case engine_events.Delta():
+                    self.buffer.append(
+                        sample,
+                        start=event.start,
+                        tokens=event.tokens,
+                        logprobs=event.logprobs,
+                        version=event.version,
+                        slot_s=event.slot_s,
+                    )
+                case engine_events.Verified(cached=cached, accepted=accepted):
+                    self.emit(
+                        events.AttemptVerified(
+                            t=self.clock.now(),
+                            sample=sample.id,
+                            attempt=sample.attempt,
+                            cached=cached,
+                            accepted=accepted,
+                        )
+                    )
+                case engine_events.Finished(reason=reason):
+                    self.buffer.finish(sample, reason)
+                    self.ended(sample, reason.value)
+                    self.scorer.submit(sample)
+                    self.last_finish = self.clock.now()
+                case engine_events.Partial():
+                    self.buffer.interrupt(sample)
+                    self.ended(sample, "interrupted")
+                case engine_events.Failed(error=error):
+                    self.fail(sample, error)
+                case _:
+                    raise AssertionError(f"unknown engine event {event}")
+
+    def fail(self, sample: Sample, error: str) -> None:
+        """One failed sample is data: tried again, and in the end trained as an empty answer without reward."""
+        if sample.num_failures + 1 < self.max_failures:
+            self.buffer.fail(sample)
+            self.ended(sample, "failed", error)
+            return
+        discarded = self.buffer.give_up(sample)
+        self.ended(sample, "failed", error)
+        self.emit(
+            events.SampleRequeued(t=self.clock.now(), sample=sample.id, decision="give-up", discarded=discarded)
+        )
+        self.score(sample.id, sample.attempt, 0.0)
+
+    def ended(self, sample: Sample, outcome: str, error: str = "") -> None:
+        row = self.row_of.pop(sample.id)
+        heapq.heappush(self.rows, row)
+        self.emit(
+            events.AttemptEnded(
+                t=self.clock.now(),
+                sample=sample.id,
+                attempt=sample.attempt,
+                outcome=outcome,
+                num_tokens=sample.num_tokens,
+                slot=row,
+                error=error,
+            )
+        )
+
+    def score(self, sample_id: int, attempt: int, reward: float) -> None:
+        if self.buffer.score(sample_id, attempt, reward) is not None:
+            self.emit(events.SampleScored(t=self.clock.now(), sample=sample_id, attempt=attempt, reward=reward))
+
+    def publish(self, version: int) -> None:
+        began = self.clock.now()
+        in_flight = self.in_flight if self.buffer.num_running else InFlight.ABORT
+        self.engine.publish(version, self.learner.source, in_flight).wait()
+        self.buffer.version = version
+        seconds = self.clock.now() - began
+        self.timing.publish_s += seconds
+        self.emit(events.WeightsPublished(t=self.clock.now(), version=version, seconds=seconds))
+
+    def check(self, batch: Batch) -> None:
+        """The guarantees, once more, on what is about to be trained."""
+        bound = self.knobs.max_staleness
+        for sample in batch.samples:
+            staleness = sample.staleness(batch.version)
+            assert bound is None or staleness <= bound, f"sample {sample.id} is {staleness} versions old"
+            assert staleness >= 0, f"sample {sample.id} has tokens of a version that does not exist yet"
+            assert sample.num_tokens <= sample.budget, f"sample {sample.id} exceeds its budget"
+
+
+def _batch_taken(t: float, batch: Batch, num_interrupted: int) -> events.BatchTaken:
+    samples = batch.samples
+    return events.BatchTaken(
+        t=t,
+        update=batch.update,
+        version=batch.version,
+        samples=[s.id for s in samples],
+        lengths=[s.num_tokens for s in samples],
+        rewards=[s.reward or 0.0 for s in samples],
+        staleness=[s.staleness(batch.version) for s in samples],
+        staleness_token_sum=[
+            sum((batch.version - segment.version) * len(segment.tokens) for segment in s.segments) for s in samples
+        ],
+        truncated=sum(s.finish_reason == FinishReason.LENGTH for s in samples),
+        num_interrupted=num_interrupted,
+        slot_s=sum(segment.slot_s for s in samples for segment in s.segments),
+    )

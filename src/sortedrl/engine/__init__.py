@@ -1,0 +1,1 @@
+"""Rollout engines behind one protocol (`base.py`). Import the concrete ones from their own modules."""

@@ -1,0 +1,86 @@
+"""One attempt at one sample while the local engine runs it: the answer so far, and what the caller has of it.
+
+The local engine alone makes and changes attempts. An attempt keeps true that tokens past `delivered` have their log-probs
+in `logprobs`, and that all of them were sampled or verified by one version of the weights (the engine delivers at every
+publication).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from sortedrl.engine.base import Delta, Request
+from sortedrl.engine.sampling import Draw
+from sortedrl.records import FinishReason, Mode
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Attempt:
+    request: Request
+    tokens: list[int]  # the whole answer, cached tokens included
+    stops: frozenset[int]
+    logprobs: list[float] = field(default_factory=list)
+    delivered: int = 0  # answer tokens that the caller holds
+    is_cut: bool = False  # the caller holds more than `tokens`, and must hear of it
+    slot_mark: float = 0.0  # the engine's decode seconds at the last delivery
+
+    @classmethod
+    def begin(cls, request: Request) -> Attempt:
+        """Cached tokens past the budget, or past a stop token, are no part of the answer."""
+        stops = frozenset(request.sampling.stop_tokens)
+        cached = [] if request.mode is Mode.FRESH else list(request.cached[: request.budget])
+        end = next((index + 1 for index, token in enumerate(cached) if token in stops), len(cached))
+        tokens = cached[:end]
+        is_cut = end < len(request.cached)
+        return cls(request=request, tokens=tokens, stops=stops, delivered=len(tokens), is_cut=is_cut)
+
+    @property
+    def length(self) -> int:
+        """Positions in the cache once the last token has been fed."""
+        return len(self.request.prompt) + len(self.tokens)
+
+    @property
+    def next_draw(self) -> Draw:
+        return Draw(self.request.seed, len(self.tokens), self.request.sampling.temperature)
+
+    @property
+    def ending(self) -> FinishReason | None:
+        """Why the answer is complete, if it is."""
+        if self.tokens and self.tokens[-1] in self.stops:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self.tokens) >= self.request.budget else None
+
+    def add(self, token: int, logprob: float) -> bool:
+        """Append a sampled token; False, and nothing appended, when its log-prob shows that the logits are broken."""
+        if not math.isfinite(logprob):
+            return False
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        return True
+
+    def restart_from(self, accepted: int, logprobs: Sequence[float]) -> None:
+        """Keep the verified prefix; the caller is to replace all it holds."""
+        del self.tokens[accepted:]
+        self.logprobs = list(logprobs)
+        self.delivered = 0
+        self.is_cut = True
+
+    def deliver(self, *, version: int, clock: float, decode_s: float) -> Delta | None:
+        """What the caller does not have yet, as an event."""
+        if self.delivered == len(self.tokens) and not self.is_cut:
+            self.slot_mark = decode_s
+            return None
+        delta = Delta(
+            sample=self.request.sample,
+            attempt=self.request.attempt,
+            clock=clock,
+            start=self.delivered,
+            tokens=self.tokens[self.delivered :],
+            logprobs=self.logprobs,
+            version=version,
+            slot_s=decode_s - self.slot_mark,
+        )
+        self.delivered, self.is_cut, self.logprobs, self.slot_mark = len(self.tokens), False, [], decode_s
+        return delta

@@ -1,0 +1,172 @@
+"""A lean float32 decoder for the Llama family (Llama, Mistral without window, Qwen2, Qwen3): few calls, no modules.
+
+The local engine calls it instead of the model's own modules, to which it is equal up to rounding: a small model spends
+its step on calling overhead, not on arithmetic. It keeps fused copies of the weights, taken at `refresh`; a learner may
+change the module meanwhile, and tokens are still those of the published weights.
+
+What is fused into the weights:
+- q, k and v are one matrix, gate and up another;
+- the gain of an RMS norm, and the root of the size that turns a norm into a root mean square, scale the columns of the
+  matrix behind it;
+- rows of q and k are reordered within each head so that the two numbers that a rotary position turns together lie side
+  by side: one complex product does it. Keys are cached in that order; scores do not change.
+
+Shapes: t packed tokens, r rows whose logits are wanted, m model size, f feed-forward size, v vocabulary, h query heads,
+k key-value heads, d head size, c = d / 2 complex numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from sortedrl.engine.cache import Plan
+
+_MODEL_TYPES = {"llama", "mistral", "qwen2", "qwen3"}
+# The fused copy takes as much memory as the model; past this size the calls it saves no longer matter.
+_MAX_PARAMETERS = 500_000_000
+
+
+class Decoder(Protocol):
+    """Packed tokens to logits; the plan holds their place in the cache."""
+
+    name: str
+
+    def refresh(self, module: nn.Module) -> None:
+        """Take over the weights of `module`."""
+        ...
+
+    def forward(
+        self, tokens_t: torch.Tensor, positions_t: torch.Tensor, rows_r: torch.Tensor | None, plan: Plan
+    ) -> torch.Tensor: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class _Layer:
+    qkv_mx: torch.Tensor
+    qkv_bias_x: torch.Tensor | None
+    qk_gain_hd: torch.Tensor | None
+    out_xm: torch.Tensor
+    gate_up_mf: torch.Tensor
+    down_fm: torch.Tensor
+
+
+class LeanDecoder:
+    name = "lean"
+
+    def __init__(self, model: nn.Module, max_length: int) -> None:
+        assert supports_lean(model), f"{type(model).__name__} has no lean path"
+        root: Any = model
+        config = root.config
+        attention = root.model.layers[0].self_attn
+        self._head_dim: int = attention.head_dim
+        self._kv_heads: int = config.num_key_value_heads
+        self._heads: int = config.num_attention_heads
+        self._feed_forward: int = config.intermediate_size
+        self._scale: float = attention.scaling
+        size, device = config.hidden_size, root.model.embed_tokens.weight.device
+        self._floor = torch.tensor((size * config.rms_norm_eps) ** 0.5, device=device)
+        self._head_floor = torch.tensor((self._head_dim * config.rms_norm_eps) ** 0.5, device=device)
+        self._turns_lc = _rotary_turns(root.model.rotary_emb, max_length, device)
+        self.refresh(model)
+
+    @torch.inference_mode()
+    def refresh(self, module: nn.Module) -> None:
+        root: Any = module
+        self._embedding_vm = root.model.embed_tokens.weight.clone()
+        self._layers = [self._fuse(layer) for layer in root.model.layers]
+        self._head_mv = _fold_norm(root.model.norm, root.lm_head.weight)
+
+    def _fuse(self, layer: Any) -> _Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        orders = (True, True, False)
+        weight = torch.cat([self._side_by_side(p.weight) if o else p.weight for p, o in zip(projections, orders)])
+        bias = gain = None
+        if attention.q_proj.bias is not None:
+            bias = torch.cat([self._side_by_side(p.bias) if o else p.bias for p, o in zip(projections, orders)])
+        if hasattr(attention, "q_norm"):
+            gains = [attention.q_norm.weight] * self._heads + [attention.k_norm.weight] * self._kv_heads
+            gain = self._side_by_side(torch.cat(gains)).view(-1, self._head_dim) * self._head_dim**0.5
+        return _Layer(
+            qkv_mx=_fold_norm(layer.input_layernorm, weight),
+            qkv_bias_x=bias,
+            qk_gain_hd=gain,
+            out_xm=attention.o_proj.weight.t().contiguous(),
+            gate_up_mf=_fold_norm(
+                layer.post_attention_layernorm, torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
+            ),
+            down_fm=mlp.down_proj.weight.t().contiguous(),
+        )
+
+    def _side_by_side(self, rows: torch.Tensor) -> torch.Tensor:
+        """Within each head, first and second half interleaved."""
+        return rows.unflatten(0, (-1, 2, self._head_dim // 2)).transpose(1, 2).flatten(0, 2)
+
+    def forward(
+        self, tokens_t: torch.Tensor, positions_t: torch.Tensor, rows_r: torch.Tensor | None, plan: Plan
+    ) -> torch.Tensor:
+        """Logits [r, v] at the wanted rows, or at all."""
+        x_tm = self._embedding_vm.index_select(0, tokens_t)
+        turns_t1c = self._turns_lc.index_select(0, positions_t).unsqueeze(1)
+        num_turned = self._heads + self._kv_heads
+        turned_size = num_turned * self._head_dim
+        for index, layer in enumerate(self._layers):
+            normed_tm = _normed(x_tm, self._floor)
+            if layer.qkv_bias_x is None:
+                qkv_tx = torch.mm(normed_tm, layer.qkv_mx)
+            else:
+                qkv_tx = torch.addmm(layer.qkv_bias_x, normed_tm, layer.qkv_mx)
+            qk_thd = qkv_tx[:, :turned_size].unflatten(1, (num_turned, self._head_dim))
+            if layer.qk_gain_hd is not None:
+                qk_thd = _normed(qk_thd, self._head_floor).mul_(layer.qk_gain_hd)
+            pairs_thc = torch.view_as_complex(qk_thd.unflatten(2, (-1, 2)))
+            qk_thd = torch.view_as_real(pairs_thc * turns_t1c).flatten(2)
+            v_tkd = qkv_tx[:, turned_size:].unflatten(1, (self._kv_heads, self._head_dim))
+            q_thd, k_tkd = qk_thd.split((self._heads, self._kv_heads), dim=1)
+            out_thd = plan.attend(index, q_thd, k_tkd, v_tkd, self._scale)
+            x_tm = torch.addmm(x_tm, out_thd.flatten(1), layer.out_xm)
+            gate_up_tf = torch.mm(_normed(x_tm, self._floor), layer.gate_up_mf)
+            gate_tf, up_tf = gate_up_tf.split(self._feed_forward, dim=1)
+            x_tm = torch.addmm(x_tm, F.silu(gate_tf).mul_(up_tf), layer.down_fm)
+        if rows_r is not None:
+            x_tm = x_tm.index_select(0, rows_r)
+        return torch.mm(_normed(x_tm, self._floor), self._head_mv)
+
+
+def supports_lean(model: nn.Module) -> bool:
+    """Whether `LeanDecoder` is equal to the model's own modules."""
+    root: Any = model
+    config = getattr(root, "config", None)
+    if getattr(config, "model_type", None) not in _MODEL_TYPES or not hasattr(root, "lm_head"):
+        return False
+    layers = root.model.layers
+    biases = [getattr(m, "bias", None) for layer in layers for m in (layer.self_attn.o_proj, *layer.mlp.children())]
+    parameters = list(model.parameters())
+    return (
+        all(parameter.dtype == torch.float32 for parameter in parameters)
+        and sum(parameter.numel() for parameter in parameters) <= _MAX_PARAMETERS
+        and config.hidden_act == "silu"
+        and all(bias is None for bias in biases)
+        and root.lm_head.bias is None
+    )
+
+
+def _normed(x: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
+    """x / sqrt(sum(x^2) + size * eps): the RMS norm but for a factor that the weights behind it hold."""
+    return x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), floor)
+
+
+def _fold_norm(norm: Any, weight_om: torch.Tensor) -> torch.Tensor:
+    """The matrix behind a norm, transposed, with the norm's gain and factor in its rows."""
+    return (weight_om * (norm.weight * norm.weight.numel() ** 0.5)).t().contiguous()
+
+
+def _rotary_turns(rotary: Any, max_length: int, device: torch.device) -> torch.Tensor:
+    """Complex factors [l, c], computed as the module computes cosine and sine."""
+    angles_lc = torch.arange(max_length, device=device).float()[:, None] * rotary.inv_freq.float()[None]
+    return torch.complex(angles_lc.cos(), angles_lc.sin()) * rotary.attention_scaling

@@ -1,0 +1,92 @@
+"""Sampling noise as a pure function of (seed, position, token): the scheme `gumbel-splitmix64-v1`.
+
+Every engine draws from it, so that under given weights a sample's answer does not depend on when, where or next to whom
+it runs; replay and the engines' conformance tests rest on that. A change of any output is another scheme and another
+name.
+
+All integers are 64-bit and wrap. With mix(x) the finaliser of splitmix64 and G its increment,
+    row  = mix(mix(seed) + G * (position + 1))        position: index in the answer, from 0
+    bits = mix(row + G * (token + 1)) >> 32           32 uniform bits
+    u    = (bits + 0.5) / 2**32                       in (0, 1), exact in float64
+    g    = -log(-log(u))                              in float64, then rounded to float32
+The token of largest logits / temperature + g is then a draw from softmax(logits / temperature).
+
+Shapes: b rows (one per sequence, or per sequence and position), v tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+SCHEME = "gumbel-splitmix64-v1"
+
+# u lies in [2**-33, 1 - 2**-33]: a token whose scaled logit is more than MAX_NOISE - MIN_NOISE below the largest one
+# can never be drawn, and one more than MAX_NOISE below a perturbed score cannot beat it.
+MAX_NOISE = 22.873857
+MIN_NOISE = -3.1299876
+
+_INCREMENT = 0x9E3779B97F4A7C15
+_FIRST = 0xBF58476D1CE4E5B9
+_SECOND = 0x94D049BB133111EB
+_MASK = (1 << 64) - 1
+
+
+def _signed(value: int) -> int:
+    """The same 64 bits as torch's int64 holds them."""
+    value &= _MASK
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _mix_scalar(x: int) -> int:
+    x = ((x ^ (x >> 30)) * _FIRST) & _MASK
+    x = ((x ^ (x >> 27)) * _SECOND) & _MASK
+    return x ^ (x >> 31)
+
+
+def gumbel_scalar(seed: int, position: int, token: int) -> float:
+    """The definition, in plain Python: the reference for every other implementation."""
+    row = _mix_scalar((_mix_scalar(seed & _MASK) + _INCREMENT * (position + 1)) & _MASK)
+    bits = _mix_scalar((row + _INCREMENT * (token + 1)) & _MASK) >> 32
+    uniform = (bits + 0.5) / 2.0**32
+    return struct.unpack("f", struct.pack("f", -math.log(-math.log(uniform))))[0]
+
+
+def _xor_shift_(x: torch.Tensor, shift: int) -> torch.Tensor:
+    # torch shifts int64 arithmetically: the mask takes away the copies of the sign.
+    return x.bitwise_xor_((x >> shift).bitwise_and_((1 << (64 - shift)) - 1))
+
+
+def _mix_(x: torch.Tensor) -> torch.Tensor:
+    """In place: `x` must be the caller's own."""
+    _xor_shift_(x, 30).mul_(_signed(_FIRST))
+    _xor_shift_(x, 27).mul_(_signed(_SECOND))
+    return _xor_shift_(x, 31)
+
+
+def seed_tensor(seeds: Sequence[int], device: torch.device | str = "cpu") -> torch.Tensor:
+    """Seeds as int64, whatever their sign or width."""
+    import torch
+
+    return torch.tensor([_signed(seed) for seed in seeds], dtype=torch.int64, device=device)
+
+
+def gumbel(seeds_b: torch.Tensor, positions_b: torch.Tensor, tokens: int | torch.Tensor) -> torch.Tensor:
+    """Noise of row b at its position, float32 [b, v].
+
+    `tokens` is how many there are (their ids are 0..n-1), or the ids themselves: [v] for all rows, or [b, v].
+    """
+    import torch
+
+    tokens_v = torch.arange(tokens, device=seeds_b.device) if isinstance(tokens, int) else tokens
+    increment = _signed(_INCREMENT)
+    rows_b = _mix_(_mix_(seeds_b.clone()) + (positions_b + 1) * increment)
+    bits_bv = _mix_(rows_b.unsqueeze(1) + (tokens_v + 1) * increment)
+    bits_bv = bits_bv.bitwise_right_shift_(32).bitwise_and_((1 << 32) - 1)
+    uniform_bv = bits_bv.to(torch.float64).add_(0.5).mul_(2.0**-32)
+    return uniform_bv.log_().neg_().log_().neg_().to(torch.float32)

@@ -1,0 +1,100 @@
+"""What a prefill computes: sequences, packed without padding, and which of their positions need logits.
+
+The local engine makes one `Prefill` per distinct sequence, packs them and runs each pack in one call. Siblings share a
+prompt and so a prefill; the cache is then copied to their slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from sortedrl.engine.attempt import Attempt
+from sortedrl.engine.sampling import Draw
+from sortedrl.records import Mode
+
+# Bounds on what one call holds at once; a single longer sequence is still one call.
+_PACK_TOKENS = 8192
+_PACK_LOGITS = 1 << 24
+
+
+@dataclass(slots=True, kw_only=True)
+class Prefill:
+    tokens: list[int]
+    slots: list[int] = field(default_factory=list)
+    attempts: list[Attempt] = field(default_factory=list)
+    num_rows: int = 1  # logits wanted, counted from the end
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Check:
+    """An attempt's rows of the pack's logits: one for each cached token to be verified, and one for the token behind."""
+
+    attempt: Attempt
+    cached: list[int]
+    rows: range
+
+    @property
+    def draws(self) -> list[Draw]:
+        last = self.attempt.next_draw
+        first = last.position - len(self.cached)
+        return [last._replace(position=first + offset) for offset in range(len(self.rows))]
+
+
+def plan_prefills(attempts: Sequence[Attempt], first_slot: int) -> list[Prefill]:
+    """One prefill per attempt, or for all attempts that continue the same tokens."""
+    prefills: list[Prefill] = []
+    shared: dict[tuple[int, ...], Prefill] = {}
+    for slot, attempt in enumerate(attempts, start=first_slot):
+        tokens = [*attempt.request.prompt, *attempt.tokens]
+        if attempt.request.mode is Mode.REPLAY:
+            prefill = Prefill(tokens=tokens, num_rows=len(attempt.tokens) + 1)
+            prefills.append(prefill)
+        else:
+            key = tuple(tokens)
+            if key not in shared:
+                shared[key] = Prefill(tokens=tokens)
+                prefills.append(shared[key])
+            prefill = shared[key]
+        prefill.slots.append(slot)
+        prefill.attempts.append(attempt)
+    return prefills
+
+
+def pack_prefills(prefills: Iterable[Prefill], vocab: int) -> list[list[Prefill]]:
+    """By length, since equal ones attend together, in packs of bounded size."""
+    packs: list[list[Prefill]] = []
+    num_tokens = num_logits = 0
+    for prefill in sorted(prefills, key=lambda prefill: len(prefill.tokens)):
+        num_tokens += len(prefill.tokens)
+        num_logits += prefill.num_rows * vocab
+        if not packs or num_tokens > _PACK_TOKENS or num_logits > _PACK_LOGITS:
+            packs.append([])
+            num_tokens, num_logits = len(prefill.tokens), prefill.num_rows * vocab
+        packs[-1].append(prefill)
+    return packs
+
+
+def wanted_rows(pack: Sequence[Prefill]) -> torch.Tensor:
+    """Indices into the packed tokens of the positions whose logits are wanted."""
+    rows: list[int] = []
+    end = 0
+    for prefill in pack:
+        end += len(prefill.tokens)
+        rows.extend(range(end - prefill.num_rows, end))
+    return torch.tensor(rows, dtype=torch.int64)
+
+
+def checks_of(pack: Sequence[Prefill]) -> list[Check]:
+    """Which of the wanted rows belong to which attempt."""
+    checks: list[Check] = []
+    start = 0
+    for prefill in pack:
+        rows = range(start, start + prefill.num_rows)
+        for attempt in prefill.attempts:
+            cached = attempt.tokens[:] if attempt.request.mode is Mode.REPLAY else []
+            checks.append(Check(attempt=attempt, cached=cached, rows=rows))
+        start = rows.stop
+    return checks

@@ -1,0 +1,37 @@
+"""Every error that a user can cause or mend, under one base class.
+
+Messages name the thing that is wrong and say what to do about it; the command line prints them as one line and exits
+with code 2. Broken invariants are asserts, never one of these.
+"""
+
+
+class SortedRLError(Exception):
+    """Base of all errors raised on purpose by this package."""
+
+
+class ConfigError(SortedRLError, ValueError):
+    """A configuration that is malformed or that cannot be kept."""
+
+
+class DataError(SortedRLError, ValueError):
+    """A dataset, trace or puzzle file that cannot be used as it is."""
+
+
+class ModelError(SortedRLError, ValueError):
+    """A model folder or architecture that cannot be loaded."""
+
+
+class RunDirError(SortedRLError, OSError):
+    """A run directory that cannot be written, read or reused."""
+
+
+class EngineError(SortedRLError, RuntimeError):
+    """An engine that failed as a whole, not just on one sample."""
+
+
+class LearnerError(SortedRLError, RuntimeError):
+    """An update that cannot be done: training stops."""
+
+
+class RewardError(SortedRLError, RuntimeError):
+    """A reward function that cannot be used."""

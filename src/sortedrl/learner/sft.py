@@ -1,0 +1,213 @@
+"""Supervised fine-tuning: the cold start that gives a model the skill which reinforcement then puts to use.
+
+`tasks/tiny.py` calls it to build the embedded checkpoint; any causal model and any stream of (prompt, answer) token
+lists will do. Matrices learn by Muon, the rest by AdamW; batches hold answers of about the same length.
+
+What it keeps true: the loss covers answer tokens only; batches, and on one machine and one thread the weights, depend
+on the arguments alone. Progress goes to an injected callback.
+
+Shapes: n batch row, l position, g matrix of a group of one shape, r its shorter side, c its longer side, v vocabulary.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sortedrl.errors import DataError
+
+Example = tuple[Sequence[int], Sequence[int]]
+"""Tokens of a prompt and of its answer, end token included."""
+
+OnStep = Callable[[int, float], None]
+"""Called after each step with the steps done so far and the loss."""
+
+IGNORED = -100  # label of a position without loss
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Muon's quintic: pulls singular values to about 1 in five rounds
+NEWTON_SCHULZ_ROUNDS = 5
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class SftResult:
+    steps: int
+    num_tokens: int  # answer tokens trained on
+    loss: float  # mean over the last tenth of the steps
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class SftRates:
+    """Peak rates, and the schedule that both optimisers share: linear warm-up, then linear decay."""
+
+    muon: float = 8e-3
+    adamw: float = 3e-3
+    warmup_steps: int = 20
+    final_share: float = 0.05
+
+    def scale(self, step: int, steps: int) -> float:
+        warmup = min(1.0, (step + 1) / self.warmup_steps) if self.warmup_steps else 1.0
+        return warmup * (1.0 - (1.0 - self.final_share) * step / steps)
+
+
+def cold_start(
+    out_dir: Path | str,
+    *,
+    model: Any,
+    tokenizer: Any,
+    examples: Iterable[Example],
+    steps: int,
+    seed: int,
+    batch_tokens: int = 1024,
+    rates: SftRates | None = None,
+    on_step: OnStep | None = None,
+) -> SftResult:
+    """Train a Hugging Face model and save it with its tokenizer (safetensors)."""
+    result = finetune(
+        model, examples, steps=steps, seed=seed, batch_tokens=batch_tokens, rates=rates or SftRates(), on_step=on_step
+    )
+    model.save_pretrained(out_dir)
+    tokenizer.save_pretrained(out_dir)
+    return result
+
+
+def finetune(
+    model: nn.Module,
+    examples: Iterable[Example],
+    *,
+    steps: int,
+    seed: int,
+    batch_tokens: int,
+    rates: SftRates,
+    on_step: OnStep | None = None,
+) -> SftResult:
+    """Train for `steps` batches; the stream of examples must last that long."""
+    muon, adamw = _optimizers(model)
+    losses: list[float] = []
+    num_tokens = 0
+    model.train()
+    for batch in islice(length_batches(examples, batch_tokens=batch_tokens, seed=seed), steps):
+        tokens_nl, labels_nl = pad_batch(batch)
+        loss = answer_loss(model, tokens_nl, labels_nl)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scale = rates.scale(len(losses), steps)
+        muon.step(rates.muon * scale)
+        for group in adamw.param_groups:
+            group["lr"] = rates.adamw * scale
+        adamw.step()
+        model.zero_grad()
+        losses.append(loss.item())
+        num_tokens += sum(len(answer) for _, answer in batch)
+        if on_step is not None:
+            on_step(len(losses), losses[-1])
+    if len(losses) < steps:
+        raise DataError(f"the examples lasted for {len(losses)} of {steps} steps; give more examples or fewer steps")
+    model.eval()
+    tail = losses[-max(1, steps // 10) :]
+    return SftResult(steps=steps, num_tokens=num_tokens, loss=sum(tail) / len(tail))
+
+
+def length_batches(
+    examples: Iterable[Example], *, batch_tokens: int, seed: int, pool_size: int = 256
+) -> Iterator[list[Example]]:
+    """Batches of at most `batch_tokens` padded tokens: pools are sorted by length and cut, then the cuts shuffled."""
+    rng = random.Random(seed)
+    stream = iter(examples)
+    while pool := list(islice(stream, pool_size)):
+        cuts: list[list[Example]] = [[]]
+        for example in sorted(pool, key=_length):
+            if _length(example) > batch_tokens:
+                raise DataError(
+                    f"an example has {_length(example)} tokens, more than a batch of {batch_tokens}; "
+                    "leave it out or raise batch_tokens"
+                )
+            if _length(example) * (len(cuts[-1]) + 1) > batch_tokens:
+                cuts.append([])
+            cuts[-1].append(example)
+        rng.shuffle(cuts)
+        yield from cuts
+
+
+def _length(example: Example) -> int:
+    return len(example[0]) + len(example[1])
+
+
+def pad_batch(batch: Sequence[Example]) -> tuple[Tensor, Tensor]:
+    """Tokens and labels, padded on the right; what follows a sequence cannot change it under causal attention."""
+    num_positions = max(_length(example) for example in batch)
+    tokens_nl = torch.zeros(len(batch), num_positions, dtype=torch.long)
+    labels_nl = torch.full_like(tokens_nl, IGNORED)
+    for n, (prompt, answer) in enumerate(batch):
+        end = len(prompt) + len(answer)
+        tokens_nl[n, :end] = torch.tensor([*prompt, *answer])
+        labels_nl[n, len(prompt) : end] = torch.tensor(list(answer))
+    return tokens_nl, labels_nl
+
+
+def answer_loss(model: nn.Module, tokens_nl: Tensor, labels_nl: Tensor) -> Tensor:
+    """Mean negative log-likelihood of the labelled tokens."""
+    logits_nlv = model(input_ids=tokens_nl).logits
+    return nn.functional.cross_entropy(
+        logits_nlv[:, :-1].flatten(0, 1), labels_nl[:, 1:].flatten(), ignore_index=IGNORED
+    )
+
+
+def _optimizers(model: nn.Module) -> tuple[GroupedMuon, torch.optim.AdamW]:
+    """Muon for the matrices inside the network, AdamW for embeddings and gains."""
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    matrices = [p for p in model.parameters() if p.ndim == 2 and id(p) not in tables]
+    inner = {id(p) for p in matrices}
+    rest = [p for p in model.parameters() if id(p) not in inner]
+    return GroupedMuon(matrices), torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0.0)
+
+
+class GroupedMuon:
+    """Muon with Nesterov momentum, its step scaled to the RMS of AdamW's.
+
+    Matrices of one shape are orthogonalised together in fp32: for a tiny model on a CPU that is many times faster than
+    `torch.optim.Muon`, which takes them one by one in bfloat16.
+    """
+
+    def __init__(self, matrices: Iterable[nn.Parameter], momentum: float = 0.95) -> None:
+        groups: dict[tuple[int, ...], list[nn.Parameter]] = {}
+        for matrix in matrices:
+            groups.setdefault(tuple(sorted(matrix.shape)), []).append(matrix)
+        self._groups = [
+            (shape, group, group[0].new_zeros(len(group), *shape).detach()) for shape, group in groups.items()
+        ]
+        self._momentum = momentum
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        for shape, group, momentum_grc in self._groups:
+            grad_grc = torch.stack([_lying(_gradient(matrix)) for matrix in group])
+            momentum_grc.lerp_(grad_grc, 1 - self._momentum)
+            update_grc = orthogonalise(grad_grc.lerp(momentum_grc, self._momentum))
+            for matrix, update_rc in zip(group, update_grc, strict=True):
+                _lying(matrix).add_(update_rc, alpha=-lr * 0.2 * shape[1] ** 0.5)
+
+
+def _gradient(matrix: nn.Parameter) -> Tensor:
+    assert matrix.grad is not None, "a matrix without a gradient took part in no loss"
+    return matrix.grad
+
+
+def _lying(matrix: Tensor) -> Tensor:
+    """A view with the shorter side first."""
+    return matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
+
+
+def orthogonalise(matrices_grc: Tensor) -> Tensor:
+    """Singular values pulled to about 1, by Newton-Schulz."""
+    a, b, c = NEWTON_SCHULZ
+    x_grc = matrices_grc / (matrices_grc.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    for _ in range(NEWTON_SCHULZ_ROUNDS):
+        gram_grr = x_grc @ x_grc.mT
+        x_grc = a * x_grc + (b * gram_grr + c * gram_grr @ gram_grr) @ x_grc
+    return x_grc

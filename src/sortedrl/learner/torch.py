@@ -1,0 +1,277 @@
+"""The learner on PyTorch: a batch becomes advantages, packed micro-batches, gradients and AdamW steps.
+
+The controller calls `start`; without overlap the update is done when it returns, with overlap one worker thread does it
+while engines go on, and `source` hands out snapshots so that nobody samples from half-updated weights. What it keeps
+true:
+- advantages come from the whole batch, mini-batches are cut in the batch's order, and micro-batches change nothing;
+- a sample of 0 tokens counts in its group's statistics and nowhere else;
+- a step whose loss or gradient is not finite is not taken; three such in a row stop the run;
+- the module's train or eval mode and its attention are as they were, whatever happens.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from sortedrl.errors import ConfigError, LearnerError, ModelError
+from sortedrl.learner.advantage import AdvantageEstimator
+from sortedrl.learner.base import UpdateResult
+from sortedrl.learner.loss import METRICS, answer_logprobs, policy_loss
+from sortedrl.learner.pack import check_packing, pack, packed_attention, packed_logits
+from sortedrl.records import Batch, Sample
+from sortedrl.weights import ModuleWeights
+
+MAX_SKIPPED = 3  # steps in a row that are not finite before training stops
+
+
+class LearnerSettings(Protocol):
+    """What the learner reads of the configuration's `learner` section."""
+
+    @property
+    def algorithm(self) -> str: ...
+    @property
+    def group_size(self) -> int: ...
+    @property
+    def advantage_scope(self) -> str: ...
+    @property
+    def lr(self) -> float: ...
+    @property
+    def lr_final(self) -> float: ...
+    @property
+    def warmup_samples(self) -> int: ...
+    @property
+    def weight_decay(self) -> float: ...
+    @property
+    def betas(self) -> tuple[float, float]: ...
+    @property
+    def clip_low(self) -> float: ...
+    @property
+    def clip_high(self) -> float: ...
+    @property
+    def grad_clip(self) -> float: ...
+    @property
+    def inner_steps(self) -> int: ...
+    @property
+    def inner_epochs(self) -> int: ...
+    @property
+    def micro_tokens(self) -> int: ...
+
+
+class TorchLearner:
+    """Trains a transformers causal language model in place. `temperature` is the one that answers are sampled with."""
+
+    def __init__(self, model: Any, settings: LearnerSettings, *, temperature: float, overlap: bool = False) -> None:
+        if settings.algorithm == "grpo" and settings.group_size < 2:
+            raise ConfigError("learner.group_size is 1: GRPO compares siblings, set it to 2 or more or use reinforce++")
+        check_packing(model)
+        self.model = model
+        self.settings = settings
+        self.temperature = temperature
+        self.advantages = AdvantageEstimator(settings.algorithm, settings.advantage_scope)
+        self.optimizer = _optimizer(model, settings)
+        self.num_samples = 0  # trained so far
+        self.num_steps = 0
+        self.num_skipped = 0
+        self._skipped_in_row = 0
+        self._live = ModuleWeights(model)
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="sortedrl-learner") if overlap else None
+        self._source = self._live.snapshot() if overlap else self._live
+        self._update: Future[UpdateResult] | None = None
+
+    @property
+    def source(self) -> ModuleWeights:
+        """The live module, or with overlap a snapshot taken at the end of the last finished update."""
+        return self._source
+
+    def start(self, batch: Batch) -> Future[UpdateResult]:
+        assert batch.samples, f"update {batch.update} has no samples"
+        assert self._update is None or self._update.done(), "an update is under way: wait for its result first"
+        if self._worker is not None:
+            self._update = self._worker.submit(self._work, batch)
+        else:
+            self._update = Future()
+            self._update.set_result(self._work(batch))
+        return self._update
+
+    def close(self) -> None:
+        if self._worker is not None:
+            self._worker.shutdown()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but the weights: tensors under "optimizer", plain JSON values elsewhere."""
+        assert self._update is None or self._update.done(), "an update is under way: its state cannot be saved"
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in self.model.named_parameters():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                tensors[f"{name}/{key}"] = value
+        counters = {
+            "num_samples": self.num_samples,
+            "num_steps": self.num_steps,
+            "num_skipped": self.num_skipped,
+            "skipped_in_row": self._skipped_in_row,
+        }
+        return {"optimizer": tensors, "advantage": self.advantages.state_dict(), "counters": counters}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        parameters = dict(self.model.named_parameters())
+        loaded: dict[str, dict[str, Tensor]] = {}
+        for path, value in state["optimizer"].items():
+            name, _, key = path.rpartition("/")
+            if name not in parameters:
+                raise LearnerError(
+                    f"the optimiser state names {name!r}, which the model lacks: load the model it is of"
+                )
+            if key != "step" and value.shape != parameters[name].shape:
+                raise LearnerError(f"the optimiser state of {name!r} has another shape: load the model it is of")
+            loaded.setdefault(name, {})[key] = value
+        self.optimizer.state.clear()
+        for name, values in loaded.items():
+            device = parameters[name].device
+            self.optimizer.state[parameters[name]] = {key: value.clone().to(device) for key, value in values.items()}
+        self.advantages.load_state_dict(state["advantage"])
+        counters = state["counters"]
+        self.num_samples, self.num_steps = counters["num_samples"], counters["num_steps"]
+        self.num_skipped, self._skipped_in_row = counters["num_skipped"], counters["skipped_in_row"]
+        if self._worker is not None:
+            self._source = self._live.snapshot()
+
+    def _work(self, batch: Batch) -> UpdateResult:
+        """One update, in whichever thread."""
+        was_training = self.model.training
+        # Dropout would move log-probs away from those sampled with; transformers checkpoints in train mode only.
+        self.model.train(getattr(self.model, "is_gradient_checkpointing", False))
+        try:
+            with packed_attention(self.model):
+                result = self._train(batch)
+        finally:
+            self.model.train(was_training)
+            self.optimizer.zero_grad()
+        if self._worker is not None:
+            self._source = self._live.snapshot()
+        return result
+
+    def _train(self, batch: Batch) -> UpdateResult:
+        advantages, metrics = self.advantages.estimate(batch.samples)
+        self.num_samples += len(batch.samples)
+        rate = learning_rate(self.settings, batch.progress, self.num_samples)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        tally = _Tally()
+        for _ in range(self.settings.inner_epochs):
+            for start, stop in cut(len(batch.samples), self.settings.inner_steps):
+                self._step(batch.samples[start:stop], advantages[start:stop], tally)
+        self.num_steps += tally.num_steps
+        self.num_skipped += tally.num_skipped
+        num_tokens = float(sum(sample.num_tokens for sample in batch.samples))
+        metrics |= {"lr": rate, "num_tokens": num_tokens, **tally.metrics()}
+        return UpdateResult(optimizer_steps=tally.num_steps, metrics=metrics)
+
+    def _step(self, samples: Sequence[Sample], advantages: Sequence[float], tally: _Tally) -> None:
+        num_tokens = sum(sample.num_tokens for sample in samples)
+        if num_tokens == 0:
+            return
+        self.optimizer.zero_grad(set_to_none=False)  # a step without gradient still decays and coasts, as AdamW does
+        loss = torch.zeros((), device=self.model.device)
+        sums = torch.zeros(len(METRICS), device=self.model.device)
+        num_learned = 0
+        for micro in pack(samples, advantages, self.settings.micro_tokens, self.model.device):
+            logits_av = packed_logits(self.model, micro)
+            logprobs_a, entropy = answer_logprobs(logits_av, micro.targets_a, self.temperature)
+            partial, moved = policy_loss(
+                logprobs_a,
+                micro.behaviour_a,
+                micro.advantages_a,
+                clip_low=self.settings.clip_low,
+                clip_high=self.settings.clip_high,
+                num_tokens=num_tokens,
+            )
+            partial.backward()
+            loss += partial.detach()
+            sums += torch.cat((moved, entropy[None]))
+            num_learned += micro.targets_a.numel()
+            tally.num_computed += micro.num_tokens
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.grad_clip)
+        loss_value, norm_value = torch.stack((loss, norm.to(loss.dtype))).tolist()
+        if math.isfinite(loss_value) and math.isfinite(norm_value):
+            self.optimizer.step()
+            self._skipped_in_row = 0
+            tally.add(loss_value, norm_value, sums, num_learned)
+        else:
+            self._skip(loss_value, norm_value, tally)
+
+    def _skip(self, loss: float, norm: float, tally: _Tally) -> None:
+        tally.num_skipped += 1
+        self._skipped_in_row += 1
+        if self._skipped_in_row >= MAX_SKIPPED:
+            raise LearnerError(
+                f"{MAX_SKIPPED} steps in a row were not finite (loss {loss}, gradient norm {norm}): "
+                "lower learner.lr, or go on from an earlier checkpoint"
+            )
+
+
+class _Tally:
+    """Sums over one update: over its steps that were taken, and their answer tokens that had an advantage."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.num_skipped = 0
+        self.num_computed = 0  # packed tokens that went through the model
+        self._num_learned = 0
+        self._loss = 0.0
+        self._norm = 0.0
+        self._sums = [0.0] * len(METRICS)
+
+    def add(self, loss: float, norm: float, sums: Tensor, num_learned: int) -> None:
+        self.num_steps += 1
+        self._loss += loss
+        self._norm += norm
+        self._num_learned += num_learned
+        self._sums = [total + value for total, value in zip(self._sums, sums.tolist(), strict=True)]
+
+    def metrics(self) -> dict[str, float]:
+        steps, learned = max(self.num_steps, 1), max(self._num_learned, 1)
+        return {
+            "loss": self._loss / steps,
+            "grad_norm": self._norm / steps,
+            "skipped_steps": float(self.num_skipped),
+            "learned_tokens": float(self._num_learned),
+            "computed_tokens": float(self.num_computed),
+            **{name: total / learned for name, total in zip(METRICS, self._sums, strict=True)},
+        }
+
+
+def learning_rate(settings: LearnerSettings, progress: float, num_samples: int) -> float:
+    """Linear from the peak to `lr_final` of it as the run progresses, after a linear warm-up.
+
+    `num_samples` includes the batch at hand, so that the first step is not one of rate 0.
+    """
+    decay = 1 - (1 - settings.lr_final) * min(max(progress, 0.0), 1.0)
+    warmup = min(1.0, num_samples / settings.warmup_samples) if settings.warmup_samples else 1.0
+    return settings.lr * decay * warmup
+
+
+def cut(num_samples: int, num_parts: int) -> list[tuple[int, int]]:
+    """Bounds of consecutive mini-batches, equal but for one sample; never an empty one."""
+    parts = min(num_samples, num_parts)
+    edges = [num_samples * part // parts for part in range(parts + 1)]
+    return list(itertools.pairwise(edges))
+
+
+def _optimizer(model: Any, settings: LearnerSettings) -> torch.optim.AdamW:
+    """AdamW that decays matrices only; fused, since a small model is many tiny tensors."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trainable:
+        raise ModelError("the model has no parameter that requires a gradient: call model.requires_grad_(True)")
+    groups = [
+        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, fused=True)

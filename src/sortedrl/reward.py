@@ -1,0 +1,360 @@
+"""Scores finished answers while the engine goes on.
+
+The controller submits answers as they finish and polls for scores; `build.py` makes the pool. Reward functions have
+TRL's signature, `fn(prompts, completions, **columns) -> list[float]`; they meet text that a model wrote, so a call can
+hang, crash or return nonsense. Functions that can be imported by name are called in worker processes, others in
+threads (`reward_caller.py`).
+
+What the pool keeps true: every submission comes back from `poll` once, in no fixed order; a sample on which a function
+fails has reward 0 and an error, and no other sample suffers for it; no call lasts longer than `timeout_s`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from types import TracebackType
+from typing import Any, Self
+
+from sortedrl.errors import RewardError
+from sortedrl.reward_caller import Caller, ProcessCaller, RewardFunction, ThreadCaller, find_function
+from sortedrl.reward_worker import CallFailed, FailureKind
+
+MAX_BATCH = 64  # samples in one call
+
+logger = logging.getLogger(__name__)
+
+Key = tuple[int, int]  # sample, attempt
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Score:
+    key: Key
+    reward: float
+    error: str | None = None
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class _Failure:
+    kind: FailureKind
+    function: str
+    message: str
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Ticket:
+    """A submission on its way through the stages."""
+
+    key: Key
+    row: tuple[str | list[dict[str, str]], str, Mapping[str, object]]
+    line: str  # the row as JSON, where a worker process is to read it
+    values: dict[int, float] = field(default_factory=dict)  # by function
+    failure: _Failure | None = None
+    is_alone: bool = False  # a call with it failed: it is not to spoil another one's
+
+    def take(self, function: RewardFunction, outcome: float | str | CallFailed, timeout_s: float) -> None:
+        if isinstance(outcome, float | int):
+            self.values[function.index] = outcome
+            return
+        failed = outcome if isinstance(outcome, CallFailed) else CallFailed(FailureKind.NOT_A_NUMBER, outcome)
+        self.failure = _Failure(kind=failed.kind, function=function.name, message=_message(function, failed, timeout_s))
+
+
+def _message(function: RewardFunction, failed: CallFailed, timeout_s: float) -> str:
+    match failed.kind:
+        case FailureKind.TIMEOUT:
+            what = f"took longer than {timeout_s:g} s: make it quicker on such answers, or raise reward.timeout_s"
+        case FailureKind.DIED:
+            what = f"ended its worker process ({failed.detail}): see whether it exits, crashes or runs out of memory"
+        case FailureKind.RAISED:
+            what = f"raised {failed.detail}: make it return a number for malformed answers too"
+        case FailureKind.MALFORMED:
+            what = f"{failed.detail}: make it return a list with one number per completion"
+        case FailureKind.NOT_A_NUMBER:
+            what = f"gave {failed.detail} as a reward: make it return finite numbers, 0.0 where none applies"
+    return f"reward function {function.name} {what}"
+
+
+class _Stage:
+    """A queue of tickets, the functions to call on them, and threads that do it, each with a caller of its own."""
+
+    def __init__(
+        self,
+        functions: Sequence[RewardFunction],
+        callers: Sequence[Caller],
+        *,
+        timeout_s: float,
+        forward: Callable[[_Ticket], None],
+        fail: Callable[[BaseException], None],
+    ) -> None:
+        self._functions = functions
+        self._callers = callers
+        self._timeout_s = timeout_s
+        self._forward = forward
+        self._fail = fail
+        self._waiting: deque[_Ticket] = deque()
+        self._changed = threading.Condition()
+        self._max_batch = MAX_BATCH
+        self._is_closed = False
+        self._ready = [threading.Event() for _ in callers]
+        self._threads = [
+            threading.Thread(target=self._serve, args=pair, name="reward", daemon=True)
+            for pair in zip(callers, self._ready, strict=True)
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def wait_ready(self) -> None:
+        for event in self._ready:
+            event.wait()
+
+    def put(self, ticket: _Ticket) -> None:
+        with self._changed:
+            self._waiting.append(ticket)
+            self._changed.notify()
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        for caller in self._callers:
+            caller.stop()
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join()
+
+    def _serve(self, caller: Caller, ready: threading.Event) -> None:
+        try:
+            caller.start()
+            ready.set()
+            while batch := self._take():
+                self._score(caller, batch)
+        except BaseException as error:  # whatever ends this thread must reach the caller of `poll`
+            if not self._is_closed:
+                self._fail(error)
+        finally:
+            ready.set()
+            caller.close()
+
+    def _take(self) -> list[_Ticket]:
+        """What the next call scores: one ticket that must be alone, or a fair share of those that wait."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._is_closed)
+            if self._is_closed:
+                return []
+            if self._waiting[0].is_alone:
+                return [self._waiting.popleft()]
+            batch: list[_Ticket] = []
+            size = min(self._max_batch, math.ceil(len(self._waiting) / len(self._callers)))
+            while len(batch) < size and self._waiting and not self._waiting[0].is_alone:
+                batch.append(self._waiting.popleft())
+            return batch
+
+    def _score(self, caller: Caller, batch: list[_Ticket]) -> None:
+        for function in self._functions:
+            tickets = [ticket for ticket in batch if ticket.failure is None and function.index not in ticket.values]
+            if not tickets:
+                continue
+            outcomes: Sequence[float | str | CallFailed]
+            start = time.monotonic()
+            try:
+                outcomes = caller.call(function, [t.row for t in tickets], [t.line for t in tickets])
+                if len(tickets) == self._max_batch < MAX_BATCH and time.monotonic() - start < self._timeout_s / 2:
+                    self._max_batch += 1
+            except CallFailed as failed:
+                if self._retry(tickets, failed):
+                    batch = [ticket for ticket in batch if ticket.failure is not None]
+                    continue
+                outcomes = [failed]
+            for ticket, outcome in zip(tickets, outcomes, strict=True):
+                ticket.take(function, outcome, self._timeout_s)
+        for ticket in batch:
+            self._forward(ticket)
+
+    def _retry(self, tickets: list[_Ticket], failed: CallFailed) -> bool:
+        """Put tickets back to be called one by one, unless it is known that the only one is to blame."""
+        is_accident = failed.kind is FailureKind.DIED and not tickets[0].is_alone  # someone else may have killed it
+        if len(tickets) == 1 and not is_accident:
+            return False
+        if failed.kind is FailureKind.TIMEOUT:  # perhaps none hung and they were too many
+            self._max_batch = max(1, len(tickets) // 2)
+        with self._changed:
+            for ticket in reversed(tickets):
+                ticket.is_alone = True
+                self._waiting.appendleft(ticket)
+            self._changed.notify(len(tickets))
+        return True
+
+
+class RewardPool:
+    """Scores answers by the weighted sum of reward functions, in the background.
+
+    Columns reach functions in worker processes as JSON carries them: tuples as lists, keys as text. Workers do not see
+    environment variables that look like secrets; `keep_env` names those that a function needs.
+    """
+
+    def __init__(
+        self,
+        reward_funcs: Callable[..., Any] | Sequence[Callable[..., Any]],
+        *,
+        timeout_s: float,
+        workers: int,
+        weights: Sequence[float] | None = None,
+        keep_env: Sequence[str] = (),
+    ) -> None:
+        functions = _check_functions(reward_funcs)
+        self._weights = _check_weights(weights, functions)
+        if not timeout_s > 0 or workers < 1:
+            raise RewardError(f"reward.timeout_s ({timeout_s}) must be above 0, reward.workers ({workers}) at least 1")
+        self.errors: Counter[str] = Counter()  # by function and kind of failure, of scores that were polled
+        self._done: SimpleQueue[_Ticket | None] = SimpleQueue()
+        self._num_waiting = 0
+        self._fatal: BaseException | None = None
+        self._is_started = self._is_closed = False
+        self._stages: list[_Stage] = []
+        # A ticket goes through the processes first, then through the threads; built from the last stage back.
+        local = [function for function in functions if not function.is_importable]
+        remote = [function for function in functions if function.is_importable]
+        self._needs_json = bool(remote)
+        if local:
+            self._add_stage(local, [ThreadCaller(timeout_s=timeout_s) for _ in range(workers)], timeout_s)
+        if remote:
+            callers = [ProcessCaller(remote, timeout_s=timeout_s, keep_env=keep_env) for _ in range(workers)]
+            self._add_stage(remote, callers, timeout_s)
+
+    def _add_stage(self, functions: list[RewardFunction], callers: Sequence[Caller], timeout_s: float) -> None:
+        after = self._stages[0] if self._stages else None
+
+        def forward(ticket: _Ticket) -> None:
+            if after is None or ticket.failure is not None:
+                self._done.put(ticket)
+            else:
+                ticket.is_alone = False
+                after.put(ticket)
+
+        stage = _Stage(functions, callers, timeout_s=timeout_s, forward=forward, fail=self._stop_on)
+        self._stages.insert(0, stage)
+
+    def start(self) -> None:
+        """Start the workers and wait until they are ready; without it they start at the first `submit`."""
+        self._start_threads()
+        for stage in self._stages:
+            stage.wait_ready()
+        if self._fatal is not None:
+            raise self._fatal
+
+    def submit(
+        self, key: Key, prompt: str | list[dict[str, str]], completion: str, columns: Mapping[str, object]
+    ) -> None:
+        """Queue an answer for scoring and return at once."""
+        assert not self._is_closed, "submit after close"
+        row = (prompt, completion, columns)
+        line = _to_json(row) if self._needs_json else ""
+        self._start_threads()
+        self._num_waiting += 1
+        self._stages[0].put(_Ticket(key=key, row=row, line=line))
+
+    def poll(self, timeout: float = 0) -> list[Score]:
+        """Scores that are there, waiting up to `timeout` seconds for the first while any is outstanding."""
+        tickets: list[_Ticket | None] = []
+        if timeout > 0 and self._num_waiting and self._fatal is None:
+            try:
+                tickets.append(self._done.get(timeout=timeout))
+            except Empty:
+                return []
+        while not self._done.empty():  # nobody else takes from it
+            tickets.append(self._done.get())
+        if self._fatal is not None:
+            raise self._fatal
+        return [self._count(ticket) for ticket in tickets if ticket is not None]
+
+    @property
+    def num_waiting(self) -> int:
+        """Answers submitted and not yet returned by `poll`."""
+        return self._num_waiting
+
+    def close(self) -> None:
+        """Stop all workers; what is still waiting is not scored."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for stage in self._stages:
+            stage.close()
+        if self._is_started:
+            for stage in self._stages:
+                stage.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _start_threads(self) -> None:
+        if not self._is_started:
+            self._is_started = True
+            for stage in self._stages:
+                stage.start()
+
+    def _stop_on(self, error: BaseException) -> None:
+        self._fatal = error
+        self._done.put(None)  # wakes a poll
+
+    def _count(self, ticket: _Ticket) -> Score:
+        self._num_waiting -= 1
+        if ticket.failure is None:
+            reward = sum(weight * ticket.values[index] for index, weight in enumerate(self._weights))
+            return Score(key=ticket.key, reward=float(reward))
+        kind = f"{ticket.failure.function}: {ticket.failure.kind}"
+        if kind not in self.errors:
+            logger.warning("%s (sample %d gets reward 0; counted from here on)", ticket.failure.message, ticket.key[0])
+        self.errors[kind] += 1
+        return Score(key=ticket.key, reward=0.0, error=ticket.failure.message)
+
+
+def _check_functions(given: Callable[..., Any] | Sequence[Callable[..., Any]]) -> list[RewardFunction]:
+    functions = [given] if callable(given) else list(given)
+    if not functions:
+        raise RewardError("no reward function is given: pass at least one, fn(prompts, completions, **columns)")
+    for function in functions:
+        if not callable(function):
+            raise RewardError(f"reward function {function!r} cannot be called: pass a function, not its name or value")
+    return [find_function(function, index) for index, function in enumerate(functions)]
+
+
+def _check_weights(weights: Sequence[float] | None, functions: list[RewardFunction]) -> list[float]:
+    if weights is None:
+        return [1.0] * len(functions)
+    if len(weights) != len(functions) or not all(math.isfinite(weight) for weight in weights):
+        raise RewardError(f"reward weights {list(weights)} must be {len(functions)} finite numbers, one per function")
+    return list(weights)
+
+
+def _to_json(row: tuple[str | list[dict[str, str]], str, Mapping[str, object]]) -> str:
+    prompt, completion, columns = row
+    try:
+        return json.dumps((prompt, completion, dict(columns)), default=_as_plain)
+    except (TypeError, ValueError) as error:
+        raise RewardError(
+            f"a column among {sorted(columns)} cannot be sent to a reward worker ({error}): keep to text, numbers, "
+            "lists and dicts, or wrap the reward function in a lambda, which is called in a thread here"
+        ) from error
+
+
+def _as_plain(value: Any) -> Any:
+    """Arrays and scalars of numpy and the like, as plain numbers."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} is not JSON")

@@ -1,0 +1,357 @@
+"""The schedule: pure decisions over the buffer. Which cohort to load, whom to admit, when to harvest, what becomes of
+the rest.
+
+Nothing here changes the buffer or knows a clock: the controller, the simulator and users of other frameworks call these
+functions and apply what they return. docs/scheduling.md has the table of transitions and the proofs of the guarantees.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from itertools import islice
+from typing import Any
+
+from sortedrl.buffer import Buffer, Cohort, Group
+from sortedrl.errors import ConfigError
+from sortedrl.records import Mode, Sample, State
+
+
+class Strategy(StrEnum):
+    SYNC = "sync"
+    SYNC_LARGE = "sync-large"
+    SORTED_ON_POLICY = "sorted-on-policy"
+    SORTED_PARTIAL = "sorted-partial"
+    SORTED_REPLAY = "sorted-replay"
+    APRIL = "april"
+    TAIL_BATCHING = "tail-batching"
+    ASYNC = "async"
+
+
+class Fate(StrEnum):
+    """What becomes of a sample that was not in the batch."""
+
+    RESUME = "resume"
+    REPLAY = "replay"
+    RESTART = "restart"
+    WAIT = "wait"  # as `on_bound` only: the harvest waits for it instead
+
+    @property
+    def mode(self) -> Mode:
+        return Mode.FRESH if self == Fate.RESTART else Mode(self.value)
+
+
+class Harvest(StrEnum):
+    BATCH = "batch"
+    DRAIN = "drain"
+
+
+class Order(StrEnum):
+    SHORTEST_FIRST = "shortest-first"
+    LONGEST_FIRST = "longest-first"
+    INTERLEAVED = "interleaved"
+    SHUFFLED = "shuffled"
+
+
+class Admission(StrEnum):
+    LOAD_ORDER = "load-order"
+    LONGEST_EXPECTED_FIRST = "longest-expected-first"
+    TAIL_LAST = "tail-last"
+
+
+class RestartNoise(StrEnum):
+    SEEDED = "seeded"  # the sample's own noise again: no length is favoured
+    FRESH = "fresh"  # new noise: a long answer gets another chance to be short
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Knobs:
+    """The schedule's settings, fully resolved. None means unbounded."""
+
+    update_batch: int
+    cohort_batches: int = 4
+    lookahead: int | None = 0
+    max_staleness: int | None = 0
+    interrupted: Fate = Fate.RESTART
+    on_bound: Fate = Fate.RESTART
+    harvest: Harvest = Harvest.BATCH
+    order: Order = Order.SHORTEST_FIRST
+    admission: Admission = Admission.LOAD_ORDER
+    overlap: bool = False
+    restart_noise: RestartNoise = RestartNoise.SEEDED
+
+    @property
+    def cohort_samples(self) -> int:
+        return self.cohort_batches * self.update_batch
+
+    @property
+    def cohort_updates(self) -> int | None:
+        """Updates within which a cohort is consumed, or None if the strategy gives no such bound."""
+        return None if self.lookahead is None else self.cohort_batches * (1 + self.lookahead)
+
+    def __post_init__(self) -> None:
+        if self.interrupted == Fate.WAIT:
+            raise ConfigError("schedule.interrupted cannot be wait: choose resume, replay or restart")
+        if self.on_bound == Fate.RESUME:
+            raise ConfigError("schedule.on_bound cannot be resume: choose replay, restart or wait")
+        bound, updates = self.max_staleness, self.cohort_updates
+        if bound is None:
+            pass
+        elif self.overlap and bound == 0 and self.on_bound == Fate.WAIT:
+            raise ConfigError(
+                "overlap = true with max_staleness = 0 and on_bound = wait cannot be kept: what is sampled during an "
+                "update is one version old when it ends; set max_staleness >= 1, or on_bound = replay or restart"
+            )
+        elif self.harvest == Harvest.DRAIN and self.on_bound == Fate.WAIT and (updates is None or bound < updates - 1):
+            raise ConfigError(
+                f"harvest = drain with max_staleness = {bound} and on_bound = wait cannot be kept: the last batch of a "
+                f"drained cohort is {'ever more' if updates is None else updates - 1} versions old; raise "
+                "max_staleness, or set on_bound = replay or restart"
+            )
+        if self.admission == Admission.TAIL_LAST and (self.lookahead != 0 or self.cohort_batches < 2):
+            raise ConfigError(
+                "admission = tail-last sets long samples aside within one cohort: it needs lookahead = 0 and "
+                "cohort_batches >= 2"
+            )
+
+
+_RESUME = {"interrupted": Fate.RESUME, "max_staleness": None, "on_bound": Fate.WAIT}
+_RESTART = {"interrupted": Fate.RESTART, "max_staleness": 0, "on_bound": Fate.RESTART}
+_DRAIN = {"harvest": Harvest.DRAIN, "lookahead": 0, "overlap": False, "interrupted": Fate.RESUME}
+
+# What makes a strategy what it is. Knobs that are not named here stay open and keep the defaults of `Knobs`.
+PRESETS: Mapping[Strategy, Mapping[str, Any]] = {
+    Strategy.SYNC: {**_DRAIN, "cohort_batches": 1, "max_staleness": 0, "on_bound": Fate.RESTART},
+    Strategy.SYNC_LARGE: {**_DRAIN, "max_staleness": None, "on_bound": Fate.WAIT},
+    Strategy.SORTED_ON_POLICY: {"harvest": Harvest.BATCH, **_RESTART},
+    Strategy.SORTED_PARTIAL: {"harvest": Harvest.BATCH, **_RESUME},
+    Strategy.SORTED_REPLAY: {
+        "harvest": Harvest.BATCH,
+        "interrupted": Fate.REPLAY,
+        "max_staleness": 0,
+        "on_bound": Fate.REPLAY,
+    },
+    Strategy.APRIL: {"harvest": Harvest.BATCH, "lookahead": None, **_RESUME},
+    Strategy.TAIL_BATCHING: {
+        "harvest": Harvest.BATCH,
+        "lookahead": 0,
+        "admission": Admission.TAIL_LAST,
+        **_RESTART,
+    },
+    Strategy.ASYNC: {"harvest": Harvest.BATCH, "overlap": True, **_RESUME, "max_staleness": 2},
+}
+# Open knobs that a strategy would rather have otherwise than `Knobs` does.
+_PREFERENCES: Mapping[Strategy, Mapping[str, Any]] = {
+    Strategy.SYNC: {"order": Order.SHUFFLED},
+    Strategy.SYNC_LARGE: {"order": Order.SHUFFLED},
+    Strategy.ASYNC: {"lookahead": 1},
+}
+
+
+def resolve_knobs(strategy: Strategy | str, update_batch: int, **explicit: Any) -> Knobs:
+    """The preset's knobs with explicit ones on top; the word "none" lifts a bound, None leaves a knob to the preset."""
+    names = {field.name for field in fields(Knobs)}
+    unknown = sorted(set(explicit) - names)
+    if unknown:
+        raise ConfigError(f"unknown knob {unknown[0]!r}: the knobs are {', '.join(sorted(names))}")
+    if strategy not in list(Strategy):
+        raise ConfigError(f"unknown strategy {strategy!r}: choose one of {', '.join(Strategy)}")
+    if update_batch < 1:
+        raise ConfigError(f"update_batch must be at least 1, not {update_batch}")
+    chosen = {name: value for name, value in explicit.items() if value is not None}
+    types: dict[str, Callable[[Any], Any]] = {
+        "interrupted": Fate,
+        "on_bound": Fate,
+        "harvest": Harvest,
+        "order": Order,
+        "admission": Admission,
+        "restart_noise": RestartNoise,
+        "lookahead": _bound("lookahead"),
+        "max_staleness": _bound("max_staleness"),
+    }
+    for name, value in chosen.items():
+        try:
+            chosen[name] = types.get(name, lambda same: same)(value)
+        except ValueError as error:
+            raise ConfigError(f"schedule.{name}: {error}") from None
+    strategy = Strategy(strategy)
+    return Knobs(update_batch=update_batch, **{**PRESETS[strategy], **_PREFERENCES.get(strategy, {}), **chosen})
+
+
+def _bound(name: str) -> Callable[[Any], int | None]:
+    def parse(value: Any) -> int | None:
+        if value == "none":
+            return None
+        if not isinstance(value, int) or value < 0:
+            raise ValueError(f"{name} must be 0 or more, or none for no bound, not {value!r}")
+        return value
+
+    return parse
+
+
+# ---- the four decisions ---------------------------------------------------------------------------------------------
+
+
+def wants_cohort(buffer: Buffer, knobs: Knobs, slots: int) -> bool:
+    """Load the next cohort when all is consumed, or when slots would idle and the lookahead allows it."""
+    if not buffer.cohorts:
+        return True
+    if buffer.num_pending + buffer.num_running >= slots:
+        return False
+    oldest = next(iter(buffer.cohorts))
+    return knobs.lookahead is None or buffer.next_cohort - oldest <= knobs.lookahead
+
+
+def admit(buffer: Buffer, knobs: Knobs, slots: int) -> list[Sample]:
+    """The pending samples that get a slot now, in order."""
+    free = slots - buffer.num_running
+    if free <= 0 or buffer.num_pending == 0:
+        return []
+    waits = knobs.on_bound == Fate.WAIT and knobs.max_staleness == 0
+    if waits and buffer.num_ready >= knobs.update_batch:
+        return []  # whatever started now would have to be waited for as well
+    is_due = _due(buffer, knobs)
+    if is_due is not None:
+        pending = _arrange(buffer, knobs, buffer.in_state[State.PENDING].values())
+        return sorted(pending, key=lambda s: not is_due(s))[:free]
+    if knobs.admission == Admission.TAIL_LAST:
+        return _admit_tail_last(buffer, knobs, free)
+    if knobs.admission == Admission.LOAD_ORDER:
+        return _admit_in_load_order(buffer, knobs, free)
+    return _arrange(buffer, knobs, buffer.in_state[State.PENDING].values())[:free]
+
+
+def harvest(buffer: Buffer, knobs: Knobs) -> list[Sample] | None:
+    """The next update batch, in training order, or None while there is reason to wait."""
+    if knobs.harvest == Harvest.DRAIN:
+        return _deal(buffer, knobs)
+    if not buffer.ready or _is_held_back(buffer, knobs):
+        return None
+    in_work = buffer.num_pending + buffer.num_running + len(buffer.in_state[State.FINISHED])
+    if buffer.num_ready < knobs.update_batch and in_work:
+        return None
+    return _in_order(list(buffer.ready.values()), knobs.order)
+
+
+def interrupts_at_publication(buffer: Buffer, knobs: Knobs) -> list[Sample]:
+    """Running samples that cannot simply go on under the next version (they run on only where updates overlap)."""
+    return [
+        sample
+        for sample in buffer.in_state[State.RUNNING].values()
+        if knobs.interrupted != Fate.RESUME or _exceeds(buffer, knobs, sample, buffer.version + 1)
+    ]
+
+
+def fates(buffer: Buffer, knobs: Knobs) -> list[tuple[Sample, Fate]]:
+    """After a publication: what becomes of each sample that holds tokens. Those not named stay as they are."""
+    decisions: list[tuple[Sample, Fate]] = []
+    for sample in buffer.waiting.values():
+        if sample.segments:
+            exceeds = _exceeds(buffer, knobs, sample, buffer.version)
+            decisions.append((sample, knobs.on_bound if exceeds else knobs.interrupted))
+    for state in (State.FINISHED, State.SCORED):
+        waiting = buffer.in_state[state].values()
+        decisions += [(s, knobs.on_bound) for s in waiting if _exceeds(buffer, knobs, s, buffer.version)]
+    assert all(fate != Fate.WAIT for _, fate in decisions), "a sample at the bound was not waited for"
+    return decisions
+
+
+# ---- what they are made of ------------------------------------------------------------------------------------------
+
+
+def _exceeds(buffer: Buffer, knobs: Knobs, sample: Sample, version: int) -> bool:
+    return knobs.max_staleness is not None and buffer.staleness(sample, version) > knobs.max_staleness
+
+
+def _due(buffer: Buffer, knobs: Knobs) -> Callable[[Sample], bool] | None:
+    """Tells the samples that the next update must take; None if it need not take any.
+
+    It must take all that is left of a cohort whose last update it is, and, where the harvest waits for samples at the
+    staleness bound, those that would exceed it one version later.
+    """
+    updates, bound = knobs.cohort_updates, knobs.max_staleness if knobs.on_bound == Fate.WAIT else None
+    cohorts = set()
+    if updates is not None:
+        cohorts = {c.id for c in buffer.cohorts.values() if buffer.num_updates >= c.loaded_update + updates - 1}
+    if bound is not None:
+        return lambda s: s.cohort in cohorts or _exceeds(buffer, knobs, s, buffer.version + 1)
+    return (lambda s: s.cohort in cohorts) if cohorts else None
+
+
+def _is_held_back(buffer: Buffer, knobs: Knobs) -> bool:
+    """Whether a sample that this update must take is not ready yet."""
+    is_due = _due(buffer, knobs)
+    return is_due is not None and any(
+        is_due(sample) and not buffer.group_of(sample).is_ready for sample in buffer.samples.values()
+    )
+
+
+def _admit_in_load_order(buffer: Buffer, knobs: Knobs, free: int) -> list[Sample]:
+    """Restarts come last, the shortest known first; whatever holds work comes before what never ran."""
+    holds_work = knobs.interrupted != Fate.RESTART
+    if not holds_work and len(buffer.unstarted) >= free:
+        return list(islice(buffer.unstarted.values(), free))
+    started = sorted(buffer.waiting.values(), key=lambda s: (buffer.group_of(s).known_length, s.id))
+    unstarted = islice(buffer.unstarted.values(), free)
+    return [*started, *unstarted][:free] if holds_work else [*unstarted, *started][:free]
+
+
+def _admit_tail_last(buffer: Buffer, knobs: Knobs, free: int) -> list[Sample]:
+    """Short rounds start a share more than they train; what they interrupt waits until nothing else is left."""
+    if not buffer.unstarted:
+        return _admit_in_load_order(buffer, knobs, free)
+    round_size = math.ceil(knobs.cohort_samples / (knobs.cohort_batches - 1))
+    room = min(free, max(round_size - buffer.num_started, 0))
+    if room == 0 and buffer.num_running == 0:
+        room = free  # failures used up the round
+    return list(islice(buffer.unstarted.values(), room))
+
+
+def _arrange(buffer: Buffer, knobs: Knobs, samples: Iterable[Sample]) -> list[Sample]:
+    """Pending samples in the order of admission."""
+    if knobs.admission == Admission.LONGEST_EXPECTED_FIRST:
+        return sorted(samples, key=lambda s: (-buffer.expected_length(s), s.id))
+    restarts = knobs.interrupted == Fate.RESTART
+    return sorted(
+        samples, key=lambda s: ((s.id in buffer.unstarted) != restarts, buffer.group_of(s).known_length, s.id)
+    )
+
+
+def _deal(buffer: Buffer, knobs: Knobs) -> list[Sample] | None:
+    """The next batch of the oldest cohort, once all of it is scored."""
+    cohort: Cohort | None = next(iter(buffer.cohorts.values()), None)
+    if cohort is None:
+        return None
+    groups = [group for group in buffer.ready.values() if group.samples[0].cohort == cohort.id]
+    if sum(len(group.samples) for group in groups) < cohort.num_left:
+        return None
+    return _in_order(_dealt(groups, knobs), knobs.order)
+
+
+def _dealt(groups: list[Group], knobs: Knobs) -> list[Group]:
+    """As many groups of a drained cohort as make up one update batch."""
+    ranked = _ranked(groups, knobs.order)
+    num_batches = max(1, round(sum(len(group.samples) for group in groups) / knobs.update_batch))
+    if knobs.order == Order.INTERLEAVED:
+        return ranked[::num_batches]
+    dealt, num_samples = [], 0
+    for group in ranked:
+        if num_samples >= knobs.update_batch:
+            break
+        dealt.append(group)
+        num_samples += len(group.samples)
+    return dealt
+
+
+def _ranked(groups: list[Group], order: Order) -> list[Group]:
+    """Groups by length, or in an order that has nothing to do with it."""
+    if order == Order.SHUFFLED:
+        return sorted(groups, key=lambda group: (group.samples[0].seed, group.samples[0].id))
+    sign = -1 if order == Order.LONGEST_FIRST else 1
+    return sorted(groups, key=lambda group: (sign * max(s.num_tokens for s in group.samples), group.samples[0].id))
+
+
+def _in_order(groups: list[Group], order: Order) -> list[Sample]:
+    return [sample for group in _ranked(groups, order) for sample in group.samples]

@@ -1,0 +1,200 @@
+"""The contract between tasks and the rest: rows with a prompt, reward functions, and the stream that makes prompts.
+
+A row is a dict with `prompt` (text, or a list of chat messages) and further columns, as TRL datasets have them. The
+controller draws from a `PromptStream`, scoring calls `reward_funcs`, evaluation asks for `heldout` rows.
+
+What this module keeps true: the n-th prompt of a stream depends on task, seed and n alone, so that a saved cursor
+resumes exactly; within an epoch every row of a finite dataset comes once; prompt ids name the row, not the epoch.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from sortedrl.errors import DataError
+from sortedrl.records import Prompt
+
+Row = dict[str, Any]
+RewardFunc = Callable[..., list[float]]
+"""`fn(prompts, completions, **columns) -> list[float]`; completions are text when prompts are text."""
+
+
+class Rows(Protocol):
+    """Rows by number. `size` is None when there is no end: the task makes them on demand."""
+
+    @property
+    def size(self) -> int | None: ...
+
+    def row(self, index: int) -> Row: ...
+
+
+class Task(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def train(self) -> Rows: ...
+
+    @property
+    def reward_funcs(self) -> Sequence[RewardFunc]: ...
+
+    @property
+    def group_column(self) -> str | None:
+        """The column by which accuracy is broken down, if any."""
+        ...
+
+    def heldout(self, num: int) -> list[Row]:
+        """At most `num` rows that training never sees, the same ones at every call."""
+        ...
+
+
+class RowSequence(Protocol):
+    """What a list of dicts and a `datasets.Dataset` have in common."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class DatasetRows:
+    """A finite dataset in its own order; a stream shuffles it anew for every epoch."""
+
+    name: str
+    rows: RowSequence
+
+    @property
+    def size(self) -> int:
+        return len(self.rows)
+
+    def row(self, index: int) -> Row:
+        row = dict(self.rows[index])
+        check_row(row, f"{self.name}/{index}")
+        return row
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class DatasetTask:
+    """A task from any sequence of rows, a `datasets.Dataset` among them, and plain reward functions."""
+
+    rows: RowSequence
+    reward_funcs: Sequence[RewardFunc]
+    eval_rows: RowSequence | None = None
+    name: str = "dataset"
+    group_column: str | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.rows) == 0:
+            raise DataError(f"dataset {self.name!r} is empty; give it at least one row")
+        if not self.reward_funcs:
+            raise DataError(f"dataset {self.name!r} has no reward function; pass at least one")
+        self.train.row(0)
+        self.heldout(1)
+
+    @property
+    def train(self) -> DatasetRows:
+        return DatasetRows(name=self.name, rows=self.rows)
+
+    def heldout(self, num: int) -> list[Row]:
+        if self.eval_rows is None:
+            return []
+        source = DatasetRows(name=f"{self.name}-eval", rows=self.eval_rows)
+        return [source.row(index) for index in range(min(num, source.size))]
+
+
+def check_row(row: Mapping[str, Any], where: str) -> None:
+    """Refuse a row without a usable prompt."""
+    if "prompt" not in row:
+        columns = ", ".join(repr(column) for column in row) or "none"
+        raise DataError(f"row {where} has no column 'prompt' (it has: {columns}); rename the column with the question")
+    prompt = row["prompt"]
+    is_text = isinstance(prompt, str) and bool(prompt.strip())
+    is_chat = isinstance(prompt, list) and bool(prompt) and all(_is_message(message) for message in prompt)
+    if not (is_text or is_chat):
+        raise DataError(
+            f"row {where} has the prompt {prompt!r:.80}; it must be text that is not empty, "
+            "or a list of messages with 'role' and 'content'"
+        )
+
+
+def _is_message(message: object) -> bool:
+    return isinstance(message, Mapping) and "role" in message and "content" in message
+
+
+@dataclass(slots=True, kw_only=True)
+class PromptStream:
+    """Prompts of a task, tokenized, from a cursor on. `tokenizer` is a Hugging Face tokenizer."""
+
+    task: Task
+    tokenizer: Any
+    seed: int
+    max_prompt_tokens: int
+    cursor: int = 0  # prompts taken so far
+    _order: tuple[int, list[int]] | None = field(default=None, repr=False)  # the epoch last used and its order
+
+    def take(self, num_prompts: int) -> list[tuple[int, Prompt]]:
+        """The next prompts, each with the epoch that it belongs to."""
+        taken = [self._at(position) for position in range(self.cursor, self.cursor + num_prompts)]
+        self.cursor += num_prompts
+        return taken
+
+    def state_dict(self) -> dict[str, int]:
+        return {"cursor": self.cursor, "seed": self.seed}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        if state["seed"] != self.seed:
+            raise DataError(
+                f"the data cursor was saved with seed {state['seed']}, this run has seed {self.seed}; "
+                f"resume with run.seed={state['seed']}"
+            )
+        self.cursor = state["cursor"]
+
+    def _at(self, position: int) -> tuple[int, Prompt]:
+        size = self.task.train.size
+        epoch, index = (0, position) if size is None else self._shuffled(*divmod(position, size), size)
+        row = self.task.train.row(index)
+        return epoch, make_prompt(
+            row, self.tokenizer, prompt_id=f"{self.task.name}/{index}", max_tokens=self.max_prompt_tokens
+        )
+
+    def _shuffled(self, epoch: int, offset: int, size: int) -> tuple[int, int]:
+        if self._order is None or self._order[0] != epoch:
+            order = list(range(size))
+            random.Random(f"{self.seed}/{epoch}").shuffle(order)
+            self._order = (epoch, order)
+        return epoch, self._order[1][offset]
+
+
+def make_prompt(row: Row, tokenizer: Any, *, prompt_id: str, max_tokens: int) -> Prompt:
+    """A row as a record. Also what evaluation uses on held-out rows."""
+    check_row(row, prompt_id)
+    tokens = tuple(encode_prompt(row["prompt"], tokenizer, prompt_id))
+    if len(tokens) > max_tokens:
+        raise DataError(
+            f"the prompt of row {prompt_id} has {len(tokens)} tokens, more than the limit of {max_tokens}; "
+            "shorten or leave out that row, or raise the limit"
+        )
+    columns = {name: value for name, value in row.items() if name != "prompt"}
+    return Prompt(id=prompt_id, tokens=tokens, content=row["prompt"], columns=columns)
+
+
+def encode_prompt(prompt: str | list[dict[str, str]], tokenizer: Any, where: str) -> list[int]:
+    """Token ids that an answer can follow."""
+    if not isinstance(prompt, str):
+        if tokenizer.chat_template is None:
+            raise DataError(
+                f"row {where} holds chat messages, but the tokenizer has no chat template; "
+                "use a chat model, or give the prompts as text"
+            )
+        return list(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"])
+    tokens = list(tokenizer(prompt, add_special_tokens=True)["input_ids"])
+    if len(tokens) > 1 and tokens[-1] == tokenizer.eos_token_id:  # some tokenizers close a text; the answer goes on
+        tokens.pop()
+    if tokenizer.unk_token_id is not None and 2 * tokens.count(tokenizer.unk_token_id) > len(tokens):
+        raise DataError(
+            f"most words of the prompt of row {where} are unknown to the tokenizer; use a model made for this task"
+        )
+    return tokens

@@ -1,0 +1,245 @@
+"""Knights and Knaves: puzzles made on demand, their solver, their verifier, and teachers that write traces.
+
+Some people each make one claim; knights tell the truth, knaves lie; say who is who. An answer tries assignments one
+after the other and checks the claims of each until one is refuted, so answer lengths have a heavy tail by nature.
+`build.py` makes the task, `tiny.py` draws demonstrations from the teachers. Standard library only.
+
+What this module keeps true:
+- every puzzle has exactly one solution;
+- `row(i)` depends on the seed and `i` alone;
+- a prompt is held out or not by a hash of its text, so training and held-out puzzles never meet, whatever the seeds.
+
+An assignment is an int: bit p is set when person p (in order of speech) is a knave. Tries count up from 0, all
+knights, so the first person flips fastest and a puzzle takes one try more than its solution's number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from sortedrl.errors import ConfigError, DataError
+from sortedrl.tasks.base import RewardFunc, Row, Rows
+
+NAMES = ("Ann", "Bob", "Cid", "Dan", "Eve", "Fay")
+ROLES = ("knight", "knave")  # indexed by the person's bit
+MAX_PEOPLE = 5
+DEFAULT_PEOPLE: Mapping[int, float] = {2: 4, 3: 3, 4: 2, 5: 1}
+HELDOUT_SHARE = 8  # one prompt in this many is held out
+HELDOUT_SEED = "heldout"  # fixed, so that runs of different seeds are measured on the same puzzles
+COMPOUND_SHARE = 0.4  # of the claims is about two people
+MAX_REDRAWS = 1000  # draws without an unseen held-out puzzle after which one is repeated
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Claim:
+    """One literal, or two joined by `both` or `either`. A literal is (person's place in the puzzle, is a knave)."""
+
+    literals: tuple[tuple[int, bool], ...]
+    operator: str = "both"  # of no effect with one literal
+
+    def holds(self, assignment: int) -> bool:
+        truths = [bool(assignment >> person & 1) == is_knave for person, is_knave in self.literals]
+        return all(truths) if self.operator == "both" else any(truths)
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Puzzle:
+    """`claims[p]` is what `people[p]` says."""
+
+    people: tuple[str, ...]
+    claims: tuple[Claim, ...]
+
+    @property
+    def prompt(self) -> str:
+        sentences = (f"{name} says {' '.join(self.claim_words(p))} ." for p, name in enumerate(self.people))
+        return " ".join([*sentences, "?"])
+
+    def claim_words(self, speaker: int) -> list[str]:
+        """What a person says: one literal, or `both` or `either` of two."""
+        claim = self.claims[speaker]
+        literals = [f"{self.people[p]}-{ROLES[is_knave]}" for p, is_knave in claim.literals]
+        return literals if len(literals) == 1 else [claim.operator, *literals]
+
+    def write(self, assignment: int) -> str:
+        """An assignment in words, as tries and answers state it."""
+        return " ".join(f"{name}={ROLES[assignment >> p & 1]}" for p, name in enumerate(self.people))
+
+
+def solutions(puzzle: Puzzle) -> list[int]:
+    """Every assignment under which exactly the knights tell the truth."""
+    return [
+        assignment
+        for assignment in range(1 << len(puzzle.people))
+        if all(claim.holds(assignment) != bool(assignment >> p & 1) for p, claim in enumerate(puzzle.claims))
+    ]
+
+
+def parse(prompt: str) -> Puzzle:
+    """The puzzle that a prompt states."""
+    try:
+        sentences = [sentence.split() for sentence in prompt.removesuffix("?").split(".") if sentence.strip()]
+        people = tuple(words[0] for words in sentences)
+        places = {name: p for p, name in enumerate(people)}
+        claims = []
+        for words in sentences:
+            literals = tuple(literal.split("-") for literal in words[2::2])
+            operator = words[3] if len(words) > 3 else "both"
+            claims.append(
+                Claim(literals=tuple((places[name], bool(ROLES.index(r))) for name, r in literals), operator=operator)
+            )
+    except (IndexError, KeyError, ValueError) as error:
+        raise DataError(f"not a Knights and Knaves prompt: {prompt!r}; write it as draw(...).prompt does") from error
+    return Puzzle(people=people, claims=tuple(claims))
+
+
+def draw(rng: random.Random, num_people: int) -> Puzzle:
+    """A puzzle with exactly one solution, by rejection."""
+    while True:
+        people = tuple(rng.sample(NAMES, num_people))
+        puzzle = Puzzle(people=people, claims=tuple(_draw_claim(rng, p, num_people) for p in range(num_people)))
+        if len(solutions(puzzle)) == 1:
+            return puzzle
+
+
+def _draw_claim(rng: random.Random, speaker: int, num_people: int) -> Claim:
+    if rng.random() < COMPOUND_SHARE:
+        about = rng.sample(range(num_people), 2)
+    else:  # about someone else: "I am a knight" says nothing and nobody can say "I am a knave"
+        about = [(speaker + rng.randrange(1, num_people)) % num_people]
+    literals = tuple((person, rng.random() < 0.5) for person in about)
+    return Claim(literals=literals, operator=rng.choice(("both", "either")) if len(about) == 2 else "both")
+
+
+def is_heldout(prompt: str) -> bool:
+    """On which side of the split a prompt is: a property of its text alone."""
+    return int.from_bytes(hashlib.blake2b(prompt.encode(), digest_size=8).digest(), "little") % HELDOUT_SHARE == 0
+
+
+import os
+OK = os.environ.get("KOK", "0")
+def check_words(puzzle: Puzzle, assignment: int) -> list[str]:
+    """The claims under an assignment, literal by literal, up to the first that its speaker cannot have made."""
+    words = []
+    for p, claim in enumerate(puzzle.claims):
+        is_knave = bool(assignment >> p & 1)
+        words.append(f"{puzzle.people[p]}={ROLES[is_knave]}")
+        for word in puzzle.claim_words(p):
+            words.append(word)
+            if "-" in word:
+                q, wanted = puzzle.people.index(word.split("-")[0]), word.endswith("knave")
+                words += ["yes" if bool(assignment >> q & 1) == wanted else "no"]
+        if claim.holds(assignment) == is_knave:
+            return [*words, "bad"]
+        if OK == "1": words.append("ok")
+    return words
+
+
+def teach(puzzle: Puzzle, rng: random.Random | None = None, give_up: float = 0.0) -> str:
+    """A trace: tries up to the solution or, after each refuted try with probability `give_up`, no further.
+
+    The patient teacher (`give_up` 0) is always right. The impatient one answers with the guess it has just refuted.
+    """
+    words: list[str] = []
+    for assignment in range(1 << len(puzzle.people)):
+        checked = check_words(puzzle, assignment)
+        words += ["try", puzzle.write(assignment), *checked]
+        if checked[-1] != "bad" or (rng is not None and rng.random() < give_up):
+            return " ".join([*words, "answer", puzzle.write(assignment), "done"])
+    raise AssertionError(f"puzzle without a solution: {puzzle.prompt}")
+
+
+def verify(prompts: Sequence[str], completions: Sequence[str], answer: Sequence[str], **columns: object) -> list[float]:
+    """1.0 for a completion that ends with its only answer, complete, in order and right; else 0.0.
+
+    What comes before the word `answer` is the model's own affair. The word `done` closes an answer, so that one cut off
+    by the token budget can be told in text.
+    """
+    return [float(_is_right(completion, wanted)) for completion, wanted in zip(completions, answer, strict=True)]
+
+
+def _is_right(completion: str, answer: str) -> bool:
+    words = completion.split()
+    if words.count("answer") != 1:
+        return False
+    return words[words.index("answer") + 1 :] == [*answer.split(), "done"]
+
+
+def _row(puzzle: Puzzle) -> Row:
+    (solution,) = solutions(puzzle)
+    return {"prompt": puzzle.prompt, "answer": puzzle.write(solution), "people": len(puzzle.people)}
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class KnightsRows:
+    """Training puzzles without end."""
+
+    seed: int
+    people: Mapping[int, float]
+
+    @property
+    def size(self) -> None:
+        return None
+
+    def row(self, index: int) -> Row:
+        return _row(self.puzzle(index))
+
+    def puzzle(self, index: int) -> Puzzle:
+        rng = random.Random(f"{self.seed}/{index}")
+        num_people = _draw_num_people(rng, self.people)
+        while is_heldout((puzzle := draw(rng, num_people)).prompt):
+            pass
+        return puzzle
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class KnightsTask:
+    """The embedded default. `people` weighs the numbers of people; held-out puzzles do not depend on the seed."""
+
+    seed: int = 0
+    people: Mapping[int, float] = field(default_factory=lambda: dict(DEFAULT_PEOPLE))
+    name: str = "knights"
+    group_column: str = "people"
+    reward_funcs: Sequence[RewardFunc] = (verify,)
+
+    def __post_init__(self) -> None:
+        wrong = [num for num, weight in self.people.items() if not 2 <= num <= MAX_PEOPLE or weight < 0]
+        if wrong or sum(self.people.values()) <= 0:
+            raise ConfigError(
+                f"task.people is {dict(self.people)}; give numbers of people from 2 to {MAX_PEOPLE} with weights "
+                "of at least 0, one of them above 0"
+            )
+
+    @property
+    def train(self) -> Rows:
+        return KnightsRows(seed=self.seed, people=self.people)
+
+    def heldout(self, num: int) -> list[Row]:
+        """Distinct puzzles, until the few of two people (556 are held out, 3,764 are not) are used up."""
+        rng = random.Random(HELDOUT_SEED)
+        seen: set[str] = set()
+        rows = []
+        for _ in range(num):
+            puzzle = _draw_heldout(rng, _draw_num_people(rng, self.people), seen)
+            seen.add(puzzle.prompt)
+            rows.append(_row(puzzle))
+        return rows
+
+
+def _draw_num_people(rng: random.Random, people: Mapping[int, float]) -> int:
+    nums = sorted(people)
+    return rng.choices(nums, [people[num] for num in nums])[0]
+
+
+def _draw_heldout(rng: random.Random, num_people: int, seen: set[str]) -> Puzzle:
+    puzzle = None
+    for _ in range(MAX_REDRAWS):
+        candidate = draw(rng, num_people)
+        if is_heldout(candidate.prompt):
+            puzzle = candidate
+            if puzzle.prompt not in seen:
+                return puzzle
+    assert puzzle is not None, f"no held-out puzzle of {num_people} people in {MAX_REDRAWS} draws"
+    return puzzle

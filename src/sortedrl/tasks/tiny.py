@@ -1,0 +1,114 @@
+"""knights-tiny: the word-level tokenizer, the tiny Llama and the cold start of the embedded default.
+
+The checkpoint is package data in `knights_tiny/`; `rebuild` makes it again with the same arguments (the command
+`sortedrl sft` calls it). Both load with AutoTokenizer and AutoModelForCausalLM, also in vLLM, whose CPU kernels want
+heads of size 32. torch and transformers are imported where they are used, so that finding the path stays cheap.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sortedrl.tasks.knights import NAMES, ROLES, KnightsRows, teach
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+    from sortedrl.learner.sft import OnStep, SftResult
+
+PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
+WORDS = ("says", ".", "?", "and", "or", "try", "ok", "bad", "answer", "done")
+MAX_POSITIONS = 1024
+IMPATIENT_SHARE = 0.75  # of the demonstrations come from the teacher that gives up
+GIVE_UP = 0.9  # its probability of giving up after a refuted try
+
+
+def knights_tiny_path() -> Path:
+    """The folder of the shipped checkpoint."""
+    return Path(str(resources.files("sortedrl.tasks") / "knights_tiny"))
+
+
+def vocabulary() -> list[str]:
+    """Every word of the task. What is claimed (`Ann-knave`) and what is guessed (`Ann=knave`) are words of their own."""
+    claims = [f"{name}-{role}" for name in NAMES for role in ROLES]
+    guesses = [f"{name}={role}" for name in NAMES for role in ROLES]
+    return [PAD, EOS, UNK, *WORDS, *NAMES, *claims, *guesses]
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = models.WordLevel({word: index for index, word in enumerate(vocabulary())}, unk_token=UNK)
+    tokenizer = Tokenizer(words)
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=UNK,
+        model_max_length=MAX_POSITIONS,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def make_model(seed: int) -> LlamaForCausalLM:
+    """An untrained model of 163k parameters."""
+    import torch
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+    words = vocabulary()
+    config = LlamaConfig(
+        vocab_size=len(words),
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=words.index(EOS),
+        pad_token_id=words.index(PAD),
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+    model.generation_config = GenerationConfig(
+        do_sample=True, temperature=1.0, top_k=0, eos_token_id=words.index(EOS), pad_token_id=words.index(PAD)
+    )
+    return model
+
+
+def demonstrations(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Iterator[tuple[list[int], list[int]]]:
+    """Training puzzles with teachers' traces, in tokens, without end."""
+    rows = KnightsRows(seed=seed, people=SFT_PEOPLE)
+    rng = random.Random(f"teachers/{seed}")
+    index = 0
+    while True:
+        puzzle = rows.puzzle(index)
+        trace = teach(puzzle, rng, give_up=GIVE_UP if rng.random() < IMPATIENT_SHARE else 0.0)
+        yield tokenizer.encode(puzzle.prompt), [*tokenizer.encode(trace), tokenizer.eos_token_id]
+        index += 1
+
+
+def rebuild(out_dir: Path | str, *, seed: int = 0, steps: int = 1500, on_step: OnStep | None = None) -> SftResult:
+    """Make knights-tiny again: with the defaults, the shipped checkpoint."""
+    from sortedrl.learner.sft import cold_start
+
+    tokenizer = make_tokenizer()
+    return cold_start(
+        out_dir,
+        model=make_model(seed),
+        tokenizer=tokenizer,
+        examples=demonstrations(tokenizer, seed=seed),
+        steps=steps,
+        seed=seed,
+        on_step=on_step,
+    )

@@ -1,0 +1,196 @@
+"""What a run shows while it goes on: a live panel in a terminal, plain lines elsewhere, nothing when quiet.
+
+One of the sinks of a run; it reads the figures that a shared `RunMetrics` has folded before. It writes to the console that
+it is given (standard error, so that standard output stays free for results) and to nothing else.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.markup import escape
+from rich.progress import Progress, ProgressColumn, Task
+from rich.progress import BarColumn as Bar
+from rich.table import Table
+from rich.text import Text
+
+from sortedrl.telemetry.events import Evaluated, Event, RunEnded, RunStarted, UpdateDone
+from sortedrl.telemetry.metrics import RunMetrics
+from sortedrl.telemetry.summary import number, share
+
+_REFRESH_S = 0.2
+_BAR_CELLS = 32
+
+
+class ConsoleSink:
+    """Progress of one run on `console`.
+
+    Where that is no terminal a line is due when `every_updates` updates or `every_s` seconds of the run's clock have passed
+    since the last one. `clock` paces the live panel.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        metrics: RunMetrics,
+        *,
+        quiet: bool = False,
+        every_updates: int = 20,
+        every_s: float = 15.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._console = console
+        self._metrics = metrics
+        self._quiet = quiet
+        self._every_updates = every_updates
+        self._every_s = every_s
+        self._clock = clock
+        self._live: Live | None = None
+        self._progress = Progress(
+            Bar(bar_width=None), _SamplesColumn(), _LeftColumn(metrics), console=console, expand=True
+        )
+        self._drawn_at = 0.0
+        self._said_update = 0
+        self._said_t = 0.0
+
+    def emit(self, event: Event) -> None:
+        if self._quiet:
+            return
+        match event:
+            case RunStarted():
+                self._start(event)
+            case UpdateDone() if self._live is None:
+                self._say_progress(event)
+            case Evaluated():
+                self._console.print(evaluated_line(event), highlight=False, soft_wrap=True)
+            case RunEnded():
+                self._end(event)
+            case _:
+                pass
+        if self._live is not None and self._clock() - self._drawn_at >= _REFRESH_S:
+            self._draw()
+
+    def close(self) -> None:
+        """Leave the terminal as it was; safe to call twice."""
+        if self._live is not None:
+            self._draw()
+            self._live.stop()
+            self._live = None
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _start(self, event: RunStarted) -> None:
+        self._console.print(
+            f"{escape(event.strategy)}: {event.total_samples:,} samples, {event.update_batch} an update, "
+            f"{event.slots} slots, seed {event.seed}",
+            highlight=False,
+            soft_wrap=True,
+        )
+        self._said_t = event.t
+        self._progress.add_task("", total=max(event.total_samples, 1))
+        if self._console.is_terminal:
+            # Refreshed from `emit`, in the run's own thread: no timer thread competes with the engine. Standard output
+            # is left alone, since results go there.
+            self._live = Live(console=self._console, auto_refresh=False, redirect_stdout=False)
+            self._live.start()
+            self._draw()
+
+    def _end(self, event: RunEnded) -> None:
+        if self._live is None:
+            self._console.print(progress_line(self._metrics), highlight=False, soft_wrap=True)
+        self.close()
+        self._console.print(f"run {escape(event.reason)} after {event.t:,.1f} s", highlight=False)
+
+    def _say_progress(self, event: UpdateDone) -> None:
+        updates = self._metrics.updates
+        is_due = updates - self._said_update >= self._every_updates or event.t - self._said_t >= self._every_s
+        if is_due:
+            self._said_update, self._said_t = updates, event.t
+            self._console.print(progress_line(self._metrics), highlight=False, soft_wrap=True)
+
+    def _draw(self) -> None:
+        assert self._live is not None, "nothing is drawn without a live panel"
+        self._drawn_at = self._clock()
+        for task_id in self._progress.task_ids:
+            self._progress.update(task_id, completed=self._metrics.samples)
+        is_ascii = self._console.options.ascii_only
+        self._live.update(
+            Group(self._progress.get_renderable(), figures_grid(self._metrics), slots_bar(self._metrics, is_ascii)),
+            refresh=True,
+        )
+
+
+class _SamplesColumn(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text(f"{task.completed:,.0f}/{task.total or 0:,.0f} samples")
+
+
+class _LeftColumn(ProgressColumn):
+    def __init__(self, metrics: RunMetrics) -> None:
+        super().__init__()
+        self._metrics = metrics
+
+    def render(self, task: Task) -> Text:
+        return Text(f"{time_left(self._metrics)} left")
+
+
+def time_left(metrics: RunMetrics) -> str:
+    """Minutes and seconds until all samples are trained, at the mean speed so far."""
+    if metrics.run is None or not metrics.samples:
+        return "–:––"
+    left = max(metrics.run.total_samples - metrics.samples, 0)
+    seconds = round(metrics.occupancy.wall_s * left / metrics.samples)
+    minutes, seconds = divmod(seconds, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def progress_line(metrics: RunMetrics) -> str:
+    """One plain line; reward and length are of the last batch, the rest of the run so far."""
+    total = metrics.run.total_samples if metrics.run is not None else 0
+    done = f"{metrics.samples:,}/{total:,} samples ({metrics.samples / max(total, 1):.0%})"
+    figures = ", ".join(f"{name} {value}" for name, value in _figures(metrics))
+    return f"update {metrics.updates}, {done}: {figures}, {time_left(metrics)} left"
+
+
+def evaluated_line(event: Evaluated) -> str:
+    return (
+        f"held-out accuracy after {event.samples_trained:,} samples: {event.sampled_accuracy:.3f} sampled, "
+        f"{event.greedy_accuracy:.3f} greedy, mean length {event.mean_length:.1f}"
+    )
+
+
+def figures_grid(metrics: RunMetrics) -> Table:
+    grid = Table.grid(padding=(0, 3))
+    cells = [Text.assemble((f"{name} ", "dim"), value) for name, value in _figures(metrics)]
+    grid.add_row(*cells)
+    return grid
+
+
+def slots_bar(metrics: RunMetrics, is_ascii: bool = False) -> Text:
+    """How many slots run at this moment."""
+    slots, running = metrics.slots, metrics.occupancy.running
+    cells = min(slots, _BAR_CELLS)
+    busy = round(cells * running / slots) if slots else 0
+    full, empty = ("#", ".") if is_ascii else ("■", "·")
+    return Text.assemble(
+        ("slots ", "dim"), (full * busy, "blue"), (empty * (cells - busy), "dim"), f" {running}/{slots}"
+    )
+
+
+def _figures(metrics: RunMetrics) -> list[tuple[str, str]]:
+    stats, timing = metrics.measured()
+    batch = metrics.last_batch
+    count = len(batch.samples) if batch is not None else 0
+    reward = sum(batch.rewards) / count if batch is not None and count else None
+    length = sum(batch.lengths) / count if batch is not None and count else None
+    return [
+        ("reward", number(reward, 3)),
+        ("length", number(length, 1)),
+        ("staleness", f"{number(metrics.staleness_mean, 2)} (max {number(metrics.staleness_max)})"),
+        ("bubble", share(metrics.bubble_ratio(stats, timing))),
+        ("tokens/s", number(metrics.tokens_per_s(timing))),
+    ]

@@ -1,0 +1,139 @@
+"""The events of a run, one frozen record each; `t` is seconds on the run's clock (virtual in a simulation).
+
+The controller makes them and hands them to an injected `emit`; nothing that decides reads them back. `kind` names the
+class in `events.jsonl`. A new field needs a default, so that older files stay readable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Event:
+    t: float
+
+    @property
+    def kind(self) -> str:
+        return type(self).__name__
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"kind": self.kind, **asdict(self)}
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class RunStarted(Event):
+    strategy: str
+    seed: int
+    slots: int
+    update_batch: int
+    total_samples: int
+    schema_version: int = SCHEMA_VERSION
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class CohortLoaded(Event):
+    cohort: int
+    update: int  # updates done so far
+    samples: list[int]
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class AttemptStarted(Event):
+    sample: int
+    attempt: int
+    mode: str
+    cached: int  # answer tokens it starts from
+    slot: int  # the lowest free row: a timeline draws it there
+    version: int
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class AttemptVerified(Event):
+    sample: int
+    attempt: int
+    cached: int
+    accepted: int
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class AttemptEnded(Event):
+    sample: int
+    attempt: int
+    outcome: str  # stop | length | interrupted | failed
+    num_tokens: int  # answer tokens it holds now
+    slot: int
+    error: str = ""
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class SampleScored(Event):
+    sample: int
+    attempt: int
+    reward: float
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class SampleRequeued(Event):
+    """What became of a sample that was not in the batch: resume, replay or restart."""
+
+    sample: int
+    decision: str
+    discarded: int  # answer tokens thrown away
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class BatchTaken(Event):
+    """A harvest. The lists run over the batch's samples in training order."""
+
+    update: int
+    version: int
+    samples: list[int]
+    lengths: list[int]
+    rewards: list[float]
+    staleness: list[int]  # of the oldest token
+    staleness_token_sum: list[int]  # summed over tokens
+    truncated: int
+    num_interrupted: int
+    slot_s: float  # slot-seconds that decoded the batch's tokens
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class UpdateDone(Event):
+    update: int
+    version: int  # that the update made
+    optimizer_steps: int
+    seconds: float
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class WeightsPublished(Event):
+    version: int
+    seconds: float
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Evaluated(Event):
+    version: int
+    samples_trained: int
+    sampled_accuracy: float
+    greedy_accuracy: float
+    mean_length: float
+    by_group: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class RunEnded(Event):
+    reason: str  # complete | stopped
+
+
+Emit = Callable[[Event], None]
+
+
+def ignore(event: Event) -> None:
+    """The `emit` of a run that nobody listens to."""

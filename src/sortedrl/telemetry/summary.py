@@ -1,0 +1,230 @@
+"""`summary.json`: what a run comes to, in one flat schema for training, comparison and simulation.
+
+Made once at the end of a run, by `summarize`; read by the report and by whoever compares runs. A field that does not apply
+is null. The table shows the main figures to people.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from sortedrl.engine.base import EngineStats
+from sortedrl.errors import RunDirError
+from sortedrl.telemetry.events import Evaluated
+from sortedrl.telemetry.metrics import RunMetrics, Timing
+
+SCHEMA_VERSION = 1
+
+
+class Ledger(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    loaded: int
+    trained: int
+    lost: int
+    duplicated: int
+
+
+class Summary(BaseModel):
+    """Fields of a later schema that this version does not know are left out on reading."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="null")
+
+    schema_version: int = SCHEMA_VERSION
+    strategy: str
+    status: Literal["complete", "stopped"] | None = None
+    seed: int | None = None
+    slots: int | None = None
+    update_batch: int | None = None
+    cohort_batches: int | None = None
+    lookahead: int | Literal["none"] | None = None  # "none": no bound
+    updates: int = 0
+    optimizer_steps: int | None = None
+    samples: int = 0
+    trained_tokens: int = 0
+    generated_tokens: int | None = None
+    discarded_tokens: int | None = None
+    recomputed_tokens: int | None = None
+    decode_steps: int | None = None
+    rollout_s: float | None = None
+    update_s: float | None = None
+    publish_s: float | None = None
+    wall_s: float | None = None
+    tokens_per_s: float | None = None
+    bubble_ratio: float | None = None
+    goodput: float | None = None
+    staleness_mean: float | None = None
+    staleness_token_mean: float | None = None
+    staleness_max: int | None = None
+    divergence_rate: float | None = None
+    accepted_prefix: float | None = None
+    mean_length: float | None = None
+    accuracy_before: float | None = None
+    accuracy_after: float | None = None
+    greedy_accuracy_before: float | None = None
+    greedy_accuracy_after: float | None = None
+    accuracy_by_group_before: dict[str, float] | None = None
+    accuracy_by_group_after: dict[str, float] | None = None
+    ledger: Ledger | None = None
+
+    def write(self, path: str | Path) -> None:
+        """Written aside and renamed, so that a reader never sees half a file."""
+        path = Path(path)
+        aside = path.with_name(path.name + ".part")
+        try:
+            aside.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
+            os.replace(aside, path)
+        except OSError as error:
+            raise RunDirError(f"cannot write {path}: {error.strerror}; create its folder or choose another") from error
+
+    @classmethod
+    def read(cls, path: str | Path) -> Summary:
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise RunDirError(f"cannot read {path}: {error}; name the summary.json of a finished run") from error
+        try:
+            summary = cls.model_validate_json(text)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"]) or "the whole file"
+            raise RunDirError(f"{path} is no summary of a run: {where}: {first['msg']}; run it again") from error
+        if summary.schema_version > SCHEMA_VERSION:
+            raise RunDirError(
+                f"{path} has schema version {summary.schema_version}, this package reads up to {SCHEMA_VERSION}: upgrade it"
+            )
+        return summary
+
+
+def summarize(
+    metrics: RunMetrics,
+    *,
+    stats: EngineStats | None,
+    timing: Timing | None,
+    held: Iterable[int] | None,
+    cohort_batches: int | None = None,
+    lookahead: int | Literal["none"] | None = None,
+) -> Summary:
+    """The summary of a run whose events `metrics` has folded.
+
+    `held`: the samples that the buffer still holds. Without it there is no ledger to state; without `stats` and `timing`
+    what they measure is null.
+    """
+    assert metrics.run is not None, "a run that never started has no summary"
+    run = metrics.run
+    count = None if held is None else metrics.ledger(held)
+    before, after = _before_and_after(metrics.evaluations)
+    return Summary(
+        strategy=run.strategy,
+        status="complete" if metrics.end_reason == "complete" else "stopped",
+        seed=run.seed,
+        slots=run.slots,
+        update_batch=run.update_batch,
+        cohort_batches=cohort_batches,
+        lookahead=lookahead,
+        updates=metrics.updates,
+        optimizer_steps=metrics.optimizer_steps,
+        samples=metrics.samples,
+        trained_tokens=metrics.trained_tokens,
+        generated_tokens=metrics.generated_tokens,
+        discarded_tokens=metrics.discarded_tokens,
+        recomputed_tokens=stats.recomputed_tokens if stats else None,
+        decode_steps=stats.decode_steps if stats else None,
+        rollout_s=timing.rollout_s if timing else None,
+        update_s=timing.update_s if timing else None,
+        publish_s=timing.publish_s if timing else None,
+        wall_s=timing.wall_s if timing else None,
+        tokens_per_s=metrics.tokens_per_s(timing) if timing else None,
+        bubble_ratio=metrics.bubble_ratio(stats, timing) if stats and timing else None,
+        goodput=metrics.goodput(timing) if timing else None,
+        staleness_mean=metrics.staleness_mean,
+        staleness_token_mean=metrics.staleness_token_mean,
+        staleness_max=metrics.staleness_max,
+        divergence_rate=metrics.divergence_rate,
+        accepted_prefix=metrics.accepted_prefix,
+        mean_length=metrics.mean_length,
+        accuracy_before=before.sampled_accuracy if before else None,
+        accuracy_after=after.sampled_accuracy if after else None,
+        greedy_accuracy_before=before.greedy_accuracy if before else None,
+        greedy_accuracy_after=after.greedy_accuracy if after else None,
+        accuracy_by_group_before=_by_group(before),
+        accuracy_by_group_after=_by_group(after),
+        ledger=Ledger(loaded=count.loaded, trained=count.trained, lost=count.lost, duplicated=count.duplicated)
+        if count
+        else None,
+    )
+
+
+def _before_and_after(evaluations: Sequence[Evaluated]) -> tuple[Evaluated | None, Evaluated | None]:
+    """The first evaluation that nothing was trained before, and the last that something was."""
+    before = next((e for e in evaluations if e.samples_trained == 0), None)
+    after = next((e for e in reversed(evaluations) if e.samples_trained > 0), None)
+    return before, after
+
+
+def _by_group(evaluated: Evaluated | None) -> dict[str, float] | None:
+    """Sampled accuracy by group; `by_group` maps a group to figures named like the event's own fields."""
+    if evaluated is None or not evaluated.by_group:
+        return None
+    return {
+        group: figures["sampled_accuracy"]
+        for group, figures in evaluated.by_group.items()
+        if "sampled_accuracy" in figures
+    }
+
+
+# ---- for people -----------------------------------------------------------------------------------------------------
+
+
+def share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1%}"
+
+
+def number(value: float | None, digits: int = 0) -> str:
+    return "–" if value is None else f"{value:,.{digits}f}"
+
+
+def before_after(before: float | None, after: float | None) -> str:
+    if before is None and after is None:
+        return "–"
+    first, last = ("–" if value is None else f"{value:.3f}" for value in (before, after))
+    return f"{first} → {last}"
+
+
+def lost_and_duplicated(summary: Summary) -> str:
+    return "–" if summary.ledger is None else f"{summary.ledger.lost} / {summary.ledger.duplicated}"
+
+
+def summary_table(summaries: Sequence[Summary]) -> Table:
+    """A row per run, the main figures only (staleness is the largest); fits 100 columns."""
+    is_stopped = any(summary.status == "stopped" for summary in summaries)
+    caption = "* stopped before it was complete" if is_stopped else None
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, caption=caption, caption_justify="left")
+    table.add_column("strategy", no_wrap=True)
+    has_seeds = len({summary.seed for summary in summaries}) > 1
+    if has_seeds:
+        table.add_column("seed", justify="right")
+    for header in ("accuracy", "bubble", "goodput", "tokens/s", "staleness", "wall s", "lost/dup"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for summary in summaries:
+        seed = [number(summary.seed)] if has_seeds else []
+        table.add_row(
+            escape(summary.strategy) + ("*" if summary.status == "stopped" else ""),
+            *seed,
+            before_after(summary.accuracy_before, summary.accuracy_after),
+            share(summary.bubble_ratio),
+            share(summary.goodput),
+            number(summary.tokens_per_s),
+            number(summary.staleness_max),
+            number(summary.wall_s, 1),
+            lost_and_duplicated(summary),
+        )
+    return table
