@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from scripted import ScriptedPolicy, scripted_run
 from sortedrl.engine.base import EngineStats
 from sortedrl.errors import RunDirError
+from sortedrl.schedule import Strategy, resolve_knobs
 from sortedrl.telemetry.console import ConsoleSink, slots_bar, time_left
 from sortedrl.telemetry.events import (
     AttemptEnded,
@@ -190,9 +192,10 @@ def test_figures_beyond_the_summary():
     # 12 had written 5 tokens before its replay, and was trained with 4.
     assert (metrics.cohorts[0].mean_length, metrics.cohorts[0].mean_longest) == (4.0, 4.25)
     assert (metrics.cohorts[1].loaded, metrics.cohorts[1].mean_length) == (2, None)
-    # The events' own clock sees the same slots: 24 busy slot-seconds in 5 + 3 seconds with something running.
+    # The events' own clock sees the same slots: 24 busy slot-seconds in 5 + 3 seconds with something running; training
+    # itself ends at 13 s.
     stats, timing = metrics.measured()
-    assert (stats.running, stats.busy_slot_s, timing.rollout_s, timing.wall_s) == (0, 24.0, 8.0, 16.0)
+    assert (stats.running, stats.busy_slot_s, timing.rollout_s, timing.wall_s) == (0, 24.0, 8.0, 13.0)
 
 
 def test_accepted_prefix_over_replays_and_over_tokens():
@@ -219,6 +222,31 @@ def test_ledger_counts_lost_and_duplicated():
     metrics.emit(replace(batch, update=2))
     assert metrics.ledger(held=[14, 15]) == LedgerCount(loaded=6, trained=4, lost=0, duplicated=2)
     assert metrics.samples == 6
+
+
+@pytest.mark.parametrize("strategy", list(Strategy))
+def test_figures_agree_with_the_engine_under_the_real_controller(strategy: Strategy):
+    policy = ScriptedPolicy(longest=60, length_change=0.2, divergence=0.01)
+    run = scripted_run(
+        resolve_knobs(strategy, update_batch=8),
+        policy=policy,
+        slots=8,
+        num_samples=128,
+        update_s=5.0,
+        fails=lambda request: 3 if request.sample % 7 == 0 else None,  # whatever it is given, it gives up in the end
+    )
+    assert run.controller.run()
+    started = RunStarted(t=0.0, strategy=strategy, seed=0, slots=8, update_batch=8, total_samples=128)
+    metrics, stats = folded([started, *run.events]), run.engine.stats()
+    timing = run.controller.timing()
+    assert metrics.generated_tokens == stats.decoded_tokens
+    assert metrics.in_flight_tokens == 0
+    assert metrics.trained_tokens == sum(sample.num_tokens for sample in run.trained)
+    assert metrics.ledger(held=[]) == LedgerCount(loaded=128, trained=128, lost=0, duplicated=0)
+    assert metrics.occupancy.busy_slot_s == pytest.approx(stats.busy_slot_s)
+    assert metrics.occupancy.wall_s == pytest.approx(timing.wall_s)
+    # A token takes a second of a slot: what was trained is goodput, the rest of the busy time was discarded.
+    assert metrics.goodput(timing) == pytest.approx(metrics.trained_tokens / (8 * timing.rollout_s))
 
 
 def test_summary_round_trip_and_errors(tmp_path: Path):
@@ -432,14 +460,17 @@ def shown(*, terminal: bool, quiet: bool = False, every_updates: int = 1) -> str
 
 def test_plain_lines_where_there_is_no_terminal():
     lines = shown(terminal=False).splitlines()
-    assert lines == [
+    assert lines[:2] == [
         "sorted: 8 samples, 2 an update, 4 slots, seed 7",
         "held-out accuracy after 0 samples: 0.250 sampled, 0.125 greedy, mean length 4.0",
-        # 2 of 8 samples took 7 s: 6 more take 21 s.
-        "update 1, 2/8 samples (25%): reward 0.500, length 2.5, staleness 0.00 (max 0), bubble 25.0%, tokens/s 1, 0:21 left",
-        "update 2, 4/8 samples (50%): reward 1.000, length 5.5, staleness 0.25 (max 1), bubble 25.0%, tokens/s 1, 0:12 left",
+    ]
+    first = "reward 0.500, length 2.5, staleness 0.00 (max 0), bubble 25.0%, tokens/s 1"
+    second = "reward 1.000, length 5.5, staleness 0.25 (max 1), bubble 25.0%, tokens/s 1"
+    assert lines[2:] == [
+        f"update 1, 2/8 samples (25%): {first}, 0:21 left",  # 2 of 8 samples took 7 s: 6 more take 21 s
+        f"update 2, 4/8 samples (50%): {second}, 0:12 left",
         "held-out accuracy after 4 samples: 0.500 sampled, 0.750 greedy, mean length 4.0",
-        "update 2, 4/8 samples (50%): reward 1.000, length 5.5, staleness 0.25 (max 1), bubble 25.0%, tokens/s 1, 0:16 left",
+        f"update 2, 4/8 samples (50%): {second}, 0:13 left",  # the last weights were published at 13 s
         "run stopped after 16.0 s",
     ]
 

@@ -10,16 +10,19 @@ import difflib
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from sortedrl.errors import ConfigError
-from sortedrl.schedule import Knobs, Strategy, resolve_knobs
+from sortedrl.schedule import PRESETS, Knobs, Strategy, resolve_knobs
+
+Bound = Annotated[int, Field(ge=0)] | Literal["none"] | None
+GROUPED_ALGORITHMS = ("grpo",)  # those that train the siblings of a prompt together
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class RunSection(Section):
@@ -34,6 +37,7 @@ class RunSection(Section):
 
 class TaskSection(Section):
     name: str = Field("knights", description="The task: where prompts, rewards and held-out prompts come from.")
+    max_prompt_tokens: int = Field(256, ge=1, description="A longer prompt is refused.")
     people: dict[str, float] = Field(
         default={"2": 4, "3": 3, "4": 2, "5": 1}, description="Knights and Knaves: weight of each number of people."
     )
@@ -49,8 +53,8 @@ class ScheduleSection(Section):
     strategy: Strategy = Field(Strategy.SORTED_REPLAY, description="The preset.")
     update_batch: int = Field(32, ge=1, description="U: samples per update.")
     cohort_batches: int | None = Field(None, ge=1, description="n: update batches loaded at once.")
-    lookahead: int | Literal["none"] | None = Field(None, description="L: later cohorts that may fill idle slots.")
-    max_staleness: int | Literal["none"] | None = Field(None, description="Bound on staleness; 0 is on-policy.")
+    lookahead: Bound = Field(None, description="L: later cohorts that may fill idle slots.")
+    max_staleness: Bound = Field(None, description="Bound on staleness; 0 is on-policy.")
     interrupted: Literal["resume", "replay", "restart"] | None = Field(None, description="What an interrupted one does.")
     on_bound: Literal["replay", "restart", "wait"] | None = Field(None, description="What a sample at the bound does.")
     harvest: Literal["batch", "drain"] | None = Field(None, description="When an update batch is taken.")
@@ -75,6 +79,7 @@ class EngineSection(Section):
 
 class RewardSection(Section):
     timeout_s: float = Field(10.0, gt=0, description="Time limit of one call of the reward functions.")
+    grace_s: float = Field(0.25, ge=0, description="How long a full batch waits for answers that are being scored.")
     workers: int = Field(1, ge=1, description="Scoring workers.")
 
 
@@ -98,6 +103,7 @@ class LearnerSection(Section):
 class EvalSection(Section):
     prompts: int = Field(256, ge=0, description="Held-out prompts; 0 turns evaluation off.")
     samples: int = Field(1, ge=1, description="Sampled answers per held-out prompt.")
+    every_samples: int = Field(0, ge=0, description="Evaluate each time this many more are trained; 0: start and end.")
 
 
 class SortedConfig(Section):
@@ -111,3 +117,156 @@ class SortedConfig(Section):
     reward: RewardSection = RewardSection()
     learner: LearnerSection = LearnerSection()
     eval: EvalSection = EvalSection()
+
+    def __init__(self, **sections: Any) -> None:
+        try:
+            super().__init__(**sections)
+        except ValidationError as error:
+            raise ConfigError(_one_line(error)) from None
+
+    @model_validator(mode="after")
+    def check_together(self) -> Self:
+        """What no section can see alone."""
+        batch, group = self.schedule.update_batch, self.learner.group_size
+        if self.run.samples < batch:
+            raise ValueError(
+                f"schedule.update_batch {batch} is larger than the cohort: run.samples loads only {self.run.samples}"
+            )
+        if self.learner.algorithm in GROUPED_ALGORITHMS and group < 2:
+            raise ValueError(f"learner.group_size {group}: {self.learner.algorithm} compares siblings, set 2 or more")
+        if self.run.samples % group:
+            raise ValueError(f"run.samples {self.run.samples} must be a multiple of learner.group_size {group}")
+        if self.is_grouped and batch % group:
+            raise ValueError(f"schedule.update_batch {batch} must be a multiple of learner.group_size {group}")
+        _ = self.knobs
+        return self
+
+    @property
+    def knobs(self) -> Knobs:
+        """The schedule's settings with the preset filled in."""
+        explicit = self.schedule.model_dump(exclude={"strategy"})
+        return resolve_knobs(self.schedule.strategy, **explicit)
+
+    @property
+    def is_grouped(self) -> bool:
+        return self.learner.algorithm in GROUPED_ALGORITHMS
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.run.dir) / self.run.name
+
+    @classmethod
+    def load(cls, path: str | Path, overrides: Iterable[str] = ()) -> SortedConfig:
+        """Read a TOML file and put `section.key=value` overrides on top."""
+        try:
+            tree = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"cannot read the configuration {path}: {error.strerror or error}") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} is not valid TOML: {error}") from None
+        given = [_parse_override(text) for text in overrides]
+        strategy = next((value for keys, value in given if keys == ["schedule", "strategy"]), None)
+        if strategy is not None:
+            _forget_defining_knobs(tree, strategy)
+        for keys, value in given:
+            _put(tree, keys, value)
+        return cls(**tree)
+
+    def with_strategy(self, strategy: str, **run: Any) -> SortedConfig:
+        """The same run under another strategy: knobs that define that strategy are taken from its preset."""
+        tree = self.model_dump()
+        _forget_defining_knobs(tree, strategy)
+        tree["schedule"]["strategy"] = strategy
+        tree["run"].update(run)
+        return SortedConfig(**tree)
+
+    def to_toml(self) -> str:
+        """The resolved configuration: every knob as it is in force."""
+        tree = self.model_dump(mode="json")
+        knobs = self.knobs
+        for name in tree["schedule"]:
+            if name != "strategy":
+                value = getattr(knobs, name)
+                tree["schedule"][name] = "none" if value is None else value
+        return "\n".join(_section_toml(name, section) for name, section in tree.items())
+
+
+# ---- overrides and messages -----------------------------------------------------------------------------------------
+
+# `engine=local` is short for `engine.kind=local`, and so on: the key that a section is mostly about.
+MAIN_KEYS = {"engine": "kind", "task": "name", "model": "path", "schedule": "strategy", "learner": "algorithm"}
+
+
+def _parse_override(text: str) -> tuple[list[str], Any]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.strip():
+        raise ConfigError(f"cannot read the override {text!r}: write section.key=value")
+    keys = name.strip().split(".")
+    if len(keys) == 1 and keys[0] in MAIN_KEYS:
+        keys.append(MAIN_KEYS[keys[0]])
+    try:
+        return keys, tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return keys, value.strip()
+
+
+def _put(tree: dict[str, Any], keys: list[str], value: Any) -> None:
+    *path, last = keys
+    for key in path:
+        tree = tree.setdefault(key, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(f"{'.'.join(keys)}: {key} is a value, not a section")
+    tree[last] = value
+
+
+def _forget_defining_knobs(tree: dict[str, Any], strategy: str) -> None:
+    """A strategy that is chosen later takes precedence over the knobs that make it what it is."""
+    schedule = tree.get("schedule")
+    if isinstance(schedule, dict) and strategy in list(Strategy) and schedule.get("strategy") != strategy:
+        for knob in PRESETS[Strategy(strategy)]:
+            schedule.pop(knob, None)
+
+
+def _one_line(error: ValidationError) -> str:
+    first, count = error.errors()[0], error.error_count()
+    where = ".".join(str(part) for part in first["loc"])
+    more = f" (and {count - 1} more)" if count > 1 else ""
+    if first["type"] == "extra_forbidden":
+        return f"unknown configuration key {where!r}{_nearest(first['loc'])}{more}"
+    message = first["msg"].removeprefix("Value error, ")
+    message = message[0].lower() + message[1:] if where else message
+    given = f", not {first['input']!r}" if where and not isinstance(first["input"], Mapping) else ""
+    return f"{where}: {message}{given}{more}" if where else f"{message}{more}"
+
+
+def _nearest(location: tuple[int | str, ...]) -> str:
+    """The known key that is most like an unknown one."""
+    fields = SortedConfig.model_fields
+    for part in location[:-1]:
+        annotation = fields[str(part)].annotation if str(part) in fields else None
+        fields = annotation.model_fields if isinstance(annotation, type) and issubclass(annotation, Section) else {}
+    prefix = ".".join(str(part) for part in (*location[:-1], ""))
+    near = difflib.get_close_matches(str(location[-1]), fields, n=1, cutoff=0.5)
+    if near:
+        return f": did you mean {prefix}{near[0]}?"
+    return f": the keys there are {', '.join(fields)}" if fields else ""
+
+
+def _section_toml(name: str, section: Mapping[str, Any]) -> str:
+    lines = [f"{key} = {_toml_value(value)}" for key, value in section.items() if value is not None]
+    return "\n".join([f"[{name}]", *lines, ""])
+
+
+def _toml_value(value: Any) -> str:
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case int() | float():
+            return repr(value)
+        case list() | tuple():
+            return f"[{', '.join(_toml_value(item) for item in value)}]"
+        case dict():
+            return "{ " + ", ".join(f"{_toml_value(k)} = {_toml_value(v)}" for k, v in value.items()) + " }"
+        case _:
+            escaped = str(value).replace("\\", "\\\\").replace('"', '\\"')
+            return f'"{escaped}"'

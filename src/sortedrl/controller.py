@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from sortedrl import schedule
@@ -27,6 +26,7 @@ from sortedrl.records import Batch, FinishReason, Mode, Sample, State
 from sortedrl.schedule import Knobs, RestartNoise
 from sortedrl.telemetry import events
 from sortedrl.telemetry.events import Emit
+from sortedrl.telemetry.metrics import Timing
 
 
 IDLE_POLL_S = 0.05  # how long to wait for one thing before looking at the others
@@ -48,14 +48,12 @@ class Scorer(Protocol):
     def poll(self, timeout: float) -> Sequence[Score]: ...
 
 
-@dataclass(slots=True, kw_only=True)
-class Timing:
-    """Seconds on the run's clock; with overlap, rollout goes on during updates and the parts add up to more."""
+class Pause(Protocol):
+    """Something that needs the engine to itself between two updates, such as an evaluation."""
 
-    rollout_s: float = 0.0
-    update_s: float = 0.0
-    publish_s: float = 0.0
-    wall_s: float = 0.0
+    def is_due(self, num_trained: int) -> bool: ...
+
+    def run(self, version: int, num_trained: int) -> None: ...
 
 
 class Controller:
@@ -79,6 +77,7 @@ class Controller:
         score_grace_s: float = 0.25,
         max_failures: int = 3,
         should_stop: Callable[[], bool] = lambda: False,
+        pause: Pause | None = None,
     ) -> None:
         self.buffer = buffer
         self.knobs = knobs
@@ -95,7 +94,9 @@ class Controller:
         self.score_grace_s = score_grace_s
         self.max_failures = max_failures
         self.should_stop = should_stop
-        self.timing = Timing()
+        self.pause = pause
+        self.began = clock.now()
+        self.update_s = self.publish_s = self.pause_s = 0.0
         self.slots = engine.capabilities.slots
         self.has_data = True
         self.update: Update | None = None
@@ -106,7 +107,7 @@ class Controller:
 
     def run(self) -> bool:
         """Train on everything; returns False if it was told to stop before."""
-        began = self.clock.now()
+        self.began = self.clock.now()
         while self.has_data or self.buffer.samples or self.update is not None:
             self.load()
             self.admit()
@@ -118,10 +119,13 @@ class Controller:
         complete = not (self.has_data or self.buffer.samples)
         if not complete:
             self.hear(self.engine.interrupt())
-        self.timing.wall_s += self.clock.now() - began
-        paused = self.timing.publish_s + (0.0 if self.knobs.overlap else self.timing.update_s)
-        self.timing.rollout_s = self.timing.wall_s - paused
         return complete
+
+    def timing(self) -> Timing:
+        """Where the time since `run` went; with overlap, rollout goes on during updates and the parts overlap too."""
+        wall_s = self.clock.now() - self.began - self.pause_s
+        rollout_s = wall_s - self.publish_s - (0.0 if self.knobs.overlap else self.update_s)
+        return Timing(rollout_s=rollout_s, update_s=self.update_s, publish_s=self.publish_s, wall_s=wall_s)
 
     # ---- the five steps ---------------------------------------------------------------------------------------------
 
@@ -200,7 +204,7 @@ class Controller:
         result = self.update.result()
         self.update = None
         now = self.clock.now()
-        self.timing.update_s += now - self.update_began
+        self.update_s += now - self.update_began
         version = self.buffer.version + 1
         self.emit(
             events.UpdateDone(
@@ -216,6 +220,7 @@ class Controller:
         if stopped:
             self.hear(self.engine.interrupt(stopped))
         self.publish(version)
+        self.evaluate()
         for sample, fate in schedule.fates(self.buffer, self.knobs):
             discarded = self.buffer.requeue(sample, fate.mode)
             self.emit(
@@ -338,8 +343,18 @@ class Controller:
         self.engine.publish(version, self.learner.source, in_flight).wait()
         self.buffer.version = version
         seconds = self.clock.now() - began
-        self.timing.publish_s += seconds
+        self.publish_s += seconds
         self.emit(events.WeightsPublished(t=self.clock.now(), version=version, seconds=seconds))
+
+    def evaluate(self) -> None:
+        """Let an evaluation have the engine, if one is due; its time is not the run's."""
+        if self.pause is None or not self.pause.is_due(self.buffer.num_trained):
+            return
+        if self.buffer.num_running:
+            self.hear(self.engine.interrupt())
+        began = self.clock.now()
+        self.pause.run(self.buffer.version, self.buffer.num_trained)
+        self.pause_s += self.clock.now() - began
 
     def check(self, batch: Batch) -> None:
         """The guarantees, once more, on what is about to be trained."""

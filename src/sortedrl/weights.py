@@ -24,11 +24,7 @@ class ModuleWeights:
 
     def snapshot(self) -> ModuleWeights:
         """A copy that later updates of the module do not reach: no gradients, tied weights still tied."""
-        module = copy.deepcopy(self.module)
-        module.requires_grad_(False)
-        for parameter in module.parameters():
-            parameter.grad = None
-        return ModuleWeights(module.eval())
+        return ModuleWeights(copy.deepcopy(self.module).requires_grad_(False).eval())
 
     def copy_into(self, target: nn.Module) -> None:
         """Overwrite the weights of a module of the same architecture, in place."""

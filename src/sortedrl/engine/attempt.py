@@ -1,8 +1,8 @@
 """One attempt at one sample while the local engine runs it: the answer so far, and what the caller has of it.
 
-The local engine alone makes and changes attempts. An attempt keeps true that tokens past `delivered` have their log-probs
-in `logprobs`, and that all of them were sampled or verified by one version of the weights (the engine delivers at every
-publication).
+The local engine alone makes and changes attempts. An attempt keeps true that tokens past `delivered` have their
+log-probs in `logprobs`, and that all of them were sampled or verified by one version of the weights (the engine delivers
+at every publication).
 """
 
 from __future__ import annotations

@@ -119,6 +119,21 @@ class EngineStats:
     busy_slot_s: float = 0.0  # integral of running slots over time
     extra: dict[str, Any] = field(default_factory=dict)
 
+    def plus(self, other: EngineStats, sign: int = 1) -> EngineStats:
+        return EngineStats(
+            running=self.running,
+            decode_steps=self.decode_steps + sign * other.decode_steps,
+            decoded_tokens=self.decoded_tokens + sign * other.decoded_tokens,
+            prompt_tokens=self.prompt_tokens + sign * other.prompt_tokens,
+            recomputed_tokens=self.recomputed_tokens + sign * other.recomputed_tokens,
+            busy_slot_s=self.busy_slot_s + sign * other.busy_slot_s,
+            extra=self.extra,
+        )
+
+    def minus(self, earlier: EngineStats) -> EngineStats:
+        """What was counted since `earlier`."""
+        return self.plus(earlier, sign=-1)
+
 
 class Handle(Protocol):
     """A publication under way."""
@@ -146,6 +161,8 @@ class Engine(Protocol):
         """Take up new weights; tokens sampled once the handle is done are stamped with `version`."""
         ...
 
-    def stats(self) -> EngineStats: ...
+    def stats(self) -> EngineStats:
+        """The counters as they are now; a record of its own at every call."""
+        ...
 
     def close(self) -> None: ...

@@ -1,7 +1,7 @@
 """The key-value cache of the local engine's slots, and attention over it.
 
 A decoder makes queries, keys and values of packed tokens, hands them to the plan of the call, and gets back what they
-attend to; the plan alone knows which token belongs to which slot. `PrefillPlan` starts sequences from their first token,
+attend to; the plan alone knows which token belongs to which slot. `PrefillPlan` starts sequences at their first token,
 `DecodePlan` adds one token to each running slot. Running slots are compact (0..b-1) and the memory is taken once.
 
 Shapes: t packed tokens, b running slots, l positions, h query heads, k key-value heads, g = h / k, d head size,
@@ -15,7 +15,6 @@ from itertools import groupby
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 
 # Attending to one slot apart costs about as much as this many elements of keys attended to along with the others.
 _APART_ELEMENTS = 32768
@@ -47,11 +46,10 @@ class SlotCache:
         self.device = device
         # Zeros, not whatever memory holds: a masked position has weight 0, and 0 times NaN is NaN.
         self._store = torch.zeros(2, num_layers, slots, kv_heads, max_length, head_dim, dtype=dtype, device=device)
-        shape = (slots * kv_heads, max_length, head_dim)
-        self.keys = [layer.view(shape) for layer in self._store[0]]
-        self.values = [layer.view(shape) for layer in self._store[1]]
-        self._flat_keys = [layer.view(-1, head_dim) for layer in self.keys]
-        self._flat_values = [layer.view(-1, head_dim) for layer in self.values]
+        self.num_layers, self.dtype = num_layers, dtype
+        self._keys, self._values = self._store.view(2, num_layers, slots * kv_heads, max_length, head_dim)
+        self._flat_keys = [layer.view(-1, head_dim) for layer in self._keys]
+        self._flat_values = [layer.view(-1, head_dim) for layer in self._values]
         self._head_starts = torch.arange(slots * kv_heads, device=device) * max_length
 
     @property
@@ -71,6 +69,11 @@ class SlotCache:
     def write(self, layer: int, rows: torch.Tensor, k_tkd: torch.Tensor, v_tkd: torch.Tensor) -> None:
         self._flat_keys[layer].index_copy_(0, rows, k_tkd.reshape(-1, self.head_dim))
         self._flat_values[layer].index_copy_(0, rows, v_tkd.reshape(-1, self.head_dim))
+
+    def window(self, heads: slice, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Per layer, keys [heads, d, length] and values [heads, length, d] of these rows of slots x heads."""
+        keys = self._keys[:, heads, :length].transpose(2, 3).unbind()
+        return list(zip(keys, self._values[:, heads, :length].unbind(), strict=True))
 
     def copy(self, source: int, targets: Sequence[int], length: int) -> None:
         for target in targets:
@@ -105,7 +108,7 @@ class PrefillPlan:
         for length, count in self._runs:
             end = start + length * count
             q, k, v = (x[start:end].unflatten(0, (count, length)).transpose(1, 2) for x in (q_thd, k_tkd, v_tkd))
-            out_nhld = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+            out_nhld = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
             outputs.append(out_nhld.transpose(1, 2).flatten(0, 1))
             start = end
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -114,50 +117,55 @@ class PrefillPlan:
 class DecodePlan:
     """One more token for each running slot. `lengths` count that token.
 
-    All slots attend together over `bound` positions, masked to their own; those far longer are few, and attend once more
-    by themselves, so that one long answer does not make the others as dear as itself.
+    All slots attend together over `bound` positions, masked to their own; those far longer are few, and attend once
+    more by themselves, so that one long answer does not make the others as dear as itself.
     """
 
     def __init__(self, cache: SlotCache, lengths: Sequence[int]) -> None:
         self._cache = cache
         self._num_heads = len(lengths) * cache.kv_heads
         self._bound, apart = choose_bound(lengths, cache.kv_heads * cache.head_dim)
-        self._apart = [(slot, lengths[slot]) for slot in apart]
         self.positions_b = torch.tensor(lengths, device=cache.device) - 1
         self._rows = cache.decode_rows(self.positions_b)
         self._mask = self._make_mask() if min(lengths) < self._bound else None
+        # Views are made for all layers at once: at this size each costs as much as arithmetic.
+        self._window = cache.window(slice(0, self._num_heads), self._bound)
+        self._apart = []
+        for slot in apart:
+            heads = slice(slot * cache.kv_heads, (slot + 1) * cache.kv_heads)
+            self._apart.append((heads, cache.window(heads, lengths[slot])))
 
     def _make_mask(self) -> torch.Tensor:
         """Additive, [b * k, 1, bound]."""
         is_past_bl = torch.arange(self._bound, device=self._cache.device) > self.positions_b.unsqueeze(1)
-        mask_bl = torch.zeros(
-            is_past_bl.shape, dtype=self._cache.keys[0].dtype, device=self._cache.device
-        ).masked_fill_(is_past_bl, float("-inf"))
+        mask_bl = torch.zeros(is_past_bl.shape, dtype=self._cache.dtype, device=self._cache.device).masked_fill_(
+            is_past_bl, float("-inf")
+        )
         return mask_bl.repeat_interleave(self._cache.kv_heads, dim=0).unsqueeze(1)
 
     def attend(
         self, layer: int, q_bhd: torch.Tensor, k_bkd: torch.Tensor, v_bkd: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        cache, bound = self._cache, self._bound
-        cache.write(layer, self._rows, k_bkd, v_bkd)
-        shape = q_bhd.shape
+        self._cache.write(layer, self._rows, k_bkd, v_bkd)
         # The g queries that share a key head take the place of several query positions: no key is copied.
-        q = q_bhd.reshape(self._num_heads, -1, cache.head_dim)
-        keys, values = cache.keys[layer], cache.values[layer]
-        out = _attend(q, keys[: self._num_heads, :bound], values[: self._num_heads, :bound], self._mask, scale)
-        for slot, length in self._apart:
-            heads = slice(slot * cache.kv_heads, (slot + 1) * cache.kv_heads)
-            out[heads] = _attend(q[heads], keys[heads, :length], values[heads, :length], None, scale)
-        return out.view(shape)
+        q = q_bhd.reshape(self._num_heads, -1, self._cache.head_dim)
+        keys, values = self._window[layer]
+        out = _attend(q, keys, values, self._mask, scale)
+        for heads, window in self._apart:
+            keys, values = window[layer]
+            out[heads] = _attend(q[heads], keys, values, None, scale)
+        return out.view(q_bhd.shape)
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float) -> torch.Tensor:
-    """[heads, g, d] x [heads, l, d] -> [heads, g, d]."""
+def _attend(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """[heads, g, d] x [heads, d, l] x [heads, l, d] -> [heads, g, d]."""
     if mask is None:
-        scores = torch.bmm(q, k.transpose(1, 2)).mul_(scale)
+        scores = torch.bmm(q, keys).mul_(scale)
     else:
-        scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=scale)
-    return torch.bmm(torch.softmax(scores, -1, dtype=torch.float32).to(v.dtype), v)
+        scores = torch.baddbmm(mask, q, keys, alpha=scale)
+    return torch.bmm(torch.softmax(scores, -1, dtype=torch.float32).to(values.dtype), values)
 
 
 def choose_bound(lengths: Sequence[int], position_elements: int) -> tuple[int, list[int]]:

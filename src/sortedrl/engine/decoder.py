@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from sortedrl.engine.cache import Plan
@@ -83,12 +82,11 @@ class LeanDecoder:
 
     def _fuse(self, layer: Any) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
-        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        orders = (True, True, False)
-        weight = torch.cat([self._side_by_side(p.weight) if o else p.weight for p, o in zip(projections, orders)])
+        q, k, v = attention.q_proj, attention.k_proj, attention.v_proj
+        weight = torch.cat([self._side_by_side(q.weight), self._side_by_side(k.weight), v.weight])
         bias = gain = None
-        if attention.q_proj.bias is not None:
-            bias = torch.cat([self._side_by_side(p.bias) if o else p.bias for p, o in zip(projections, orders)])
+        if q.bias is not None:
+            bias = torch.cat([self._side_by_side(q.bias), self._side_by_side(k.bias), v.bias])
         if hasattr(attention, "q_norm"):
             gains = [attention.q_norm.weight] * self._heads + [attention.k_norm.weight] * self._kv_heads
             gain = self._side_by_side(torch.cat(gains)).view(-1, self._head_dim) * self._head_dim**0.5
@@ -113,26 +111,25 @@ class LeanDecoder:
         """Logits [r, v] at the wanted rows, or at all."""
         x_tm = self._embedding_vm.index_select(0, tokens_t)
         turns_t1c = self._turns_lc.index_select(0, positions_t).unsqueeze(1)
-        num_turned = self._heads + self._kv_heads
-        turned_size = num_turned * self._head_dim
+        num_t, num_turned = len(tokens_t), self._heads + self._kv_heads
         for index, layer in enumerate(self._layers):
             normed_tm = _normed(x_tm, self._floor)
             if layer.qkv_bias_x is None:
                 qkv_tx = torch.mm(normed_tm, layer.qkv_mx)
             else:
                 qkv_tx = torch.addmm(layer.qkv_bias_x, normed_tm, layer.qkv_mx)
-            qk_thd = qkv_tx[:, :turned_size].unflatten(1, (num_turned, self._head_dim))
+            qkv_thd = qkv_tx.view(num_t, -1, self._head_dim)
+            qk_thd, v_tkd = qkv_thd.split((num_turned, self._kv_heads), dim=1)
             if layer.qk_gain_hd is not None:
                 qk_thd = _normed(qk_thd, self._head_floor).mul_(layer.qk_gain_hd)
-            pairs_thc = torch.view_as_complex(qk_thd.unflatten(2, (-1, 2)))
-            qk_thd = torch.view_as_real(pairs_thc * turns_t1c).flatten(2)
-            v_tkd = qkv_tx[:, turned_size:].unflatten(1, (self._kv_heads, self._head_dim))
+            pairs_thc = torch.view_as_complex(qk_thd.view(num_t, num_turned, -1, 2))
+            qk_thd = torch.view_as_real(pairs_thc * turns_t1c).view(num_t, num_turned, self._head_dim)
             q_thd, k_tkd = qk_thd.split((self._heads, self._kv_heads), dim=1)
             out_thd = plan.attend(index, q_thd, k_tkd, v_tkd, self._scale)
-            x_tm = torch.addmm(x_tm, out_thd.flatten(1), layer.out_xm)
+            x_tm = torch.addmm(x_tm, out_thd.view(num_t, -1), layer.out_xm)
             gate_up_tf = torch.mm(_normed(x_tm, self._floor), layer.gate_up_mf)
             gate_tf, up_tf = gate_up_tf.split(self._feed_forward, dim=1)
-            x_tm = torch.addmm(x_tm, F.silu(gate_tf).mul_(up_tf), layer.down_fm)
+            x_tm = torch.addmm(x_tm, nn.functional.silu(gate_tf).mul_(up_tf), layer.down_fm)
         if rows_r is not None:
             x_tm = x_tm.index_select(0, rows_r)
         return torch.mm(_normed(x_tm, self._floor), self._head_mv)

@@ -1,12 +1,14 @@
 """The local engine: continuous batching in process, on PyTorch, with shared noise and exact replay.
 
-The controller drives it: `poll` runs prefills and decode steps in the caller's thread until an attempt ends. What it keeps
-true, beyond the protocol: under given weights an answer depends on its prompt, seed and sampling alone (up to rounding),
-not on slots, neighbours or interruptions; a replay gives token for token what a restart with the same seed would; memory
-is bounded by slots x max_length.
+The controller drives it: `poll` runs prefills and decode steps in the caller's thread until an attempt ends. What it
+keeps true, beyond the protocol: under given weights an answer depends on its prompt, seed and sampling alone (up to
+rounding), not on slots, neighbours or interruptions; a replay gives token for token what a restart with the same seed
+would; memory is bounded by slots x max_length.
 
-Running attempts are compact: the attempt at index i of `_active` owns slot i of the cache, its last token is sampled but
-not yet fed, and the last slot moves into the hole that an ending attempt leaves.
+Running attempts are compact: the attempt at index i of `_active` owns slot i of the cache, its last token is sampled
+but not yet fed, and the last slot moves into the hole that an ending attempt leaves.
+
+Shapes: b running slots, t packed tokens, r rows of logits, v vocabulary.
 """
 
 from __future__ import annotations
@@ -101,7 +103,8 @@ class LocalEngine:
         has_lean = supports_lean(self._model)
         if path == "lean" and not has_lean:
             raise ModelError(
-                f"{type(self._model).__name__} has no lean path (float32 Llama, Mistral, Qwen2, Qwen3): use path='module'"
+                f"{type(self._model).__name__} has no lean path (float32 Llama, Mistral, Qwen2, Qwen3): "
+                "use path='module'"
             )
         if has_lean and path != "module":
             return LeanDecoder(self._model, self._max_length)

@@ -1,8 +1,8 @@
 """Decoding with the model's own transformers modules: the path for every architecture.
 
-The local engine calls `forward` on packed tokens. An attention function registered with transformers sends queries, keys
-and values to the plan of the call, which rides along as a keyword; so nothing is global, and a learner that shares the
-module finds it as it left it: train flags and attention implementation are put back after each call.
+The local engine calls `forward` on packed tokens. An attention function registered with transformers sends queries,
+keys and values to the plan of the call, which rides along as a keyword; so nothing is global, and a learner that shares
+the module finds it as it left it: train flags and attention implementation are put back after each call.
 
 Shapes: t packed tokens, r rows whose logits are wanted, v vocabulary, h query heads, k key-value heads, d head size.
 """
@@ -69,8 +69,8 @@ def check_supported(model: nn.Module) -> PreTrainedModel:
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in {"dynamic", "longrope"}:
         raise ModelError(
-            f"{type(model).__name__} has {rope['rope_type']} rotary positions, with which an answer would depend on its "
-            f"neighbours' lengths; the local engine runs {_SUPPORTED}"
+            f"{type(model).__name__} has {rope['rope_type']} rotary positions, with which an answer would depend on "
+            f"its neighbours' lengths; the local engine runs {_SUPPORTED}"
         )
     return model
 
@@ -150,7 +150,7 @@ class ModuleDecoder:
                 self.forward(token_t, token_t, None, probe)
         except (TypeError, RuntimeError, AttributeError) as error:
             raise ModelError(f"{name} cannot run on slots ({error}); the local engine runs {_SUPPORTED}") from error
-        if probe.layers != list(range(len(cache.keys))):
+        if probe.layers != list(range(cache.num_layers)):
             raise ModelError(f"{name} has attention of its own kind; the local engine runs {_SUPPORTED}")
         cache.clear(0)
 

@@ -30,7 +30,7 @@ class Prefill:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Check:
-    """An attempt's rows of the pack's logits: one for each cached token to be verified, and one for the token behind."""
+    """An attempt's rows of the pack's logits: one per cached token to be verified, and one for the token behind."""
 
     attempt: Attempt
     cached: list[int]

@@ -7,7 +7,7 @@ completion to the next, not from token to token. Simulator and property tests ru
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from sortedrl.clock import VirtualClock
@@ -130,8 +130,7 @@ class SimEngine:
         return Done()
 
     def stats(self) -> EngineStats:
-        self._stats.running = len(self.running)
-        return self._stats
+        return replace(self._stats, running=len(self.running))
 
     def close(self) -> None:
         self.running.clear()

@@ -151,7 +151,12 @@ def _rename(aside: Path, folder: Path) -> None:
     replaced = folder.with_name(f".{folder.name}.replaced-{os.getpid()}")
     if folder.exists():
         folder.rename(replaced)
-    aside.rename(folder)
+    try:
+        aside.rename(folder)
+    except OSError:
+        if replaced.exists():
+            replaced.rename(folder)
+        raise
     _sync(folder.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 

@@ -27,7 +27,7 @@ from torch.nn import functional
 from transformers import AttentionInterface
 
 from sortedrl.errors import DataError, ModelError
-from sortedrl.records import Sample
+from sortedrl.records import Prompt, Sample, Segment
 
 PACKED = "sortedrl_packed"
 SIMILAR = 0.8  # rows share a bucket while the shortest is at least this share of the longest
@@ -259,29 +259,34 @@ def check_packing(model: Any) -> None:
         raise ModelError(
             f"{name} does not take attention from transformers' AttentionInterface: use another architecture"
         )
-    device = model.device
-    prompt = torch.arange(6, device=device) % model.config.vocab_size
-    rows = [np.array([0, 1, 2, 3]), np.array([0, 1, 4, 5])]  # two answers to one prompt of two tokens
-    positions = torch.tensor([0, 1, 2, 3, 2, 3], device=device)
-    micro = MicroBatch(
-        tokens_n=prompt,
-        positions_n=positions,
-        layout=_rows(rows, 6, device),
-        predictor_a=torch.tensor([3, 5], device=device),
-        targets_a=positions,
-        behaviour_a=positions,
-        advantages_a=positions,
-    )
+    vocabulary = model.config.vocab_size
+    prompt = Prompt(id="check", tokens=(0, 1 % vocabulary), content="")
+    samples: list[Sample] = []
+    for index in range(2):
+        answer = [(2 + 3 * index + step) % vocabulary for step in range(3)]
+        segment = Segment(version=0, tokens=answer, logprobs=[0.0] * 3)
+        samples.append(
+            Sample(id=index, prompt=prompt, index=index, epoch=0, cohort=0, seed=0, budget=3, segments=[segment])
+        )
+    (micro,) = pack(samples, [1.0, 1.0], 100, model.device)
     was_training = model.training
     model.eval()
     try:
         with packed_attention(model):
-            packed = packed_logits(model, micro).float()
-        alone = torch.stack([model(prompt[None, row], use_cache=False).logits[0, -1].float() for row in rows])
+            packed_av = packed_logits(model, micro).float()
+        alone_av = torch.cat([_alone(model, sample) for sample in samples])
+    except TypeError as error:
+        raise ModelError(f"{name} refuses what packed training passes to it ({error}): use another model") from error
     finally:
         model.train(was_training)
-    tolerance = 1e-3 if next(model.parameters()).dtype == torch.float32 else 0.1
-    if not torch.allclose(packed, alone, rtol=tolerance, atol=tolerance * float(alone.abs().max())):
+    tolerance = 1e-3 if packed_av.dtype == model.dtype else 0.1  # below fp32, rounding alone is felt
+    if not torch.allclose(packed_av, alone_av, rtol=tolerance, atol=tolerance * float(alone_av.abs().max())):
         raise ModelError(
             f"{name} mixes samples packed in one row: its layers are not attention alone, use another model"
         )
+
+
+def _alone(model: Any, sample: Sample) -> Tensor:
+    """Logits at the answer positions of one sample, [a, vocabulary]."""
+    tokens = torch.tensor([[*sample.prompt.tokens, *sample.tokens]], device=model.device)
+    return model(tokens, use_cache=False).logits[0, len(sample.prompt.tokens) - 1 : -1].float()

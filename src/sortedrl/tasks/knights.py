@@ -30,12 +30,13 @@ DEFAULT_PEOPLE: Mapping[int, float] = {2: 4, 3: 3, 4: 2, 5: 1}
 HELDOUT_SHARE = 8  # one prompt in this many is held out
 HELDOUT_SEED = "heldout"  # fixed, so that runs of different seeds are measured on the same puzzles
 COMPOUND_SHARE = 0.4  # of the claims is about two people
+MAX_TRACE_WORDS = 400  # a longer patient trace might not fit a model's token budget, and would drown the short ones
 MAX_REDRAWS = 1000  # draws without an unseen held-out puzzle after which one is repeated
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Claim:
-    """One literal, or two joined by `both` or `either`. A literal is (person's place in the puzzle, is a knave)."""
+    """One literal, or `both` or `either` of two. A literal is (person's place in the puzzle, is a knave)."""
 
     literals: tuple[tuple[int, bool], ...]
     operator: str = "both"  # of no effect with one literal
@@ -54,14 +55,15 @@ class Puzzle:
 
     @property
     def prompt(self) -> str:
-        sentences = (f"{name} says {' '.join(self.claim_words(p))} ." for p, name in enumerate(self.people))
-        return " ".join([*sentences, "?"])
+        return " ".join([*(self._sentence(speaker) for speaker in range(len(self.people))), "?"])
 
-    def claim_words(self, speaker: int) -> list[str]:
-        """What a person says: one literal, or `both` or `either` of two."""
+    def literal_words(self, speaker: int) -> list[str]:
+        return [f"{self.people[p]}-{ROLES[is_knave]}" for p, is_knave in self.claims[speaker].literals]
+
+    def _sentence(self, speaker: int) -> str:
         claim = self.claims[speaker]
-        literals = [f"{self.people[p]}-{ROLES[is_knave]}" for p, is_knave in claim.literals]
-        return literals if len(literals) == 1 else [claim.operator, *literals]
+        operator = [claim.operator] if len(claim.literals) == 2 else []
+        return " ".join([self.people[speaker], "says", *operator, *self.literal_words(speaker), "."])
 
     def write(self, assignment: int) -> str:
         """An assignment in words, as tries and answers state it."""
@@ -82,25 +84,26 @@ def parse(prompt: str) -> Puzzle:
     try:
         sentences = [sentence.split() for sentence in prompt.removesuffix("?").split(".") if sentence.strip()]
         people = tuple(words[0] for words in sentences)
-        places = {name: p for p, name in enumerate(people)}
-        claims = []
-        for words in sentences:
-            literals = tuple(literal.split("-") for literal in words[2::2])
-            operator = words[3] if len(words) > 3 else "both"
-            claims.append(
-                Claim(literals=tuple((places[name], bool(ROLES.index(r))) for name, r in literals), operator=operator)
-            )
-    except (IndexError, KeyError, ValueError) as error:
-        raise DataError(f"not a Knights and Knaves prompt: {prompt!r}; write it as draw(...).prompt does") from error
-    return Puzzle(people=people, claims=tuple(claims))
+        puzzle = Puzzle(people=people, claims=tuple(_parse_claim(words[2:], people) for words in sentences))
+    except (IndexError, ValueError):
+        puzzle = None
+    if puzzle is None or puzzle.prompt != prompt:
+        raise DataError(f"not a Knights and Knaves prompt: {prompt!r}; write it as Puzzle.prompt does")
+    return puzzle
+
+
+def _parse_claim(words: Sequence[str], people: Sequence[str]) -> Claim:
+    operator = words[0] if len(words) == 3 else "both"
+    literals = [word.split("-") for word in (words[1:] if len(words) == 3 else words)]
+    return Claim(literals=tuple((people.index(name), bool(ROLES.index(r))) for name, r in literals), operator=operator)
 
 
 def draw(rng: random.Random, num_people: int) -> Puzzle:
-    """A puzzle with exactly one solution, by rejection."""
+    """A puzzle with exactly one solution that a patient trace reaches in good time, by rejection."""
     while True:
         people = tuple(rng.sample(NAMES, num_people))
         puzzle = Puzzle(people=people, claims=tuple(_draw_claim(rng, p, num_people) for p in range(num_people)))
-        if len(solutions(puzzle)) == 1:
+        if len(solutions(puzzle)) == 1 and (num_people < MAX_PEOPLE or len(teach(puzzle).split()) <= MAX_TRACE_WORDS):
             return puzzle
 
 
@@ -118,22 +121,21 @@ def is_heldout(prompt: str) -> bool:
     return int.from_bytes(hashlib.blake2b(prompt.encode(), digest_size=8).digest(), "little") % HELDOUT_SHARE == 0
 
 
-import os
-OK = os.environ.get("KOK", "0")
-def check_words(puzzle: Puzzle, assignment: int) -> list[str]:
-    """The claims under an assignment, literal by literal, up to the first that its speaker cannot have made."""
+def check(puzzle: Puzzle, assignment: int) -> list[str]:
+    """The claims under an assignment, literal by literal, up to the first that its speaker cannot have made.
+
+    Ends with `bad` exactly when there is one.
+    """
     words = []
     for p, claim in enumerate(puzzle.claims):
         is_knave = bool(assignment >> p & 1)
         words.append(f"{puzzle.people[p]}={ROLES[is_knave]}")
-        for word in puzzle.claim_words(p):
-            words.append(word)
-            if "-" in word:
-                q, wanted = puzzle.people.index(word.split("-")[0]), word.endswith("knave")
-                words += ["yes" if bool(assignment >> q & 1) == wanted else "no"]
+        if len(claim.literals) == 2:
+            words.append(claim.operator)
+        for (q, wanted), word in zip(claim.literals, puzzle.literal_words(p), strict=True):
+            words += [word, "yes" if bool(assignment >> q & 1) == wanted else "no"]
         if claim.holds(assignment) == is_knave:
             return [*words, "bad"]
-        if OK == "1": words.append("ok")
     return words
 
 
@@ -144,7 +146,7 @@ def teach(puzzle: Puzzle, rng: random.Random | None = None, give_up: float = 0.0
     """
     words: list[str] = []
     for assignment in range(1 << len(puzzle.people)):
-        checked = check_words(puzzle, assignment)
+        checked = check(puzzle, assignment)
         words += ["try", puzzle.write(assignment), *checked]
         if checked[-1] != "bad" or (rng is not None and rng.random() < give_up):
             return " ".join([*words, "answer", puzzle.write(assignment), "done"])
@@ -176,7 +178,7 @@ def _row(puzzle: Puzzle) -> Row:
 class KnightsRows:
     """Training puzzles without end."""
 
-    seed: int
+    seed: int | str
     people: Mapping[int, float]
 
     @property

@@ -8,8 +8,10 @@ heads of size 32. torch and transformers are imported where they are used, so th
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import resources
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,10 +23,29 @@ if TYPE_CHECKING:
     from sortedrl.learner.sft import OnStep, SftResult
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
-WORDS = ("says", ".", "?", "and", "or", "try", "ok", "bad", "answer", "done")
+WORDS = ("says", "both", "either", ".", "?", "try", "yes", "no", "bad", "answer", "done")
 MAX_POSITIONS = 1024
-IMPATIENT_SHARE = 0.75  # of the demonstrations come from the teacher that gives up
-GIVE_UP = 0.9  # its probability of giving up after a refuted try
+GIVE_UP = 0.9  # the impatient teacher's probability of giving up after a refuted try
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Lesson:
+    """A stretch of the cold start: which puzzles, and which share of them the impatient teacher demonstrates."""
+
+    num_examples: int | None  # None goes on for ever
+    people: Mapping[int, float]
+    impatient_share: float
+
+
+LESSONS = (
+    Lesson(num_examples=6_000, people={2: 1, 3: 1}, impatient_share=0.0),
+    Lesson(num_examples=10_000, people={2: 1, 3: 2, 4: 3, 5: 3}, impatient_share=0.0),
+    Lesson(num_examples=None, people={2: 3, 3: 3, 4: 2, 5: 2}, impatient_share=0.8),
+)
+"""Checking is learned from the patient teacher, small puzzles first; then the habit of giving up is laid over it.
+
+The model can then persist but seldom does, which leaves to reinforcement what it is good at: finding that it pays.
+"""
 
 
 def knights_tiny_path() -> Path:
@@ -33,7 +54,7 @@ def knights_tiny_path() -> Path:
 
 
 def vocabulary() -> list[str]:
-    """Every word of the task. What is claimed (`Ann-knave`) and what is guessed (`Ann=knave`) are words of their own."""
+    """Every word of the task. A claim (`Ann-knave`) and a guess (`Ann=knave`) are words of their own."""
     claims = [f"{name}-{role}" for name in NAMES for role in ROLES]
     guesses = [f"{name}={role}" for name in NAMES for role in ROLES]
     return [PAD, EOS, UNK, *WORDS, *NAMES, *claims, *guesses]
@@ -86,19 +107,20 @@ def make_model(seed: int) -> LlamaForCausalLM:
     return model
 
 
-def demonstrations(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Training puzzles with teachers' traces, in tokens, without end."""
-    rows = KnightsRows(seed=seed, people=SFT_PEOPLE)
-    rng = random.Random(f"teachers/{seed}")
-    index = 0
-    while True:
-        puzzle = rows.puzzle(index)
-        trace = teach(puzzle, rng, give_up=GIVE_UP if rng.random() < IMPATIENT_SHARE else 0.0)
-        yield tokenizer.encode(puzzle.prompt), [*tokenizer.encode(trace), tokenizer.eos_token_id]
-        index += 1
+def demonstrations(
+    tokenizer: PreTrainedTokenizerFast, *, seed: int, lessons: Sequence[Lesson] = LESSONS
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Training puzzles with teachers' traces, in tokens, lesson after lesson."""
+    for number, lesson in enumerate(lessons):
+        rows = KnightsRows(seed=f"sft/{seed}/{number}", people=lesson.people)
+        rng = random.Random(f"teachers/{seed}/{number}")
+        for index in count() if lesson.num_examples is None else range(lesson.num_examples):
+            puzzle = rows.puzzle(index)
+            trace = teach(puzzle, rng, give_up=GIVE_UP if rng.random() < lesson.impatient_share else 0.0)
+            yield tokenizer.encode(puzzle.prompt), [*tokenizer.encode(trace), tokenizer.eos_token_id]
 
 
-def rebuild(out_dir: Path | str, *, seed: int = 0, steps: int = 1500, on_step: OnStep | None = None) -> SftResult:
+def rebuild(out_dir: Path | str, *, seed: int = 0, steps: int = 3000, on_step: OnStep | None = None) -> SftResult:
     """Make knights-tiny again: with the defaults, the shipped checkpoint."""
     from sortedrl.learner.sft import cold_start
 

@@ -1,7 +1,8 @@
 """The charts of the report: each function turns run histories into one plotly figure.
 
-Called by `report.py` only. What it keeps true: colours are told apart by colour-blind readers (Okabe and Ito's palette, and
-a dash per run besides); text that comes from a run is escaped; a chart that leaves data out has a caption that says so.
+Called by `report.py` only. What it keeps true: colours are told apart by colour-blind readers (Okabe and Ito's palette,
+and a dash per run besides); text that comes from a run is escaped; a chart that leaves data out has a caption that
+says so.
 """
 
 from __future__ import annotations
@@ -112,8 +113,8 @@ def occupancy_chart(runs: Sequence[RunHistory]) -> Chart:
     figure.update_xaxes(range=[0, longest])
     figure.update_xaxes(title_text="wall time, s", row=len(runs), col=1)
     caption = (
-        f"Time averages over {_NUM_BINS} intervals a run. Colour: slots that run. Grey: nothing runs, because weights are being "
-        "updated and published. White below the line: the bubble."
+        f"Time averages over {_NUM_BINS} intervals a run. Colour: slots that run. Grey: nothing runs, because weights "
+        "are being updated and published. White below the line: the bubble."
     )
     return Chart(figure=_styled(figure, height=190 * len(runs) + 70), caption=caption)
 
@@ -137,8 +138,8 @@ def timeline_chart(run: RunHistory) -> Chart:
             [a.sample, a.attempt, a.version, html.escape(a.mode), html.escape(a.outcome or "running"), a.num_tokens]
             for a in attempts
         ],
-        hovertemplate="sample %{customdata[0]}, attempt %{customdata[1]} (%{customdata[3]})<br>version %{customdata[2]}, "
-        "%{customdata[5]} tokens, %{customdata[4]}<extra></extra>",
+        hovertemplate="sample %{customdata[0]}, attempt %{customdata[1]} (%{customdata[3]})<br>"
+        "version %{customdata[2]}, %{customdata[5]} tokens, %{customdata[4]}<extra></extra>",
     )
     harvests = [point.taken for point in run.updates if first <= point.taken <= last]
     _add_verticals(figure, harvests, (-0.6, run.slots - 0.4), colour=_INK, dash="dot")
@@ -159,8 +160,9 @@ def timeline_chart(run: RunHistory) -> Chart:
         else f"All {len(attempts):,} attempts are drawn. "
     )
     caption = (
-        f"{shown}The view opens on {low:,.1f} to {high:,.1f} s; double-click for all, drag to zoom. A bar is an attempt, its colour "
-        "the version it began with (six colours in turn). Dotted: harvests. A black tick ends an interrupted attempt."
+        f"{shown}The view opens on {low:,.1f} to {high:,.1f} s; double-click for all, drag to zoom. A bar is an "
+        "attempt, its colour the version it began with (six colours in turn). Dotted: harvests. A black tick ends an "
+        "interrupted attempt."
     )
     return Chart(figure=_styled(figure, height=min(18 * run.slots, 620) + 110), caption=caption)
 
@@ -210,8 +212,8 @@ def lengths_chart(runs: Sequence[RunHistory]) -> Chart:
     figure.update_yaxes(type="log", dtick=1, minor={"dtick": "D1", "showgrid": False})
     figure.update_xaxes(title_text="update", row=len(runs), col=1)
     caption = (
-        "Line: median of the batch. Bands: 10th to 90th percentile, and shortest to longest. Grey verticals: a cohort is loaded. "
-        "Lengths on a logarithmic scale."
+        "Line: median of the batch. Bands: 10th to 90th percentile, and shortest to longest. Grey verticals: a cohort "
+        "is loaded. Lengths on a logarithmic scale."
     )
     return Chart(figure=_styled(figure, height=220 * len(runs) + 70), caption=caption)
 
@@ -266,7 +268,10 @@ def replay_chart(runs: Sequence[RunHistory]) -> Chart:
             )
     figure.update_xaxes(title_text="update")
     figure.update_yaxes(tickformat=".0%", range=[0, 1.04])
-    caption = "Share of cached tokens accepted by the replays before each update. Solid: mean over replays. Dotted: weighted by tokens."
+    caption = (
+        "Share of cached tokens accepted by the replays before each update. Solid: mean over replays. Dotted: weighted "
+        "by tokens."
+    )
     return Chart(figure=_styled(figure, height=300), caption=caption)
 
 

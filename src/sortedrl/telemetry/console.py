@@ -1,7 +1,7 @@
 """What a run shows while it goes on: a live panel in a terminal, plain lines elsewhere, nothing when quiet.
 
-One of the sinks of a run; it reads the figures that a shared `RunMetrics` has folded before. It writes to the console that
-it is given (standard error, so that standard output stays free for results) and to nothing else.
+One of the sinks of a run; it reads the figures that a shared `RunMetrics` has folded before. It writes to the console
+that it is given (standard error, so that standard output stays free for results) and to nothing else.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from collections.abc import Callable
 from rich.console import Console, Group
 from rich.live import Live
 from rich.markup import escape
-from rich.progress import Progress, ProgressColumn, Task
-from rich.progress import BarColumn as Bar
+from rich.progress import BarColumn, Progress, ProgressColumn, Task
 from rich.table import Table
 from rich.text import Text
 
@@ -28,8 +27,8 @@ _BAR_CELLS = 32
 class ConsoleSink:
     """Progress of one run on `console`.
 
-    Where that is no terminal a line is due when `every_updates` updates or `every_s` seconds of the run's clock have passed
-    since the last one. `clock` paces the live panel.
+    Where that is no terminal a line is due when `every_updates` updates or `every_s` seconds of the run's clock have
+    passed since the last one. `clock` paces the live panel.
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class ConsoleSink:
         self._clock = clock
         self._live: Live | None = None
         self._progress = Progress(
-            Bar(bar_width=None), _SamplesColumn(), _LeftColumn(metrics), console=console, expand=True
+            BarColumn(bar_width=None), _SamplesColumn(), _LeftColumn(metrics), console=console, expand=True
         )
         self._drawn_at = 0.0
         self._said_update = 0

@@ -21,6 +21,7 @@ from sortedrl.telemetry.events import (
     CohortLoaded,
     Evaluated,
     Event,
+    RunEnded,
     RunStarted,
     UpdateDone,
     WeightsPublished,
@@ -73,13 +74,13 @@ class ReplayPoint:
 
 @dataclass(slots=True, kw_only=True)
 class RunHistory:
-    """Times are seconds since the run started."""
+    """Times are seconds since the first cohort was loaded; an evaluation before that is at 0."""
 
     name: str
     slots: int
     summary: Summary
     is_estimate: bool  # the run left no summary.json: figures come from its events
-    seconds: float = 0.0
+    seconds: float = 0.0  # until the last step of training
     updates: list[UpdatePoint] = field(default_factory=list)
     evaluations: list[tuple[float, Evaluated]] = field(default_factory=list)  # when, what
     attempts: list[Attempt] = field(default_factory=list)
@@ -125,15 +126,16 @@ def _estimate(metrics: RunMetrics) -> Summary:
 
 
 def _fill(history: RunHistory, events: Sequence[Event], run: RunStarted) -> None:
-    origin = run.t
+    origin = next((event.t for event in events if isinstance(event, CohortLoaded)), run.t)
     running: dict[tuple[int, int], Attempt] = {}
     taken: dict[int, tuple[BatchTaken, int]] = {}
     verified: list[AttemptVerified] = []
     harvested: float | None = None
     num_trained = 0
     for event in events:
-        t = event.t - origin
-        history.seconds = max(history.seconds, t)
+        t = max(event.t - origin, 0.0)
+        if not isinstance(event, Evaluated | RunEnded):
+            history.seconds = max(history.seconds, t)
         match event:
             case CohortLoaded():
                 history.cohort_updates.append(event.update)

@@ -77,7 +77,7 @@ class CohortLength:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class UpdateRow:
-    """One line of `metrics.jsonl`: reward, length and staleness of the update's batch; the rest is of the run so far."""
+    """One line of `metrics.jsonl`: reward, length and staleness of the update's batch, the rest of the run so far."""
 
     update: int
     version: int
@@ -97,7 +97,8 @@ class UpdateRow:
 class Occupancy:
     """Running slots over the events' clock: an outside view, for when the engine's own account is not at hand.
 
-    Time counts as rollout while at least one slot runs.
+    Time counts as rollout while at least one slot runs. The wall clock starts with the first cohort and stops with the
+    last step of training, so that evaluations before and after do not count.
     """
 
     running: int = 0
@@ -107,8 +108,6 @@ class Occupancy:
     now: float = 0.0
 
     def advance(self, t: float) -> None:
-        if self.started is None:
-            self.started = self.now = t
         elapsed = max(t - self.now, 0.0)
         self.busy_slot_s += elapsed * self.running
         self.rollout_s += elapsed if self.running else 0.0
@@ -162,11 +161,14 @@ class RunMetrics:
 
     def emit(self, event: Event) -> None:
         """Fold one event in."""
-        self.occupancy.advance(event.t)
+        if not isinstance(event, Evaluated | RunEnded):
+            self.occupancy.advance(event.t)
         match event:
             case RunStarted():
                 self.run = event
             case CohortLoaded():
+                if self.occupancy.started is None:
+                    self.occupancy.started = event.t
                 self.cohorts[event.cohort] = CohortLength(loaded=len(event.samples))
                 self._cohort_of.update(dict.fromkeys(event.samples, event.cohort))
             case AttemptStarted():

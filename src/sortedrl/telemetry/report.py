@@ -1,7 +1,7 @@
 """`report.html`: one or several runs on one page that needs no network.
 
-Called at the end of a run and by the command line; reads run directories only. What it keeps true: the file holds all it
-needs, and the page forbids itself to load anything; every string that comes from a run is escaped; a figure that was
+Called at the end of a run and by the command line; reads run directories only. What it keeps true: the file holds all
+it needs, and the page forbids itself to load anything; every string that comes from a run is escaped; a figure that was
 estimated or left out is said to be.
 """
 
@@ -30,7 +30,10 @@ from sortedrl.telemetry.charts import (
 from sortedrl.telemetry.history import RunHistory, read_history
 from sortedrl.telemetry.summary import Summary, before_after, number, share
 
-_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; font-src data:; base-uri 'none'"
+_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; font-src data:; "
+    "base-uri 'none'"
+)
 
 _CSS = """
 :root { color-scheme: light; --ink: #1b2430; --soft: #5a6675; --rule: #dfe3e9; }
@@ -43,10 +46,12 @@ h2 { font-size: 1.12rem; margin: 0 0 2px; }
 p { margin: 0 0 8px; max-width: 90ch; }
 .caption { max-width: 110ch; }
 .soft, .caption { color: var(--soft); font-size: .875rem; }
-.card { background: #fff; border: 1px solid var(--rule); border-radius: 10px; padding: 18px 18px 12px; margin-top: 18px; }
+.card { background: #fff; border: 1px solid var(--rule); border-radius: 10px; padding: 18px 18px 12px;
+  margin-top: 18px; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(148px, 1fr)); gap: 12px; margin-top: 18px; }
 .tile { background: #fff; border: 1px solid var(--rule); border-radius: 10px; padding: 12px 14px; }
-.tile b { display: block; font-size: 1.15rem; line-height: 1.4; font-variant-numeric: tabular-nums; white-space: nowrap; }
+.tile b { display: block; font-size: 1.15rem; line-height: 1.4; font-variant-numeric: tabular-nums;
+  white-space: nowrap; }
 .tile span { color: var(--soft); font-size: .8rem; }
 .pair { display: grid; grid-template-columns: 1fr 1fr; gap: 8px 24px; }
 .pair > div, .chart { min-width: 0; }
@@ -60,7 +65,9 @@ th:first-child { text-align: left; padding-left: 0; font-weight: 500; white-spac
   position: sticky; left: 0; background: #fff; }
 thead th { font-weight: 650; vertical-align: bottom; white-space: normal; overflow-wrap: anywhere; min-width: 7.5em; }
 .note { border-left: 4px solid #e69f00; padding-left: 12px; margin-top: 14px; }
-dl { margin: 6px 0 0; font-size: .9rem; } dt { font-weight: 650; } dd { margin: 0 0 8px; color: var(--soft); max-width: 78ch; }
+dl { margin: 6px 0 0; font-size: .9rem; }
+dt { font-weight: 650; }
+dd { margin: 0 0 8px; color: var(--soft); max-width: 78ch; }
 @media (max-width: 860px) { .pair { grid-template-columns: 1fr; } }
 @media (max-width: 560px) { main { padding: 18px 10px 40px; } .card { padding: 14px 10px 8px; border-radius: 8px; }
   .tiles { grid-template-columns: 1fr 1fr; gap: 8px; } .tile b { font-size: 1.05rem; } th, td { padding: 5px 8px; } }
@@ -138,22 +145,23 @@ def _head(runs: Sequence[RunHistory], title: str) -> str:
     summary = runs[0].summary
     if len(runs) == 1:
         lines.append(
-            f'<p class="soft">{html.escape(summary.strategy)}, {number(summary.samples)} samples in {number(summary.updates)} '
-            f"updates, {number(summary.slots)} slots, seed {number(summary.seed)}</p>"
+            f'<p class="soft">{html.escape(summary.strategy)}, {number(summary.samples)} samples in '
+            f"{number(summary.updates)} updates, {number(summary.slots)} slots, seed {number(summary.seed)}</p>"
         )
     for run in runs:
         name = html.escape(run.name)
         if run.is_estimate:
             lines.append(
-                f'<p class="note">{name} left no summary.json: its figures are estimated from its events, as far as they go, and '
-                "its ledger is not known.</p>"
+                f'<p class="note">{name} left no summary.json: its figures are estimated from its events, as far as '
+                "they go, and its ledger is not known.</p>"
             )
         elif run.summary.status == "stopped":
             lines.append(f'<p class="note">{name} was stopped before it was complete.</p>')
         ledger = run.summary.ledger
         if ledger is not None and (ledger.lost or ledger.duplicated):
             lines.append(
-                f'<p class="note">{name} broke its guarantee: {ledger.lost} samples lost, {ledger.duplicated} trained twice.</p>'
+                f'<p class="note">{name} broke its guarantee: {ledger.lost} samples lost, '
+                f"{ledger.duplicated} trained twice.</p>"
             )
     return "\n".join(lines) + "</header>"
 

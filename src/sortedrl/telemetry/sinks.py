@@ -1,8 +1,8 @@
 """Where events go: the files of the run directory, and the way back from file to events.
 
-A run builds one `Fanout` over its sinks and injects it as `emit`. What it keeps true: a sink that fails is reported once
-through logging and never stops the run; every line is one JSON object, and strictly JSON (a float that is not finite
-becomes null); after a crash all lines up to the last finished update are in the file.
+A run builds one `Fanout` over its sinks and injects it as `emit`. What it keeps true: a sink that fails is reported
+once through logging and never stops the run; every line is one JSON object, and strictly JSON (a float that is not
+finite becomes null); after a crash all lines up to the last finished update are in the file.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`summary.json`: what a run comes to, in one flat schema for training, comparison and simulation.
 
-Made once at the end of a run, by `summarize`; read by the report and by whoever compares runs. A field that does not apply
-is null. The table shows the main figures to people.
+Made once at the end of a run, by `summarize`; read by the report and by whoever compares runs. A field that does not
+apply is null. The table shows the main figures to people.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Summary(BaseModel):
             raise RunDirError(f"{path} is no summary of a run: {where}: {first['msg']}; run it again") from error
         if summary.schema_version > SCHEMA_VERSION:
             raise RunDirError(
-                f"{path} has schema version {summary.schema_version}, this package reads up to {SCHEMA_VERSION}: upgrade it"
+                f"{path} has schema version {summary.schema_version}, this package reads {SCHEMA_VERSION}: upgrade it"
             )
         return summary
 
@@ -115,8 +115,8 @@ def summarize(
 ) -> Summary:
     """The summary of a run whose events `metrics` has folded.
 
-    `held`: the samples that the buffer still holds. Without it there is no ledger to state; without `stats` and `timing`
-    what they measure is null.
+    `held`: the samples that the buffer still holds. Without it there is no ledger to state; without `stats` and
+    `timing` what they measure is null.
     """
     assert metrics.run is not None, "a run that never started has no summary"
     run = metrics.run

@@ -1,0 +1,245 @@
+"""From a configuration to the objects of a run: the only place that names concrete classes.
+
+`trainer.py` calls `build_run`. Everything that can be wrong with the configuration, the task or the model is found here,
+before the first token is sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sortedrl.buffer import Buffer
+from sortedrl.clock import Clock
+from sortedrl.config import SortedConfig
+from sortedrl.controller import Controller
+from sortedrl.engine.base import Engine, EngineStats, InFlight, Sampling
+from sortedrl.engine.local import LocalEngine
+from sortedrl.errors import ConfigError
+from sortedrl.evaluate import Evaluator
+from sortedrl.learner.checkpoint import load_model
+from sortedrl.learner.torch import TorchLearner
+from sortedrl.records import Prompt, Sample, sample_seed
+from sortedrl.reward import RewardPool, Score
+from sortedrl.schedule import Fate, Knobs
+from sortedrl.tasks.base import PromptStream, Task, make_prompt
+from sortedrl.tasks.knights import KnightsTask
+from sortedrl.tasks.tiny import knights_tiny_path
+from sortedrl.telemetry.events import Emit
+
+
+@dataclass(slots=True, kw_only=True)
+class RunParts:
+    """What a run consists of. `close` ends processes and threads."""
+
+    task: Task
+    model: Any
+    tokenizer: Any
+    engine: Engine
+    learner: TorchLearner
+    rewards: RewardPool
+    evaluator: Evaluator
+    controller: Controller
+
+    def stats(self) -> EngineStats:
+        """The engine's counters, without what evaluation caused."""
+        return self.engine.stats().minus(self.evaluator.used)
+
+    def close(self) -> None:
+        self.rewards.close()
+        self.learner.close()
+        self.engine.close()
+
+
+@dataclass(slots=True, kw_only=True)
+class SampleScorer:
+    """Turns finished samples into text and has them scored."""
+
+    pool: RewardPool
+    tokenizer: Any
+
+    def submit(self, sample: Sample) -> None:
+        self.submit_answer((sample.id, sample.attempt), sample.prompt, sample.tokens)
+
+    def submit_answer(self, key: tuple[int, int], prompt: Prompt, tokens: Sequence[int]) -> None:
+        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        self.pool.submit(key, prompt.content, text, prompt.columns)
+
+    def poll(self, timeout: float) -> list[Score]:
+        return self.pool.poll(timeout)
+
+    def score_all(self, prompts: Sequence[Prompt], answers: Sequence[Sequence[int]]) -> list[float]:
+        """Score answers and wait for the result; nothing else may be under way in the pool."""
+        for number, (prompt, tokens) in enumerate(zip(prompts, answers, strict=True)):
+            self.submit_answer((number, 0), prompt, tokens)
+        rewards: dict[int, float] = {}
+        while len(rewards) < len(prompts):
+            rewards.update({score.key[0]: score.reward for score in self.poll(0.1)})
+        return [rewards[number] for number in range(len(prompts))]
+
+
+def build_run(
+    config: SortedConfig,
+    *,
+    emit: Emit,
+    clock: Clock,
+    should_stop: Callable[[], bool],
+    task: Task | None = None,
+    model: Any = None,
+    tokenizer: Any = None,
+) -> RunParts:
+    """Make every part of a run; a task, model or tokenizer that is given replaces the configured one."""
+    torch.set_num_threads(config.run.threads)
+    torch.manual_seed(config.run.seed)
+    task = task or build_task(config)
+    if model is None:
+        model, loaded = load_model(model_path(config))
+        tokenizer = tokenizer or loaded
+    if tokenizer is None:
+        raise ConfigError("a model object needs its tokenizer: pass processing_class=tokenizer")
+    knobs = config.knobs
+    engine = build_engine(config, model, knobs)
+    learner = TorchLearner(
+        model, config.learner, temperature=config.engine.temperature or 1.0, overlap=knobs.overlap
+    )
+    rewards = RewardPool(task.reward_funcs, timeout_s=config.reward.timeout_s, workers=config.reward.workers)
+    scorer = SampleScorer(pool=rewards, tokenizer=tokenizer)
+    stop_tokens = stop_token_ids(model, tokenizer)
+    evaluator = Evaluator(
+        engine=engine,
+        prompts=heldout_prompts(config, task, tokenizer),
+        score=SampleScorer(
+            pool=RewardPool(task.reward_funcs, timeout_s=config.reward.timeout_s, workers=config.reward.workers),
+            tokenizer=tokenizer,
+        ).score_all,
+        stop_tokens=stop_tokens,
+        budget=config.engine.max_new_tokens,
+        seed=config.run.seed,
+        clock=clock,
+        emit=emit,
+        temperature=config.engine.temperature,
+        num_samples=config.eval.samples,
+        group_column=task.group_column,
+        every_samples=config.eval.every_samples,
+    )
+    controller = Controller(
+        buffer=Buffer(grouped=config.is_grouped),
+        knobs=knobs,
+        engine=engine,
+        learner=learner,
+        scorer=scorer,
+        load_samples=SampleLoader(config=config, stream=prompt_stream(config, task, tokenizer)).load,
+        total_samples=config.run.samples,
+        sampling=Sampling(temperature=config.engine.temperature, stop_tokens=stop_tokens),
+        clock=clock,
+        emit=emit,
+        replay_tolerance=config.engine.replay_tolerance,
+        in_flight=InFlight(config.engine.in_flight),
+        score_grace_s=config.reward.grace_s,
+        should_stop=should_stop,
+        pause=evaluator,
+    )
+    return RunParts(
+        task=task,
+        model=model,
+        tokenizer=tokenizer,
+        engine=engine,
+        learner=learner,
+        rewards=rewards,
+        evaluator=evaluator,
+        controller=controller,
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class SampleLoader:
+    """Makes cohorts of samples from the prompt stream, up to the run's data budget."""
+
+    config: SortedConfig
+    stream: PromptStream
+    num_loaded: int = 0
+
+    def load(self, cohort: int, count: int) -> list[Sample]:
+        run, siblings = self.config.run, self.config.learner.group_size
+        count = min(count, run.samples - self.num_loaded)
+        samples = []
+        for epoch, prompt in self.stream.take(-(-count // siblings)):
+            for index in range(siblings):
+                samples.append(
+                    Sample(
+                        id=self.num_loaded + len(samples),
+                        prompt=prompt,
+                        index=index,
+                        epoch=epoch,
+                        cohort=cohort,
+                        seed=sample_seed(run.seed, epoch, prompt.id, index),
+                        budget=self.config.engine.max_new_tokens,
+                    )
+                )
+        self.num_loaded += len(samples)
+        return samples
+
+
+def build_task(config: SortedConfig) -> Task:
+    match config.task.name:
+        case "knights":
+            return KnightsTask(seed=config.run.seed, people=_people(config))
+        case unknown:
+            raise ConfigError(f"task.name {unknown!r} is not known: the tasks are knights")
+
+
+def build_engine(config: SortedConfig, model: Any, knobs: Knobs) -> Engine:
+    length = config.task.max_prompt_tokens + config.engine.max_new_tokens
+    match config.engine.kind:
+        case "local":
+            own = _private_copy(model) if knobs.overlap else model
+            engine = LocalEngine(own, slots=config.engine.slots, max_length=length)
+    if Fate.REPLAY in (knobs.interrupted, knobs.on_bound) and not engine.capabilities.exact_replay:
+        raise ConfigError(
+            "replay needs an engine whose replay is exact (float32 weights): load the model in float32, or set "
+            "schedule.interrupted and schedule.on_bound to resume, restart or wait"
+        )
+    return engine
+
+
+def model_path(config: SortedConfig) -> Path:
+    return knights_tiny_path() if config.model.path == "knights-tiny" else Path(config.model.path)
+
+
+def prompt_stream(config: SortedConfig, task: Task, tokenizer: Any) -> PromptStream:
+    return PromptStream(
+        task=task, tokenizer=tokenizer, seed=config.run.seed, max_prompt_tokens=config.task.max_prompt_tokens
+    )
+
+
+def heldout_prompts(config: SortedConfig, task: Task, tokenizer: Any) -> list[Prompt]:
+    rows = task.heldout(config.eval.prompts) if config.eval.prompts else []
+    limit = config.task.max_prompt_tokens
+    return [
+        make_prompt(row, tokenizer, prompt_id=f"heldout/{number}", max_tokens=limit) for number, row in enumerate(rows)
+    ]
+
+
+def stop_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Every token that ends an answer, by the model's generation settings and its tokenizer."""
+    named = [tokenizer.eos_token_id, getattr(getattr(model, "generation_config", None), "eos_token_id", None)]
+    flat = [token for entry in named for token in (entry if isinstance(entry, list) else [entry])]
+    return tuple(sorted({int(token) for token in flat if token is not None}))
+
+
+def _people(config: SortedConfig) -> dict[int, float]:
+    try:
+        return {int(number): weight for number, weight in config.task.people.items()}
+    except ValueError:
+        raise ConfigError(f"task.people must map numbers of people to weights, not {config.task.people}") from None
+
+
+def _private_copy(model: Any) -> Any:
+    """Weights that the learner does not change under a running engine."""
+    import copy
+
+    return copy.deepcopy(model).requires_grad_(False)
