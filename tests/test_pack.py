@@ -9,6 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import (
+    FalconH1Config,
+    FalconH1ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     LlamaConfig,
@@ -197,7 +201,16 @@ def test_check_packing_accepts(name: str) -> None:
 def test_check_packing_refuses_what_mixes_samples() -> None:
     torch.manual_seed(0)
     recurrent = MambaForCausalLM(MambaConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1, state_size=4))
-    with pytest.raises(ModelError, match="MambaForCausalLM"):
-        check_packing(recurrent)
-    with pytest.raises(ModelError, match="Linear"):
+    state: dict[str, Any] = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8}
+    hybrid = FalconH1ForCausalLM(FalconH1Config(**SHAPE, num_key_value_heads=4, **state))
+    for model in (recurrent, hybrid):
+        with pytest.raises(ModelError, match=f"{type(model).__name__} mixes samples"):
+            check_packing(model)
+
+
+def test_check_packing_refuses_what_it_cannot_pack() -> None:
+    torch.manual_seed(0)
+    with pytest.raises(ModelError, match="softcap"):
+        check_packing(Gemma2ForCausalLM(Gemma2Config(**SHAPE, num_key_value_heads=4, head_dim=8)))
+    with pytest.raises(ModelError, match="Linear is no transformers model"):
         check_packing(nn.Linear(2, 2))

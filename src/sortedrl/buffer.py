@@ -3,8 +3,8 @@
 The controller tells it what happened; it alone changes samples, and refuses what the table of transitions in
 docs/scheduling.md does not allow. Pure: no clock, no I/O, no randomness, no torch.
 
-What it keeps true: a sample is in exactly one state; a trained one is gone for good; an event of an attempt that is over
-changes nothing; tokens never exceed the sample's budget; tokens, log-probs and versions have one length.
+What it keeps true: a sample is in exactly one state; a trained one is gone for good; an event of an attempt that is
+over changes nothing; tokens never exceed the sample's budget; tokens, log-probs and versions have one length.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """From a configuration to the objects of a run: the only place that names concrete classes.
 
-`trainer.py` calls `build_run`. Everything that can be wrong with the configuration, the task or the model is found here,
-before the first token is sampled.
+`trainer.py` calls `build_run`. Everything that can be wrong with the configuration, the task or the model is found
+here, before the first token is sampled.
 """
 
 from __future__ import annotations
@@ -103,9 +103,7 @@ def build_run(
         raise ConfigError("a model object needs its tokenizer: pass processing_class=tokenizer")
     knobs = config.knobs
     engine = build_engine(config, model, knobs)
-    learner = TorchLearner(
-        model, config.learner, temperature=config.engine.temperature or 1.0, overlap=knobs.overlap
-    )
+    learner = TorchLearner(model, config.learner, temperature=config.engine.temperature or 1.0, overlap=knobs.overlap)
     rewards = RewardPool(task.reward_funcs, timeout_s=config.reward.timeout_s, workers=config.reward.workers)
     scorer = SampleScorer(pool=rewards, tokenizer=tokenizer)
     stop_tokens = stop_token_ids(model, tokenizer)

@@ -55,7 +55,7 @@ class ScheduleSection(Section):
     cohort_batches: int | None = Field(None, ge=1, description="n: update batches loaded at once.")
     lookahead: Bound = Field(None, description="L: later cohorts that may fill idle slots.")
     max_staleness: Bound = Field(None, description="Bound on staleness; 0 is on-policy.")
-    interrupted: Literal["resume", "replay", "restart"] | None = Field(None, description="What an interrupted one does.")
+    interrupted: Literal["resume", "replay", "restart"] | None = Field(None, description="What interrupted ones do.")
     on_bound: Literal["replay", "restart", "wait"] | None = Field(None, description="What a sample at the bound does.")
     harvest: Literal["batch", "drain"] | None = Field(None, description="When an update batch is taken.")
     order: Literal["shortest-first", "longest-first", "interleaved", "shuffled"] | None = Field(
@@ -73,7 +73,7 @@ class EngineSection(Section):
     slots: int = Field(32, ge=1, description="Q: sequences that run at once.")
     max_new_tokens: int = Field(512, ge=1, description="Token budget of an answer, over all its segments.")
     temperature: float = Field(1.0, ge=0.0, description="Sampling temperature.")
-    replay_tolerance: float = Field(0.0, ge=0.0, description="Accept a cached token within this of the best; 0 = exact.")
+    replay_tolerance: float = Field(0.0, ge=0.0, description="A cached token this close to the best is kept.")
     in_flight: Literal["reprefill", "keep"] = Field("reprefill", description="KV of running samples at a publication.")
 
 
@@ -90,7 +90,7 @@ class LearnerSection(Section):
     lr: float = Field(3e-4, gt=0, description="Peak learning rate.")
     lr_final: float = Field(0.05, ge=0, le=1, description="Share of the peak that is left at the end (linear decay).")
     warmup_samples: int = Field(0, ge=0, description="Samples over which the rate rises from 0.")
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = Field(0.0, ge=0, description="AdamW's.")
     betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's.")
     clip_low: float = Field(0.2, gt=0, description="Ratio clip below 1.")
     clip_high: float = Field(0.28, gt=0, description="Ratio clip above 1.")

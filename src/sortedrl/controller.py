@@ -28,7 +28,6 @@ from sortedrl.telemetry import events
 from sortedrl.telemetry.events import Emit
 from sortedrl.telemetry.metrics import Timing
 
-
 IDLE_POLL_S = 0.05  # how long to wait for one thing before looking at the others
 
 
@@ -313,9 +312,7 @@ class Controller:
             return
         discarded = self.buffer.give_up(sample)
         self.ended(sample, "failed", error)
-        self.emit(
-            events.SampleRequeued(t=self.clock.now(), sample=sample.id, decision="give-up", discarded=discarded)
-        )
+        self.emit(events.SampleRequeued(t=self.clock.now(), sample=sample.id, decision="give-up", discarded=discarded))
         self.score(sample.id, sample.attempt, 0.0)
 
     def ended(self, sample: Sample, outcome: str, error: str = "") -> None:

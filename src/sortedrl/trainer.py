@@ -1,7 +1,7 @@
 """`SortedTrainer`: a run from start to end, as Python users and the command line start it.
 
-It owns the run directory: configuration, events, metrics, checkpoint, summary and report. What happens in between is the
-controller's; everything written here is read by nobody who decides.
+It owns the run directory: configuration, events, metrics, checkpoint, summary and report. What happens in between is
+the controller's; everything written here is read by nobody who decides.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 class SortedTrainer:
     """Trains a causal language model with sorted scheduling.
 
-    `model`: a folder that `from_pretrained` loads, or a model object with its tokenizer as `processing_class`; left out,
-    the configured one. `reward_funcs` and `train_dataset` (rows with a `prompt`) replace the configured task.
+    `model`: a folder that `from_pretrained` loads, or a model object with its tokenizer as `processing_class`; left
+    out, the configured one. `reward_funcs` and `train_dataset` (rows with a `prompt`) replace the configured task.
     """
 
     def __init__(

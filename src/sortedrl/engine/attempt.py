@@ -1,8 +1,8 @@
 """One attempt at one sample while the local engine runs it: the answer so far, and what the caller has of it.
 
 The local engine alone makes and changes attempts. An attempt keeps true that tokens past `delivered` have their
-log-probs in `logprobs`, and that all of them were sampled or verified by one version of the weights (the engine delivers
-at every publication).
+log-probs in `logprobs`, and that one version of the weights sampled or verified all of these: the engine delivers at
+every publication.
 """
 
 from __future__ import annotations
@@ -60,12 +60,15 @@ class Attempt:
         self.logprobs.append(logprob)
         return True
 
-    def restart_from(self, accepted: int, logprobs: Sequence[float]) -> None:
-        """Keep the verified prefix; the caller is to replace all it holds."""
+    def keep(self, accepted: int, logprobs: Sequence[float]) -> bool:
+        """Keep the verified prefix; the caller is to replace all it holds. False as in `add`."""
+        if not all(map(math.isfinite, logprobs)):
+            return False
         del self.tokens[accepted:]
         self.logprobs = list(logprobs)
         self.delivered = 0
         self.is_cut = True
+        return True
 
     def deliver(self, *, version: int, clock: float, decode_s: float) -> Delta | None:
         """What the caller does not have yet, as an event."""

@@ -144,17 +144,17 @@ class DecodePlan:
         return mask_bl.repeat_interleave(self._cache.kv_heads, dim=0).unsqueeze(1)
 
     def attend(
-        self, layer: int, q_bhd: torch.Tensor, k_bkd: torch.Tensor, v_bkd: torch.Tensor, scale: float
+        self, layer: int, q_thd: torch.Tensor, k_tkd: torch.Tensor, v_tkd: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        self._cache.write(layer, self._rows, k_bkd, v_bkd)
+        self._cache.write(layer, self._rows, k_tkd, v_tkd)
         # The g queries that share a key head take the place of several query positions: no key is copied.
-        q = q_bhd.reshape(self._num_heads, -1, self._cache.head_dim)
+        q = q_thd.reshape(self._num_heads, -1, self._cache.head_dim)
         keys, values = self._window[layer]
         out = _attend(q, keys, values, self._mask, scale)
         for heads, window in self._apart:
             keys, values = window[layer]
             out[heads] = _attend(q[heads], keys, values, None, scale)
-        return out.view(q_bhd.shape)
+        return out.view(q_thd.shape)
 
 
 def _attend(

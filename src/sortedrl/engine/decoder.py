@@ -138,7 +138,7 @@ class LeanDecoder:
 def supports_lean(model: nn.Module) -> bool:
     """Whether `LeanDecoder` is equal to the model's own modules."""
     root: Any = model
-    config = getattr(root, "config", None)
+    config: Any = getattr(root, "config", None)
     if getattr(config, "model_type", None) not in _MODEL_TYPES or not hasattr(root, "lm_head"):
         return False
     layers = root.model.layers

@@ -35,9 +35,17 @@ from sortedrl.engine.base import (
 )
 from sortedrl.engine.cache import DecodePlan, PrefillPlan, SlotCache
 from sortedrl.engine.decoder import Decoder, LeanDecoder, supports_lean
-from sortedrl.engine.module import Geometry, ModuleDecoder, check_supported
-from sortedrl.engine.prefill import Check, Prefill, checks_of, pack_prefills, plan_prefills, wanted_rows
-from sortedrl.engine.sampling import NoiseAhead, choose, draw_noise, scale_logits, verify
+from sortedrl.engine.module import Geometry, ModuleDecoder, check_supported, copy_weights
+from sortedrl.engine.prefill import (
+    Outcome,
+    Prefill,
+    checks_of,
+    draw_first,
+    pack_prefills,
+    plan_prefills,
+    wanted_rows,
+)
+from sortedrl.engine.sampling import NoiseAhead, choose, scale_logits
 from sortedrl.errors import EngineError, ModelError
 from sortedrl.records import Mode
 
@@ -136,7 +144,7 @@ class LocalEngine:
             if error is None:
                 self._pending.append(Attempt.begin(request))
             else:
-                self._ready.append(self._event(Failed, request, error=error))
+                self._emit(Failed, request, error=error)
 
     def _find_fault(self, request: Request) -> str | None:
         """Why this request cannot be served, whatever the others are."""
@@ -165,16 +173,19 @@ class LocalEngine:
 
     def interrupt(self, samples: Iterable[int] | None = None) -> list[Event]:
         chosen = None if samples is None else set(samples)
-        events = self._drain(chosen)
-        stopped = [a for a in (*self._active, *self._pending) if chosen is None or a.request.sample in chosen]
-        waiting = {id(attempt) for attempt in self._pending}
-        self._pending = [attempt for attempt in self._pending if attempt not in stopped]
-        for attempt in stopped:
-            if id(attempt) not in waiting:
-                self._deliver(attempt)
-            self._ready.append(self._event(Partial, attempt.request))
-        self._release([slot for slot, attempt in enumerate(self._active) if attempt in stopped])
-        return events + self._drain(chosen)
+
+        def is_chosen(attempt: Attempt) -> bool:
+            return chosen is None or attempt.request.sample in chosen
+
+        stopped = [slot for slot, attempt in enumerate(self._active) if is_chosen(attempt)]
+        for slot in stopped:
+            self._deliver(self._active[slot])
+            self._emit(Partial, self._active[slot].request)
+        for attempt in filter(is_chosen, self._pending):
+            self._emit(Partial, attempt.request)  # the caller holds all there is
+        self._release(stopped)
+        self._pending = [attempt for attempt in self._pending if not is_chosen(attempt)]
+        return self._drain(chosen)
 
     def publish(self, version: int, source: Any, in_flight: InFlight = InFlight.ABORT) -> _Done:
         if in_flight is InFlight.ABORT:
@@ -183,7 +194,7 @@ class LocalEngine:
             self._deliver(attempt)
         start = self._clock()
         if source.module is not self._model:
-            copy_parameters(source.module, self._model)
+            copy_weights(source.module, self._model)
         self._decoder.refresh(self._model)
         self._refresh_s += self._clock() - start
         self._version = version
@@ -218,28 +229,25 @@ class LocalEngine:
     def _start_pending(self) -> int:
         """Prefill what was submitted and draw its first tokens; returns how many attempts ended with that."""
         pending, self._pending = self._pending, []
-        num_ended = 0
         starting: list[Attempt] = []
         for attempt in pending:
+            attempt.slot_mark = self._decode_s
             has_checks = attempt.request.mode is Mode.REPLAY and attempt.tokens
             if attempt.ending is not None and not has_checks:
-                num_ended += self._finish(attempt)
+                self._finish(attempt)
             else:
                 starting.append(attempt)
+        num_ended = len(pending) - len(starting)
         if not starting:
             return num_ended
-        first_slot = len(self._active)
+        start, first_slot = self._clock(), len(self._active)
         self._active.extend(starting)
-        start = self._clock()
         broken: set[int] = set()
         for pack in pack_prefills(plan_prefills(starting, first_slot), self._vocab):
-            self._count_prefill(pack)
-            logits_rv = self._run_prefill(pack)
-            broken |= self._draw_first(checks_of(pack), logits_rv)
-        self._count_time(start, is_decode=False)
-        for attempt in starting:
-            attempt.slot_mark = self._decode_s
+            outcomes = draw_first(checks_of(pack), self._run_prefill(pack))
+            broken |= {o.check.attempt.request.sample for o in outcomes if not self._apply(o)}
         self._noise.start(first_slot, [attempt.next_draw for attempt in starting])
+        self._count_time(start, is_decode=False)
         return num_ended + self._settle(broken)
 
     def _run_prefill(self, pack: Sequence[Prefill]) -> torch.Tensor:
@@ -248,40 +256,26 @@ class LocalEngine:
         logits_rv = self._decoder.forward(tokens_t, plan.positions_t, wanted_rows(pack).to(self._device), plan)
         for prefill in pack:
             self._cache.copy(prefill.slots[0], prefill.slots[1:], len(prefill.tokens))
+            num_prompt = len(prefill.attempts[0].request.prompt)
+            self._stats.prompt_tokens += num_prompt
+            self._stats.recomputed_tokens += len(prefill.tokens) - num_prompt
         return logits_rv
 
-    def _draw_first(self, checks: Sequence[Check], logits_rv: torch.Tensor) -> set[int]:
-        """Verify cached tokens, then draw the next one; returns the samples whose logits are broken."""
-        rows = [row for check in checks for row in check.rows]
-        draws = [draw for check in checks for draw in check.draws]
-        cached = [token for check in checks for token in (*check.cached, -1)]
-        tolerances = [check.attempt.request.replay_tolerance for check in checks for _ in check.rows]
-        if rows != list(range(len(logits_rv))):  # siblings read the same rows
-            logits_rv = logits_rv[torch.tensor(rows, device=self._device)]
-        noise_rv = draw_noise(draws, self._vocab, self._device).squeeze(1)
-        verdict = verify(scale_logits(logits_rv, [draw.temperature for draw in draws]), noise_rv, cached, tolerances)
-        broken: set[int] = set()
-        row = 0
-        for check in checks:
-            attempt, num_cached = check.attempt, len(check.cached)
-            accepted = verdict.is_kept.index(False, row) - row  # the row behind the cached ones is never kept
-            if attempt.request.mode is Mode.REPLAY:
-                logprobs = verdict.cached_logprobs[row : row + accepted]
-                if not all(map(math.isfinite, logprobs)):
-                    broken.add(attempt.request.sample)
-                else:
-                    self._ready.append(self._event(Verified, attempt.request, cached=num_cached, accepted=accepted))
-                    attempt.restart_from(accepted, logprobs)
-            if attempt.request.sample not in broken and attempt.ending is None:
-                at = row + accepted
-                if not attempt.add(verdict.drawn.tokens[at], verdict.drawn.logprobs[at]):
-                    broken.add(attempt.request.sample)
-                else:
-                    self._stats.decoded_tokens += 1
-            if attempt.request.mode is Mode.REPLAY:
-                self._deliver(attempt)
-            row += len(check.rows)
-        return broken
+    def _apply(self, outcome: Outcome) -> bool:
+        """Take over what a prefill found out; False when the attempt's logits are broken."""
+        attempt, is_replay = outcome.check.attempt, outcome.check.attempt.request.mode is Mode.REPLAY
+        if is_replay:
+            if not attempt.keep(outcome.accepted, outcome.logprobs):
+                return False
+            num_cached = len(outcome.check.cached)
+            self._emit(Verified, attempt.request, cached=num_cached, accepted=outcome.accepted)
+        is_sound = True
+        if attempt.ending is None:
+            is_sound = attempt.add(outcome.token, outcome.logprob)
+            self._stats.decoded_tokens += is_sound
+        if is_replay:
+            self._deliver(attempt)
+        return is_sound
 
     @torch.inference_mode()
     def _reprefill(self) -> None:
@@ -294,15 +288,8 @@ class LocalEngine:
             for slot, a in enumerate(self._active)
         ]
         for pack in pack_prefills(prefills, self._vocab):
-            self._count_prefill(pack)
             self._run_prefill(pack)
         self._count_time(start, is_decode=False)
-
-    def _count_prefill(self, pack: Sequence[Prefill]) -> None:
-        for prefill in pack:
-            num_prompt = len(prefill.attempts[0].request.prompt)
-            self._stats.prompt_tokens += num_prompt
-            self._stats.recomputed_tokens += len(prefill.tokens) - num_prompt
 
     # Decode
 
@@ -313,7 +300,9 @@ class LocalEngine:
         tokens_b = torch.tensor([attempt.tokens[-1] for attempt in active], device=self._device)
         logits_bv = self._decoder.forward(tokens_b, plan.positions_b, None, plan)
         scaled_bv = scale_logits(logits_bv, [attempt.request.sampling.temperature for attempt in active])
-        choice = choose(scaled_bv, self._noise.current(len(active)))
+        if self._noise.is_spent:
+            self._noise.renew([attempt.next_draw for attempt in active])
+        choice = choose(scaled_bv, self._noise.take(len(active)))
         broken = {
             attempt.request.sample
             for attempt, token, logprob in zip(active, choice.tokens, choice.logprobs, strict=True)
@@ -325,10 +314,7 @@ class LocalEngine:
         if self._stream_every and self._stats.decode_steps % self._stream_every == 0:
             for attempt in active:
                 self._deliver(attempt)
-        num_ended = self._settle(broken)
-        if self._noise.advance() and self._active:
-            self._noise.start(0, [attempt.next_draw for attempt in self._active])
-        return num_ended
+        return self._settle(broken)
 
     def _count_time(self, start: float, *, is_decode: bool) -> None:
         seconds = self._clock() - start
@@ -354,12 +340,9 @@ class LocalEngine:
         self._release(ended)
         return len(ended)
 
-    def _finish(self, attempt: Attempt) -> int:
-        reason = attempt.ending
-        assert reason is not None, f"sample {attempt.request.sample} is not complete"
+    def _finish(self, attempt: Attempt) -> None:
         self._deliver(attempt)
-        self._ready.append(self._event(Finished, attempt.request, reason=reason))
-        return 1
+        self._emit(Finished, attempt.request, reason=attempt.ending)
 
     def _fail(self, attempt: Attempt) -> None:
         self._deliver(attempt)
@@ -367,7 +350,7 @@ class LocalEngine:
             f"non-finite logits at answer position {len(attempt.tokens)} under version {self._version}: "
             "the weights hold NaN or overflow"
         )
-        self._ready.append(self._event(Failed, attempt.request, error=error))
+        self._emit(Failed, attempt.request, error=error)
 
     def _release(self, slots: Sequence[int]) -> None:
         """Free slots, moving the last running one into each hole."""
@@ -390,16 +373,5 @@ class LocalEngine:
         self._ready = [event for event in self._ready if not (samples is None or event.sample in samples)]
         return taken
 
-    def _event(self, kind: type[Any], request: Request, **fields: Any) -> Any:
-        return kind(sample=request.sample, attempt=request.attempt, clock=self._clock(), **fields)
-
-
-@torch.no_grad()
-def copy_parameters(source: nn.Module, target: nn.Module) -> None:
-    """Parameters and saved buffers by name; tied ones have one name in the target and are copied once."""
-    state = source.state_dict(keep_vars=True)
-    saved = target.state_dict(keep_vars=True)
-    for name, tensor in saved.items():
-        if name not in state or state[name].shape != tensor.shape:
-            raise ModelError(f"the published weights do not fit the engine's model at {name}: publish the same model")
-        tensor.copy_(state[name])
+    def _emit(self, kind: type[Event], request: Request, **fields: Any) -> None:
+        self._ready.append(kind(sample=request.sample, attempt=request.attempt, clock=self._clock(), **fields))

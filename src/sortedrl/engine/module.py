@@ -46,7 +46,7 @@ class Geometry:
                 heads=heads,
                 kv_heads=getattr(config, "num_key_value_heads", None) or heads,
                 head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-                vocab=model.get_output_embeddings().weight.shape[0],
+                vocab=config.vocab_size,
                 max_length=config.max_position_embeddings,
             )
         except AttributeError as error:
@@ -94,6 +94,16 @@ def _slot_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer: Any = module.layer_idx
     return slot_plan.attend(layer, q_thd, k_tkd, v_tkd, scale).unsqueeze(0), None
+
+
+@torch.no_grad()
+def copy_weights(source: nn.Module, target: nn.Module) -> None:
+    """Copy parameters and saved buffers by name, in place, so that tied ones stay tied."""
+    weights = source.state_dict(keep_vars=True)
+    for name, tensor in target.state_dict(keep_vars=True).items():
+        if name not in weights or weights[name].shape != tensor.shape:
+            raise ModelError(f"the published weights do not fit the engine's model at {name}: publish the same model")
+        tensor.copy_(weights[name])
 
 
 class ModuleDecoder:

@@ -1,7 +1,10 @@
-"""What a prefill computes: sequences, packed without padding, and which of their positions need logits.
+"""What a prefill computes: sequences, packed without padding, which of their positions need logits, and what these say.
 
 The local engine makes one `Prefill` per distinct sequence, packs them and runs each pack in one call. Siblings share a
-prompt and so a prefill; the cache is then copied to their slots.
+prompt and so a prefill; the cache is then copied to their slots. Every attempt draws one token from its prefill; a
+replay first verifies its cached tokens, all at once, and draws behind the last that it keeps.
+
+Shapes: r rows of logits, v vocabulary.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from sortedrl.engine.attempt import Attempt
-from sortedrl.engine.sampling import Draw
+from sortedrl.engine.sampling import Draw, draw_noise, scale_logits, verify
 from sortedrl.records import Mode
 
 # Bounds on what one call holds at once; a single longer sequence is still one call.
@@ -98,3 +101,42 @@ def checks_of(pack: Sequence[Prefill]) -> list[Check]:
             checks.append(Check(attempt=attempt, cached=cached, rows=rows))
         start = rows.stop
     return checks
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Outcome:
+    """What an attempt's rows say: how many cached tokens stand, their log-probs, and what was drawn behind them."""
+
+    check: Check
+    accepted: int
+    logprobs: list[float]
+    token: int
+    logprob: float
+
+
+def draw_first(checks: Sequence[Check], logits_rv: torch.Tensor) -> list[Outcome]:
+    """Verify and draw at all rows of a pack in one call each."""
+    vocab, device = logits_rv.shape[1], logits_rv.device
+    rows = [row for check in checks for row in check.rows]
+    draws = [draw for check in checks for draw in check.draws]
+    cached = [token for check in checks for token in (*check.cached, -1)]
+    tolerances = [check.attempt.request.replay_tolerance for check in checks for _ in check.rows]
+    if rows != list(range(len(logits_rv))):  # siblings read the same rows
+        logits_rv = logits_rv[torch.tensor(rows, device=device)]
+    noise_rv = draw_noise(draws, vocab, device).squeeze(1)
+    verdict = verify(scale_logits(logits_rv, [draw.temperature for draw in draws]), noise_rv, cached, tolerances)
+    outcomes: list[Outcome] = []
+    start = 0
+    for check in checks:
+        end = verdict.is_kept.index(False, start)  # the row behind the cached ones is never kept
+        outcomes.append(
+            Outcome(
+                check=check,
+                accepted=end - start,
+                logprobs=verdict.cached_logprobs[start:end],
+                token=verdict.drawn.tokens[end],
+                logprob=verdict.drawn.logprobs[end],
+            )
+        )
+        start += len(check.rows)
+    return outcomes

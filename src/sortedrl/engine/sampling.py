@@ -100,7 +100,7 @@ def verify(
 
 
 class NoiseAhead:
-    """Noise for the next positions of every running slot, drawn in blocks, since one call costs more than its numbers.
+    """Noise for the next positions of every running slot, drawn in blocks, since a call costs more than its numbers.
 
     All slots share a phase: `noise_bkv[slot, phase]` belongs to the slot's next position. Slots are compact, so a slot
     that ends is overwritten by `move`, and one that starts fills its own row from the current phase on.
@@ -113,18 +113,26 @@ class NoiseAhead:
         self._noise_bkv = torch.zeros(slots, self._block, vocab, device=device)
         self._phase = 0
 
+    @property
+    def is_spent(self) -> bool:
+        return self._phase == self._block
+
     def start(self, first_slot: int, draws: Sequence[Draw]) -> None:
         """Slots from `first_slot` on begin at these draws."""
-        noise_bkv = draw_noise(draws, self._vocab, self._device, self._block - self._phase)
-        self._noise_bkv[first_slot : first_slot + len(draws), self._phase :].copy_(noise_bkv)
+        if not self.is_spent:
+            noise_bkv = draw_noise(draws, self._vocab, self._device, self._block - self._phase)
+            self._noise_bkv[first_slot : first_slot + len(draws), self._phase :].copy_(noise_bkv)
+
+    def renew(self, draws: Sequence[Draw]) -> None:
+        """Draw the next block for all running slots."""
+        self._phase = 0
+        self.start(0, draws)
+
+    def take(self, num_slots: int) -> torch.Tensor:
+        """Noise of the running slots' next position [b, v]; the position after it is next."""
+        assert not self.is_spent, "noise must be renewed before more is taken"
+        self._phase += 1
+        return self._noise_bkv[:num_slots, self._phase - 1]
 
     def move(self, source: int, target: int) -> None:
         self._noise_bkv[target].copy_(self._noise_bkv[source])
-
-    def current(self, num_slots: int) -> torch.Tensor:
-        return self._noise_bkv[:num_slots, self._phase]
-
-    def advance(self) -> bool:
-        """Go to the next position; True when the block is used up and `start` must be called for all slots."""
-        self._phase = (self._phase + 1) % self._block
-        return self._phase == 0

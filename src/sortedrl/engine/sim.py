@@ -149,9 +149,9 @@ class SimEngine:
     def _end(self, running: Running) -> int:
         """Where the attempt ends: by itself, at its budget, or by a failure."""
         request, length = running.request, running.length
-        if length and running.length == running.delivered and request.mode == Mode.REPLAY:
-            if self.script.is_last(request.seed, length - 1, self.version):
-                return length
+        is_verified = request.mode == Mode.REPLAY and length == running.delivered > 0
+        if is_verified and self.script.is_last(request.seed, length - 1, self.version):
+            return length
         end = min(self.script.length(request.seed, length, self.version), request.budget)
         failure = self.fails(request)
         return end if failure is None else max(min(end, failure), length)

@@ -19,6 +19,8 @@ import hashlib
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import and_, or_
 
 from sortedrl.errors import ConfigError, DataError
 from sortedrl.tasks.base import RewardFunc, Row, Rows
@@ -31,7 +33,7 @@ HELDOUT_SHARE = 8  # one prompt in this many is held out
 HELDOUT_SEED = "heldout"  # fixed, so that runs of different seeds are measured on the same puzzles
 COMPOUND_SHARE = 0.4  # of the claims is about two people
 MAX_TRACE_WORDS = 400  # a longer patient trace might not fit a model's token budget, and would drown the short ones
-MAX_REDRAWS = 1000  # draws without an unseen held-out puzzle after which one is repeated
+MAX_REDRAWS = 2000  # draws without an unseen held-out puzzle after which one is repeated
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -70,13 +72,25 @@ class Puzzle:
         return " ".join(f"{name}={ROLES[assignment >> p & 1]}" for p, name in enumerate(self.people))
 
 
+def _knave_sets(num_people: int) -> tuple[int, ...]:
+    """For each person, the set of assignments in which that person is a knave: bit a stands for assignment a."""
+    every = range(1 << num_people)
+    return tuple(sum(1 << a for a in every if a >> person & 1) for person in range(num_people))
+
+
+KNAVE_SETS = {num_people: _knave_sets(num_people) for num_people in range(1, len(NAMES) + 1)}
+
+
 def solutions(puzzle: Puzzle) -> list[int]:
-    """Every assignment under which exactly the knights tell the truth."""
-    return [
-        assignment
-        for assignment in range(1 << len(puzzle.people))
-        if all(claim.holds(assignment) != bool(assignment >> p & 1) for p, claim in enumerate(puzzle.claims))
-    ]
+    """Every assignment under which exactly the knights tell the truth, all of them tried at once as sets."""
+    knaves = KNAVE_SETS[len(puzzle.people)]
+    every = (1 << (1 << len(puzzle.people))) - 1
+    left = every
+    for speaker, claim in enumerate(puzzle.claims):
+        truths = [knaves[person] if is_knave else every ^ knaves[person] for person, is_knave in claim.literals]
+        truth = reduce(and_ if claim.operator == "both" else or_, truths)
+        left &= truth ^ knaves[speaker]
+    return [assignment for assignment in range(1 << len(puzzle.people)) if left >> assignment & 1]
 
 
 def parse(prompt: str) -> Puzzle:
@@ -219,7 +233,7 @@ class KnightsTask:
         return KnightsRows(seed=self.seed, people=self.people)
 
     def heldout(self, num: int) -> list[Row]:
-        """Distinct puzzles, until the few of two people (556 are held out, 3,764 are not) are used up."""
+        """Distinct puzzles, as long as unseen ones of two people (506 are held out, 3,814 are not) turn up."""
         rng = random.Random(HELDOUT_SEED)
         seen: set[str] = set()
         rows = []

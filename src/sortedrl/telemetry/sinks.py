@@ -92,7 +92,8 @@ class JsonlSink:
             ) from error
 
     def emit(self, event: Event) -> None:
-        self._write(event.as_dict())
+        # Not `as_dict`: its deep copy of every list would cost more than the writing.
+        self._write({"kind": event.kind, **{name: getattr(event, name) for name in _FIELDS[event.kind]}})
         if isinstance(event, RunStarted | UpdateDone | Evaluated | RunEnded):
             self._file.flush()
 
@@ -116,21 +117,23 @@ class MetricsSink(JsonlSink):
             self._file.flush()
 
 
-def json_line(record: dict[str, Any]) -> str:
-    """One line of strict JSON."""
-    try:
-        text = json.dumps(record, allow_nan=False, separators=(",", ":"), default=_plain)
-    except ValueError:
-        text = json.dumps(_finite(record), allow_nan=False, separators=(",", ":"))
-    return text + "\n"
-
-
 def _plain(value: object) -> object:
     """Scalars of array libraries, without importing one."""
     item = getattr(value, "item", None)
     if item is None:
         raise TypeError(f"a {type(value).__name__} cannot be written to an event file; use plain numbers and strings")
     return item()
+
+
+_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"), default=_plain)
+
+
+def json_line(record: dict[str, Any]) -> str:
+    """One line of strict JSON."""
+    try:
+        return _ENCODER.encode(record) + "\n"
+    except ValueError:
+        return _ENCODER.encode(_finite(record)) + "\n"
 
 
 def _finite(value: Any) -> Any:

@@ -1,0 +1,196 @@
+"""The command line: train, compare, sft, report, doctor.
+
+Each command prints a table for people, or with `--json` one JSON object and nothing else on stdout. Progress and
+messages go to stderr. Users' mistakes end with one line and exit code 2, Ctrl-C with 130.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from sortedrl.config import SortedConfig
+from sortedrl.errors import ConfigError, SortedRLError
+from sortedrl.schedule import Strategy
+
+if TYPE_CHECKING:
+    from sortedrl.telemetry.summary import Summary
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Online length-aware rollout scheduling for RL post-training.",
+)
+err = Console(stderr=True)
+
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file, see configs/.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="For example run.seed=1.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout instead of tables.")]
+
+
+@app.command()
+def train(config: ConfigPath, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Train as CONFIG says; the run directory gets events, metrics, checkpoint, summary and report."""
+    from sortedrl.trainer import SortedTrainer
+
+    trainer = SortedTrainer(args=SortedConfig.load(config, overrides or []), console=err, quiet=as_json)
+    summary = trainer.train()
+    show([summary], as_json)
+    kept = f"report {trainer.run_dir / 'report.html'}, summary {trainer.run_dir / 'summary.json'}"
+    if summary.status == "complete":
+        err.print(f"done: {kept}", highlight=False)
+        return
+    err.print(
+        f"stopped after {summary.updates} updates, {summary.samples} samples trained: the weights are in "
+        f"{trainer.run_dir / 'checkpoints'}, {kept}",
+        highlight=False,
+    )
+    raise typer.Exit(130)
+
+
+@app.command()
+def compare(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    strategies: Annotated[str, typer.Option(help="Comma-separated presets.")] = "sync,sorted-partial,sorted-replay",
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds 0, 1, ... for each strategy.")] = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Train once per strategy and seed, on the same slots, update batch, samples and seeds."""
+    from sortedrl.telemetry.report import write_report
+    from sortedrl.trainer import SortedTrainer
+
+    base = SortedConfig.load(config, overrides or [])
+    names = [name.strip() for name in strategies.split(",") if name.strip()]
+    unknown = [name for name in names if name not in list(Strategy)]
+    if unknown or not names:
+        raise ConfigError(f"unknown strategy {unknown[0] if unknown else ''!r}: choose from {', '.join(Strategy)}")
+    summaries: list[Summary] = []
+    directories: list[Path] = []
+    for seed in range(base.run.seed, base.run.seed + seeds):
+        for name in names:
+            run_name = f"{base.run.name}-{name}-seed{seed}"
+            trainer = SortedTrainer(args=base.with_strategy(name, seed=seed, name=run_name), console=err, quiet=as_json)
+            if not as_json:
+                err.print(f"[bold]{escape(run_name)}[/]")
+            summaries.append(trainer.train())
+            directories.append(trainer.run_dir)
+            if trainer.stop_requested:
+                show(summaries, as_json)
+                raise typer.Exit(130)
+    report = write_report(directories, Path(base.run.dir) / f"{base.run.name}-compare.html")
+    show(summaries, as_json)
+    err.print(f"report: {report}", highlight=False)
+
+
+@app.command()
+def sft(
+    out: Annotated[Path, typer.Argument(help="Folder for the model.")],
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    steps: Annotated[int | None, typer.Option(min=1, help="Left out: those of the shipped model.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Rebuild the embedded model: SFT of a tiny Llama on demonstrations of Knights and Knaves."""
+    import torch
+
+    from sortedrl.tasks.tiny import rebuild
+
+    torch.set_num_threads(1)
+    columns = (
+        TextColumn("SFT"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[loss]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=err, disable=as_json) as progress:
+        bar = progress.add_task("sft", total=steps, loss="")
+
+        def on_step(step: int, total: int, loss: float) -> None:
+            progress.update(bar, completed=step, total=total, loss=f"loss {loss:.3f}")
+
+        result = rebuild(out, seed=seed, on_step=on_step, **({} if steps is None else {"steps": steps}))
+    record = {"path": str(out), "steps": result.steps, "tokens": result.tokens, "loss": result.loss}
+    print(json.dumps(record)) if as_json else err.print(f"saved {out}: loss {result.loss:.4f}", highlight=False)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run directories.")],
+    out: Annotated[Path | None, typer.Option(help="HTML file; left out: report.html in the first run.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write one self-contained HTML page about one or several runs."""
+    from sortedrl.telemetry.report import write_report
+
+    path = write_report(runs, out or runs[0] / "report.html")
+    print(json.dumps({"report": str(path)})) if as_json else err.print(f"report: {path}", highlight=False)
+
+
+@app.command()
+def doctor(
+    config: Annotated[Path | None, typer.Argument(help="A configuration to check.")] = None, as_json: AsJson = False
+) -> None:
+    """Say what this machine can run, and whether CONFIG is sound."""
+    from sortedrl.doctor import examine
+
+    findings = examine(config)
+    if as_json:
+        print(json.dumps({"findings": [finding.as_dict() for finding in findings]}))
+    else:
+        Console().print(_doctor_table(findings))
+    if any(not finding.is_fine for finding in findings):
+        raise typer.Exit(2)
+
+
+def show(summaries: list[Summary], as_json: bool) -> None:
+    from sortedrl.telemetry.summary import summary_table
+
+    if as_json:
+        print(json.dumps({"runs": [summary.model_dump(mode="json") for summary in summaries]}))
+    else:
+        Console().print(summary_table(summaries))
+
+
+def _doctor_table(findings: list[Any]) -> Any:
+    from rich.table import Table
+
+    table = Table("", "check", "finding", box=None)
+    for finding in findings:
+        table.add_row("[green]ok[/]" if finding.is_fine else "[red]no[/]", escape(finding.name), escape(finding.text))
+    return table
+
+
+def main() -> None:
+    """Entry point: errors of this package become one line."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    logging.basicConfig(
+        level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=err, show_path=False)]
+    )
+    try:
+        app(standalone_mode=False)
+    except SortedRLError as error:
+        err.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        sys.exit(2)
+    except typer.Exit as leave:
+        sys.exit(leave.exit_code)
+    except KeyboardInterrupt:
+        err.print("interrupted: what was written to the run directory is kept")
+        sys.exit(130)
+    except Exception as error:
+        usage = getattr(error, "format_message", None)
+        if usage is None:
+            raise
+        err.print(f"[bold red]error:[/] {escape(usage())}", highlight=False, soft_wrap=True)
+        sys.exit(2)

@@ -1,0 +1,269 @@
+"""Hand-worked schedules on the simulated engine: steps, batches, staleness and waste, worked out in the comments."""
+
+from __future__ import annotations
+
+import pytest
+
+from scripted import Run, ScriptedPolicy, scripted_run
+from sortedrl.errors import ConfigError
+from sortedrl.records import State
+from sortedrl.schedule import Fate, Order, Strategy, resolve_knobs
+from sortedrl.telemetry import events
+
+
+def run_lengths(strategy: Strategy, lengths: list[int], *, slots: int, update_batch: int, **knobs: object) -> Run:
+    """Samples 0, 1, ... with these lengths under every version; sample i has seed i."""
+    options = {name: knobs.pop(name) for name in ("siblings", "grouped", "update_s", "score_lag") if name in knobs}
+    run = scripted_run(
+        resolve_knobs(strategy, update_batch, **knobs),
+        policy=ScriptedPolicy(lengths=dict(enumerate(lengths))),
+        slots=slots,
+        num_samples=len(lengths),
+        seed_of=lambda number: number,
+        **options,
+    )
+    assert run.controller.run()
+    return run
+
+
+def discarded(run: Run) -> int:
+    return sum(event.discarded for event in run.events if isinstance(event, events.SampleRequeued))
+
+
+def staleness(run: Run) -> list[list[int]]:
+    return [[s.staleness(batch.version) for s in batch.samples] for batch in run.learner.batches]
+
+
+def test_sync_waits_for_the_longest() -> None:
+    # Two batches of two, one after the other: max(1, 9) + max(2, 3) = 12 steps.
+    # 15 of 2 x 12 slot-steps decode: bubble 9/24.
+    run = run_lengths(Strategy.SYNC, [1, 9, 2, 3], slots=2, update_batch=2)
+    assert run.batches == [[0, 1], [2, 3]]
+    assert run.clock.now() == 12
+    assert run.engine.stats().busy_slot_s == 15
+    assert staleness(run) == [[0, 0], [0, 0]]
+
+
+def test_sync_large_drains_then_deals_in_order() -> None:
+    # Slots: 0 (1 step), then 2 (1..3), then 3 (3..6); beside it 1 (0..9). Drained at step 9.
+    # Dealt shortest first: lengths 1 2 | 3 9. The second batch is one version old.
+    run = run_lengths(
+        Strategy.SYNC_LARGE, [1, 9, 2, 3], slots=2, update_batch=2, cohort_batches=2, order="shortest-first"
+    )
+    assert run.clock.now() == 9
+    assert run.batches == [[0, 2], [3, 1]]
+    assert staleness(run) == [[0, 0], [1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("order", "batches"),
+    [
+        (Order.SHORTEST_FIRST, [[0, 2], [3, 1]]),
+        (Order.LONGEST_FIRST, [[1, 3], [2, 0]]),
+        # Ranks by length: 0 2 3 1. Two batches are left, so every second: 0 and 3; then 2 and 1.
+        (Order.INTERLEAVED, [[0, 3], [2, 1]]),
+        # By seed, and sample i has seed i.
+        (Order.SHUFFLED, [[0, 1], [2, 3]]),
+    ],
+)
+def test_a_drain_is_dealt_in_order(order: Order, batches: list[list[int]]) -> None:
+    run = run_lengths(Strategy.SYNC_LARGE, [1, 9, 2, 3], slots=2, update_batch=2, cohort_batches=2, order=order)
+    assert run.batches == batches
+
+
+def test_sorted_partial_resumes_the_long_one() -> None:
+    # Steps: 0 ends at 1, 2 starts; 2 ends at 3: harvest {0, 2}; 1 has 3 tokens, resumed; 3 runs 3..6.
+    # Cohort of 4: the second update is its last and waits for 1, which ends at 9.
+    run = run_lengths(Strategy.SORTED_PARTIAL, [1, 9, 2, 3], slots=2, update_batch=2, cohort_batches=2)
+    assert run.batches == [[0, 2], [3, 1]]
+    assert run.clock.now() == 9
+    assert staleness(run) == [[0, 0], [0, 1]]
+    assert discarded(run) == 0
+    assert [segment.version for segment in run.trained[-1].segments] == [0, 1]
+    assert [len(segment.tokens) for segment in run.trained[-1].segments] == [3, 6]
+
+
+def test_sorted_on_policy_restarts_the_long_one_last() -> None:
+    # Harvest at 3 as above; 1 loses 3 tokens. Never-started 3 first, and 1 in the other slot: 3 ends at 6, 1 at 12.
+    run = run_lengths(Strategy.SORTED_ON_POLICY, [1, 9, 2, 3], slots=2, update_batch=2, cohort_batches=2)
+    assert run.batches == [[0, 2], [3, 1]]
+    assert run.clock.now() == 12
+    assert discarded(run) == 3
+    assert staleness(run) == [[0, 0], [0, 0]]
+    assert run.trained[-1].attempt == 2
+
+
+def test_sorted_replay_keeps_what_still_holds() -> None:
+    # Frozen weights: the 3 cached tokens of 1 are verified at no cost, so it ends at 9 as if resumed, but on-policy.
+    run = run_lengths(Strategy.SORTED_REPLAY, [1, 9, 2, 3], slots=2, update_batch=2, cohort_batches=2)
+    assert run.clock.now() == 9
+    assert discarded(run) == 0
+    assert staleness(run) == [[0, 0], [0, 0]]
+    assert [segment.version for segment in run.trained[-1].segments] == [1]
+    verified = [event for event in run.events if isinstance(event, events.AttemptVerified)]
+    assert [(event.cached, event.accepted) for event in verified] == [(3, 3)]
+
+
+def test_lookahead_fills_idle_slots() -> None:
+    # Cohorts of 2, one batch each. L = 0: sample 1 holds the cohort for 9 steps beside an idle slot, then 2 and 3.
+    # L = 1: at step 1 a slot would idle, so cohort 1 is loaded: 2 (1..3); {0, 2} harvested at 3; cohort 0 has two
+    # updates, the second is its last and waits for 1 (ends at 9); 3 (3..6) goes with it.
+    strict = run_lengths(Strategy.SORTED_PARTIAL, [1, 9, 2, 3], slots=2, update_batch=2, cohort_batches=1)
+    ahead = run_lengths(Strategy.SORTED_PARTIAL, [1, 9, 2, 3], slots=2, update_batch=2, cohort_batches=1, lookahead=1)
+    assert (strict.batches, strict.clock.now()) == ([[0, 1], [2, 3]], 12)
+    assert (ahead.batches, ahead.clock.now()) == ([[0, 2], [3, 1]], 9)
+
+
+def test_april_never_waits_for_a_cohort() -> None:
+    # Like lookahead without end: 1 is interrupted at every harvest and ends at 9 = 3 + 6; the short ones pass by.
+    lengths = [1, 9, 2, 3, 2, 2]
+    run = run_lengths(Strategy.APRIL, lengths, slots=2, update_batch=2, cohort_batches=1)
+    # Slot A: 1 (0..9). Slot B: 0 (0..1), 2 (1..3): harvest {0, 2}; 3 (3..6), 4 (6..8): harvest {4, 3};
+    # 5 (8..10) and 1 (..9): harvest {5, 1} at 10.
+    assert run.batches == [[0, 2], [4, 3], [5, 1]]
+    assert run.clock.now() == 10
+    assert staleness(run) == [[0, 0], [0, 0], [0, 2]]
+
+
+def test_samples_that_finish_together_are_taken_together() -> None:
+    run = run_lengths(Strategy.SORTED_PARTIAL, [2, 2, 2, 5], slots=4, update_batch=2, cohort_batches=2)
+    assert run.batches == [[0, 1, 2], [3]]
+
+
+def test_tail_batching_sets_long_ones_aside() -> None:
+    # n = 3 batches of 2: a short round starts ceil(6 / 2) = 3 and trains 2. Slots 3.
+    # Round 1: 0 (1), 1 (9), 2 (2): harvest {0, 2} at 2, 1 set aside with 2 tokens lost.
+    # Round 2: 3 (1), 4 (8), 5 (2); all have started when 3 ends at 3, so 1 fills its slot. Harvest {3, 5} at 4: 4 loses
+    # 2 tokens, 1 loses 1. Long round: 1 and 4 restart: ends at 4 + 9 = 13.
+    run = run_lengths(Strategy.TAIL_BATCHING, [1, 9, 2, 1, 8, 2], slots=3, update_batch=2, cohort_batches=3)
+    assert run.batches == [[0, 2], [3, 5], [4, 1]]
+    assert run.clock.now() == 13
+    assert discarded(run) == 5
+
+
+def test_async_rolls_on_during_the_update() -> None:
+    # U = 1, Q = 2, an update takes 4. Sample 0 ends at 1: its update runs until 5, sample 1 decodes on and ends at 5,
+    # so does 2 (1..5). Without overlap the engine would stand still from 1 to 5.
+    knobs = {"slots": 2, "update_batch": 1, "cohort_batches": 3, "lookahead": 0, "update_s": 4.0}
+    apart = run_lengths(Strategy.SORTED_PARTIAL, [1, 5, 4], **knobs)
+    beside = run_lengths(Strategy.ASYNC, [1, 5, 4], **knobs)
+    # Apart: rollout 5 steps and two updates: 0 at 1; 1 and 2 end together after 4 more steps: 5 + 2 x 4 = 13.
+    # Beside: 1 and 2 are there at 5, when the first update ends: 5 + 4 = 9.
+    assert (apart.batches, apart.clock.now()) == ([[0], [2, 1]], 13)
+    assert (beside.batches, beside.clock.now()) == ([[0], [2, 1]], 9)
+    assert staleness(beside) == [[0], [1, 1]]
+
+
+def test_a_bound_with_wait_holds_the_harvest() -> None:
+    # U = 1, staleness at most 1: 0 and 2 are trained at steps 1 and 2 as they end; then sample 1 (version 0 tokens,
+    # version 2 in force next) must be in the second batch: the harvest waits until it ends at 6.
+    run = run_lengths(Strategy.SORTED_PARTIAL, [1, 6, 1, 1], slots=2, update_batch=1, cohort_batches=4, max_staleness=1)
+    assert run.batches[0] == [0]
+    assert 1 in run.batches[1]
+    assert max(max(batch) for batch in staleness(run)) == 1
+
+
+def test_siblings_are_trained_together() -> None:
+    # Two prompts with two samples each: (1, 9) and (2, 3). The second prompt is ready at step 4: slot B runs 0 (0..1),
+    # 2 (1..3), 3 (3..6); ready at 6. Sample 0 waits for its sibling 1 and is replayed at staleness 0.
+    run = run_lengths(
+        Strategy.SORTED_REPLAY, [1, 9, 2, 3], slots=2, update_batch=2, cohort_batches=2, siblings=2, grouped=True
+    )
+    assert run.batches == [[2, 3], [0, 1]]
+    assert staleness(run) == [[0, 0], [0, 0]]
+    assert run.clock.now() == 9
+    replayed = [event.sample for event in run.events if isinstance(event, events.AttemptVerified)]
+    assert replayed == [0, 1]
+
+
+def test_longest_expected_first_uses_siblings() -> None:
+    # One slot, k = 2: prompt 0 has lengths (5, 6), prompt 1 (1, 2). After 0 (5) and, in load order of unknowns, ... the
+    # known length of prompt 0 sends its second sample before those of prompt 1.
+    run = run_lengths(
+        Strategy.SORTED_PARTIAL,
+        [5, 6, 1, 2],
+        slots=1,
+        update_batch=4,
+        cohort_batches=1,
+        siblings=2,
+        grouped=True,
+        admission="longest-expected-first",
+    )
+    started = [event.sample for event in run.events if isinstance(event, events.AttemptStarted)]
+    assert started == [0, 1, 2, 3]
+
+
+def test_slow_scores_do_not_hold_the_engine() -> None:
+    run = run_lengths(Strategy.SORTED_PARTIAL, [1, 9, 2, 3], slots=2, update_batch=2, cohort_batches=2, score_lag=5)
+    assert sorted(s.id for s in run.trained) == [0, 1, 2, 3]
+
+
+def test_seeded_restarts_select_nothing_and_fresh_ones_shorten() -> None:
+    def trained_lengths(noise: str) -> list[int]:
+        run = scripted_run(
+            resolve_knobs(Strategy.SORTED_ON_POLICY, 8, cohort_batches=4, lookahead=1, restart_noise=noise),
+            policy=ScriptedPolicy(longest=60),
+            slots=8,
+            num_samples=512,
+            budget=100,
+        )
+        assert run.controller.run()
+        return sorted(sample.num_tokens for sample in run.trained)
+
+    sync = scripted_run(
+        resolve_knobs(Strategy.SYNC, 8), policy=ScriptedPolicy(longest=60), slots=8, num_samples=512, budget=100
+    )
+    assert sync.controller.run()
+    loaded = sorted(sample.num_tokens for sample in sync.trained)
+    assert trained_lengths("seeded") == loaded
+    assert sum(trained_lengths("fresh")) < 0.8 * sum(loaded)
+
+
+@pytest.mark.parametrize("strategy", list(Strategy))
+def test_at_frozen_weights_every_preset_trains_the_same_answers(strategy: Strategy) -> None:
+    def answers(name: Strategy) -> list[tuple[int, ...]]:
+        policy = ScriptedPolicy(longest=40)
+        run = scripted_run(resolve_knobs(name, 4), policy=policy, slots=6, num_samples=96, update_s=3.0)
+        assert run.controller.run()
+        return sorted(tuple(sample.tokens) for sample in run.trained)
+
+    assert answers(strategy) == answers(Strategy.SYNC)
+
+
+def test_stop_gives_back_what_runs() -> None:
+    run = scripted_run(
+        resolve_knobs(Strategy.SORTED_PARTIAL, 2), policy=ScriptedPolicy(longest=30), slots=4, num_samples=40
+    )
+    run.controller.should_stop = lambda: run.controller.buffer.num_trained >= 6
+    assert not run.controller.run()
+    buffer = run.controller.buffer
+    assert not run.engine.running
+    assert buffer.num_loaded == buffer.num_trained + len(buffer.samples)
+    assert not buffer.in_state[State.RUNNING]
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"max_staleness": -1}, "max_staleness must be 0 or more"),
+        ({"lookahead": -1}, "lookahead must be 0 or more"),
+        ({"interrupted": "wait"}, "interrupted cannot be wait"),
+        ({"on_bound": "resume"}, "on_bound cannot be resume"),
+        ({"overlap": True, "max_staleness": 0, "on_bound": "wait"}, "overlap = true with max_staleness = 0"),
+        ({"harvest": "drain", "max_staleness": 1, "on_bound": "wait"}, "harvest = drain with max_staleness = 1"),
+        ({"admission": "tail-last", "lookahead": 2}, "tail-last"),
+        ({"order": "sideways"}, "order"),
+        ({"patience": 3}, "unknown knob 'patience'"),
+    ],
+)
+def test_knobs_that_cannot_be_kept_are_refused(knobs: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve_knobs(Strategy.SORTED_PARTIAL, 4, **knobs)
+
+
+def test_explicit_knobs_override_the_preset() -> None:
+    knobs = resolve_knobs("sorted-replay", 8, max_staleness=2, interrupted="resume", lookahead="none")
+    assert (knobs.max_staleness, knobs.interrupted, knobs.lookahead) == (2, Fate.RESUME, None)
+    assert knobs.on_bound == Fate.REPLAY
+    with pytest.raises(ConfigError, match="unknown strategy"):
+        resolve_knobs("sortedreplay", 8)
