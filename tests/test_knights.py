@@ -28,7 +28,7 @@ def solve_by_text(prompt: str) -> list[str]:
     names = [words[0] for words in sentences]
     found = []
     for roles in itertools.product(("knight", "knave"), repeat=len(names)):
-        role_of = dict(zip(names, roles, strict=True))
+        role_of: dict[str, str] = dict(zip(names, roles, strict=True))
 
         def is_true(literal: str, role_of: dict[str, str] = role_of) -> bool:
             name, role = literal.split("-")
@@ -184,7 +184,7 @@ def test_stream_resumes_exactly_from_its_cursor() -> None:
     again.load_state_dict(state)
     assert again.take(5) == rest
     assert rest[0][1].columns.keys() == {"answer", "people"}
-    assert tokenizer.decode(rest[0][1].tokens) == rest[0][1].content
+    assert tokenizer.decode(list(rest[0][1].tokens)) == rest[0][1].content
     with pytest.raises(DataError, match=r"run\.seed=2"):
         PromptStream(task=KnightsTask(), tokenizer=tokenizer, seed=3, max_prompt_tokens=64).load_state_dict(state)
 
@@ -240,7 +240,7 @@ def test_chat_messages_go_through_the_chat_template() -> None:
         "{% for m in messages %}says {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}answer{% endif %}"
     )
     prompt = make_prompt({"prompt": [{"role": "user", "content": PROMPT}]}, tokenizer, prompt_id="x/0", max_tokens=99)
-    assert tokenizer.decode(prompt.tokens) == f"says {PROMPT} answer"
+    assert tokenizer.decode(list(prompt.tokens)) == f"says {PROMPT} answer"
     assert prompt.content == [{"role": "user", "content": PROMPT}]
 
 

@@ -42,6 +42,7 @@ class RunParts:
     engine: Engine
     learner: TorchLearner
     rewards: RewardPool
+    heldout_rewards: RewardPool  # its own, so that an evaluation never takes scores of training
     evaluator: Evaluator
     controller: Controller
 
@@ -51,6 +52,7 @@ class RunParts:
 
     def close(self) -> None:
         self.rewards.close()
+        self.heldout_rewards.close()
         self.learner.close()
         self.engine.close()
 
@@ -104,16 +106,14 @@ def build_run(
     knobs = config.knobs
     engine = build_engine(config, model, knobs)
     learner = TorchLearner(model, config.learner, temperature=config.engine.temperature or 1.0, overlap=knobs.overlap)
-    rewards = RewardPool(task.reward_funcs, timeout_s=config.reward.timeout_s, workers=config.reward.workers)
-    scorer = SampleScorer(pool=rewards, tokenizer=tokenizer)
+    limits = {"timeout_s": config.reward.timeout_s, "workers": config.reward.workers}
+    rewards, heldout_rewards = RewardPool(task.reward_funcs, **limits), RewardPool(task.reward_funcs, **limits)
+    rewards.start()
     stop_tokens = stop_token_ids(model, tokenizer)
     evaluator = Evaluator(
         engine=engine,
         prompts=heldout_prompts(config, task, tokenizer),
-        score=SampleScorer(
-            pool=RewardPool(task.reward_funcs, timeout_s=config.reward.timeout_s, workers=config.reward.workers),
-            tokenizer=tokenizer,
-        ).score_all,
+        score=SampleScorer(pool=heldout_rewards, tokenizer=tokenizer).score_all,
         stop_tokens=stop_tokens,
         budget=config.engine.max_new_tokens,
         seed=config.run.seed,
@@ -129,7 +129,7 @@ def build_run(
         knobs=knobs,
         engine=engine,
         learner=learner,
-        scorer=scorer,
+        scorer=SampleScorer(pool=rewards, tokenizer=tokenizer),
         load_samples=SampleLoader(config=config, stream=prompt_stream(config, task, tokenizer)).load,
         total_samples=config.run.samples,
         sampling=Sampling(temperature=config.engine.temperature, stop_tokens=stop_tokens),
@@ -148,6 +148,7 @@ def build_run(
         engine=engine,
         learner=learner,
         rewards=rewards,
+        heldout_rewards=heldout_rewards,
         evaluator=evaluator,
         controller=controller,
     )

@@ -104,24 +104,19 @@ def sft(
     """Rebuild the embedded model: SFT of a tiny Llama on demonstrations of Knights and Knaves."""
     import torch
 
-    from sortedrl.tasks.tiny import rebuild
+    from sortedrl.tasks.tiny import STEPS, rebuild
 
     torch.set_num_threads(1)
-    columns = (
-        TextColumn("SFT"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[loss]}"),
-        TimeRemainingColumn(),
-    )
+    loss_column = TextColumn("{task.fields[loss]}")
+    columns = (TextColumn("SFT"), BarColumn(), MofNCompleteColumn(), loss_column, TimeRemainingColumn())
     with Progress(*columns, console=err, disable=as_json) as progress:
-        bar = progress.add_task("sft", total=steps, loss="")
+        bar = progress.add_task("sft", total=steps or STEPS, loss="")
 
-        def on_step(step: int, total: int, loss: float) -> None:
-            progress.update(bar, completed=step, total=total, loss=f"loss {loss:.3f}")
+        def on_step(step: int, loss: float) -> None:
+            progress.update(bar, completed=step, loss=f"loss {loss:.3f}")
 
-        result = rebuild(out, seed=seed, on_step=on_step, **({} if steps is None else {"steps": steps}))
-    record = {"path": str(out), "steps": result.steps, "tokens": result.tokens, "loss": result.loss}
+        result = rebuild(out, seed=seed, steps=steps or STEPS, on_step=on_step)
+    record = {"path": str(out), "steps": result.steps, "num_tokens": result.num_tokens, "loss": result.loss}
     print(json.dumps(record)) if as_json else err.print(f"saved {out}: loss {result.loss:.4f}", highlight=False)
 
 

@@ -18,11 +18,12 @@ from rich.console import Console
 
 from sortedrl.clock import WallClock
 from sortedrl.config import SortedConfig
+from sortedrl.engine.base import EngineStats
 from sortedrl.errors import ConfigError, RunDirError
 from sortedrl.tasks.base import DatasetTask, RewardFunc, RowSequence, Task
 from sortedrl.telemetry.console import ConsoleSink
 from sortedrl.telemetry.events import RunEnded, RunStarted
-from sortedrl.telemetry.metrics import RunMetrics
+from sortedrl.telemetry.metrics import RunMetrics, Timing
 from sortedrl.telemetry.report import write_report
 from sortedrl.telemetry.sinks import Fanout, JsonlSink, MetricsSink
 from sortedrl.telemetry.summary import Summary, summarize
@@ -100,16 +101,7 @@ class SortedTrainer:
     def _train(self, parts: RunParts, emit: Fanout, metrics: RunMetrics, clock: WallClock) -> Summary:
         config, controller = self.config, parts.controller
         metrics.probe = lambda: (parts.stats(), controller.timing())
-        emit(
-            RunStarted(
-                t=clock.now(),
-                strategy=config.schedule.strategy.value,
-                seed=config.run.seed,
-                slots=config.engine.slots,
-                update_batch=config.schedule.update_batch,
-                total_samples=config.run.samples,
-            )
-        )
+        emit(run_started(config, clock.now()))
         with self._stop_on_interrupt():
             parts.evaluator.run(controller.buffer.version, 0)
             complete = controller.run()
@@ -117,15 +109,7 @@ class SortedTrainer:
             if complete:
                 parts.evaluator.run(controller.buffer.version, controller.buffer.num_trained)
         emit(RunEnded(t=clock.now(), reason="complete" if complete else "stopped"))
-        knobs = controller.knobs
-        summary = summarize(
-            metrics,
-            stats=stats,
-            timing=timing,
-            held=list(controller.buffer.samples),
-            cohort_batches=knobs.cohort_batches,
-            lookahead="none" if knobs.lookahead is None else knobs.lookahead,
-        )
+        summary = summary_of(parts, metrics, stats, timing)
         self._save(parts, summary)
         return summary
 
@@ -158,6 +142,29 @@ class SortedTrainer:
             yield
         finally:
             signal.signal(signal.SIGINT, previous)
+
+
+def run_started(config: SortedConfig, t: float) -> RunStarted:
+    return RunStarted(
+        t=t,
+        strategy=config.schedule.strategy.value,
+        seed=config.run.seed,
+        slots=config.engine.slots,
+        update_batch=config.schedule.update_batch,
+        total_samples=config.run.samples,
+    )
+
+
+def summary_of(parts: RunParts, metrics: RunMetrics, stats: EngineStats, timing: Timing) -> Summary:
+    knobs = parts.controller.knobs
+    return summarize(
+        metrics,
+        stats=stats,
+        timing=timing,
+        held=list(parts.controller.buffer.samples),
+        cohort_batches=knobs.cohort_batches,
+        lookahead="none" if knobs.lookahead is None else knobs.lookahead,
+    )
 
 
 def prepare_run_dir(run_dir: Path) -> None:

@@ -28,8 +28,8 @@ SCHEME = "gumbel-splitmix64-v1"
 
 # u lies in [2**-33, 1 - 2**-33]: a token whose scaled logit is more than MAX_NOISE - MIN_NOISE below the largest one
 # can never be drawn, and one more than MAX_NOISE below a perturbed score cannot beat it.
-MAX_NOISE = 22.873857
-MIN_NOISE = -3.1299876
+MAX_NOISE = 22.873858  # 33 log 2, rounded up
+MIN_NOISE = -3.129995  # -log(33 log 2), rounded down
 
 _INCREMENT = 0x9E3779B97F4A7C15
 _FIRST = 0xBF58476D1CE4E5B9

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 WORDS = ("says", "both", "either", ".", "?", "try", "yes", "no", "bad", "answer", "done")
 MAX_POSITIONS = 1024
+STEPS = 3000  # of the shipped checkpoint
 GIVE_UP = 0.9  # the impatient teacher's probability of giving up after a refuted try
 
 
@@ -117,10 +118,10 @@ def demonstrations(
         for index in count() if lesson.num_examples is None else range(lesson.num_examples):
             puzzle = rows.puzzle(index)
             trace = teach(puzzle, rng, give_up=GIVE_UP if rng.random() < lesson.impatient_share else 0.0)
-            yield tokenizer.encode(puzzle.prompt), [*tokenizer.encode(trace), tokenizer.eos_token_id]
+            yield tokenizer.encode(puzzle.prompt), tokenizer.encode(f"{trace} {EOS}")
 
 
-def rebuild(out_dir: Path | str, *, seed: int = 0, steps: int = 3000, on_step: OnStep | None = None) -> SftResult:
+def rebuild(out_dir: Path | str, *, seed: int = 0, steps: int = STEPS, on_step: OnStep | None = None) -> SftResult:
     """Make knights-tiny again: with the defaults, the shipped checkpoint."""
     from sortedrl.learner.sft import cold_start
 
