@@ -1,11 +1,11 @@
-"""Is replay exact, and what does it save? Interrupted samples, real updates between, replayed and restarted side by side.
+"""Is replay exact, and what does it save? Interrupted samples and real updates; each is replayed and restarted.
 
     python benchmarks/replay.py [--samples 500] [--seed 0] [--lr 5e-4] [--model FOLDER] [--json]
 
 Each round samples answers on the local engine, interrupts half of them at random steps, trains one GRPO update on the
-others, publishes it, and then finishes every interrupted sample twice: by replay of its cached tokens, and by a restart.
-Both must give the same tokens with the same log-probs. A mismatch can only be a tie of rounding: decode and prefill sum in
-another order, and a token whose perturbed score equals the best to the last bits may then win or lose.
+others, publishes it, and then finishes every interrupted sample twice: by replay of its cached tokens, and by a
+restart. Both must give the same tokens with the same log-probs. A mismatch can only be a tie of rounding: decode and
+prefill sum in another order, and a token whose perturbed score equals the best to the last bits may then win or lose.
 """
 
 from __future__ import annotations

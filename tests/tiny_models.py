@@ -32,7 +32,7 @@ def tiny_model(kind: str = "llama", *, seed: int = 0, **changes: Any) -> Any:
     config = getattr(transformers, f"{family}Config")(**(_SIZES | _HEADS | sizes | changes), pad_token_id=None)
     torch.manual_seed(seed)
     model = getattr(transformers, f"{family}ForCausalLM")(config)
-    shake(model, 0.15, seed=seed)
+    shake(model, 0.25, seed=seed)
     return model.eval()
 
 

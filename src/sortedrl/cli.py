@@ -33,6 +33,7 @@ app = typer.Typer(
     help="Online length-aware rollout scheduling for RL post-training.",
 )
 err = Console(stderr=True)
+TABLE_WIDTH = 110  # where stdout is no terminal
 
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file, see configs/.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="For example run.seed=1.")]
@@ -150,12 +151,15 @@ def doctor(
 
 
 def show(summaries: list[Summary], as_json: bool) -> None:
-    from sortedrl.telemetry.summary import summary_table
+    from sortedrl.telemetry.summary import comparison_table, summary_table
 
     if as_json:
         print(json.dumps({"runs": [summary.model_dump(mode="json") for summary in summaries]}))
-    else:
-        Console().print(summary_table(summaries))
+        return
+    out = Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
+    out.print(summary_table(summaries))
+    if len(summaries) > 1:
+        out.print(comparison_table(summaries))
 
 
 def _doctor_table(findings: list[Any]) -> Any:

@@ -26,84 +26,100 @@ class Section(BaseModel):
 
 
 class RunSection(Section):
-    name: str = Field("run", description="Name of the run; its directory is <dir>/<name>.")
-    dir: str = Field("runs", description="Where run directories live.")
-    seed: int = Field(0, ge=0, description="Seed of data order, sampling noise and learner.")
-    samples: int = Field(8192, ge=1, description="Samples to train in all: the run's data budget.")
-    threads: int = Field(1, ge=1, description="CPU threads for torch.")
-    report: bool = Field(True, description="Write report.html at the end.")
-    checkpoint: bool = Field(True, description="Save the trained model at the end.")
+    name: str = Field(default="run", description="Name of the run; its directory is <dir>/<name>.")
+    dir: str = Field(default="runs", description="Where run directories live.")
+    seed: int = Field(default=0, ge=0, description="Seed of data order, sampling noise and learner.")
+    samples: int = Field(default=8192, ge=1, description="Samples to train in all: the run's data budget.")
+    threads: int = Field(default=1, ge=1, description="CPU threads for torch.")
+    report: bool = Field(default=True, description="Write report.html at the end.")
+    checkpoint: bool = Field(default=True, description="Save the trained model at the end.")
 
 
 class TaskSection(Section):
-    name: str = Field("knights", description="The task: where prompts, rewards and held-out prompts come from.")
-    max_prompt_tokens: int = Field(256, ge=1, description="A longer prompt is refused.")
+    name: str = Field(default="knights", description="The task: where prompts, rewards and held-out prompts come from.")
+    max_prompt_tokens: int = Field(default=256, ge=1, description="A longer prompt is refused.")
     people: dict[str, float] = Field(
         default={"2": 4, "3": 3, "4": 2, "5": 1}, description="Knights and Knaves: weight of each number of people."
     )
 
 
 class ModelSection(Section):
-    path: str = Field("knights-tiny", description="A folder that from_pretrained loads, or the embedded knights-tiny.")
+    path: str = Field(
+        default="knights-tiny", description="A folder that from_pretrained loads, or the embedded knights-tiny."
+    )
 
 
 class ScheduleSection(Section):
     """Knobs left out (or null) take the strategy's preset; `none` lifts a bound."""
 
-    strategy: Strategy = Field(Strategy.SORTED_REPLAY, description="The preset.")
-    update_batch: int = Field(32, ge=1, description="U: samples per update.")
-    cohort_batches: int | None = Field(None, ge=1, description="n: update batches loaded at once.")
-    lookahead: Bound = Field(None, description="L: later cohorts that may fill idle slots.")
-    max_staleness: Bound = Field(None, description="Bound on staleness; 0 is on-policy.")
-    interrupted: Literal["resume", "replay", "restart"] | None = Field(None, description="What interrupted ones do.")
-    on_bound: Literal["replay", "restart", "wait"] | None = Field(None, description="What a sample at the bound does.")
-    harvest: Literal["batch", "drain"] | None = Field(None, description="When an update batch is taken.")
+    strategy: Strategy = Field(default=Strategy.SORTED_REPLAY, description="The preset.")
+    update_batch: int = Field(default=32, ge=1, description="U: samples per update.")
+    cohort_batches: int | None = Field(default=None, ge=1, description="n: update batches loaded at once.")
+    lookahead: Bound = Field(default=None, description="L: later cohorts that may fill idle slots.")
+    max_staleness: Bound = Field(default=None, description="Bound on staleness; 0 is on-policy.")
+    interrupted: Literal["resume", "replay", "restart"] | None = Field(
+        default=None, description="What interrupted ones do."
+    )
+    on_bound: Literal["replay", "restart", "wait"] | None = Field(
+        default=None, description="What a sample at the bound does."
+    )
+    harvest: Literal["batch", "drain"] | None = Field(default=None, description="When an update batch is taken.")
     order: Literal["shortest-first", "longest-first", "interleaved", "shuffled"] | None = Field(
-        None, description="How a drain is dealt and inner mini-batches are cut."
+        default=None, description="How a drain is dealt and inner mini-batches are cut."
     )
     admission: Literal["load-order", "longest-expected-first", "tail-last"] | None = Field(
-        None, description="Which waiting sample gets a free slot."
+        default=None, description="Which waiting sample gets a free slot."
     )
-    overlap: bool | None = Field(None, description="Rollout goes on during the update.")
-    restart_noise: Literal["seeded", "fresh"] | None = Field(None, description="Noise of a restarted sample.")
+    overlap: bool | None = Field(default=None, description="Rollout goes on during the update.")
+    restart_noise: Literal["seeded", "fresh"] | None = Field(default=None, description="Noise of a restarted sample.")
 
 
 class EngineSection(Section):
-    kind: Literal["local"] = Field("local", description="The engine.")
-    slots: int = Field(32, ge=1, description="Q: sequences that run at once.")
-    max_new_tokens: int = Field(512, ge=1, description="Token budget of an answer, over all its segments.")
-    temperature: float = Field(1.0, ge=0.0, description="Sampling temperature.")
-    replay_tolerance: float = Field(0.0, ge=0.0, description="A cached token this close to the best is kept.")
-    in_flight: Literal["reprefill", "keep"] = Field("reprefill", description="KV of running samples at a publication.")
+    kind: Literal["local"] = Field(default="local", description="The engine.")
+    slots: int = Field(default=32, ge=1, description="Q: sequences that run at once.")
+    max_new_tokens: int = Field(default=512, ge=1, description="Token budget of an answer, over all its segments.")
+    temperature: float = Field(default=1.0, ge=0.0, description="Sampling temperature.")
+    replay_tolerance: float = Field(default=0.0, ge=0.0, description="A cached token this close to the best is kept.")
+    in_flight: Literal["reprefill", "keep"] = Field(
+        default="reprefill", description="KV of running samples at a publication."
+    )
 
 
 class RewardSection(Section):
-    timeout_s: float = Field(10.0, gt=0, description="Time limit of one call of the reward functions.")
-    grace_s: float = Field(0.25, ge=0, description="How long a full batch waits for answers that are being scored.")
-    workers: int = Field(1, ge=1, description="Scoring workers.")
+    timeout_s: float = Field(default=10.0, gt=0, description="Time limit of one call of the reward functions.")
+    grace_s: float = Field(
+        default=0.25, ge=0, description="How long a full batch waits for answers that are being scored."
+    )
+    workers: int = Field(default=1, ge=1, description="Scoring workers.")
 
 
 class LearnerSection(Section):
-    algorithm: Literal["reinforce++", "grpo"] = Field("grpo", description="Advantage estimator and loss.")
-    group_size: int = Field(8, ge=1, description="k: samples per prompt.")
-    advantage_scope: Literal["batch", "cohort", "running"] = Field("batch", description="What statistics run over.")
-    lr: float = Field(3e-4, gt=0, description="Peak learning rate.")
-    lr_final: float = Field(0.05, ge=0, le=1, description="Share of the peak that is left at the end (linear decay).")
-    warmup_samples: int = Field(0, ge=0, description="Samples over which the rate rises from 0.")
-    weight_decay: float = Field(0.0, ge=0, description="AdamW's.")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's.")
-    clip_low: float = Field(0.2, gt=0, description="Ratio clip below 1.")
-    clip_high: float = Field(0.28, gt=0, description="Ratio clip above 1.")
-    grad_clip: float = Field(1.0, gt=0, description="Largest gradient norm.")
-    inner_steps: int = Field(1, ge=1, description="Mini-batches per update.")
-    inner_epochs: int = Field(1, ge=1, description="Passes over a batch.")
-    micro_tokens: int = Field(16384, ge=1, description="Tokens per packed micro-batch.")
+    algorithm: Literal["reinforce++", "grpo"] = Field(default="grpo", description="Advantage estimator and loss.")
+    group_size: int = Field(default=8, ge=1, description="k: samples per prompt.")
+    advantage_scope: Literal["batch", "cohort", "running"] = Field(
+        default="batch", description="What statistics run over."
+    )
+    lr: float = Field(default=3e-4, gt=0, description="Peak learning rate.")
+    lr_final: float = Field(
+        default=0.05, ge=0, le=1, description="Share of the peak that is left at the end (linear decay)."
+    )
+    warmup_samples: int = Field(default=0, ge=0, description="Samples over which the rate rises from 0.")
+    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's.")
+    betas: tuple[float, float] = Field(default=(0.9, 0.95), description="AdamW's.")
+    clip_low: float = Field(default=0.2, gt=0, description="Ratio clip below 1.")
+    clip_high: float = Field(default=0.28, gt=0, description="Ratio clip above 1.")
+    grad_clip: float = Field(default=1.0, gt=0, description="Largest gradient norm.")
+    inner_steps: int = Field(default=1, ge=1, description="Mini-batches per update.")
+    inner_epochs: int = Field(default=1, ge=1, description="Passes over a batch.")
+    micro_tokens: int = Field(default=16384, ge=1, description="Tokens per packed micro-batch.")
 
 
 class EvalSection(Section):
-    prompts: int = Field(256, ge=0, description="Held-out prompts; 0 turns evaluation off.")
-    samples: int = Field(1, ge=1, description="Sampled answers per held-out prompt.")
-    every_samples: int = Field(0, ge=0, description="Evaluate each time this many more are trained; 0: start and end.")
+    prompts: int = Field(default=256, ge=0, description="Held-out prompts; 0 turns evaluation off.")
+    samples: int = Field(default=1, ge=1, description="Sampled answers per held-out prompt.")
+    every_samples: int = Field(
+        default=0, ge=0, description="Evaluate each time this many more are trained; 0: start and end."
+    )
 
 
 class SortedConfig(Section):

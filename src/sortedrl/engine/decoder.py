@@ -65,7 +65,6 @@ class LeanDecoder:
         self._head_dim: int = attention.head_dim
         self._kv_heads: int = config.num_key_value_heads
         self._heads: int = config.num_attention_heads
-        self._feed_forward: int = config.intermediate_size
         self._scale: float = attention.scaling
         size, device = config.hidden_size, root.model.embed_tokens.weight.device
         self._floor = torch.tensor((size * config.rms_norm_eps) ** 0.5, device=device)
@@ -119,16 +118,16 @@ class LeanDecoder:
             else:
                 qkv_tx = torch.addmm(layer.qkv_bias_x, normed_tm, layer.qkv_mx)
             qkv_thd = qkv_tx.view(num_t, -1, self._head_dim)
-            qk_thd, v_tkd = qkv_thd.split((num_turned, self._kv_heads), dim=1)
+            qk_thd, v_tkd = qkv_thd.split_with_sizes((num_turned, self._kv_heads), 1)
             if layer.qk_gain_hd is not None:
                 qk_thd = _normed(qk_thd, self._head_floor).mul_(layer.qk_gain_hd)
             pairs_thc = torch.view_as_complex(qk_thd.view(num_t, num_turned, -1, 2))
             qk_thd = torch.view_as_real(pairs_thc * turns_t1c).view(num_t, num_turned, self._head_dim)
-            q_thd, k_tkd = qk_thd.split((self._heads, self._kv_heads), dim=1)
+            q_thd, k_tkd = qk_thd.split_with_sizes((self._heads, self._kv_heads), 1)
             out_thd = plan.attend(index, q_thd, k_tkd, v_tkd, self._scale)
             x_tm = torch.addmm(x_tm, out_thd.view(num_t, -1), layer.out_xm)
             gate_up_tf = torch.mm(_normed(x_tm, self._floor), layer.gate_up_mf)
-            gate_tf, up_tf = gate_up_tf.split(self._feed_forward, dim=1)
+            gate_tf, up_tf = gate_up_tf.chunk(2, 1)
             x_tm = torch.addmm(x_tm, nn.functional.silu(gate_tf).mul_(up_tf), layer.down_fm)
         if rows_r is not None:
             x_tm = x_tm.index_select(0, rows_r)

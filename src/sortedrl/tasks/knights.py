@@ -135,10 +135,10 @@ def is_heldout(prompt: str) -> bool:
     return int.from_bytes(hashlib.blake2b(prompt.encode(), digest_size=8).digest(), "little") % HELDOUT_SHARE == 0
 
 
-def check(puzzle: Puzzle, assignment: int) -> list[str]:
+def check(puzzle: Puzzle, assignment: int, rng: random.Random | None = None, overlook: float = 0.0) -> list[str]:
     """The claims under an assignment, literal by literal, up to the first that its speaker cannot have made.
 
-    Ends with `bad` exactly when there is one.
+    Ends with `bad` exactly when there is one, unless it is overlooked: each with that probability.
     """
     words = []
     for p, claim in enumerate(puzzle.claims):
@@ -148,19 +148,20 @@ def check(puzzle: Puzzle, assignment: int) -> list[str]:
             words.append(claim.operator)
         for (q, wanted), word in zip(claim.literals, puzzle.literal_words(p), strict=True):
             words += [word, "yes" if bool(assignment >> q & 1) == wanted else "no"]
-        if claim.holds(assignment) == is_knave:
+        if claim.holds(assignment) == is_knave and (rng is None or rng.random() >= overlook):
             return [*words, "bad"]
     return words
 
 
-def teach(puzzle: Puzzle, rng: random.Random | None = None, give_up: float = 0.0) -> str:
-    """A trace: tries up to the solution or, after each refuted try with probability `give_up`, no further.
+def teach(puzzle: Puzzle, rng: random.Random | None = None, *, give_up: float = 0.0, overlook: float = 0.0) -> str:
+    """A trace: tries until one passes its check or, after each refuted try with probability `give_up`, no further.
 
-    The patient teacher (`give_up` 0) is always right. The impatient one answers with the guess it has just refuted.
+    The patient and careful teacher (without `rng`, or with both probabilities 0) is always right. The impatient one
+    answers with a guess that it has just refuted, the careless one overlooks refutations.
     """
     words: list[str] = []
     for assignment in range(1 << len(puzzle.people)):
-        checked = check(puzzle, assignment)
+        checked = check(puzzle, assignment, rng, overlook)
         words += ["try", puzzle.write(assignment), *checked]
         if checked[-1] != "bad" or (rng is not None and rng.random() < give_up):
             return " ".join([*words, "answer", puzzle.write(assignment), "done"])

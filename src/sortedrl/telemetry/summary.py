@@ -228,3 +228,37 @@ def summary_table(summaries: Sequence[Summary]) -> Table:
             lost_and_duplicated(summary),
         )
     return table
+
+
+def comparison_table(summaries: Sequence[Summary]) -> Table:
+    """A row per strategy, means over its runs; accuracy with the least and the most, speed against the first one's."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, caption="means over seeds")
+    table.add_column("strategy", no_wrap=True)
+    headers = ("accuracy after", "bubble", "goodput", "tokens/s", "speed", "staleness", "rollout s", "update s")
+    for header in headers:
+        table.add_column(header, justify="right", no_wrap=True)
+    arms: dict[str, list[Summary]] = {}
+    for summary in summaries:
+        arms.setdefault(summary.strategy, []).append(summary)
+    base = _mean([run.tokens_per_s for run in next(iter(arms.values()))])
+    for strategy, runs in arms.items():
+        after = [run.accuracy_after for run in runs if run.accuracy_after is not None]
+        spread = f" ({min(after):.3f}-{max(after):.3f})" if after else ""
+        speed = _mean([run.tokens_per_s for run in runs])
+        table.add_row(
+            escape(strategy),
+            number(_mean([*after]), 3) + spread,
+            share(_mean([run.bubble_ratio for run in runs])),
+            share(_mean([run.goodput for run in runs])),
+            number(speed),
+            "–" if speed is None or not base else f"{speed / base:.2f}x",
+            number(_mean([run.staleness_token_mean for run in runs]), 2),
+            number(_mean([run.rollout_s for run in runs]), 1),
+            number(_mean([run.update_s for run in runs]), 1),
+        )
+    return table
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
