@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sortedrl.config import SortedConfig
+from sortedrl.config import SortedConfig, reference
 from sortedrl.errors import ConfigError
 from sortedrl.schedule import Fate, Harvest, Strategy
 
@@ -84,6 +84,11 @@ def test_the_saved_configuration_means_the_same(strategy: Strategy, tmp_path: Pa
     assert again.run == config.run
     assert again.learner == config.learner
     assert again.to_toml() == config.to_toml()
+
+
+def test_the_reference_is_up_to_date() -> None:
+    page = (QUICKSTART.parent.parent / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert page.endswith(reference()), "rebuild docs/configuration.md with sortedrl.config.reference()"
 
 
 def test_every_field_is_described() -> None:

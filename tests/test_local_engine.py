@@ -41,7 +41,9 @@ def test_an_answer_does_not_depend_on_slots_or_neighbours(path: str) -> None:
             assert answer.logprobs == pytest.approx(alone[sample].logprobs, abs=1e-4)
 
 
-def test_lengths_far_apart_do_not_disturb_each_other() -> None:
+@pytest.mark.parametrize("call_cost", [0, 1 << 30])
+def test_lengths_far_apart_do_not_disturb_each_other(call_cost: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sortedrl.engine.cache._APART_ELEMENTS", call_cost)  # always apart, or never
     model = tiny_model("llama-gqa")
     requests = make_requests(6, budget=12)
     long = [replace(request, prompt=[(i * 5) % VOCAB for i in range(200)]) for request in requests[4:]]
@@ -468,3 +470,4 @@ def test_time_and_tokens_are_counted() -> None:
     resumed = replace(requests[0], attempt=1, mode=Mode.RESUME, cached=answers[0].tokens[:3])
     caller.serve([resumed])
     assert caller.engine.stats().recomputed_tokens == 3
+    assert answers[0].slot_s == 4.0 + 1.0  # its fourth token came from the prefill, the fifth from a step

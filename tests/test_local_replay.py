@@ -10,6 +10,7 @@ import torch
 
 from sortedrl.engine.base import Delta, Finished, Sampling, Verified
 from sortedrl.engine.local import LocalEngine
+from sortedrl.engine.noise import gumbel_scalar
 from sortedrl.records import FinishReason, Mode
 from tiny_models import VOCAB, Caller, make_requests, serve, shake, source, teacher_forced, tiny_model
 
@@ -95,6 +96,8 @@ def test_events_of_a_replay() -> None:
     tokens = serve(model, [request])[0].tokens
     wrong = (tokens[8] + 1) % VOCAB
     engine = LocalEngine(model, slots=1, max_length=64)
+    engine.submit([request])
+    engine.poll()
     engine.submit([replace(request, attempt=2, mode=Mode.REPLAY, cached=[*tokens[:8], wrong, *tokens[9:12]])])
     verified, checked, decoded, finished = engine.poll()
     assert isinstance(verified, Verified)
@@ -212,8 +215,6 @@ def test_tolerance_keeps_tokens_that_are_nearly_best() -> None:
 
 def test_the_tolerance_is_a_gap_of_perturbed_scores() -> None:
     model, request = tiny_model(), make_requests(1, budget=1)[0]
-    from sortedrl.engine.noise import gumbel_scalar
-
     with torch.no_grad():
         logits = model(torch.tensor([request.prompt])).logits[0, -1].tolist()
     scores = [logit + gumbel_scalar(request.seed, 0, token) for token, logit in enumerate(logits)]

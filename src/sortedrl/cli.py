@@ -50,12 +50,13 @@ def train(config: ConfigPath, overrides: Overrides = None, as_json: AsJson = Fal
     show([summary], as_json)
     kept = f"report {trainer.run_dir / 'report.html'}, summary {trainer.run_dir / 'summary.json'}"
     if summary.status == "complete":
-        err.print(f"done: {kept}", highlight=False)
+        err.print(f"done: {kept}", highlight=False, soft_wrap=True)
         return
     err.print(
         f"stopped after {summary.updates} updates, {summary.samples} samples trained: the weights are in "
         f"{trainer.run_dir / 'checkpoints'}, {kept}",
         highlight=False,
+        soft_wrap=True,
     )
     raise typer.Exit(130)
 
@@ -177,19 +178,23 @@ def main() -> None:
     logging.basicConfig(
         level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=err, show_path=False)]
     )
+    command = typer.main.get_command(app)
     try:
-        app(standalone_mode=False)
+        # Not `app()`: it turns an interrupt into an exit, and an exit into a return value.
+        with command.make_context("sortedrl", sys.argv[1:]) as context:
+            command.invoke(context)
     except SortedRLError as error:
         err.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(2)
     except typer.Exit as leave:
         sys.exit(leave.exit_code)
     except KeyboardInterrupt:
-        err.print("interrupted: what was written to the run directory is kept")
+        err.print("interrupted: what was written to the run directory is kept", soft_wrap=True)
         sys.exit(130)
     except Exception as error:
         usage = getattr(error, "format_message", None)
         if usage is None:
             raise
-        err.print(f"[bold red]error:[/] {escape(usage())}", highlight=False, soft_wrap=True)
+        if usage():  # without any argument the help has been printed, and there is nothing to add
+            err.print(f"[bold red]error:[/] {escape(usage())}", highlight=False, soft_wrap=True)
         sys.exit(2)

@@ -207,6 +207,18 @@ class SortedConfig(Section):
         return "\n".join(_section_toml(name, section) for name, section in tree.items())
 
 
+def reference() -> str:
+    """Every key with its type, default and meaning, as Markdown (docs/configuration.md)."""
+    lines: list[str] = []
+    for name, section in SortedConfig.model_fields.items():
+        lines += [f"## [{name}]", "", "| key | default | meaning |", "| --- | --- | --- |"]
+        for key, field in type(section.default).model_fields.items():
+            default = "preset" if field.default is None else _toml_value(field.default)
+            lines.append(f"| `{key}` | `{default}` | {field.description} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
 # ---- overrides and messages -----------------------------------------------------------------------------------------
 
 # `engine=local` is short for `engine.kind=local`, and so on: the key that a section is mostly about.

@@ -162,9 +162,9 @@ class Controller:
                 return
 
     def hinges_on_scores(self) -> bool:
-        """Whether answers that are being scored would fill the batch."""
+        """Whether answers that are being scored belong to the next batch: they fill it, or ended together with it."""
         ready, finished = self.buffer.num_ready, len(self.buffer.in_state[State.FINISHED])
-        return self.update is None and ready < self.knobs.update_batch <= ready + finished
+        return self.update is None and finished > 0 and ready + finished >= self.knobs.update_batch
 
     def patience(self) -> float:
         """How long to wait for scores.
