@@ -113,8 +113,8 @@ def main() -> None:
     for number, strip in enumerate(strips):
         parts += draw(strip, TITLE + number * (TITLE + options.slots * ROW + GAP), options.slots, options.seconds)
     note = (
-        f"The first {options.seconds:g} s of rollout on {options.slots} slots: a bar is an answer, its shade the version "
-        "of the weights, a dashed line an update, an orange end an interruption."
+        f"The first {options.seconds:g} s of rollout on {options.slots} slots. A bar is an answer, its shade the "
+        "version of the weights; a dashed line is an update, an orange end an interruption."
     )
     parts += [f'<text x="{LEFT}" y="{height - 12}" class="note">{note}</text>', "</svg>"]
     options.out.write_text("\n".join(parts) + "\n", encoding="utf-8")

@@ -130,6 +130,18 @@ def test_patient_teacher_is_always_right_and_impatient_one_stops_at_a_refuted_gu
         assert verify([row["prompt"]], [hasty], answer=[row["answer"]]) == [float(first_is_right)]
 
 
+def test_careless_teacher_overlooks_every_refutation_or_some() -> None:
+    puzzle = parse(PROMPT)
+    assert teach(puzzle, random.Random(0), overlook=1.0) == (
+        "try Ann=knight Bob=knight Ann=knight Bob-knave no Bob=knight both Ann-knight yes Bob-knight yes "
+        "answer Ann=knight Bob=knight done"
+    )
+    rng = random.Random(0)
+    rewards = [reward(teach(puzzle, rng, overlook=0.5)) for _ in range(2000)]
+    # Each of the two tries before the right one has a single refutation, so both are refuted a quarter of the time.
+    assert sum(rewards) / 2000 == pytest.approx(0.25, abs=0.04)
+
+
 def test_rows_depend_on_seed_and_index_alone() -> None:
     forwards = [KnightsTask(seed=7).train.row(index) for index in range(30)]
     backwards = [KnightsTask(seed=7).train.row(index) for index in reversed(range(30))]

@@ -79,6 +79,13 @@ class Buffer:
     def num_running(self) -> int:
         return len(self.in_state[State.RUNNING])
 
+    @property
+    def num_ready_soon(self) -> int:
+        """Samples whose groups lack nothing but scores."""
+        groups = {self._group_key(sample): self.group_of(sample) for sample in self.in_state[State.FINISHED].values()}
+        complete = (State.FINISHED, State.SCORED)
+        return sum(len(group.samples) for group in groups.values() if all(s.state in complete for s in group.samples))
+
     def group_of(self, sample: Sample) -> Group:
         return self.groups[self._group_key(sample)]
 

@@ -163,8 +163,10 @@ class Controller:
 
     def hinges_on_scores(self) -> bool:
         """Whether answers that are being scored belong to the next batch: they fill it, or ended together with it."""
-        ready, finished = self.buffer.num_ready, len(self.buffer.in_state[State.FINISHED])
-        return self.update is None and finished > 0 and ready + finished >= self.knobs.update_batch
+        if self.update is not None or not self.buffer.in_state[State.FINISHED]:
+            return False
+        ready_soon = self.buffer.num_ready_soon
+        return ready_soon > 0 and self.buffer.num_ready + ready_soon >= self.knobs.update_batch
 
     def patience(self) -> float:
         """How long to wait for scores.

@@ -25,27 +25,30 @@ if TYPE_CHECKING:
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 WORDS = ("says", "both", "either", ".", "?", "try", "yes", "no", "bad", "answer", "done")
 MAX_POSITIONS = 1024
+STEPS = 4000  # with seed 0 and the lessons below: what made the shipped checkpoint
 STEPS = 3000  # of the shipped checkpoint
 GIVE_UP = 0.9  # the impatient teacher's probability of giving up after a refuted try
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Lesson:
-    """A stretch of the cold start: which puzzles, and which share of them the impatient teacher demonstrates."""
+    """A stretch of the cold start: which puzzles, and with which faults they are demonstrated."""
 
     num_examples: int | None  # None goes on for ever
     people: Mapping[int, float]
-    impatient_share: float
+    impatient_share: float = 0.0  # of the demonstrations come from the teacher that gives up
+    overlook: float = 0.0  # probability with which a refutation is overlooked
 
 
 LESSONS = (
-    Lesson(num_examples=6_000, people={2: 1, 3: 1}, impatient_share=0.0),
-    Lesson(num_examples=10_000, people={2: 1, 3: 2, 4: 3, 5: 3}, impatient_share=0.0),
-    Lesson(num_examples=None, people={2: 3, 3: 3, 4: 2, 5: 2}, impatient_share=0.8),
+    Lesson(num_examples=6_000, people={2: 1, 3: 1}),
+    Lesson(num_examples=16_000, people={2: 1, 3: 2, 4: 3, 5: 4}),
+    Lesson(num_examples=None, people={2: 3, 3: 3, 4: 2, 5: 2}, impatient_share=0.75, overlook=0.2),
 )
-"""Checking is learned from the patient teacher, small puzzles first; then the habit of giving up is laid over it.
+"""Checking is learned from the patient and careful teacher, small puzzles first; then bad habits are laid over it.
 
-The model can then persist but seldom does, which leaves to reinforcement what it is good at: finding that it pays.
+The model can then persist and be careful, but seldom is both. That leaves to reinforcement what it is good at: to find
+out which of the things that a model can do pay. Errors of a merely undertrained model are systematic and stay.
 """
 
 
@@ -117,7 +120,8 @@ def demonstrations(
         rng = random.Random(f"teachers/{seed}/{number}")
         for index in count() if lesson.num_examples is None else range(lesson.num_examples):
             puzzle = rows.puzzle(index)
-            trace = teach(puzzle, rng, give_up=GIVE_UP if rng.random() < lesson.impatient_share else 0.0)
+            give_up = GIVE_UP if rng.random() < lesson.impatient_share else 0.0
+            trace = teach(puzzle, rng, give_up=give_up, overlook=lesson.overlook)
             yield tokenizer.encode(puzzle.prompt), tokenizer.encode(f"{trace} {EOS}")
 
 
