@@ -148,26 +148,38 @@ class Buffer:
         return sample if sample is not None and sample.attempt == attempt else None
 
     def append(
-        self, sample: Sample, *, start: int, tokens: list[int], logprobs: list[float], version: int, slot_s: float
+        self,
+        sample: Sample,
+        *,
+        start: int,
+        tokens: list[int],
+        logprobs: list[float],
+        version: int,
+        slot_s: float,
+        verified: int = 0,
     ) -> int:
-        """Put tokens at position `start`, in place of what is there; returns how many tokens that threw away."""
+        """Put tokens at position `start`, in place of what is there; returns how many tokens that threw away.
+
+        The first `verified` of them repeat what is there: they were decoded once, and keep the slot time it took.
+        """
         assert sample.state == State.RUNNING, f"sample {sample.id} gets tokens while {sample.state}"
         assert len(tokens) == len(logprobs), f"sample {sample.id}: {len(tokens)} tokens, {len(logprobs)} log-probs"
         held = sample.num_tokens
-        assert start <= held, f"sample {sample.id}: tokens at {start}, but it holds {held}"
+        assert start + verified <= held, f"sample {sample.id}: tokens at {start + verified}, but it holds {held}"
+        assert verified <= len(tokens), f"sample {sample.id}: {verified} of {len(tokens)} tokens verified"
         assert start + len(tokens) <= sample.budget, f"sample {sample.id} exceeds its budget of {sample.budget}"
-        kept_slot_s, num_same = _truncate(sample, start, tokens) if start < held else (0.0, 0)
+        if start < held:
+            slot_s += _cut(sample, start, verified)
         last = sample.segments[-1] if sample.segments else None
         if last is not None and last.version == version:
             last.tokens.extend(tokens)
             last.logprobs.extend(logprobs)
-            last.slot_s += slot_s + kept_slot_s
+            last.slot_s += slot_s
         elif tokens:
-            slot_s += kept_slot_s
             sample.segments.append(Segment(version=version, tokens=tokens, logprobs=logprobs, slot_s=slot_s))
         sample.mode = Mode.RESUME
         sample.known_length = max(sample.known_length, sample.num_tokens)
-        return held - start - num_same
+        return held - start - verified
 
     def finish(self, sample: Sample, reason: FinishReason) -> None:
         """RUNNING -> FINISHED."""
@@ -308,31 +320,22 @@ class Buffer:
             self.waiting[sample.id] = sample
 
 
-def _truncate(sample: Sample, start: int, tokens: list[int]) -> tuple[float, int]:
-    """Cut the sample at `start`; returns slot time and number of those cut tokens that `tokens` repeats.
-
-    A replay delivers its verified prefix once more, under a new version: those tokens were decoded once, and keep the
-    slot time that it took.
-    """
-    kept_slot_s, num_same, is_same, position = 0.0, 0, True, 0
+def _cut(sample: Sample, start: int, verified: int) -> float:
+    """Cut the sample at `start`; returns the slot time of the first `verified` tokens behind the cut."""
+    kept_slot_s, position = 0.0, 0
     segments: list[Segment] = []
     for segment in sample.segments:
         length = len(segment.tokens)
         keep = min(max(start - position, 0), length)
-        for offset in range(keep, length):
-            at = position + offset - start
-            is_same = is_same and at < len(tokens) and tokens[at] == segment.tokens[offset]
-            if not is_same:
-                break
-            num_same += 1
-            kept_slot_s += segment.slot_s / length
+        again = min(max(start + verified - position, 0), length) - keep
+        kept_slot_s += segment.slot_s * again / length
         if keep:
             segment.slot_s *= keep / length
             del segment.tokens[keep:], segment.logprobs[keep:]
             segments.append(segment)
         position += length
     sample.segments = segments
-    return kept_slot_s, num_same
+    return kept_slot_s
 
 
 def _sample_from(record: dict[str, Any]) -> Sample:

@@ -108,7 +108,6 @@ def build_run(
     learner = TorchLearner(model, config.learner, temperature=config.engine.temperature or 1.0, overlap=knobs.overlap)
     limits = {"timeout_s": config.reward.timeout_s, "workers": config.reward.workers}
     rewards, heldout_rewards = RewardPool(task.reward_funcs, **limits), RewardPool(task.reward_funcs, **limits)
-    rewards.start()
     stop_tokens = stop_token_ids(model, tokenizer)
     evaluator = Evaluator(
         engine=engine,
@@ -141,7 +140,7 @@ def build_run(
         should_stop=should_stop,
         pause=evaluator,
     )
-    return RunParts(
+    parts = RunParts(
         task=task,
         model=model,
         tokenizer=tokenizer,
@@ -152,6 +151,12 @@ def build_run(
         evaluator=evaluator,
         controller=controller,
     )
+    try:  # last, so that no worker is left behind when something else is wrong
+        rewards.start()
+    except BaseException:
+        parts.close()
+        raise
+    return parts
 
 
 @dataclass(slots=True, kw_only=True)

@@ -78,19 +78,22 @@ def compare(
     unknown = [name for name in names if name not in list(Strategy)]
     if unknown or not names:
         raise ConfigError(f"unknown strategy {unknown[0] if unknown else ''!r}: choose from {', '.join(Strategy)}")
+    configs = [  # all of them first: one that cannot be kept is refused before the others are trained
+        base.with_strategy(name, seed=seed, name=f"{base.run.name}-{name}-seed{seed}")
+        for seed in range(base.run.seed, base.run.seed + seeds)
+        for name in names
+    ]
     summaries: list[Summary] = []
     directories: list[Path] = []
-    for seed in range(base.run.seed, base.run.seed + seeds):
-        for name in names:
-            run_name = f"{base.run.name}-{name}-seed{seed}"
-            trainer = SortedTrainer(args=base.with_strategy(name, seed=seed, name=run_name), console=err, quiet=as_json)
-            if not as_json:
-                err.print(f"[bold]{escape(run_name)}[/]")
-            summaries.append(trainer.train())
-            directories.append(trainer.run_dir)
-            if trainer.stop_requested:
-                show(summaries, as_json)
-                raise typer.Exit(130)
+    for run in configs:
+        trainer = SortedTrainer(args=run, console=err, quiet=as_json)
+        if not as_json:
+            err.print(f"[bold]{escape(run.run.name)}[/]")
+        summaries.append(trainer.train())
+        directories.append(trainer.run_dir)
+        if trainer.stop_requested:
+            show(summaries, as_json)
+            raise typer.Exit(130)
     report = write_report(directories, Path(base.run.dir) / f"{base.run.name}-compare.html")
     show(summaries, as_json)
     err.print(f"report: {report}", highlight=False)

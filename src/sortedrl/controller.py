@@ -107,6 +107,8 @@ class Controller:
     def run(self) -> bool:
         """Train on everything; returns False if it was told to stop before."""
         self.began = self.clock.now()
+        for sample in self.buffer.in_state[State.FINISHED].values():
+            self.scorer.submit(sample)  # of a buffer that was read back: nobody is scoring them
         while self.has_data or self.buffer.samples or self.update is not None:
             self.load()
             self.admit()
@@ -174,9 +176,8 @@ class Controller:
         A batch that only lacks scores is worth a short wait: quick rewards then never depend on timing, and slow ones
         cost each answer at most that much.
         """
-        if not (self.buffer.num_running or self.update):
-            return IDLE_POLL_S
-        return max(0.0, self.last_finish + self.score_grace_s - self.clock.now()) if self.hinges_on_scores() else 0.0
+        idle = 0.0 if self.buffer.num_running or self.update else IDLE_POLL_S
+        return max(idle, self.last_finish + self.score_grace_s - self.clock.now()) if self.hinges_on_scores() else idle
 
     def harvest(self) -> None:
         """Take an update batch if there is one, and start the update."""
@@ -282,6 +283,7 @@ class Controller:
                         logprobs=event.logprobs,
                         version=event.version,
                         slot_s=event.slot_s,
+                        verified=event.verified,
                     )
                 case engine_events.Verified(cached=cached, accepted=accepted):
                     self.emit(

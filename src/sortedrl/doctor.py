@@ -75,8 +75,12 @@ def _configuration(path: Path) -> list[Finding]:
             f"cohorts of {knobs.cohort_samples} consumed within {bound}, staleness {staleness}",
         )
     ]
-    from sortedrl.build import build_engine, load_model, model_path
+    from sortedrl.build import build_engine, build_task, load_model, model_path
 
+    try:
+        build_task(config)
+    except SortedRLError as error:
+        return [*findings, Finding(name="task", text=str(error), is_fine=False)]
     try:
         model, tokenizer = load_model(model_path(config))
         build_engine(config, model, knobs)

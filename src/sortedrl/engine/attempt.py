@@ -23,6 +23,7 @@ class Attempt:
     stops: frozenset[int]
     logprobs: list[float] = field(default_factory=list)
     delivered: int = 0  # answer tokens that the caller holds
+    verified: int = 0  # tokens that a replay kept and the caller has not heard of
     is_cut: bool = False  # the caller holds more than `tokens`, and must hear of it
     slot_mark: float = 0.0  # the engine's decode seconds at the last delivery
 
@@ -67,6 +68,7 @@ class Attempt:
         del self.tokens[accepted:]
         self.logprobs = list(logprobs)
         self.delivered = 0
+        self.verified = accepted
         self.is_cut = True
         return True
 
@@ -84,6 +86,8 @@ class Attempt:
             logprobs=self.logprobs,
             version=version,
             slot_s=decode_s - self.slot_mark,
+            verified=self.verified,
         )
+        self.verified = 0
         self.delivered, self.is_cut, self.logprobs, self.slot_mark = len(self.tokens), False, [], decode_s
         return delta

@@ -56,7 +56,8 @@ class Event:
 class Delta(Event):
     """Answer tokens from position `start` on; what the sample held from there is replaced.
 
-    `slot_s` is the slot time that decoding them took; tokens that a replay verified cost none.
+    `slot_s` is the slot time that decoding them took. The first `verified` of them stood there before and were checked
+    by a replay: they cost none, and were not decoded again.
     """
 
     start: int
@@ -64,6 +65,7 @@ class Delta(Event):
     logprobs: list[float]
     version: int
     slot_s: float = 0.0
+    verified: int = 0
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

@@ -90,7 +90,7 @@ class SimEngine:
             if request.mode == Mode.REPLAY:
                 accepted = self._accepted(request)
                 verified = Verified(cached=len(request.cached), accepted=accepted, **self._stamp(request))
-                told = [verified, self._delta(request, 0, accepted, slot_s=0.0)]
+                told = [verified, self._delta(request, 0, accepted, slot_s=0.0, verified=accepted)]
             self._stats.recomputed_tokens += len(request.cached)
             self._stats.prompt_tokens += len(request.prompt)
             running = Running(request=request, length=accepted, end=0, delivered=accepted, events=told)
@@ -179,7 +179,7 @@ class SimEngine:
             running.delivered = running.length
         return events
 
-    def _delta(self, request: Request, start: int, count: int, *, slot_s: float) -> Delta:
+    def _delta(self, request: Request, start: int, count: int, *, slot_s: float, verified: int = 0) -> Delta:
         positions = range(start, start + count)
         return Delta(
             start=start,
@@ -187,6 +187,7 @@ class SimEngine:
             logprobs=[self.script.logprob(request.seed, position, self.version) for position in positions],
             version=self.version,
             slot_s=slot_s,
+            verified=verified,
             **self._stamp(request),
         )
 

@@ -26,7 +26,6 @@ PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 WORDS = ("says", "both", "either", ".", "?", "try", "yes", "no", "bad", "answer", "done")
 MAX_POSITIONS = 1024
 STEPS = 4000  # with seed 0 and the lessons below: what made the shipped checkpoint
-STEPS = 3000  # of the shipped checkpoint
 GIVE_UP = 0.9  # the impatient teacher's probability of giving up after a refuted try
 
 
