@@ -224,7 +224,7 @@ def folders(tmp_path: Path) -> None:
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
 
 
-TRAIN = ["train", str(QUICKSTART)]
+TRAIN = ["train", str(QUICKSTART), *SMALL, "learner.algorithm=grpo"]  # small, should one not be refused
 BAD_INPUT = {
     "unknown key": (
         [*TRAIN, "schedule.update_bach=8"],
@@ -232,8 +232,8 @@ BAD_INPUT = {
     ),
     "unknown section": ([*TRAIN, "enigne.slots=8"], ["enigne", "did you mean engine?"]),
     "wrong type": ([*TRAIN, "engine.slots=many"], ["engine.slots", "integer", "'many'"]),
-    "U larger than the data": ([*TRAIN, "run.samples=16"], ["update_batch 32", "run.samples loads only 16"]),
-    "U no multiple of k": ([*TRAIN, "schedule.update_batch=20"], ["update_batch 20", "multiple of learner.group_size"]),
+    "U larger than the data": ([*TRAIN, "run.samples=8"], ["update_batch 16", "run.samples loads only 8"]),
+    "U no multiple of k": ([*TRAIN, "schedule.update_batch=18"], ["update_batch 18", "multiple of learner.group_size"]),
     "no slots": ([*TRAIN, "engine.slots=0"], ["engine.slots", "greater than or equal to 1"]),
     "negative staleness": ([*TRAIN, "schedule.max_staleness=-1"], ["schedule.max_staleness", "equal to 0"]),
     "knobs that cannot be kept": (
@@ -274,7 +274,10 @@ BAD_INPUT = {
     "unknown option": ([*TRAIN, "--fast"], ["--fast"]),
     "report of nothing": (["report", "nowhere"], ["nowhere is not a directory", "name the directory of a run"]),
     "report of an empty folder": (["report", "empty"], ["empty"]),
-    "sft into a file": (["sft", "file", "--steps", "1"], ["file"]),
+    "sft into a file": (
+        ["sft", "file", "--steps", "1", "--json"],
+        ["cannot write the model folder file", "name another"],
+    ),
 }
 
 
@@ -295,9 +298,6 @@ def test_bad_input_ends_the_real_command_too(tmp_path: Path) -> None:
     done = script("train", str(QUICKSTART), "engine.slots=0", "--json", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: engine.slots: input should be greater than or equal to 1, not 0\n"
-    done = script("doctor", "none.toml", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
 
 
 # ---- Ctrl-C ---------------------------------------------------------------------------------------------------------
@@ -309,8 +309,8 @@ def children(pid: int) -> list[int]:
     return [int(child) for thread in threads for child in (thread / "children").read_text().split()]
 
 
-def start_long_run(folder: Path, *more: str) -> tuple[subprocess.Popen[str], list[int]]:
-    """A run without end, once it has trained twice, and its worker processes."""
+def start_long_run(folder: Path, *more: str, updates: int) -> tuple[subprocess.Popen[str], list[int]]:
+    """A run without end, once it has made some updates, and its worker processes."""
     arguments = [*SMALL, "run.samples=1000000", "run.dir=out", "run.report=false", *more]
     process = subprocess.Popen(
         [SCRIPT, "train", str(QUICKSTART), *arguments],
@@ -320,7 +320,7 @@ def start_long_run(folder: Path, *more: str) -> tuple[subprocess.Popen[str], lis
         text=True,
     )
     metrics, deadline = folder / "out" / "quickstart" / "metrics.jsonl", time.monotonic() + WAIT_S
-    while not metrics.is_file() or metrics.read_text().count("\n") < 2:
+    while not metrics.is_file() or metrics.read_text().count("\n") < updates:
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline, "no update was made"
         time.sleep(0.02)
@@ -340,7 +340,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="lo
 
 @needs_proc
 def test_ctrl_c_keeps_what_was_trained(tmp_path: Path) -> None:
-    process, workers = start_long_run(tmp_path, "--json")
+    process, workers = start_long_run(tmp_path, "--json", updates=2)
     assert workers
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=WAIT_S)
@@ -356,17 +356,17 @@ def test_ctrl_c_keeps_what_was_trained(tmp_path: Path) -> None:
     assert summary.ledger.trained == summary.samples
     (line,) = [line for line in err.splitlines() if line.startswith("stopped after")]
     assert f"{summary.updates} updates, {summary.samples} samples trained" in line
-    assert str(Path("out/quickstart/checkpoints")) in line
+    assert f"kept: summary {Path('out/quickstart/summary.json')}, weights {Path('out/quickstart/checkpoints')}" in line
     checkpoint_loads(run_dir, summary.updates)
     assert not [pid for pid in workers if is_alive(pid)]
 
 
 @needs_proc
 def test_a_second_ctrl_c_ends_it_at_once(tmp_path: Path) -> None:
-    # An evaluation after every update that takes long: the first request is not heard before it is over.
-    process, workers = start_long_run(tmp_path, "eval.prompts=512", "eval.samples=8", "eval.every_samples=32")
+    # After the first update comes an evaluation that takes a while: a first request is not heard before it is over.
+    process, workers = start_long_run(tmp_path, "eval.prompts=256", "eval.every_samples=16", updates=1)
     process.send_signal(signal.SIGINT)
-    time.sleep(0.3)
+    time.sleep(0.1)  # two at once would be one
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=WAIT_S)
     assert process.returncode == 130, err
@@ -374,5 +374,5 @@ def test_a_second_ctrl_c_ends_it_at_once(tmp_path: Path) -> None:
     assert "interrupted: what was written to the run directory is kept" in err
     run_dir = tmp_path / "out" / "quickstart"
     assert not (run_dir / "summary.json").exists()
-    assert [event.kind for event in read_events(run_dir / "events.jsonl")].count("UpdateDone") >= 2
+    assert [event.kind for event in read_events(run_dir / "events.jsonl")].count("UpdateDone") == 1
     assert not [pid for pid in workers if is_alive(pid)]

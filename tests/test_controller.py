@@ -19,7 +19,7 @@ from sortedrl.telemetry import events
 
 
 def make_run(strategy: Strategy, lengths: list[int], *, slots: int, update_batch: int, **more: Any) -> Run:
-    """Samples 0, 1, ... with these lengths under every version; sample i has seed i. `run_` options, then knobs."""
+    """Samples 0, 1, ... with these lengths under every version, sample i with seed i; `more`: run options and knobs."""
     names = ("siblings", "grouped", "update_s", "score_lag", "fails", "budget")
     options = {name: more.pop(name) for name in names if name in more}
     return scripted_run(
@@ -60,13 +60,8 @@ def test_a_failed_attempt_is_tried_again_from_its_tokens() -> None:
 
 @pytest.mark.parametrize("max_failures", [1, 3])
 def test_a_hopeless_sample_is_trained_as_an_empty_answer(max_failures: int) -> None:
-    run = make_run(
-        Strategy.SORTED_PARTIAL,
-        [3, 6, 4, 5],
-        slots=2,
-        update_batch=2,
-        fails=lambda request: 2 if request.sample == 1 else None,
-    )
+    setting = {"slots": 2, "update_batch": 2, "fails": lambda request: 2 if request.sample == 1 else None}
+    run = make_run(Strategy.SORTED_PARTIAL, [3, 6, 4, 5], **setting)
     run.controller.max_failures = max_failures
     assert run.controller.run()
     assert sorted(s.id for s in run.trained) == [0, 1, 2, 3]
@@ -278,15 +273,8 @@ def test_answers_that_end_together_wait_for_each_others_scores() -> None:
 def test_siblings_that_only_lack_scores_are_waited_for() -> None:
     # Prompts (0, 1), (2, 3), (4, 5), U = 4. At step 3 all but 5 have ended; the scores of 0 to 2 are there and that of
     # 3, the last that the second prompt lacks, needs 0.125 s. One answer is missing, but two samples hinge on it.
-    run = make_run(
-        Strategy.SORTED_PARTIAL,
-        [1, 1, 1, 3, 2, 9],
-        slots=6,
-        update_batch=4,
-        cohort_batches=2,
-        siblings=2,
-        grouped=True,
-    )
+    setting = {"slots": 6, "update_batch": 4, "cohort_batches": 2, "siblings": 2, "grouped": True}
+    run = make_run(Strategy.SORTED_PARTIAL, [1, 1, 1, 3, 2, 9], **setting)
     run.controller.scorer = TimedScorer(clock=run.clock, delay=0.125)
     assert run.controller.run()
     first = told(run, events.BatchTaken)[0]
@@ -350,13 +338,13 @@ def test_a_stop_leaves_no_update_half_done(strategy: Strategy) -> None:
 
 
 class SlowPublish(SimEngine):
+    published: list[InFlight]
+
     def publish(self, version: int, source: Any, in_flight: InFlight = InFlight.ABORT) -> Done:
         self.published.append(in_flight)
         super().publish(version, source, in_flight)
         self.clock.advance(self.clock.now() + 0.5)
         return Done()
-
-    published: list[InFlight]
 
 
 def with_slow_publish(run: Run) -> Run:
@@ -380,8 +368,8 @@ def test_the_parts_of_the_time_add_up() -> None:
 
 
 def test_with_overlap_rollout_is_all_but_publishing() -> None:
-    # U = 1. Sample 0 ends at 1; its update ends at 5, when 1 and 2 have 5 and 4 tokens; 0.5 s to publish, during which
-    # nothing decodes. 1 ends at 6.5 (1 more step), its update lasts to 10.5, 2 ends with it or before.
+    # U = 1. 0 ends at 1, its update at 5; then 0.5 s in which nothing decodes. 1 needs its 6th step: 5.5 -> 6.5. 2 has
+    # 6 tokens then and ends at 9.5, during the update that lasts to 10.5.
     run = with_slow_publish(
         make_run(Strategy.ASYNC, [1, 6, 9], slots=3, update_batch=1, cohort_batches=3, lookahead=0, update_s=4.0)
     )
@@ -389,9 +377,7 @@ def test_with_overlap_rollout_is_all_but_publishing() -> None:
     assert run.batches == [[0], [1], [2]]
     taken = [e.t for e in told(run, events.BatchTaken)]
     done = [e.t for e in told(run, events.UpdateDone)]
-    # 1 needs its 6th step: 5.5 -> 6.5. 2 has 6 tokens then and ends at 9.5, during the update that lasts to 10.5.
-    assert taken == [1.0, 6.5, 11.0]
-    assert done == [5.0, 10.5, 15.0]
+    assert (taken, done) == ([1.0, 6.5, 11.0], [5.0, 10.5, 15.0])
     timing = run.controller.timing()
     assert (timing.update_s, timing.publish_s, timing.wall_s) == (12.0, 1.5, 15.5)
     assert timing.rollout_s == 14.0

@@ -134,16 +134,16 @@ def check_every_token(witness: Witness, temperature: float = 1.0) -> None:
     assert len(right) == sum(sample.num_tokens for sample in witness.samples) > 1000
     assert max(right) < TOLERANCE
     # The versions really differ: neither the one before nor the one after would have passed. (Most tokens of this
-    # task are all but certain under any version, so it is a matter of dozens.)
+    # task are all but certain under any version, so it is a matter of hundreds among thousands.)
     for shift in (-1, 1):
         wrong = judge.errors(witness.samples, shift)
         assert len(wrong) > 500
-        assert sum(error > 10 * TOLERANCE for error in wrong) > 40
+        assert sum(error > 10 * TOLERANCE for error in wrong) > 100
         assert max(wrong) > 0.1
 
 
 def test_resumed_answers_carry_each_versions_logprobs() -> None:
-    witness = train(make_config("sorted-partial", lr=4e-3, schedule={"lookahead": 2}, engine={"temperature": 0.8}))
+    witness = train(make_config("sorted-partial", lr=1e-3, schedule={"lookahead": 2}, engine={"temperature": 0.8}))
     mixed = [sample for sample in witness.samples if len(set(sample.versions)) > 1]
     assert len(mixed) >= 5
     assert any(len(set(sample.versions)) > 2 for sample in mixed)
@@ -152,14 +152,14 @@ def test_resumed_answers_carry_each_versions_logprobs() -> None:
 
 
 def test_replayed_answers_carry_the_verifying_versions_logprobs() -> None:
-    witness = train(make_config("sorted-replay", lr=4e-3))
+    witness = train(make_config("sorted-replay", lr=1e-3))
     assert all(set(sample.versions) == {sample.trained_version} for sample in witness.samples if sample.versions)
     assert sum(sample.attempt > 1 for sample in witness.samples) >= 5
     check_every_token(witness)
 
 
 def test_answers_in_flight_carry_each_versions_logprobs() -> None:
-    witness = train(make_config("async", lr=4e-3, engine={"in_flight": "reprefill"}))
+    witness = train(make_config("async", lr=1e-3, engine={"in_flight": "reprefill"}))
     in_flight = [s for s in witness.samples if len(set(s.versions)) > 1 and s.num_interrupts == 0]
     assert len(in_flight) >= 3, "no answer lived through a publication: the test shows nothing"
     assert all(s.trained_version - min(s.versions) <= 2 for s in witness.samples if s.versions)

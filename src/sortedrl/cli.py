@@ -48,16 +48,14 @@ def train(config: ConfigPath, overrides: Overrides = None, as_json: AsJson = Fal
     trainer = SortedTrainer(args=SortedConfig.load(config, overrides or []), console=err, quiet=as_json)
     summary = trainer.train()
     show([summary], as_json)
-    kept = f"report {trainer.run_dir / 'report.html'}, summary {trainer.run_dir / 'summary.json'}"
+    files = {"report": "report.html", "summary": "summary.json", "weights": "checkpoints"}
+    paths = {name: trainer.run_dir / file for name, file in files.items()}
+    kept = ", ".join(f"{name} {path}" for name, path in paths.items() if path.exists())
     if summary.status == "complete":
         err.print(f"done: {kept}", highlight=False, soft_wrap=True)
         return
-    err.print(
-        f"stopped after {summary.updates} updates, {summary.samples} samples trained: the weights are in "
-        f"{trainer.run_dir / 'checkpoints'}, {kept}",
-        highlight=False,
-        soft_wrap=True,
-    )
+    trained = f"{summary.updates} updates, {summary.samples} samples trained"
+    err.print(f"stopped after {trained}; kept: {kept}", highlight=False, soft_wrap=True)
     raise typer.Exit(130)
 
 

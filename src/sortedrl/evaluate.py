@@ -44,14 +44,14 @@ class Evaluator:
     num_samples: int = 1
     group_column: str | None = None
     every_samples: int = 0
-    last_run: int = 0
+    last_run: int = -1  # samples trained when it ran last
     used: EngineStats = field(default_factory=EngineStats)  # the engine's counters that evaluation caused
 
     def is_due(self, num_trained: int) -> bool:
         return bool(self.prompts) and 0 < self.every_samples <= num_trained - self.last_run
 
     def run(self, version: int, num_trained: int) -> None:
-        if not self.prompts:
+        if not self.prompts or num_trained == self.last_run:
             return
         before = self.engine.stats()
         sampled = self.answers(self.temperature, self.num_samples)

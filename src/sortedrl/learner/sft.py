@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sortedrl.errors import DataError
+from sortedrl.errors import DataError, RunDirError
 
 Example = tuple[Sequence[int], Sequence[int]]
 """Tokens of a prompt and of its answer, end token included."""
@@ -68,6 +68,10 @@ def cold_start(
     on_step: OnStep | None = None,
 ) -> SftResult:
     """Train a Hugging Face model and save it with its tokenizer (safetensors)."""
+    try:  # before the work: transformers only logs that it cannot save
+        Path(out_dir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunDirError(f"cannot write the model folder {out_dir}: {error.strerror}; name another") from error
     result = finetune(
         model, examples, steps=steps, seed=seed, batch_tokens=batch_tokens, rates=rates or SftRates(), on_step=on_step
     )
