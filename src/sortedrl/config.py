@@ -26,7 +26,9 @@ class Section(BaseModel):
 
 
 class RunSection(Section):
-    name: str = Field(default="run", pattern=r"^[^/\\\s.][^/\\]*$", description="Name of the run; its directory is <dir>/<name>.")
+    name: str = Field(
+        default="run", pattern=r"^[^/\\\s.][^/\\]*$", description="Name of the run; its directory is <dir>/<name>."
+    )
     dir: str = Field(default="runs", description="Where run directories live.")
     seed: int = Field(default=0, ge=0, description="Seed of data order, sampling noise and learner.")
     samples: int = Field(default=8192, ge=1, description="Samples to train in all: the run's data budget.")

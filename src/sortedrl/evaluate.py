@@ -48,7 +48,7 @@ class Evaluator:
     used: EngineStats = field(default_factory=EngineStats)  # the engine's counters that evaluation caused
 
     def is_due(self, num_trained: int) -> bool:
-        return bool(self.prompts) and 0 < self.every_samples <= num_trained - self.last_run
+        return bool(self.prompts) and 0 < self.every_samples <= num_trained - max(self.last_run, 0)
 
     def run(self, version: int, num_trained: int) -> None:
         if not self.prompts or num_trained == self.last_run:
