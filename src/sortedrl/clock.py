@@ -7,21 +7,38 @@ from __future__ import annotations
 
 import heapq
 import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 
 class Clock(Protocol):
     def now(self) -> float: ...
 
+    def stopped(self) -> AbstractContextManager[None]:
+        """Time that passes inside is not the run's: an evaluation's, say."""
+        ...
+
 
 class WallClock:
-    """Seconds since it was made."""
+    """Seconds since it was made, but for those that it was stopped."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
+        self._stopped_at: float | None = None
 
     def now(self) -> float:
-        return time.perf_counter() - self._start
+        return (time.perf_counter() if self._stopped_at is None else self._stopped_at) - self._start
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        assert self._stopped_at is None, "the clock is stopped already"
+        self._stopped_at = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._start += time.perf_counter() - self._stopped_at
+            self._stopped_at = None
 
 
 class VirtualClock:
@@ -31,6 +48,12 @@ class VirtualClock:
 
     def now(self) -> float:
         return self._now
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        before = self._now
+        yield
+        self._now = before
 
     def set_timer(self, at: float) -> None:
         """Somebody wants to be asked again at this time."""

@@ -95,7 +95,7 @@ class Controller:
         self.should_stop = should_stop
         self.pause = pause
         self.began = clock.now()
-        self.update_s = self.publish_s = self.pause_s = 0.0
+        self.update_s = self.publish_s = 0.0
         self.slots = engine.capabilities.slots
         self.has_data = True
         self.update: Update | None = None
@@ -124,7 +124,7 @@ class Controller:
 
     def timing(self) -> Timing:
         """Where the time since `run` went; with overlap, rollout goes on during updates and the parts overlap too."""
-        wall_s = self.clock.now() - self.began - self.pause_s
+        wall_s = self.clock.now() - self.began
         rollout_s = wall_s - self.publish_s - (0.0 if self.knobs.overlap else self.update_s)
         return Timing(rollout_s=rollout_s, update_s=self.update_s, publish_s=self.publish_s, wall_s=wall_s)
 
@@ -353,9 +353,8 @@ class Controller:
             return
         if self.buffer.num_running:
             self.hear(self.engine.interrupt())
-        began = self.clock.now()
-        self.pause.run(self.buffer.version, self.buffer.num_trained)
-        self.pause_s += self.clock.now() - began
+        with self.clock.stopped():
+            self.pause.run(self.buffer.version, self.buffer.num_trained)
 
     def check(self, batch: Batch) -> None:
         """The guarantees, once more, on what is about to be trained."""

@@ -103,11 +103,13 @@ class SortedTrainer:
         metrics.probe = lambda: (parts.stats(), controller.timing())
         emit(run_started(config, clock.now()))
         with self._stop_on_interrupt():
-            parts.evaluator.run(controller.buffer.version, 0)
+            with clock.stopped():
+                parts.evaluator.run(controller.buffer.version, 0)
             complete = controller.run()
             timing, stats = controller.timing(), parts.stats()
             if complete:
-                parts.evaluator.run(controller.buffer.version, controller.buffer.num_trained)
+                with clock.stopped():
+                    parts.evaluator.run(controller.buffer.version, controller.buffer.num_trained)
         emit(RunEnded(t=clock.now(), reason="complete" if complete else "stopped"))
         summary = summary_of(parts, metrics, stats, timing)
         self._save(parts, summary)
