@@ -171,6 +171,7 @@ def test_every_figure_of_the_hand_worked_run():
         "divergence_rate": 0.5,  # 1 difference, found at the 2nd token checked
         "accepted_prefix": 0.2,  # 1 of 5
         "mean_length": 4.0,
+        "mean_longest": 4.25,
         "accuracy_before": 0.25,
         "accuracy_after": 0.5,
         "greedy_accuracy_before": 0.125,

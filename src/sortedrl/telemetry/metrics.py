@@ -262,6 +262,13 @@ class RunMetrics:
         return ratio(self.trained_tokens, self.samples)
 
     @property
+    def mean_longest(self) -> float | None:
+        """Mean over trained samples of the longest answer seen in any attempt; past `mean_length` where long ones fall
+        away."""
+        trained = sum(cohort.trained for cohort in self.cohorts.values())
+        return ratio(sum(cohort.longest_tokens for cohort in self.cohorts.values()), trained)
+
+    @property
     def staleness_mean(self) -> float | None:
         return ratio(self.staleness_sum, self.samples)
 

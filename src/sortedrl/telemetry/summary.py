@@ -67,6 +67,7 @@ class Summary(BaseModel):
     divergence_rate: float | None = None
     accepted_prefix: float | None = None
     mean_length: float | None = None
+    mean_longest: float | None = None  # of the same samples, the longest answer seen in any attempt
     accuracy_before: float | None = None
     accuracy_after: float | None = None
     greedy_accuracy_before: float | None = None
@@ -151,6 +152,7 @@ def summarize(
         divergence_rate=metrics.divergence_rate,
         accepted_prefix=metrics.accepted_prefix,
         mean_length=metrics.mean_length,
+        mean_longest=metrics.mean_longest,
         accuracy_before=before.sampled_accuracy if before else None,
         accuracy_after=after.sampled_accuracy if after else None,
         greedy_accuracy_before=before.greedy_accuracy if before else None,
