@@ -35,7 +35,7 @@ from sortedrl.telemetry.events import (
 )
 from sortedrl.telemetry.metrics import LedgerCount, RunMetrics, Timing
 from sortedrl.telemetry.sinks import KINDS, Fanout, JsonlSink, MetricsSink, read_events
-from sortedrl.telemetry.summary import Summary, summarize, summary_table
+from sortedrl.telemetry.summary import Summary, comparison_table, group_line, summarize, summary_table
 
 
 def started(t: float, sample: int, slot: int, version: int, mode: str = "fresh", cached: int = 0) -> AttemptStarted:
@@ -498,3 +498,22 @@ def test_slots_bar_and_time_left():
     assert slots_bar(metrics).plain == "slots ■■■· 3/4"
     assert slots_bar(metrics, is_ascii=True).plain == "slots ###. 3/4"
     assert time_left(metrics) == "–:––"
+
+
+def test_the_group_line_names_each_group() -> None:
+    groups = {"accuracy_by_group_before": {"2": 0.25, "3": 0.1}, "accuracy_by_group_after": {"2": 0.5}}
+    assert group_line(Summary(strategy="sync", **groups)) == "accuracy by group  2: 0.250 → 0.500,  3: 0.100 → –"
+    assert group_line(Summary(strategy="sync")) is None
+
+
+def test_the_comparison_takes_means_and_speeds_against_the_first() -> None:
+    runs = [
+        Summary(strategy=name, seed=seed, tokens_per_s=speed, accuracy_after=accuracy)
+        for name, seed, speed, accuracy in [("sync", 0, 100.0, 0.5), ("sync", 1, 300.0, 0.7), ("april", 0, 300.0, 0.4)]
+    ]
+    console = Console(width=140, file=io.StringIO())
+    console.print(comparison_table(runs))
+    text = console.file.getvalue()
+    assert "0.600 (0.500-0.700)" in text
+    assert "200" in text
+    assert "1.50x" in text

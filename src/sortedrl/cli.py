@@ -153,7 +153,7 @@ def doctor(
 
 
 def show(summaries: list[Summary], as_json: bool) -> None:
-    from sortedrl.telemetry.summary import comparison_table, summary_table
+    from sortedrl.telemetry.summary import comparison_table, group_line, summary_table
 
     if as_json:
         print(json.dumps({"runs": [summary.model_dump(mode="json") for summary in summaries]}))
@@ -162,6 +162,8 @@ def show(summaries: list[Summary], as_json: bool) -> None:
     out.print(summary_table(summaries))
     if len(summaries) > 1:
         out.print(comparison_table(summaries))
+    elif groups := group_line(summaries[0]):
+        out.print(groups, highlight=False)
 
 
 def _doctor_table(findings: list[Any]) -> Any:

@@ -232,6 +232,13 @@ def summary_table(summaries: Sequence[Summary]) -> Table:
     return table
 
 
+def group_line(summary: Summary) -> str | None:
+    """Sampled accuracy before and after for each group of held-out prompts, if there are groups."""
+    before, after = summary.accuracy_by_group_before or {}, summary.accuracy_by_group_after or {}
+    parts = [f"{group}: {before_after(before.get(group), after.get(group))}" for group in sorted({*before, *after})]
+    return "accuracy by group  " + ",  ".join(parts) if parts else None
+
+
 def comparison_table(summaries: Sequence[Summary]) -> Table:
     """A row per strategy, means over its runs; accuracy with the least and the most, speed against the first one's."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, caption="means over seeds")
