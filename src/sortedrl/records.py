@@ -90,7 +90,10 @@ class Sample:
 
     @property
     def tokens(self) -> list[int]:
-        return [token for segment in self.segments for token in segment.tokens]
+        tokens = self.segments[0].tokens[:] if self.segments else []
+        for segment in self.segments[1:]:
+            tokens.extend(segment.tokens)  # a simulation's stand-in for a list can do this too
+        return tokens
 
     @property
     def logprobs(self) -> list[float]:

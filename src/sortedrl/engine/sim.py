@@ -1,14 +1,22 @@
-"""The simulated engine: the protocol on a virtual clock, with answers that a script determines.
+"""The simulated engine: the protocol on a virtual clock, with answers that something else determines.
 
-Every running sequence makes one token per step of `step_s`; prefill, replay and publication are free. It moves from one
-completion to the next, not from token to token. Simulator and property tests run the real controller on it.
+Simulator and property tests run the real controller on it. It moves from one completion to the next, never from token
+to token: every decoding sequence makes one token per step, so the step at which it ends is known when it starts, and a
+heap of these gives the next completion in O(log slots). What a step, a prefill and a publication take is the cost
+model's affair; with `UnitCost` a step takes `step_s` and all else is free.
+
+What it keeps true: prefill (prompts, cached tokens, what a publication or a lack of memory makes it compute again)
+stops decoding while it lasts; where the cost model limits the KV cache, the youngest sequences are parked when it is
+full and go on, prefilled again, when there is room; slot time is the time in which a sequence decoded.
 """
 
 from __future__ import annotations
 
+import heapq
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from sortedrl.clock import VirtualClock
 from sortedrl.engine.base import (
@@ -18,44 +26,68 @@ from sortedrl.engine.base import (
     Event,
     Failed,
     Finished,
+    Handle,
     InFlight,
     Partial,
     Request,
     Verified,
 )
+from sortedrl.engine.cost import DecodeCost, UnitCost
+from sortedrl.engine.script import Answers, Script, SpelledOut
 from sortedrl.records import FinishReason, Mode
 
-
-class Script(Protocol):
-    """A policy reduced to what the schedule sees: which token stands where, under which version."""
-
-    def token(self, seed: int, position: int, version: int) -> int: ...
-
-    def logprob(self, seed: int, position: int, version: int) -> float: ...
-
-    def is_last(self, seed: int, position: int, version: int) -> bool:
-        """Whether an answer ends with this token."""
-        ...
-
-    def length(self, seed: int, start: int, version: int) -> int:
-        """Length of an answer that goes on from `start` tokens."""
-        ...
+RESERVE_SHARE = 1 / 64  # of the KV cache stays free when a parked sequence goes on, lest it be parked again at once
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
+class Progress:
+    """Steps taken and time decoded so far; every running attempt measures itself against it."""
+
+    steps: int = 0
+    decode_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
 class Running:
+    """An attempt. While it is parked `since_step` stands still, and so does its length."""
+
     request: Request
-    length: int  # answer tokens it has
-    end: int  # answer tokens it will have under these weights
-    delivered: int  # answer tokens that events have told of
+    progress: Progress
+    order: int  # of submission: answers that end in one step are told in this order
+    since_length: int  # answer tokens it had at `since_step`
+    since_step: int
+    since_s: float  # decode time at which its untold slot time began
+    end: int = 0  # answer tokens it will have under these weights
+    delivered: int = 0  # answer tokens that events have told of
+    slot_s: float = 0.0  # untold slot time from before it was parked
+    is_parked: bool = False
     events: list[Event] = field(default_factory=list)  # to be told first
 
+    @property
+    def length(self) -> int:
+        """Answer tokens it has."""
+        return self.since_length if self.is_parked else self.since_length + self.progress.steps - self.since_step
 
+    @length.setter
+    def length(self, tokens: int) -> None:
+        self.since_length, self.since_step = tokens, self.progress.steps
+
+    @property
+    def context(self) -> int:
+        return len(self.request.prompt) + self.length
+
+
+@dataclass(slots=True)
 class Done:
-    """A publication that took no time."""
+    """A publication, which takes its time when it is waited for."""
+
+    clock: VirtualClock | None = None
+    seconds: float = 0.0
 
     def wait(self) -> None:
-        return None
+        if self.clock is not None:
+            self.clock.advance(self.clock.now() + self.seconds)
+            self.seconds = 0.0
 
 
 class SimEngine:
@@ -63,133 +95,289 @@ class SimEngine:
 
     def __init__(
         self,
-        script: Script,
+        script: Script | Answers,
         *,
         slots: int,
         clock: VirtualClock,
         step_s: float = 1.0,
-        fails: Callable[[Request], int | None] = lambda request: None,
+        cost: DecodeCost | None = None,
+        fails: Callable[[Request], int | None] | None = None,
     ) -> None:
         self.script = script
+        self.answers: Answers = script if isinstance(script, Answers) else SpelledOut(script=script)
         self.slots = slots
         self.clock = clock
         self.step_s = step_s
+        self.cost: DecodeCost = cost or UnitCost(step_s=step_s)
         self.fails = fails
         self.version = 0
-        self.running: dict[int, Running] = {}
+        self.running: dict[int, Running] = {}  # by sample, in order of submission; the parked ones too
+        self.parked: deque[Running] = deque()  # those that the KV cache has no room for, oldest first
+        self._progress_made = Progress()
+        self._ends: list[tuple[int, int, int, Running]] = []  # heap of (step, order, serial, attempt); some are void
+        self._serial = 0
+        self._context = 0  # tokens of all that decode, prompts included
+        self._stall_s = 0.0  # prefill that is still to be paid
+        self._tellers: list[Running] = []  # attempts that have something to tell at the next poll
         self._stats = EngineStats()
+        self._num_parked = 0
 
     @property
     def capabilities(self) -> Capabilities:
         return Capabilities(slots=self.slots, exact_replay=True, keep_kv=True, deterministic=True)
 
     def submit(self, requests: Iterable[Request]) -> None:
+        prefilled: list[int] = []
         for request in requests:
             assert len(self.running) < self.slots, "more requests than free slots"
-            accepted, told = len(request.cached), []
-            if request.mode == Mode.REPLAY:
-                accepted = self._accepted(request)
-                verified = Verified(cached=len(request.cached), accepted=accepted, **self._stamp(request))
-                told = [verified, self._delta(request, 0, accepted, slot_s=0.0, verified=accepted)]
-            self._stats.recomputed_tokens += len(request.cached)
+            length = len(request.cached)
+            self._stats.recomputed_tokens += length
             self._stats.prompt_tokens += len(request.prompt)
-            running = Running(request=request, length=accepted, end=0, delivered=accepted, events=told)
+            has_room = self._has_room(len(request.prompt) + length)
+            if has_room:
+                prefilled.append(len(request.prompt) + length)
+            told = self._verify(request) if request.mode == Mode.REPLAY else None
+            if told is not None:
+                length = told[0].accepted
+            self._serial += 1
+            made = self._progress_made
+            running = Running(request, made, self._serial, length, made.steps, made.decode_s, 0, length)
             running.end = self._end(running)
+            if told is not None:
+                running.events += told
+                self._tellers.append(running)
             self.running[request.sample] = running
+            if has_room:
+                self._push(running)
+                self._context += running.context
+            else:
+                running.is_parked = True
+                self.parked.append(running)
+        self._stall_s += self.cost.prefill_s(prefilled)
 
     def poll(self, timeout: float | None = None) -> list[Event]:
         if not self.running:
             return []
-        steps = min(running.end - running.length for running in self.running.values())
         timer = self.clock.next_timer()
-        if timer is not None:
-            steps = min(steps, max(1, -int(-(timer - self.clock.now()) // self.step_s)))
-        for running in self.running.values():
-            running.length += steps
-        self._stats.decode_steps += steps
-        self._stats.decoded_tokens += steps * len(self.running)
-        self._stats.busy_slot_s += steps * self.step_s * len(self.running)
-        self.clock.advance(self.clock.now() + steps * self.step_s)
-        return [event for running in list(self.running.values()) for event in self._progress(running)]
+        while True:
+            if not self._pay_stall(timer):
+                return []
+            self._decode(self._next_stop(timer))
+            if self._ends[0][0] <= self._progress_made.steps or (timer is not None and self.clock.now() >= timer):
+                break
+            self._make_room()
+        events: list[Event] = []
+        for running in self._tellers:
+            events += running.events
+            running.events.clear()
+        self._tellers.clear()
+        while self._ends and (self._is_void(self._ends[0]) or self._ends[0][0] <= self._progress_made.steps):
+            entry = heapq.heappop(self._ends)
+            if not self._is_void(entry):
+                events += self._progress(entry[3])
+        self._unpark()
+        return events
 
     def interrupt(self, samples: Iterable[int] | None = None) -> list[Event]:
         events: list[Event] = []
         for sample in list(self.running) if samples is None else list(samples):
-            running = self.running.pop(sample, None)
+            running = self.running.get(sample)
             if running is not None:
-                events += [*self._flush(running), Partial(**self._stamp(running.request))]
+                events += self._flush(running)
+                self._leave(running)
+                events.append(Partial(sample=sample, attempt=running.request.attempt, clock=self.clock.now()))
+        if not self.running:
+            self._ends.clear()
+        self._unpark()
         return events
 
-    def publish(self, version: int, source: Any, in_flight: InFlight = InFlight.ABORT) -> Done:
+    def publish(self, version: int, source: Any, in_flight: InFlight = InFlight.ABORT) -> Handle:
         assert in_flight != InFlight.ABORT or not self.running, "samples still run"
         for running in self.running.values():
             running.events = self._flush(running)
+        self._tellers = list(self.running.values())
         self.version = version
+        self._ends.clear()
         for running in self.running.values():
             running.end = self._end(running)
-        return Done()
+            if not running.is_parked:
+                self._push(running)
+        if self.running and in_flight == InFlight.REPREFILL:
+            decoding = [running for running in self.running.values() if not running.is_parked]
+            self._stats.recomputed_tokens += sum(running.length for running in decoding)
+            self._stall_s += self.cost.prefill_s([running.context for running in decoding])
+        return Done(self.clock, self.cost.publish_s())
 
     def stats(self) -> EngineStats:
-        return replace(self._stats, running=len(self.running))
+        return replace(self._stats, running=len(self.running), extra={"parked": self._num_parked})
 
     def close(self) -> None:
         self.running.clear()
+        self.parked.clear()
+        self._ends.clear()
 
-    # ---- inside -----------------------------------------------------------------------------------------------------
+    # ---- time -------------------------------------------------------------------------------------------------------
 
-    def _accepted(self, request: Request) -> int:
-        """How many cached tokens the present weights would write again."""
-        for position, token in enumerate(request.cached):
-            if position == request.budget or self.script.token(request.seed, position, self.version) != token:
-                return position
-            if self.script.is_last(request.seed, position, self.version):
-                return position + 1
-        return len(request.cached)
+    @property
+    def _num_decoding(self) -> int:
+        return len(self.running) - len(self.parked)
+
+    def _pay_stall(self, timer: float | None) -> bool:
+        """Let prefill take its time, up to the timer; returns whether decoding can go on."""
+        if not self._stall_s:
+            return True
+        left = self._stall_s if timer is None else min(self._stall_s, timer - self.clock.now())
+        self._stats.busy_slot_s += left * self._num_decoding
+        self._stall_s = 0.0 if left >= self._stall_s else self._stall_s - left
+        self.clock.advance(self.clock.now() + left)
+        return self._stall_s == 0.0
+
+    def _next_stop(self, timer: float | None) -> int:
+        """Steps until an attempt ends, the KV cache is full, or the timer is reached."""
+        while self._is_void(self._ends[0]):
+            heapq.heappop(self._ends)
+        count = self._num_decoding
+        steps = self._ends[0][0] - self._progress_made.steps
+        if self.cost.kv_tokens is not None and count > 1:
+            steps = min(steps, max(self.cost.kv_tokens - self._context, 0) // count)
+        if timer is None or steps == 0:
+            return steps
+        left, low = timer - self.clock.now(), 1
+        while low < steps:  # the least number of steps that reach the timer, at least one
+            middle = (low + steps) // 2
+            if self.cost.decode_s(count, self._context, middle) >= left:
+                steps = middle
+            else:
+                low = middle + 1
+        return low
+
+    def _decode(self, steps: int) -> None:
+        if steps == 0:
+            return
+        count = self._num_decoding
+        seconds = self.cost.decode_s(count, self._context, steps)
+        self._context += steps * count
+        self._progress_made.steps += steps
+        self._progress_made.decode_s += seconds
+        self._stats.decode_steps += steps
+        self._stats.decoded_tokens += steps * count
+        self._stats.busy_slot_s += seconds * count
+        self.clock.advance(self.clock.now() + seconds)
+
+    # ---- memory -----------------------------------------------------------------------------------------------------
+
+    def _has_room(self, context: int, reserve: float = 0.0) -> bool:
+        limit = self.cost.kv_tokens
+        if limit is None:
+            return True
+        return not self.running or (not self.parked and self._context + context + reserve * limit <= limit)
+
+    def _make_room(self) -> None:
+        """Park the youngest until one more step fits; the last one decodes whatever happens."""
+        limit = self.cost.kv_tokens
+        if limit is None:
+            return
+        youngest = reversed(self.running.values())
+        while self._context + self._num_decoding > limit and self._num_decoding > 1:
+            running = next(r for r in youngest if not r.is_parked)
+            self._context -= running.context
+            running.slot_s += self._progress_made.decode_s - running.since_s
+            running.since_length, running.is_parked = running.length, True
+            self.parked.appendleft(running)
+            self._num_parked += 1
+
+    def _unpark(self) -> None:
+        """Let parked attempts go on, oldest first, as far as there is room; they are prefilled again."""
+        prefilled: list[int] = []
+        limit = self.cost.kv_tokens
+        while self.parked and limit is not None:
+            running = self.parked[0]
+            needed = self._context + running.context + RESERVE_SHARE * limit
+            if needed > limit and self._num_decoding > 0:
+                break
+            self.parked.popleft()
+            running.is_parked = False
+            running.since_step, running.since_s = self._progress_made.steps, self._progress_made.decode_s
+            self._context += running.context
+            self._push(running)
+            prefilled.append(running.context)
+            self._stats.recomputed_tokens += running.length if running.delivered < running.length else 0
+        if prefilled:
+            self._stall_s += self.cost.prefill_s(prefilled)
+
+    # ---- attempts ---------------------------------------------------------------------------------------------------
+
+    def _push(self, running: Running) -> None:
+        self._serial += 1
+        step = self._progress_made.steps + running.end - running.length
+        heapq.heappush(self._ends, (step, running.order, self._serial, running))
+
+    def _is_void(self, entry: tuple[int, int, int, Running]) -> bool:
+        """Whether the attempt has left, or will end at another step than this."""
+        step, _, _, running = entry
+        if running.is_parked or self.running.get(running.request.sample) is not running:
+            return True
+        return step != running.since_step + running.end - running.since_length
+
+    def _leave(self, running: Running) -> None:
+        del self.running[running.request.sample]
+        if running.is_parked:
+            self.parked.remove(running)
+        else:
+            self._context -= running.context
+
+    def _verify(self, request: Request) -> tuple[Verified, Delta]:
+        """Check the cached tokens: how many are kept, and these once more under the present version."""
+        cached, accepted = len(request.cached), self.answers.accepted(request, self.version)
+        stamp = {"sample": request.sample, "attempt": request.attempt, "clock": self.clock.now()}
+        verified = Verified(cached=cached, accepted=accepted, **stamp)
+        return verified, self._delta(request, 0, accepted, slot_s=0.0, verified=accepted)
 
     def _end(self, running: Running) -> int:
         """Where the attempt ends: by itself, at its budget, or by a failure."""
         request, length = running.request, running.length
         is_verified = request.mode == Mode.REPLAY and length == running.delivered > 0
-        if is_verified and self.script.is_last(request.seed, length - 1, self.version):
+        if is_verified and self.answers.is_complete(request, length, self.version):
             return length
-        end = min(self.script.length(request.seed, length, self.version), request.budget)
-        failure = self.fails(request)
+        end = min(self.answers.end(request, length, self.version), request.budget)
+        failure = None if self.fails is None else self.fails(request)
         return end if failure is None else max(min(end, failure), length)
 
     def _progress(self, running: Running) -> list[Event]:
-        request = running.request
-        if running.length < running.end:
-            told, running.events = running.events, []
-            return told
-        del self.running[request.sample]
+        """The last events of an attempt that has reached its end."""
+        request, length = running.request, running.length
         events = self._flush(running)
-        failure = self.fails(request)
-        if failure is not None and running.length >= failure:
-            return [*events, Failed(error="scripted failure", **self._stamp(request))]
-        is_last = running.length > 0 and self.script.is_last(request.seed, running.length - 1, self.version)
-        reason = FinishReason.STOP if is_last or running.length < request.budget else FinishReason.LENGTH
-        return [*events, Finished(reason=reason, **self._stamp(request))]
+        self._leave(running)
+        stamp = {"sample": request.sample, "attempt": request.attempt, "clock": self.clock.now()}
+        failure = None if self.fails is None else self.fails(request)
+        if failure is not None and length >= failure:
+            return [*events, Failed(error="scripted failure", **stamp)]
+        is_stop = length < request.budget or self.answers.is_complete(request, length, self.version)
+        events.append(Finished(reason=FinishReason.STOP if is_stop else FinishReason.LENGTH, **stamp))
+        return events
 
     def _flush(self, running: Running) -> list[Event]:
         """Everything not yet told of an attempt."""
         events, running.events = running.events, []
-        count = running.length - running.delivered
-        if count:
-            events.append(self._delta(running.request, running.delivered, count, slot_s=count * self.step_s))
-            running.delivered = running.length
+        length, slot_s = running.length, running.slot_s
+        if not running.is_parked:
+            slot_s += self._progress_made.decode_s - running.since_s
+            running.since_s = self._progress_made.decode_s
+        if length > running.delivered:
+            start, running.delivered, running.slot_s = running.delivered, length, 0.0
+            events.append(self._delta(running.request, start, length - start, slot_s=slot_s))
         return events
 
     def _delta(self, request: Request, start: int, count: int, *, slot_s: float, verified: int = 0) -> Delta:
-        positions = range(start, start + count)
+        tokens, logprobs = self.answers.written(request, start, count, self.version)
         return Delta(
+            sample=request.sample,
+            attempt=request.attempt,
+            clock=self.clock.now(),
             start=start,
-            tokens=[self.script.token(request.seed, position, self.version) for position in positions],
-            logprobs=[self.script.logprob(request.seed, position, self.version) for position in positions],
+            tokens=tokens,
+            logprobs=logprobs,
             version=self.version,
             slot_s=slot_s,
             verified=verified,
-            **self._stamp(request),
         )
-
-    def _stamp(self, request: Request) -> dict[str, Any]:
-        return {"sample": request.sample, "attempt": request.attempt, "clock": self.clock.now()}

@@ -1,0 +1,78 @@
+"""Where a simulated engine's answers come from: spelled out by a script, or known by their lengths alone.
+
+`SimEngine` asks an `Answers`; property tests give it a `Script`, which `SpelledOut` turns into one, and the simulator
+answers from a trace (`simulate/answers.py`). What they keep true: the same request under the same version always gets
+the same answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from sortedrl.engine.base import Request
+
+
+class Script(Protocol):
+    """A policy reduced to what the schedule sees: which token stands where, under which version."""
+
+    def token(self, seed: int, position: int, version: int) -> int: ...
+
+    def logprob(self, seed: int, position: int, version: int) -> float: ...
+
+    def is_last(self, seed: int, position: int, version: int) -> bool:
+        """Whether an answer ends with this token."""
+        ...
+
+    def length(self, seed: int, start: int, version: int) -> int:
+        """Length of an answer that goes on from `start` tokens."""
+        ...
+
+
+@runtime_checkable
+class Answers(Protocol):
+    """What the engine asks about answers; they need not be spelled out token by token."""
+
+    def accepted(self, request: Request, version: int) -> int:
+        """How many cached tokens these weights would write again."""
+        ...
+
+    def is_complete(self, request: Request, length: int, version: int) -> bool:
+        """Whether an answer of this length ends by itself."""
+        ...
+
+    def end(self, request: Request, length: int, version: int) -> int:
+        """Length of an answer that has `length` tokens and goes on."""
+        ...
+
+    def written(self, request: Request, start: int, count: int, version: int) -> tuple[list[int], list[float]]:
+        """Tokens and log-probs from position `start` on."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class SpelledOut:
+    """Answers of a script, token by token."""
+
+    script: Script
+
+    def accepted(self, request: Request, version: int) -> int:
+        for position, token in enumerate(request.cached):
+            if position == request.budget or self.script.token(request.seed, position, version) != token:
+                return position
+            if self.script.is_last(request.seed, position, version):
+                return position + 1
+        return len(request.cached)
+
+    def is_complete(self, request: Request, length: int, version: int) -> bool:
+        return length > 0 and self.script.is_last(request.seed, length - 1, version)
+
+    def end(self, request: Request, length: int, version: int) -> int:
+        return self.script.length(request.seed, length, version)
+
+    def written(self, request: Request, start: int, count: int, version: int) -> tuple[list[int], list[float]]:
+        positions, seed = range(start, start + count), request.seed
+        return (
+            [self.script.token(seed, position, version) for position in positions],
+            [self.script.logprob(seed, position, version) for position in positions],
+        )

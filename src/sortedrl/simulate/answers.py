@@ -1,0 +1,142 @@
+"""Simulated answers: how long each is under which version, without any token.
+
+`run.py` gives one `TraceAnswers` to the simulated engine. What it keeps true: an answer's length depends on its sample,
+its noise and the version alone, so every strategy meets the same answers; a replay keeps each cached token with
+probability (1 - divergence) per version since it was written or last verified.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+from sortedrl.engine.base import Request
+
+_MASK = (1 << 64) - 1
+
+
+class Count:
+    """Stands in for a list of tokens or log-probs: how many there are, and which version wrote how many of them.
+
+    It can what the buffer asks of a list: `len`, `extend`, a copy by slicing, and cutting the end off.
+    """
+
+    __slots__ = ("_length", "runs")
+
+    def __init__(self, runs: Iterable[tuple[int, int]] = ()) -> None:
+        self.runs = [(version, count) for version, count in runs if count]
+        self._length = sum(count for _, count in self.runs)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, part: slice) -> Count:
+        stop = _end_of(part, self._length)
+        copy = Count(self.runs)
+        if stop < self._length:
+            del copy[stop:]
+        return copy
+
+    def __delitem__(self, part: slice) -> None:
+        start = min(part.start, self._length)
+        assert part.stop is None and start >= 0, "only the end can be cut off"
+        surplus = self._length - start
+        while surplus:
+            version, count = self.runs.pop()
+            if count > surplus:
+                self.runs.append((version, count - surplus))
+                break
+            surplus -= count
+        self._length = start
+
+    def extend(self, more: Count) -> None:
+        if self.runs and more.runs and self.runs[-1][0] == more.runs[0][0]:
+            version, count = self.runs[-1]
+            self.runs[-1] = (version, count + more.runs[0][1])
+            self.runs += more.runs[1:]
+        else:
+            self.runs += more.runs
+        self._length += len(more)
+
+
+def _end_of(part: slice, length: int) -> int:
+    assert part.start in (None, 0) and part.step is None, "only a beginning can be copied"
+    return length if part.stop is None else min(part.stop, length)
+
+
+class TraceAnswers:
+    """`lengths` and `seeds` by sample; `siblings[i]` is the range of samples that answer the same prompt as i does.
+
+    `drift`: every version makes answers this much longer (1.02) or shorter (0.98). A sample that comes with another
+    seed than its own was restarted with fresh noise: its length is then that of another answer to its prompt, or,
+    where a prompt has one answer only, of any answer in the trace.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        seeds: Sequence[int],
+        *,
+        siblings: Sequence[range] | None = None,
+        divergence: float = 0.0,
+        drift: float = 1.0,
+        cap: int,
+    ) -> None:
+        self.lengths = lengths
+        self.seeds = seeds
+        self.siblings = siblings
+        self.divergence = divergence
+        self.hazard = -math.log1p(-divergence)  # of a token, per version
+        self.drift = drift
+        self.cap = cap
+
+    def length(self, request: Request, version: int) -> int:
+        """Length of the whole answer under this version."""
+        sample = request.sample
+        if request.seed != self.seeds[sample]:
+            prompt = range(len(self.lengths)) if self.siblings is None else self.siblings[sample]
+            sample = prompt[_mix(request.seed) % len(prompt)]
+        length = self.lengths[sample]
+        return length if self.drift == 1.0 else min(max(round(length * self.drift**version), 1), self.cap)
+
+    # ---- what the engine asks ---------------------------------------------------------------------------------------
+
+    def accepted(self, request: Request, version: int) -> int:
+        cached = cast(Count, request.cached)
+        limit = min(len(cached), self.length(request, version), request.budget)
+        if self.hazard == 0.0:
+            return limit
+        # One draw for the whole prefix: the amount of hazard after which the first difference comes.
+        room = -math.log(_uniform(request.seed, version)) / self.hazard
+        accepted = 0
+        for written, count in cached.runs:
+            age = version - written
+            if age * count > room:
+                accepted += int(room / age)
+                break
+            room -= age * count
+            accepted += count
+        return min(accepted, limit)
+
+    def is_complete(self, request: Request, length: int, version: int) -> bool:
+        return length == self.length(request, version) < self.cap or length > self.length(request, version)
+
+    def end(self, request: Request, length: int, version: int) -> int:
+        return max(self.length(request, version), length + 1)
+
+    def written(self, request: Request, start: int, count: int, version: int) -> tuple[Any, Any]:
+        return Count([(version, count)]), Count([(version, count)])
+
+
+def _mix(number: int) -> int:
+    """A 64-bit number that looks random and depends on `number` alone (splitmix64's finisher)."""
+    number = (number + 0x9E3779B97F4A7C15) & _MASK
+    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _MASK
+    return number ^ (number >> 31)
+
+
+def _uniform(seed: int, version: int) -> float:
+    """In (0, 1]."""
+    return (_mix(_mix(seed) ^ version) + 1) / 2**64

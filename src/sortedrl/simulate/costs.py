@@ -1,0 +1,190 @@
+"""Cost models of the simulator: what decoding, prefill, updates and publications take.
+
+`run.py` and the planner make one with `load_cost`. `unit` counts steps; `roofline` takes the larger of the time that
+memory and arithmetic need. What they keep true: time is additive over steps, and all sums are in closed form: within
+one call the context grows linearly, so the bound passes from memory to arithmetic or back at most once, and the sum
+over the steps is exact for the model.
+
+The roofline's simplifications: replicas are balanced and in step; prefill stops decoding; siblings do not share the
+prefill of their prompt; training uses the same devices and takes 6 x params x tokens; memory for training is not
+subtracted from the KV cache.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any, Protocol
+
+from sortedrl.engine.cost import DecodeCost, UnitCost
+from sortedrl.errors import ConfigError
+
+
+class CostModel(DecodeCost, Protocol):
+    def update_s(self, tokens: int) -> float:
+        """One update on so many tokens, prompts included."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Hardware:
+    """One accelerator; presets/hardware.toml says what the fields mean."""
+
+    flops: float
+    bandwidth: float
+    memory: float
+    link_bandwidth: float
+    bandwidth_share: float
+    decode_flops_share: float
+    prefill_flops_share: float
+    train_flops_share: float
+    memory_share: float
+    step_overhead_s: float
+    reduce_s: float
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Model:
+    params: float
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    bytes_per_value: float
+
+    @property
+    def weight_bytes(self) -> float:
+        return self.params * self.bytes_per_value
+
+    @property
+    def kv_bytes(self) -> float:
+        """Of one token: a key and a value per layer and KV head."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.bytes_per_value
+
+    @property
+    def attention_flops(self) -> float:
+        """Of one token that attends to one other: a multiplication and an addition, for the score and for the sum."""
+        return 4 * self.layers * self.heads * self.head_dim
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class RooflineCost:
+    hardware: Hardware
+    model: Model
+    tensor_parallel: int = 1
+    replicas: int = 1
+
+    @property
+    def kv_tokens(self) -> int:
+        room = self.hardware.memory * self.hardware.memory_share * self.tensor_parallel - self.model.weight_bytes
+        return max(int(room // self.model.kv_bytes), 0) * self.replicas
+
+    def decode_s(self, running: int, context: int, steps: int) -> float:
+        """Sum over i < steps of max(memory, arithmetic) at context + i x running, plus overheads."""
+        rows, tokens = running / self.replicas, context / self.replicas
+        hardware, model = self.hardware, self.model
+        speed = hardware.bandwidth * hardware.bandwidth_share * self.tensor_parallel
+        flops = hardware.flops * hardware.decode_flops_share * self.tensor_parallel
+        memory = ((model.weight_bytes + model.kv_bytes * tokens) / speed, model.kv_bytes * rows / speed)
+        arithmetic = (
+            (2 * model.params * rows + model.attention_flops * tokens) / flops,
+            model.attention_flops * rows / flops,
+        )
+        return _sum_of_larger(memory, arithmetic, steps) + steps * (hardware.step_overhead_s + self._reduce_s)
+
+    def prefill_s(self, lengths: Sequence[int]) -> float:
+        """Arithmetic of all tokens, causal attention included; at least one pass over the weights."""
+        if not lengths:
+            return 0.0
+        hardware, model = self.hardware, self.model
+        tokens, pairs = sum(lengths), sum(length * (length + 1) // 2 for length in lengths)
+        work = (2 * model.params * tokens + model.attention_flops * pairs) / self.replicas
+        flops = hardware.flops * hardware.prefill_flops_share * self.tensor_parallel
+        read = model.weight_bytes / (hardware.bandwidth * hardware.bandwidth_share * self.tensor_parallel)
+        return max(work / flops, read) + hardware.step_overhead_s + self._reduce_s
+
+    def update_s(self, tokens: int) -> float:
+        devices = self.tensor_parallel * self.replicas
+        flops = self.hardware.flops * self.hardware.train_flops_share * devices
+        return 6 * self.model.params * tokens / flops
+
+    def publish_s(self) -> float:
+        """Every device takes its share of the weights over its link."""
+        return self.model.weight_bytes / (self.hardware.link_bandwidth * self.tensor_parallel)
+
+    @property
+    def _reduce_s(self) -> float:
+        return 2 * self.model.layers * self.hardware.reduce_s if self.tensor_parallel > 1 else 0.0
+
+
+def _sum_of_larger(first: tuple[float, float], second: tuple[float, float], steps: int) -> float:
+    """Sum over i < steps of max(a + b i, c + d i), for (a, b) and (c, d)."""
+    (a, b), (c, d) = first, second
+    if a < c or (a == c and b < d):
+        (a, b), (c, d) = (c, d), (a, b)  # (a, b) is the larger one at the beginning
+    split = steps
+    if d > b:
+        split = min(steps, math.ceil((a - c) / (d - b)))
+    later = steps - split
+    begin = split * a + b * split * (split - 1) / 2
+    return begin + later * (c + d * split) + d * later * (later - 1) / 2
+
+
+def load_cost(
+    kind: str = "unit",
+    *,
+    hardware: str = "h100",
+    model: str = "llama-3.1-8b",
+    tensor_parallel: int = 1,
+    replicas: int = 1,
+    longest: int = 0,
+) -> CostModel:
+    """A cost model by name. `longest`: the tokens of the longest sequence, which must fit the KV cache by itself."""
+    if kind not in ("unit", "roofline"):
+        raise ConfigError(f"unknown cost model {kind!r}{_nearest(kind, ['unit', 'roofline'])}")
+    for name, value in (("tensor-parallel", tensor_parallel), ("replicas", replicas)):
+        if value < 1:
+            raise ConfigError(f"{name} must be at least 1, not {value}")
+    if kind == "unit":
+        return UnitCost()
+    cost = RooflineCost(
+        hardware=Hardware(**_preset("hardware", hardware)),
+        model=Model(**_preset("models", model)),
+        tensor_parallel=tensor_parallel,
+        replicas=replicas,
+    )
+    room = cost.kv_tokens // replicas
+    if room < max(longest, 1):
+        raise ConfigError(
+            f"{model} on {tensor_parallel} x {hardware} leaves room for {room:,} tokens of KV cache, and one answer "
+            f"may need {longest:,}: raise --tensor-parallel, lower --cap, or choose other hardware"
+        )
+    return cost
+
+
+def preset_names(table: str) -> list[str]:
+    """What presets/<table>.toml offers."""
+    return sorted(_presets(table))
+
+
+def _preset(table: str, name: str) -> dict[str, Any]:
+    presets = _presets(table)
+    if name.lower() not in presets:
+        kind = {"models": "model"}.get(table, table)
+        raise ConfigError(f"unknown {kind} {name!r}{_nearest(name.lower(), sorted(presets))}")
+    return presets[name.lower()]
+
+
+def _presets(table: str) -> dict[str, dict[str, Any]]:
+    text = (resources.files("sortedrl.simulate") / "presets" / f"{table}.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    hint = f": did you mean {near[0]}?" if near else ":"
+    return f"{hint} Choose one of {', '.join(known)}"
