@@ -13,6 +13,7 @@ from scripted import GivenScore, LazyScorer, Run, ScriptedPolicy, scripted_run
 from sortedrl.clock import VirtualClock
 from sortedrl.engine.base import Delta, Event, Failed, Finished, InFlight, Partial, Verified
 from sortedrl.engine.sim import Done, SimEngine
+from sortedrl.errors import EngineError
 from sortedrl.records import FinishReason, Sample, State
 from sortedrl.schedule import Strategy, resolve_knobs
 from sortedrl.telemetry import events
@@ -395,3 +396,16 @@ def test_with_overlap_samples_start_during_an_update() -> None:
     starts = [event.t for event in told(run, events.AttemptStarted)]
     assert any(taken.t <= start < done.t for taken, done in updates for start in starts)
     assert max(sample.staleness(batch.version) for batch in run.learner.batches for sample in batch.samples) <= 2
+
+
+def test_updates_without_any_answer_stop_the_run() -> None:
+    run = make_run(Strategy.SYNC, [3] * 12, slots=2, update_batch=2, fails=lambda request: 1)
+    with pytest.raises(EngineError, match="3 updates in a row failed, the last one with: scripted failure"):
+        run.controller.run()
+    assert run.controller.buffer.num_trained == 6
+
+
+def test_single_updates_without_any_answer_do_not() -> None:
+    fails = lambda request: 1 if request.sample in (0, 1, 4, 5) else None  # noqa: E731
+    run = make_run(Strategy.SYNC, [3] * 8, slots=2, update_batch=2, fails=fails)
+    assert run.controller.run()

@@ -6,8 +6,8 @@ import pytest
 
 from scripted import Run, ScriptedPolicy, scripted_run
 from sortedrl.errors import ConfigError
-from sortedrl.records import State
-from sortedrl.schedule import Fate, Order, Strategy, resolve_knobs
+from sortedrl.records import FinishReason, State
+from sortedrl.schedule import Fate, Order, Strategy, hinges_on_scores, resolve_knobs
 from sortedrl.telemetry import events
 
 
@@ -267,3 +267,57 @@ def test_explicit_knobs_override_the_preset() -> None:
     assert knobs.on_bound == Fate.REPLAY
     with pytest.raises(ConfigError, match="unknown strategy"):
         resolve_knobs("sortedreplay", 8)
+
+
+def test_waiting_siblings_are_admitted_while_the_harvest_waits_for_them() -> None:
+    # Staleness 0 with wait, k = 2, three slots: when prompt 0 is ready, sample 2 is running or done and its sibling 3
+    # has not started. The batch must take both, so 3 gets a slot although a batch is there already.
+    run = run_lengths(
+        Strategy.SORTED_PARTIAL,
+        [2, 2, 3, 4],
+        slots=3,
+        update_batch=2,
+        cohort_batches=2,
+        siblings=2,
+        grouped=True,
+        max_staleness=0,
+        on_bound="wait",
+    )
+    assert sorted(sample.id for sample in run.trained) == [0, 1, 2, 3]
+    assert all(max(batch) == 0 for batch in staleness(run))
+
+
+def test_a_due_sample_that_failed_is_tried_again_while_the_harvest_waits() -> None:
+    run = scripted_run(
+        resolve_knobs(Strategy.SORTED_PARTIAL, 1, max_staleness=0, on_bound="wait"),
+        policy=ScriptedPolicy(lengths={0: 1, 1: 6, 2: 2, 3: 2}),
+        slots=2,
+        num_samples=4,
+        seed_of=lambda number: number,
+        fails=lambda request: 3 if request.sample == 1 and request.attempt == 1 else None,
+    )
+    assert run.controller.run()
+    assert sorted(sample.id for sample in run.trained) == [0, 1, 2, 3]
+
+
+def test_a_drain_that_overlaps_needs_one_version_more() -> None:
+    knobs = {"harvest": "drain", "overlap": True, "on_bound": "wait", "cohort_batches": 2, "lookahead": 1}
+    with pytest.raises(ConfigError, match="4 versions old"):
+        resolve_knobs(Strategy.SORTED_PARTIAL, 2, max_staleness=3, **knobs)
+    run = run_lengths(
+        Strategy.SORTED_PARTIAL, [1, 9, 2, 3] * 4, slots=3, update_batch=2, max_staleness=4, update_s=3.0, **knobs
+    )
+    assert max(max(batch) for batch in staleness(run)) <= 4
+
+
+@pytest.mark.parametrize(("finished", "hinges"), [([0, 1], False), ([0, 1, 2, 3], True)])
+def test_a_drain_hinges_on_scores_only_when_all_has_ended(finished: list[int], hinges: bool) -> None:
+    run = scripted_run(
+        resolve_knobs(Strategy.SYNC_LARGE, 2, cohort_batches=2), policy=ScriptedPolicy(), slots=4, num_samples=4
+    )
+    run.controller.load()
+    buffer = run.controller.buffer
+    for number in finished:
+        buffer.start(buffer.samples[number])
+        buffer.finish(buffer.samples[number], FinishReason.STOP)
+    assert hinges_on_scores(buffer, run.controller.knobs) == hinges

@@ -299,11 +299,17 @@ def test_overlap_hands_on_errors() -> None:
     learner.close()
 
 
-def test_weights_are_copied_into_another_module() -> None:
-    source, target = make_model(seed=0), make_model(seed=1)
-    TorchLearner(source, Settings(), temperature=1.0).source.copy_into(target)
-    assert_same(weights(target), weights(source), 0)
-    assert target.lm_head.weight is target.model.embed_tokens.weight
+def test_a_batch_without_signal_moves_nothing() -> None:
+    # Even after a real step: momentum and weight decay alone must not move the weights.
+    model = make_model()
+    learner = TorchLearner(model, Settings(weight_decay=0.1), temperature=1.0)
+    assert learner.start(make_batch(model)).result().optimizer_steps == 1
+    before = weights(model)
+    flat = make_batch(model)
+    for sample in flat.samples:
+        sample.reward = 1.0
+    assert learner.start(flat).result().optimizer_steps == 0
+    assert_same(weights(model), before, 0)
 
 
 def test_it_learns_to_say_the_rewarded_token() -> None:

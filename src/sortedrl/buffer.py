@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from sortedrl.lengths import LengthEstimator
 from sortedrl.records import FinishReason, Mode, Prompt, Sample, Segment, State
 
 
@@ -62,14 +63,10 @@ class Buffer:
         self.ready: dict[object, Group] = {}  # those whose samples could all be trained now
         self.num_ready = 0  # samples in them
         self.attempt_version: dict[int, int] = {}  # of the weights with which a running attempt began
-        self.trained_lengths: dict[str, tuple[int, int]] = {}  # prompt id -> (tokens, samples) of what was trained
-        self._next_cohort = 0
+        self.lengths = LengthEstimator()
+        self.next_cohort = 0
 
     # ---- what the schedule asks -------------------------------------------------------------------------------------
-
-    @property
-    def next_cohort(self) -> int:
-        return self._next_cohort
 
     @property
     def num_pending(self) -> int:
@@ -103,10 +100,8 @@ class Buffer:
 
     def expected_length(self, sample: Sample) -> float:
         """A guess from finished siblings and earlier epochs, never below what the sample is known to reach."""
-        done = [s.num_tokens for s in self.group_of(sample).samples if s.state in (State.FINISHED, State.SCORED)]
-        tokens, count = self.trained_lengths.get(sample.prompt.id, (0, 0))
-        tokens, count = tokens + sum(done), count + len(done)
-        return max(sample.known_length, tokens / count if count else 0.0)
+        reached, finished = sample.known_length, self._finished_siblings(sample)
+        return self.lengths.expected(sample.prompt.id, reached=reached, finished=finished)
 
     def counts(self) -> Counter[str]:
         """Samples by state, the trained ones included."""
@@ -119,7 +114,7 @@ class Buffer:
     def load(self, samples: Sequence[Sample]) -> Cohort:
         """Add a cohort of pending samples."""
         cohort = Cohort(
-            id=self._next_cohort, loaded_update=self.num_updates, num_samples=len(samples), num_left=len(samples)
+            id=self.next_cohort, loaded_update=self.num_updates, num_samples=len(samples), num_left=len(samples)
         )
         assert samples, "a cohort needs samples"
         for sample in samples:
@@ -130,13 +125,15 @@ class Buffer:
             self.unstarted[sample.id] = sample
             self.groups.setdefault(self._group_key(sample), Group()).samples.append(sample)
         self.cohorts[cohort.id] = cohort
-        self._next_cohort += 1
+        self.next_cohort += 1
         self.num_loaded += len(samples)
         return cohort
 
     def start(self, sample: Sample) -> None:
         """PENDING -> RUNNING, as a new attempt."""
         self._move(sample, State.RUNNING, State.PENDING)
+        if sample.attempt == 0:
+            self.lengths.start(sample.id, sample.prompt.id, self._finished_siblings(sample))
         (self.waiting if sample.attempt else self.unstarted).pop(sample.id)
         sample.attempt += 1
         self.attempt_version[sample.id] = self.version
@@ -246,8 +243,7 @@ class Buffer:
             assert group is None or all(s.id in taken for s in group.samples), f"half of group {key} is trained"
             sample.trained_version = self.version
             del self.samples[sample.id]
-            tokens, count = self.trained_lengths.get(sample.prompt.id, (0, 0))
-            self.trained_lengths[sample.prompt.id] = (tokens + sample.num_tokens, count + 1)
+            self.lengths.learn(sample.id, sample.prompt.id, sample.num_tokens)
             cohort = self.cohorts[sample.cohort]
             cohort.num_left -= 1
             if cohort.num_left == 0:
@@ -267,9 +263,9 @@ class Buffer:
             "num_updates": self.num_updates,
             "num_trained": self.num_trained,
             "num_loaded": self.num_loaded,
-            "next_cohort": self._next_cohort,
+            "next_cohort": self.next_cohort,
             "cohorts": [asdict(cohort) for cohort in self.cohorts.values()],
-            "trained_lengths": {prompt: list(value) for prompt, value in self.trained_lengths.items()},
+            "trained_lengths": self.lengths.state_dict(),
             "samples": [asdict(sample) for sample in self.samples.values()],
         }
 
@@ -280,9 +276,9 @@ class Buffer:
         buffer.num_updates = state["num_updates"]
         buffer.num_trained = state["num_trained"]
         buffer.num_loaded = state["num_loaded"]
-        buffer._next_cohort = state["next_cohort"]
+        buffer.next_cohort = state["next_cohort"]
         buffer.cohorts = {cohort["id"]: Cohort(**cohort) for cohort in state["cohorts"]}
-        buffer.trained_lengths = {prompt: (value[0], value[1]) for prompt, value in state["trained_lengths"].items()}
+        buffer.lengths = LengthEstimator.from_state_dict(state["trained_lengths"])
         for record in state["samples"]:
             sample = _sample_from(record)
             if sample.state == State.RUNNING:
@@ -302,6 +298,13 @@ class Buffer:
 
     def _group_key(self, sample: Sample) -> object:
         return sample.group if self.grouped else sample.id
+
+    def _finished_siblings(self, sample: Sample) -> list[int]:
+        """Lengths of the answers in its group that are complete."""
+        if not self.grouped:
+            return []
+        complete = (State.FINISHED, State.SCORED)
+        return [s.num_tokens for s in self.group_of(sample).samples if s.state in complete and s is not sample]
 
     def _unready(self, sample: Sample) -> None:
         group = self.ready.pop(self._group_key(sample), None)

@@ -171,7 +171,7 @@ class SampleLoader:
         run, siblings = self.config.run, self.config.learner.group_size
         count = min(count, run.samples - self.num_loaded)
         samples = []
-        for epoch, prompt in self.stream.take(-(-count // siblings)):
+        for epoch, prompt in self.stream.take(count // siblings):
             for index in range(siblings):
                 samples.append(
                     Sample(
@@ -202,6 +202,8 @@ def build_engine(config: SortedConfig, model: Any, knobs: Knobs) -> Engine:
         case "local":
             own = _private_copy(model) if knobs.overlap else model
             engine = LocalEngine(own, slots=config.engine.slots, max_length=length)
+    if config.engine.in_flight == "keep" and not engine.capabilities.keep_kv:
+        raise ConfigError(f"engine {config.engine.kind} cannot keep its cache: set engine.in_flight = reprefill")
     if Fate.REPLAY in (knobs.interrupted, knobs.on_bound) and not engine.capabilities.exact_replay:
         raise ConfigError(
             "replay needs an engine whose replay is exact (float32 weights): load the model in float32, or set "

@@ -9,7 +9,18 @@ import heapq
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Protocol
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Timing:
+    """Where a run's time went, in seconds of its clock."""
+
+    rollout_s: float
+    update_s: float
+    publish_s: float
+    wall_s: float
 
 
 class Clock(Protocol):

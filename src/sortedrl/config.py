@@ -17,12 +17,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from sortedrl.errors import ConfigError
 from sortedrl.schedule import PRESETS, Knobs, Strategy, resolve_knobs
 
-Bound = Annotated[int, Field(ge=0)] | Literal["none"] | None
+Int = Annotated[int, Field(strict=True)]  # neither true nor "16" nor 16.0
+Bound = Annotated[int, Field(strict=True, ge=0)] | Literal["none"] | None
+Decay = Annotated[float, Field(ge=0, lt=1)]
 GROUPED_ALGORITHMS = ("grpo",)  # those that train the siblings of a prompt together
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class RunSection(Section):
@@ -30,16 +32,16 @@ class RunSection(Section):
         default="run", pattern=r"^[^/\\\s.][^/\\]*$", description="Name of the run; its directory is <dir>/<name>."
     )
     dir: str = Field(default="runs", description="Where run directories live.")
-    seed: int = Field(default=0, ge=0, description="Seed of data order, sampling noise and learner.")
-    samples: int = Field(default=8192, ge=1, description="Samples to train in all: the run's data budget.")
-    threads: int = Field(default=1, ge=1, description="CPU threads for torch.")
+    seed: Int = Field(default=0, ge=0, description="Seed of data order, sampling noise and learner.")
+    samples: Int = Field(default=8192, ge=1, description="Samples to train in all: the run's data budget.")
+    threads: Int = Field(default=1, ge=1, description="CPU threads for torch.")
     report: bool = Field(default=True, description="Write report.html at the end.")
     checkpoint: bool = Field(default=True, description="Save the trained model at the end.")
 
 
 class TaskSection(Section):
     name: str = Field(default="knights", description="The task: where prompts, rewards and held-out prompts come from.")
-    max_prompt_tokens: int = Field(default=256, ge=1, description="A longer prompt is refused.")
+    max_prompt_tokens: Int = Field(default=256, ge=1, description="A longer prompt is refused.")
     people: dict[str, float] = Field(
         default={"2": 4, "3": 3, "4": 2, "5": 1}, description="Knights and Knaves: weight of each number of people."
     )
@@ -47,7 +49,9 @@ class TaskSection(Section):
 
 class ModelSection(Section):
     path: str = Field(
-        default="knights-tiny", description="A folder that from_pretrained loads, or the embedded knights-tiny."
+        default="knights-tiny",
+        min_length=1,
+        description="A folder that from_pretrained loads, or the embedded knights-tiny.",
     )
 
 
@@ -55,8 +59,8 @@ class ScheduleSection(Section):
     """Knobs left out (or null) take the strategy's preset; `none` lifts a bound."""
 
     strategy: Strategy = Field(default=Strategy.SORTED_REPLAY, description="The preset.")
-    update_batch: int = Field(default=32, ge=1, description="U: samples per update.")
-    cohort_batches: int | None = Field(default=None, ge=1, description="n: update batches loaded at once.")
+    update_batch: Int = Field(default=32, ge=1, description="U: samples per update.")
+    cohort_batches: Int | None = Field(default=None, ge=1, description="n: update batches loaded at once.")
     lookahead: Bound = Field(default=None, description="L: later cohorts that may fill idle slots.")
     max_staleness: Bound = Field(default=None, description="Bound on staleness; 0 is on-policy.")
     interrupted: Literal["resume", "replay", "restart"] | None = Field(
@@ -78,8 +82,8 @@ class ScheduleSection(Section):
 
 class EngineSection(Section):
     kind: Literal["local"] = Field(default="local", description="The engine.")
-    slots: int = Field(default=32, ge=1, description="Q: sequences that run at once.")
-    max_new_tokens: int = Field(default=512, ge=1, description="Token budget of an answer, over all its segments.")
+    slots: Int = Field(default=32, ge=1, description="Q: sequences that run at once.")
+    max_new_tokens: Int = Field(default=512, ge=1, description="Token budget of an answer, over all its segments.")
     temperature: float = Field(default=1.0, ge=0.0, description="Sampling temperature.")
     replay_tolerance: float = Field(default=0.0, ge=0.0, description="A cached token this close to the best is kept.")
     in_flight: Literal["reprefill", "keep"] = Field(
@@ -92,12 +96,12 @@ class RewardSection(Section):
     grace_s: float = Field(
         default=0.25, ge=0, description="How long a full batch waits for answers that are being scored."
     )
-    workers: int = Field(default=1, ge=1, description="Scoring workers.")
+    workers: Int = Field(default=1, ge=1, description="Scoring workers.")
 
 
 class LearnerSection(Section):
     algorithm: Literal["reinforce++", "grpo"] = Field(default="grpo", description="Advantage estimator and loss.")
-    group_size: int = Field(default=8, ge=1, description="k: samples per prompt.")
+    group_size: Int = Field(default=8, ge=1, description="k: samples per prompt.")
     advantage_scope: Literal["batch", "cohort", "running"] = Field(
         default="batch", description="What statistics run over."
     )
@@ -105,21 +109,21 @@ class LearnerSection(Section):
     lr_final: float = Field(
         default=0.05, ge=0, le=1, description="Share of the peak that is left at the end (linear decay)."
     )
-    warmup_samples: int = Field(default=0, ge=0, description="Samples over which the rate rises from 0.")
+    warmup_samples: Int = Field(default=0, ge=0, description="Samples over which the rate rises from 0.")
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW's.")
-    betas: tuple[float, float] = Field(default=(0.9, 0.95), description="AdamW's.")
-    clip_low: float = Field(default=0.2, gt=0, description="Ratio clip below 1.")
+    betas: tuple[Decay, Decay] = Field(default=(0.9, 0.95), description="AdamW's.")
+    clip_low: float = Field(default=0.2, gt=0, lt=1, description="Ratio clip below 1.")
     clip_high: float = Field(default=0.28, gt=0, description="Ratio clip above 1.")
     grad_clip: float = Field(default=1.0, gt=0, description="Largest gradient norm.")
-    inner_steps: int = Field(default=1, ge=1, description="Mini-batches per update.")
-    inner_epochs: int = Field(default=1, ge=1, description="Passes over a batch.")
-    micro_tokens: int = Field(default=16384, ge=1, description="Tokens per packed micro-batch.")
+    inner_steps: Int = Field(default=1, ge=1, description="Mini-batches per update.")
+    inner_epochs: Int = Field(default=1, ge=1, description="Passes over a batch.")
+    micro_tokens: Int = Field(default=16384, ge=1, description="Tokens per packed micro-batch.")
 
 
 class EvalSection(Section):
-    prompts: int = Field(default=256, ge=0, description="Held-out prompts; 0 turns evaluation off.")
-    samples: int = Field(default=1, ge=1, description="Sampled answers per held-out prompt.")
-    every_samples: int = Field(
+    prompts: Int = Field(default=256, ge=0, description="Held-out prompts; 0 turns evaluation off.")
+    samples: Int = Field(default=1, ge=1, description="Sampled answers per held-out prompt.")
+    every_samples: Int = Field(
         default=0, ge=0, description="Evaluate each time this many more are trained; 0: start and end."
     )
 
@@ -154,7 +158,7 @@ class SortedConfig(Section):
             raise ValueError(f"learner.group_size {group}: {self.learner.algorithm} compares siblings, set 2 or more")
         if self.run.samples % group:
             raise ValueError(f"run.samples {self.run.samples} must be a multiple of learner.group_size {group}")
-        if self.is_grouped and batch % group:
+        if batch % group:
             raise ValueError(f"schedule.update_batch {batch} must be a multiple of learner.group_size {group}")
         _ = self.knobs
         return self
@@ -258,8 +262,9 @@ def _forget_defining_knobs(tree: dict[str, Any], strategy: str) -> None:
 
 
 def _one_line(error: ValidationError) -> str:
-    first, count = error.errors()[0], error.error_count()
-    where = ".".join(str(part) for part in first["loc"])
+    first = error.errors()[0]
+    count = len({details["loc"][:2] for details in error.errors()})
+    where = ".".join(str(part) for part in first["loc"][:2])  # past section and key come branches of a union
     more = f" (and {count - 1} more)" if count > 1 else ""
     if first["type"] == "extra_forbidden":
         return f"unknown configuration key {where!r}{_nearest(first['loc'])}{more}"

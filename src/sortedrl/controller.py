@@ -18,17 +18,19 @@ from typing import Protocol
 
 from sortedrl import schedule
 from sortedrl.buffer import Buffer
-from sortedrl.clock import Clock
+from sortedrl.clock import Clock, Timing
 from sortedrl.engine import base as engine_events
 from sortedrl.engine.base import Engine, InFlight, Request, Sampling
+from sortedrl.errors import EngineError
 from sortedrl.learner.base import Learner, Update
 from sortedrl.records import Batch, FinishReason, Mode, Sample, State
 from sortedrl.schedule import Knobs, RestartNoise
 from sortedrl.telemetry import events
 from sortedrl.telemetry.events import Emit
-from sortedrl.telemetry.metrics import Timing
 
 IDLE_POLL_S = 0.05  # how long to wait for one thing before looking at the others
+MAX_FAILED_UPDATES = 3  # in a row: more is no bad luck
+STOP_POLL_S = 0.5  # how long a request to stop may go unheard
 
 
 class Score(Protocol):
@@ -101,6 +103,8 @@ class Controller:
         self.update: Update | None = None
         self.update_began = 0.0
         self.last_finish = 0.0
+        self.last_error = ""
+        self.num_failed_updates = 0
         self.rows = list(range(self.slots))  # free rows of the timeline, a heap
         self.row_of: dict[int, int] = {}
 
@@ -155,7 +159,8 @@ class Controller:
     def listen(self) -> None:
         """Wait for the engine, or for scores when nothing runs, and write down what happened."""
         if self.buffer.num_running:
-            self.hear(self.engine.poll(IDLE_POLL_S if self.update is not None else None))
+            is_expecting = self.update is not None or bool(self.buffer.in_state[State.FINISHED])
+            self.hear(self.engine.poll(IDLE_POLL_S if is_expecting else STOP_POLL_S))
         while True:
             scores = self.scorer.poll(self.patience())
             for score in scores:
@@ -164,11 +169,7 @@ class Controller:
                 return
 
     def hinges_on_scores(self) -> bool:
-        """Whether answers that are being scored belong to the next batch: they fill it, or ended together with it."""
-        if self.update is not None or not self.buffer.in_state[State.FINISHED]:
-            return False
-        ready_soon = self.buffer.num_ready_soon
-        return ready_soon > 0 and self.buffer.num_ready + ready_soon >= self.knobs.update_batch
+        return self.update is None and schedule.hinges_on_scores(self.buffer, self.knobs)
 
     def patience(self) -> float:
         """How long to wait for scores.
@@ -310,6 +311,7 @@ class Controller:
 
     def fail(self, sample: Sample, error: str) -> None:
         """One failed sample is data: tried again, and in the end trained as an empty answer without reward."""
+        self.last_error = error
         if sample.num_failures + 1 < self.max_failures:
             self.buffer.fail(sample)
             self.ended(sample, "failed", error)
@@ -364,6 +366,13 @@ class Controller:
             assert bound is None or staleness <= bound, f"sample {sample.id} is {staleness} versions old"
             assert staleness >= 0, f"sample {sample.id} has tokens of a version that does not exist yet"
             assert sample.num_tokens <= sample.budget, f"sample {sample.id} exceeds its budget"
+        is_failed = all(sample.finish_reason == FinishReason.FAILED for sample in batch.samples)
+        self.num_failed_updates = self.num_failed_updates + 1 if is_failed else 0
+        if self.num_failed_updates >= MAX_FAILED_UPDATES:
+            raise EngineError(
+                f"every answer of {MAX_FAILED_UPDATES} updates in a row failed, the last one with: {self.last_error}; "
+                "if the weights are broken, lower learner.lr and start again from an earlier checkpoint"
+            )
 
 
 def _batch_taken(t: float, batch: Batch, num_interrupted: int) -> events.BatchTaken:

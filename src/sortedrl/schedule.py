@@ -104,12 +104,14 @@ class Knobs:
                 "overlap = true with max_staleness = 0 and on_bound = wait cannot be kept: what is sampled during an "
                 "update is one version old when it ends; set max_staleness >= 1, or on_bound = replay or restart"
             )
-        elif self.harvest == Harvest.DRAIN and self.on_bound == Fate.WAIT and (updates is None or bound < updates - 1):
-            raise ConfigError(
-                f"harvest = drain with max_staleness = {bound} and on_bound = wait cannot be kept: the last batch of a "
-                f"drained cohort is {'ever more' if updates is None else updates - 1} versions old; raise "
-                "max_staleness, or set on_bound = replay or restart"
-            )
+        elif self.harvest == Harvest.DRAIN and self.on_bound == Fate.WAIT:
+            oldest = None if updates is None else updates - 1 + self.overlap  # of a drained cohort's last batch
+            if oldest is None or bound < oldest:
+                raise ConfigError(
+                    f"harvest = drain with max_staleness = {bound} and on_bound = wait cannot be kept: the last batch "
+                    f"of a drained cohort is {'ever more' if oldest is None else oldest} versions old; raise "
+                    "max_staleness, or set on_bound = replay or restart"
+                )
         if self.admission == Admission.TAIL_LAST and (self.lookahead != 0 or self.cohort_batches < 2):
             raise ConfigError(
                 "admission = tail-last sets long samples aside within one cohort: it needs lookahead = 0 and "
@@ -209,12 +211,12 @@ def admit(buffer: Buffer, knobs: Knobs, slots: int) -> list[Sample]:
     free = slots - buffer.num_running
     if free <= 0 or buffer.num_pending == 0:
         return []
-    waits = knobs.on_bound == Fate.WAIT and knobs.max_staleness == 0
-    if waits and buffer.num_ready >= knobs.update_batch:
-        return []  # whatever started now would have to be waited for as well
     is_due = _due(buffer, knobs)
     if is_due is not None:
         pending = _arrange(buffer, knobs, buffer.in_state[State.PENDING].values())
+        waits = knobs.on_bound == Fate.WAIT and knobs.max_staleness == 0
+        if waits and buffer.num_ready >= knobs.update_batch:
+            pending = [s for s in pending if is_due(s)]  # any other would have to be waited for as well
         return sorted(pending, key=lambda s: not is_due(s))[:free]
     if knobs.admission == Admission.TAIL_LAST:
         return _admit_tail_last(buffer, knobs, free)
@@ -227,12 +229,31 @@ def harvest(buffer: Buffer, knobs: Knobs) -> list[Sample] | None:
     """The next update batch, in training order, or None while there is reason to wait."""
     if knobs.harvest == Harvest.DRAIN:
         return _deal(buffer, knobs)
-    if not buffer.ready or _is_held_back(buffer, knobs):
+    if not buffer.ready:
         return None
     in_work = buffer.num_pending + buffer.num_running + len(buffer.in_state[State.FINISHED])
     if buffer.num_ready < knobs.update_batch and in_work:
         return None
+    if _is_held_back(buffer, knobs):  # asked last: it looks at every sample
+        return None
     return _in_order(list(buffer.ready.values()), knobs.order)
+
+
+def hinges_on_scores(buffer: Buffer, knobs: Knobs) -> bool:
+    """Whether the next batch lacks nothing but scores that are under way."""
+    finished, scored = buffer.in_state[State.FINISHED], buffer.in_state[State.SCORED]
+    if not finished:
+        return False
+    if knobs.harvest == Harvest.DRAIN:
+        cohort = next(iter(buffer.cohorts.values()))
+        complete = sum(s.cohort == cohort.id for held in (finished, scored) for s in held.values())
+        return complete == cohort.num_left
+    soon = buffer.num_ready_soon
+    if soon == 0 or buffer.num_ready + soon < knobs.update_batch:
+        return False
+    is_due = _due(buffer, knobs)
+    under_way = (buffer.in_state[State.PENDING], buffer.in_state[State.RUNNING])
+    return is_due is None or not any(is_due(s) for held in under_way for s in held.values())
 
 
 def interrupts_at_publication(buffer: Buffer, knobs: Knobs) -> list[Sample]:
@@ -269,22 +290,27 @@ def _due(buffer: Buffer, knobs: Knobs) -> Callable[[Sample], bool] | None:
     """Tells the samples that the next update must take; None if it need not take any.
 
     It must take all that is left of a cohort whose last update it is, and, where the harvest waits for samples at the
-    staleness bound, those that would exceed it one version later.
+    staleness bound, those that would exceed it one version later, each with its siblings.
     """
     updates, bound = knobs.cohort_updates, knobs.max_staleness if knobs.on_bound == Fate.WAIT else None
     cohorts = set()
     if updates is not None:
         cohorts = {c.id for c in buffer.cohorts.values() if buffer.num_updates >= c.loaded_update + updates - 1}
-    if bound is not None:
-        return lambda s: s.cohort in cohorts or _exceeds(buffer, knobs, s, buffer.version + 1)
-    return (lambda s: s.cohort in cohorts) if cohorts else None
+    if bound is None:
+        return (lambda s: s.cohort in cohorts) if cohorts else None
+
+    def is_due(sample: Sample) -> bool:
+        siblings = buffer.group_of(sample).samples
+        return any(s.cohort in cohorts or _exceeds(buffer, knobs, s, buffer.version + 1) for s in siblings)
+
+    return is_due
 
 
 def _is_held_back(buffer: Buffer, knobs: Knobs) -> bool:
     """Whether a sample that this update must take is not ready yet."""
     is_due = _due(buffer, knobs)
     return is_due is not None and any(
-        is_due(sample) and not buffer.group_of(sample).is_ready for sample in buffer.samples.values()
+        not buffer.group_of(sample).is_ready and is_due(sample) for sample in buffer.samples.values()
     )
 
 

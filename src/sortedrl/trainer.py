@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -71,32 +72,28 @@ class SortedTrainer:
         from sortedrl.build import build_run
 
         config, clock, metrics = self.config, WallClock(), RunMetrics()
-        prepare_run_dir(self.run_dir)
-        (self.run_dir / "config.toml").write_text(config.to_toml(), encoding="utf-8")
-        emit = Fanout(
-            [
-                metrics,
-                JsonlSink(self.run_dir / "events.jsonl"),
-                MetricsSink(self.run_dir / "metrics.jsonl", metrics),
-                ConsoleSink(self.console, metrics, quiet=self.quiet),
-            ]
+        check_writable(self.run_dir)
+        emit = Fanout([metrics])
+        parts = build_run(
+            config,
+            emit=emit,
+            clock=clock,
+            should_stop=lambda: self.stop_requested,
+            task=self.task,
+            model=self.model,
+            tokenizer=self.tokenizer,
         )
         try:
-            parts = build_run(
-                config,
-                emit=emit,
-                clock=clock,
-                should_stop=lambda: self.stop_requested,
-                task=self.task,
-                model=self.model,
-                tokenizer=self.tokenizer,
-            )
-            try:
-                return self._train(parts, emit, metrics, clock)
-            finally:
-                parts.close()
+            # Only when all else is well: a run that cannot start leaves an earlier one of its name alone.
+            prepare_run_dir(self.run_dir)
+            (self.run_dir / "config.toml").write_text(config.to_toml(), encoding="utf-8")
+            emit.add(JsonlSink(self.run_dir / "events.jsonl"))
+            emit.add(MetricsSink(self.run_dir / "metrics.jsonl", metrics))
+            emit.add(ConsoleSink(self.console, metrics, quiet=self.quiet))
+            return self._train(parts, emit, metrics, clock)
         finally:
             emit.close()
+            parts.close()
 
     def _train(self, parts: RunParts, emit: Fanout, metrics: RunMetrics, clock: WallClock) -> Summary:
         config, controller = self.config, parts.controller
@@ -118,11 +115,11 @@ class SortedTrainer:
     def _save(self, parts: RunParts, summary: Summary) -> None:
         from sortedrl.learner.checkpoint import save_checkpoint
 
+        summary.write(self.run_dir / "summary.json")
         if self.config.run.checkpoint:
             version = parts.controller.buffer.version
             folder = self.run_dir / "checkpoints" / str(version)
             save_checkpoint(folder, parts.model, parts.tokenizer, learner=parts.learner, extra={"version": version})
-        summary.write(self.run_dir / "summary.json")
         if self.config.run.report:
             write_report([self.run_dir], self.run_dir / "report.html")
 
@@ -169,6 +166,18 @@ def summary_of(parts: RunParts, metrics: RunMetrics, stats: EngineStats, timing:
     )
 
 
+def check_writable(run_dir: Path) -> None:
+    """Refuse a place where no run directory can be made, before anything else is done."""
+    there = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.exists())
+    if not there.is_dir():
+        raise _unwritable(run_dir, f"{there} is no folder")
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise _unwritable(run_dir, error.strerror or str(error)) from None
+
+
 def prepare_run_dir(run_dir: Path) -> None:
     """Make an empty run directory; an earlier run of that name is moved aside, never overwritten."""
     try:
@@ -179,13 +188,12 @@ def prepare_run_dir(run_dir: Path) -> None:
             run_dir.rename(aside)
             log.info("%s existed: moved to %s", run_dir, aside)
         run_dir.mkdir(parents=True, exist_ok=True)
-        probe = run_dir / ".writable"
-        probe.touch()
-        probe.unlink()
     except OSError as error:
-        raise RunDirError(
-            f"cannot write the run directory {run_dir}: {error.strerror or error}; choose another with run.dir=PATH"
-        ) from None
+        raise _unwritable(run_dir, error.strerror or str(error)) from None
+
+
+def _unwritable(run_dir: Path, why: str) -> RunDirError:
+    return RunDirError(f"cannot write the run directory {run_dir}: {why}; choose another with run.dir=PATH")
 
 
 def _dataset_task(

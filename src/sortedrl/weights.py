@@ -25,8 +25,3 @@ class ModuleWeights:
     def snapshot(self) -> ModuleWeights:
         """A copy that later updates of the module do not reach: no gradients, tied weights still tied."""
         return ModuleWeights(copy.deepcopy(self.module).requires_grad_(False).eval())
-
-    def copy_into(self, target: nn.Module) -> None:
-        """Overwrite the weights of a module of the same architecture, in place."""
-        if target is not self.module:
-            target.load_state_dict(self.module.state_dict(), strict=True)

@@ -289,7 +289,7 @@ class LocalEngine:
         ]
         for pack in pack_prefills(prefills, self._vocab):
             self._run_prefill(pack)
-        self._count_time(start, is_decode=False)
+        self._prefill_s += self._clock() - start  # part of the publication: no slot time of rollout
 
     # Decode
 

@@ -131,10 +131,10 @@ class SimEngine:
         for request in requests:
             assert len(self.running) < self.slots, "more requests than free slots"
             length = len(request.cached)
-            self._stats.recomputed_tokens += length
             self._stats.prompt_tokens += len(request.prompt)
             has_room = self._has_room(len(request.prompt) + length)
             if has_room:
+                self._stats.recomputed_tokens += length
                 prefilled.append(len(request.prompt) + length)
             told = self._verify(request) if request.mode == Mode.REPLAY else None
             if told is not None:
@@ -266,11 +266,12 @@ class SimEngine:
 
     # ---- memory -----------------------------------------------------------------------------------------------------
 
-    def _has_room(self, context: int, reserve: float = 0.0) -> bool:
+    def _has_room(self, context: int) -> bool:
+        """Whether a sequence can be taken in now; those that were parked before come first."""
         limit = self.cost.kv_tokens
-        if limit is None:
+        if limit is None or not self.running:
             return True
-        return not self.running or (not self.parked and self._context + context + reserve * limit <= limit)
+        return not self.parked and self._context + context <= limit
 
     def _make_room(self) -> None:
         """Park the youngest until one more step fits; the last one decodes whatever happens."""
@@ -301,7 +302,7 @@ class SimEngine:
             self._context += running.context
             self._push(running)
             prefilled.append(running.context)
-            self._stats.recomputed_tokens += running.length if running.delivered < running.length else 0
+            self._stats.recomputed_tokens += running.length
         if prefilled:
             self._stall_s += self.cost.prefill_s(prefilled)
 

@@ -175,9 +175,9 @@ class TorchLearner:
 
     def _step(self, samples: Sequence[Sample], advantages: Sequence[float], tally: _Tally) -> None:
         num_tokens = sum(sample.num_tokens for sample in samples)
-        if num_tokens == 0:
-            return
-        self.optimizer.zero_grad(set_to_none=False)  # a step without gradient still decays and coasts, as AdamW does
+        if not any(sample.num_tokens and advantage for sample, advantage in zip(samples, advantages, strict=True)):
+            return  # nothing to learn from: momentum alone must not move the weights
+        self.optimizer.zero_grad()
         loss = torch.zeros((), device=self.model.device)
         sums = torch.zeros(len(METRICS), device=self.model.device)
         num_learned = 0

@@ -28,19 +28,27 @@ class Count:
         self.runs = [(version, count) for version, count in runs if count]
         self._length = sum(count for _, count in self.runs)
 
+    @classmethod
+    def of(cls, version: int, count: int) -> Count:
+        """One run; there are millions of these, so nothing is checked."""
+        self = cls.__new__(cls)
+        self.runs, self._length = ([(version, count)] if count else []), count
+        return self
+
     def __len__(self) -> int:
         return self._length
 
     def __getitem__(self, part: slice) -> Count:
-        stop = _end_of(part, self._length)
-        copy = Count(self.runs)
-        if stop < self._length:
-            del copy[stop:]
+        assert part.start in (None, 0), "only a beginning can be copied"
+        copy = Count.__new__(Count)
+        copy.runs, copy._length = self.runs.copy(), self._length
+        if part.stop is not None and part.stop < self._length:
+            del copy[part.stop :]
         return copy
 
     def __delitem__(self, part: slice) -> None:
         start = min(part.start, self._length)
-        assert part.stop is None and start >= 0, "only the end can be cut off"
+        assert part.stop is None, "only the end can be cut off"
         surplus = self._length - start
         while surplus:
             version, count = self.runs.pop()
@@ -58,11 +66,6 @@ class Count:
         else:
             self.runs += more.runs
         self._length += len(more)
-
-
-def _end_of(part: slice, length: int) -> int:
-    assert part.start in (None, 0) and part.step is None, "only a beginning can be copied"
-    return length if part.stop is None else min(part.stop, length)
 
 
 class TraceAnswers:
@@ -120,13 +123,13 @@ class TraceAnswers:
         return min(accepted, limit)
 
     def is_complete(self, request: Request, length: int, version: int) -> bool:
-        return length == self.length(request, version) < self.cap or length > self.length(request, version)
+        return self.length(request, version) <= length < self.cap  # at the cap it was cut off
 
     def end(self, request: Request, length: int, version: int) -> int:
         return max(self.length(request, version), length + 1)
 
     def written(self, request: Request, start: int, count: int, version: int) -> tuple[Any, Any]:
-        return Count([(version, count)]), Count([(version, count)])
+        return Count.of(version, count), Count.of(version, count)
 
 
 def _mix(number: int) -> int:

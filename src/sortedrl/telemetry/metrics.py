@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from sortedrl.clock import Timing
 from sortedrl.engine.base import EngineStats
 from sortedrl.telemetry.events import (
     AttemptEnded,
@@ -28,17 +29,6 @@ from sortedrl.telemetry.events import (
     SampleRequeued,
     UpdateDone,
 )
-
-
-@dataclass(slots=True, kw_only=True, frozen=True)
-class Timing:
-    """Where the controller's time went, in seconds of the run's clock."""
-
-    rollout_s: float
-    update_s: float
-    publish_s: float
-    wall_s: float
-
 
 Probe = Callable[[], tuple[EngineStats, Timing]]
 """What engine and controller have measured so far."""

@@ -46,9 +46,12 @@ class Fanout:
     """Hands every event to each sink in turn. Sinks that read a shared `RunMetrics` come after it."""
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
-        self.sinks = tuple(sinks)
+        self.sinks = list(sinks)
         self.num_failures: Counter[str] = Counter()  # by the sink's class
         self._warned: set[int] = set()  # positions in `sinks`
+
+    def add(self, sink: Sink) -> None:
+        self.sinks.append(sink)
 
     def __call__(self, event: Event) -> None:
         for position, sink in enumerate(self.sinks):

@@ -1,0 +1,106 @@
+"""How long an answer will be, guessed from what has been seen: siblings, earlier epochs, and all prompts together.
+
+The buffer keeps one `LengthEstimator` and asks it for `longest-expected-first`. Pure: what it learned is all it knows,
+and a guess is never below what the sample has reached already. It keeps account of how good its guesses were: each one
+made when a sample first started is compared with the length at which that sample was trained.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+PRIOR_WEIGHT = 1.0  # answers that the mean over all prompts counts for beside a prompt's own
+
+
+@dataclass(slots=True, kw_only=True)
+class Calibration:
+    """How guesses and true lengths agree. Each pair is compared with the one before it, so memory stays constant.
+
+    Only guesses that a prompt's own answers informed are counted: the others are all alike.
+    """
+
+    num_guesses: int = 0
+    num_pairs: int = 0  # neighbours whose guesses differ, and whose lengths do
+    num_in_order: int = 0  # of those, the longer guess was the longer answer
+    log_error_sum: float = 0.0
+    last: tuple[float, int] | None = None
+
+    def add(self, guess: float, length: int) -> None:
+        self.num_guesses += 1
+        self.log_error_sum += abs(math.log(max(guess, 1.0) / max(length, 1)))
+        if self.last is not None:
+            order = (guess - self.last[0]) * (length - self.last[1])
+            self.num_pairs += order != 0
+            self.num_in_order += order > 0
+        self.last = (guess, length)
+
+    @property
+    def in_order(self) -> float | None:
+        """Share of pairs in the right order: 1 is perfect, one half is chance."""
+        return self.num_in_order / self.num_pairs if self.num_pairs else None
+
+    @property
+    def log_error(self) -> float | None:
+        """Mean of |log(guess / length)|: 0.7 is off by a factor of two."""
+        return self.log_error_sum / self.num_guesses if self.num_guesses else None
+
+
+@dataclass(slots=True, kw_only=True)
+class LengthEstimator:
+    """Means by prompt, drawn towards the mean over all; a prompt that was never seen is guessed at that."""
+
+    prompts: dict[str, tuple[int, int]] = field(default_factory=dict)  # id -> (tokens, answers)
+    num_tokens: int = 0
+    num_answers: int = 0
+    calibration: Calibration = field(default_factory=Calibration)
+    _guesses: dict[int, float] = field(default_factory=dict)  # by sample, when it first started
+
+    def expected(self, prompt: str, *, reached: int = 0, finished: Iterable[int] = ()) -> float:
+        """The guess for an answer that has `reached` tokens and whose siblings `finished` with these lengths."""
+        tokens, answers = self._own(prompt, finished)
+        if not self.num_answers:
+            guess = tokens / answers if answers else 0.0
+        else:
+            prior = self.num_tokens / self.num_answers
+            guess = (PRIOR_WEIGHT * prior + tokens) / (PRIOR_WEIGHT + answers)
+        return max(float(reached), guess)
+
+    def start(self, sample: int, prompt: str, finished: Iterable[int] = ()) -> None:
+        """A sample starts for the first time: note the guess, if its prompt's own answers inform it."""
+        lengths = list(finished)
+        if lengths or prompt in self.prompts:
+            self._guesses[sample] = self.expected(prompt, finished=lengths)
+
+    def learn(self, sample: int, prompt: str, length: int) -> None:
+        """A sample is trained at this length."""
+        guess = self._guesses.pop(sample, None)
+        if guess is not None:
+            self.calibration.add(guess, length)
+        tokens, answers = self.prompts.get(prompt, (0, 0))
+        self.prompts[prompt] = (tokens + length, answers + 1)
+        self.num_tokens += length
+        self.num_answers += 1
+
+    def _own(self, prompt: str, finished: Iterable[int]) -> tuple[int, int]:
+        tokens, answers = self.prompts.get(prompt, (0, 0))
+        for length in finished:
+            tokens, answers = tokens + length, answers + 1
+        return tokens, answers
+
+    # ---- durable form -----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was learned; the account of guesses starts anew when it is read back."""
+        return {prompt: list(value) for prompt, value in self.prompts.items()}
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> LengthEstimator:
+        prompts = {prompt: (int(tokens), int(answers)) for prompt, (tokens, answers) in state.items()}
+        return cls(
+            prompts=prompts,
+            num_tokens=sum(tokens for tokens, _ in prompts.values()),
+            num_answers=sum(answers for _, answers in prompts.values()),
+        )

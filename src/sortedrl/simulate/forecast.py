@@ -1,0 +1,115 @@
+"""A forecast of a run's rollout time and bubble: its schedule, simulated on its own lengths with fitted costs.
+
+`plan --from-run` uses it to say how well a fit predicts the very run it came from, benchmarks/forecast.py how well it
+predicts other strategies. What it keeps true: nothing of the run's measured times goes into its forecast; lengths,
+divergence rate and knobs do, since training makes them what they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from sortedrl.config import SortedConfig
+from sortedrl.schedule import Knobs
+from sortedrl.simulate.fit import FittedCost, read_lengths
+from sortedrl.simulate.run import simulate
+from sortedrl.simulate.traces import Trace
+from sortedrl.telemetry.summary import Summary
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Forecast:
+    strategy: str
+    seed: int | None
+    rollout_s: float
+    measured_rollout_s: float
+    bubble_ratio: float
+    measured_bubble_ratio: float
+
+    @property
+    def rollout_error(self) -> float:
+        """Relative; positive where the forecast is too long."""
+        return self.rollout_s / self.measured_rollout_s - 1.0 if self.measured_rollout_s else 0.0
+
+    @property
+    def bubble_error(self) -> float:
+        """In points, not relative: a bubble near zero has no useful relative error."""
+        return self.bubble_ratio - self.measured_bubble_ratio
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "rollout_error": self.rollout_error, "bubble_error": self.bubble_error}
+
+
+@dataclass(slots=True, kw_only=True)
+class Metered:
+    """A fitted cost that counts host work: during it sequences hold their slots, but the engine does not run them."""
+
+    cost: FittedCost
+    host_slot_s: float = 0.0
+    kv_tokens: int | None = None
+
+    def decode_s(self, running: int, context: int, steps: int) -> float:
+        self.host_slot_s += self.cost.poll_s * running
+        return self.cost.decode_s(running, context, steps)
+
+    def prefill_s(self, lengths: Sequence[int]) -> float:
+        return self.cost.prefill_s(lengths)
+
+    def publish_s(self) -> float:
+        return self.cost.publish_s()
+
+    def update_s(self, tokens: int) -> float:
+        return self.cost.update_s(tokens)
+
+
+def forecast(run_dir: str | Path, cost: FittedCost) -> Forecast:
+    """Simulate the run in this directory with these costs, and compare."""
+    run_dir = Path(run_dir)
+    config = SortedConfig.load(run_dir / "config.toml")
+    measured = Summary.read(run_dir / "summary.json")
+    metered = Metered(cost=cost)
+    simulated = simulate(
+        run_trace(read_lengths(run_dir), config),
+        strategy=config.schedule.strategy.value,
+        slots=config.engine.slots,
+        update_batch=config.schedule.update_batch,
+        group_size=config.learner.group_size if config.is_grouped else 1,
+        cost=metered,
+        divergence=measured.divergence_rate or 0.0,
+        prompt_tokens=cost.prompt_tokens,
+        seed=config.run.seed,
+        **explicit_knobs(config.knobs),
+    )
+    rollout_s = simulated.rollout_s or 0.0
+    busy_slot_s = (1.0 - (simulated.bubble_ratio or 0.0)) * config.engine.slots * rollout_s
+    if not config.knobs.overlap:  # where updates overlap, the engine asks for costs that it does not pay
+        rollout_s += simulated.updates * cost.harvest_s
+        busy_slot_s -= metered.host_slot_s
+    return Forecast(
+        strategy=measured.strategy,
+        seed=measured.seed,
+        rollout_s=rollout_s,
+        measured_rollout_s=measured.rollout_s or 0.0,
+        bubble_ratio=1.0 - busy_slot_s / (config.engine.slots * rollout_s) if rollout_s else 0.0,
+        measured_bubble_ratio=measured.bubble_ratio or 0.0,
+    )
+
+
+def run_trace(lengths: Sequence[int], config: SortedConfig) -> Trace:
+    """A run's lengths without the token that comes from the prefill, which takes no decode step."""
+    group = config.learner.group_size
+    return Trace(
+        lengths=[max(length - 1, 1) for length in lengths],
+        prompts=[number // group for number in range(len(lengths))],
+        cap=config.engine.max_new_tokens,
+        source=str(config.run_dir),
+    )
+
+
+def explicit_knobs(knobs: Knobs) -> dict[str, Any]:
+    """Knobs as `resolve_knobs` takes them: the word for no bound instead of None."""
+    values = {field.name: getattr(knobs, field.name) for field in fields(knobs) if field.name != "update_batch"}
+    return {name: "none" if value is None else value for name, value in values.items()}

@@ -1,0 +1,254 @@
+"""One simulated run: the training loop's own buffer, schedule and controller on a virtual clock.
+
+The command line, the planner and benchmarks call `simulate`. What it keeps true: nothing about a strategy is
+implemented here; the same trace and seed give every strategy the same answers; the summary is that of a training run,
+with accuracy left out.
+"""
+
+from __future__ import annotations
+
+import difflib
+import gc
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from sortedrl.buffer import Buffer
+from sortedrl.clock import VirtualClock
+from sortedrl.controller import Controller
+from sortedrl.engine.base import InFlight, Sampling
+from sortedrl.engine.cost import UnitCost
+from sortedrl.engine.sim import SimEngine
+from sortedrl.errors import ConfigError
+from sortedrl.learner.base import UpdateResult
+from sortedrl.records import Batch, Prompt, Sample
+from sortedrl.schedule import Knobs, Strategy, resolve_knobs
+from sortedrl.simulate.answers import TraceAnswers
+from sortedrl.simulate.costs import CostModel
+from sortedrl.simulate.traces import Trace
+from sortedrl.telemetry.events import Emit, Event, RunEnded, RunStarted
+from sortedrl.telemetry.metrics import RunMetrics
+from sortedrl.telemetry.summary import Summary, summarize
+
+PROMPT_TOKENS = 256
+# Knobs that make a strategy what it is, whatever is asked for all strategies together.
+OWN_KNOBS: Mapping[Strategy, frozenset[str]] = {
+    Strategy.SYNC: frozenset({"cohort_batches", "lookahead", "max_staleness", "overlap"}),
+    Strategy.SYNC_LARGE: frozenset({"lookahead", "max_staleness", "overlap"}),
+    Strategy.APRIL: frozenset({"lookahead"}),
+    Strategy.TAIL_BATCHING: frozenset({"lookahead", "max_staleness"}),
+}
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class GivenScore:
+    key: tuple[int, int]
+    reward: float = 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class InstantScorer:
+    """Scores whatever it is given at once; rewards mean nothing in a simulation."""
+
+    scores: list[GivenScore] = field(default_factory=list)
+
+    def submit(self, sample: Sample) -> None:
+        self.scores.append(GivenScore(key=(sample.id, sample.attempt)))
+
+    def poll(self, timeout: float) -> list[GivenScore]:
+        done, self.scores = self.scores, []
+        return done
+
+
+@dataclass(slots=True, kw_only=True)
+class SimUpdate:
+    clock: VirtualClock
+    ready_at: float
+
+    def done(self) -> bool:
+        return self.clock.now() >= self.ready_at
+
+    def result(self) -> UpdateResult:
+        if not self.done():
+            self.clock.advance(self.ready_at)
+        return UpdateResult(optimizer_steps=1)
+
+
+@dataclass(slots=True, kw_only=True)
+class SimLearner:
+    """An update takes what the cost model says for its tokens, or `seconds`, if that is given."""
+
+    clock: VirtualClock
+    cost: CostModel
+    seconds: float | None = None
+    source: object = None
+
+    def start(self, batch: Batch) -> SimUpdate:
+        seconds = self.seconds
+        if seconds is None:
+            seconds = self.cost.update_s(sum(len(s.prompt.tokens) + s.num_tokens for s in batch.samples))
+        ready_at = self.clock.now() + seconds
+        if seconds:
+            self.clock.set_timer(ready_at)
+        return SimUpdate(clock=self.clock, ready_at=ready_at)
+
+
+class TraceLoader:
+    """Samples in the trace's order; their seeds are drawn once, so that all strategies see the same noise."""
+
+    def __init__(self, trace: Trace, *, seed: int, prompt_tokens: int) -> None:
+        self.trace = trace
+        self.seeds: list[int] = np.random.default_rng((seed, 1)).integers(0, 2**62, size=trace.num_samples).tolist()
+        self.prompt_tokens = tuple(range(prompt_tokens))
+        self.num_loaded = 0
+        self.prompt: Prompt | None = None
+
+    def load(self, cohort: int, count: int) -> list[Sample]:
+        trace, samples = self.trace, []
+        first, self.num_loaded = self.num_loaded, min(self.num_loaded + count, self.trace.num_samples)
+        for number in range(first, self.num_loaded):
+            prompt_id = str(trace.prompts[number])
+            if self.prompt is None or self.prompt.id != prompt_id:
+                self.prompt = Prompt(id=prompt_id, tokens=self.prompt_tokens, content="")
+            samples.append(
+                Sample(
+                    id=number,
+                    prompt=self.prompt,
+                    index=number,
+                    epoch=0,
+                    cohort=cohort,
+                    seed=self.seeds[number],
+                    budget=trace.cap,
+                )
+            )
+        return samples
+
+
+def knobs_for(strategy: str, update_batch: int, **asked: Any) -> Knobs:
+    """A strategy's knobs with those on top that were asked for and that do not make it another strategy."""
+    if strategy not in list(Strategy):
+        near = difflib.get_close_matches(strategy, list(Strategy), n=1, cutoff=0.4)
+        hint = f": did you mean {near[0]}?" if near else ":"
+        raise ConfigError(f"unknown strategy {strategy!r}{hint} Choose from {', '.join(Strategy)}")
+    own = OWN_KNOBS.get(Strategy(strategy), frozenset())
+    return resolve_knobs(strategy, update_batch, **{name: value for name, value in asked.items() if name not in own})
+
+
+def simulate(
+    trace: Trace,
+    *,
+    strategy: str,
+    slots: int,
+    update_batch: int,
+    group_size: int = 1,
+    cost: CostModel | None = None,
+    divergence: float = 0.0,
+    drift: float = 1.0,
+    seed: int = 0,
+    update_s: float | None = None,
+    prompt_tokens: int = PROMPT_TOKENS,
+    in_flight: InFlight = InFlight.REPREFILL,
+    emit: Emit | None = None,
+    **knobs: Any,
+) -> Summary:
+    """Run one strategy over the trace. `knobs` are those of `schedule.Knobs`, the word "none" lifts a bound."""
+    _check(trace, slots=slots, update_batch=update_batch, group_size=group_size, divergence=divergence, drift=drift)
+    resolved = knobs_for(strategy, update_batch, **knobs)
+    cost, clock, metrics = cost or UnitCost(), VirtualClock(), RunMetrics()
+    loader = TraceLoader(trace, seed=seed, prompt_tokens=prompt_tokens)
+    siblings = _siblings(trace) if trace.has_siblings else None
+    answers = TraceAnswers(
+        trace.lengths, loader.seeds, siblings=siblings, divergence=divergence, drift=drift, cap=trace.cap
+    )
+
+    def tell(event: Event) -> None:
+        metrics.emit(event)
+        if emit is not None:
+            emit(event)
+
+    engine = SimEngine(answers, slots=slots, clock=clock, cost=cost)
+    controller = Controller(
+        buffer=Buffer(grouped=group_size > 1),
+        knobs=resolved,
+        engine=engine,
+        learner=SimLearner(clock=clock, cost=cost, seconds=update_s),
+        scorer=InstantScorer(),
+        load_samples=loader.load,
+        total_samples=trace.num_samples,
+        sampling=Sampling(),
+        clock=clock,
+        emit=tell if emit is not None else metrics.emit,
+        in_flight=in_flight,
+    )
+    tell(
+        RunStarted(
+            t=0.0,
+            strategy=strategy,
+            seed=seed,
+            slots=slots,
+            update_batch=update_batch,
+            total_samples=trace.num_samples,
+        )
+    )
+    with _no_collector():
+        complete = controller.run()
+    assert complete, "a simulation ends with its trace"
+    tell(RunEnded(t=clock.now(), reason="complete"))
+    return summarize(
+        metrics,
+        stats=engine.stats(),
+        timing=controller.timing(),
+        held=list(controller.buffer.samples),
+        cohort_batches=resolved.cohort_batches,
+        lookahead="none" if resolved.lookahead is None else resolved.lookahead,
+    )
+
+
+@contextmanager
+def _no_collector() -> Iterator[None]:
+    """A run makes millions of objects and no cycles: the garbage collector would visit them again and again in vain."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _check(trace: Trace, *, slots: int, update_batch: int, group_size: int, divergence: float, drift: float) -> None:
+    if slots < 1:
+        raise ConfigError(f"slots must be at least 1, not {slots}: raise --slots")
+    if update_batch > trace.num_samples:
+        raise ConfigError(
+            f"update_batch {update_batch} is larger than the cohort: the trace has only {trace.num_samples} samples; "
+            "lower --update-batch or raise --samples"
+        )
+    if update_batch % group_size:
+        raise ConfigError(
+            f"update_batch {update_batch} must be a multiple of group_size {group_size}: siblings train together"
+        )
+    if trace.num_samples % group_size:
+        raise ConfigError(
+            f"{trace.num_samples} samples are no whole groups of {group_size}: make --samples a multiple of it"
+        )
+    if not 0.0 <= divergence < 1.0:
+        raise ConfigError(f"divergence is a share of tokens per update, from 0 to below 1, not {divergence:g}")
+    if not drift > 0.0:
+        raise ConfigError(f"drift is a factor per update, above 0 (1 = none), not {drift:g}")
+
+
+def _siblings(trace: Trace) -> list[range]:
+    """For every sample the range of those that answer its prompt."""
+    ranges: list[range] = []
+    first = 0
+    while first < trace.num_samples:
+        last = first
+        while last < trace.num_samples and trace.prompts[last] == trace.prompts[first]:
+            last += 1
+        ranges += [range(first, last)] * (last - first)
+        first = last
+    return ranges

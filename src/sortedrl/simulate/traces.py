@@ -1,0 +1,273 @@
+"""Traces: how long the answers of a workload are, read from a file or drawn from a distribution.
+
+`load_trace` takes what `--trace` says. What it keeps true: every length is a whole number of tokens from 1 to the cap;
+answers are in the order in which they are loaded, siblings together. A trace that cannot be used raises `DataError`
+with the place of the first mistake.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sortedrl.errors import DataError
+
+DEFAULT_SAMPLES = 4096  # of a synthetic trace
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Trace:
+    """`prompts[i]` is the number of the prompt that answer i answers; siblings stand together."""
+
+    lengths: Sequence[int]
+    prompts: Sequence[int]
+    cap: int  # budget of an answer
+    source: str
+    note: str = ""  # what a user should know about how it was read
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def has_siblings(self) -> bool:
+        return self.prompts[-1] + 1 < len(self.prompts)
+
+
+def load_trace(
+    text: str | Path,
+    *,
+    samples: int | None = None,
+    seed: int = 0,
+    cap: int | None = None,
+    column: str = "length",
+    group_size: int = 1,
+) -> Trace:
+    """Read a file, a run directory, or draw as `lognormal(700, 1.1, 8192)` or `bimodal(200, 4000, 0.1)` says.
+
+    `samples`: how many answers; fewer than a file has takes its first ones, more go through it again in another order.
+    `group_size`: siblings that are trained together; numbers that stand alone are taken as siblings in file order.
+    """
+    if samples is not None and samples < 1:
+        raise DataError(f"a trace needs at least one sample, not {samples}: raise --samples")
+    if cap is not None and cap < 1:
+        raise DataError(f"the cap must be at least 1 token, not {cap}: raise --cap")
+    drawn = _draw(str(text), samples or DEFAULT_SAMPLES, seed, cap)
+    note = ""
+    if drawn is not None:
+        lengths, cap = drawn
+        groups: list[list[int]] = [lengths]
+        is_flat = True
+    else:
+        groups, is_flat, note = _read(Path(text), column)
+        cap = _check(groups, cap, str(text))
+    groups = _regroup(groups, is_flat, group_size, str(text))
+    groups = _cut_or_repeat(groups, samples, seed)
+    return Trace(
+        lengths=[length for group in groups for length in group],
+        prompts=[number for number, group in enumerate(groups) for _ in group],
+        cap=cap,
+        source=str(text),
+        note=note,
+    )
+
+
+# ---- synthetic ------------------------------------------------------------------------------------------------------
+
+
+def _draw(text: str, samples: int, seed: int, cap: int | None) -> tuple[list[int], int] | None:
+    """Lengths and cap of a distribution given as text; None if the text names none."""
+    match = re.fullmatch(r"\s*(lognormal|bimodal)\s*\((.*)\)\s*", text)
+    if match is None:
+        return None
+    kind, inside = match.groups()
+    names = {"lognormal": ("median", "sigma", "cap"), "bimodal": ("short", "long", "share")}[kind]
+    values = [re.sub(rf"^\s*{name}\s*[=\s]\s*", "", part) for name, part in zip(names, inside.split(","), strict=False)]
+    usage = f"write {kind}({', '.join(names)}), for example {_EXAMPLES[kind]}"
+    try:
+        first, second, third = (float(value) for value in values)
+        is_right = len(inside.split(",")) == 3 and first >= 1
+    except ValueError:
+        is_right, first, second, third = False, 0.0, 0.0, 0.0
+    rng = np.random.default_rng(seed)
+    if kind == "lognormal":
+        if not is_right or second < 0 or third < 1:
+            raise DataError(f"cannot draw {text!r}: {usage}")
+        limit = int(third) if cap is None else min(int(third), cap)
+        drawn = first * np.exp(second * rng.standard_normal(samples))
+        return np.clip(np.rint(drawn), 1, limit).astype(np.int64).tolist(), limit
+    if not is_right or second < 1 or not 0 <= third <= 1:
+        raise DataError(f"cannot draw {text!r}: {usage}")
+    limit = int(max(first, second)) if cap is None else cap
+    drawn = np.where(rng.random(samples) < third, int(second), int(first))
+    return np.minimum(drawn, limit).tolist(), limit
+
+
+_EXAMPLES = {"lognormal": "lognormal(700, 1.1, 8192)", "bimodal": "bimodal(200, 4000, 0.1)"}
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+def _read(path: Path, column: str) -> tuple[list[list[int]], bool, str]:
+    """Groups of lengths; whether the file knows of siblings (if not there is one group); a note."""
+    if path.is_dir():
+        path = path / "events.jsonl"
+    readers: dict[str, Callable[[Path, str], tuple[list[list[Any]], bool, str]]] = {
+        ".json": _read_json,
+        ".jsonl": _read_events,
+        ".csv": _read_csv,
+        ".parquet": _read_parquet,
+    }
+    reader = readers.get(path.suffix.lower())
+    if reader is None:
+        raise DataError(
+            f"cannot tell what kind of trace {str(path)!r} is: name a .json, .csv, .parquet or events.jsonl file, a "
+            f"run directory, or a distribution such as {_EXAMPLES['lognormal']}"
+        )
+    try:
+        return reader(path, column)
+    except OSError as error:
+        raise DataError(f"cannot read the trace {path}: {error.strerror or error}; check its name") from None
+    except UnicodeDecodeError:
+        raise DataError(f"the trace {path} is not UTF-8 text: write it again as UTF-8") from None
+
+
+def _read_json(path: Path, column: str) -> tuple[list[list[Any]], bool, str]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise DataError(f"the trace {path} is not valid JSON: {error}; write a list of lengths") from None
+    if not isinstance(data, list):
+        raise DataError(f"the trace {path} must be a list of lengths, or of lists of siblings' lengths")
+    if data and all(isinstance(item, list) for item in data):
+        empty = next((number for number, group in enumerate(data) if not group), None)
+        if empty is not None:
+            raise DataError(f"the trace {path} has no length for prompt {empty}: leave it out or give it one")
+        return data, False, ""
+    return [data], True, ""
+
+
+def _read_events(path: Path, column: str) -> tuple[list[list[Any]], bool, str]:
+    """What a run trained, in load order: batches are sorted by length, the order of samples is not."""
+    lengths: dict[int, int] = {}
+    updates, has_ended = 0, False
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                event = json.loads(line)
+                if event["kind"] == "BatchTaken":
+                    lengths.update(zip(event["samples"], event["lengths"], strict=True))
+                    updates += 1
+                has_ended = has_ended or event["kind"] == "RunEnded"
+            except (ValueError, KeyError, TypeError):
+                raise DataError(
+                    f"{path} breaks off in line {number}: read {len(lengths)} answers of {updates} updates before it; "
+                    f"let the run end, or use the first lines only: head -n {number - 1}"
+                ) from None
+    if not lengths:
+        raise DataError(f"{path} tells of no trained answer: use the events of a run with at least one update")
+    note = "" if has_ended else f"{path} does not reach the end of its run: {len(lengths)} answers were read"
+    return [[lengths[sample] for sample in sorted(lengths)]], True, note
+
+
+def _read_csv(path: Path, column: str) -> tuple[list[list[Any]], bool, str]:
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = csv.DictReader(file)
+        _need_column(path, column, rows.fieldnames or [])
+        return [[_number(row[column]) for row in rows]], True, ""
+
+
+def _number(text: str | None) -> Any:
+    try:
+        return float(text or "")
+    except ValueError:
+        return text
+
+
+def _read_parquet(path: Path, column: str) -> tuple[list[list[Any]], bool, str]:
+    try:
+        from pyarrow import ArrowException, parquet  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise DataError(f"reading {path} needs pyarrow: pip install pyarrow, or save the trace as CSV") from None
+    try:
+        _need_column(path, column, parquet.read_schema(path).names)
+        return [parquet.read_table(path, columns=[column])[column].to_pylist()], True, ""
+    except ArrowException as error:
+        raise DataError(f"cannot read {path} as Parquet: {error}; write it again, or save it as CSV") from None
+
+
+def _need_column(path: Path, column: str, names: Iterable[str]) -> None:
+    if column not in names:
+        raise DataError(
+            f"{path} has no column {column!r}: name one of {', '.join(map(repr, names)) or 'none'} with --column"
+        )
+
+
+# ---- checks and shape -----------------------------------------------------------------------------------------------
+
+
+def _check(groups: list[list[Any]], cap: int | None, source: str) -> int:
+    """Refuse what is no length, make floats whole numbers, and return the cap."""
+    longest, position = 0, 0
+    for group in groups:
+        for index, value in enumerate(group):
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or value != value or value in (float("inf"), float("-inf")) or value != int(value):
+                raise DataError(f"the trace {source} has {value!r} at position {position}: lengths are whole numbers")
+            if value < 1:
+                raise DataError(
+                    f"the trace {source} has length {value:g} at position {position}: an answer has at least one token"
+                )
+            if cap is not None and value > cap:
+                raise DataError(
+                    f"the trace {source} has length {value:g} at position {position}, above the cap of {cap}: raise "
+                    "--cap, or cut the trace"
+                )
+            group[index] = int(value)
+            longest, position = max(longest, group[index]), position + 1
+    if position == 0:
+        raise DataError(f"the trace {source} is empty: it needs at least one length")
+    return longest if cap is None else cap
+
+
+def _regroup(groups: list[list[int]], is_flat: bool, size: int, source: str) -> list[list[int]]:
+    """Siblings that are trained together; several groups of a prompt that has more."""
+    if size < 1:
+        raise DataError(f"a group has at least one sibling, not {size}: raise --group-size")
+    if size == 1:
+        return [[length] for length in groups[0]] if is_flat else groups
+    if is_flat:
+        groups = [groups[0][: len(groups[0]) // size * size]]  # what is left over makes no group
+    for number, group in enumerate(groups):
+        if len(group) % size or not group:
+            raise DataError(
+                f"the trace {source} has {len(group)} answers to prompt {number}, which make no groups of {size}: "
+                "choose a --group-size that divides them"
+            )
+    return [group[first : first + size] for group in groups for first in range(0, len(group), size)]
+
+
+def _cut_or_repeat(groups: list[list[int]], samples: int | None, seed: int) -> list[list[int]]:
+    """Whole prompts until there are `samples` answers, the last one cut; each further pass in another order."""
+    if samples is None:
+        return groups
+    result: list[list[int]] = []
+    have, epoch = 0, 0
+    while have < samples:
+        order = range(len(groups)) if epoch == 0 else np.random.default_rng((seed, epoch)).permutation(len(groups))
+        for number in order:
+            group = groups[int(number)][: samples - have]
+            result.append(group)
+            have += len(group)
+            if have == samples:
+                break
+        epoch += 1
+    return result
