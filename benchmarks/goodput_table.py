@@ -90,7 +90,7 @@ def show(console: Console, title: str, rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="What a bound on staleness costs.")
     parser.add_argument("--samples", type=int, default=16_384)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cost", choices=("unit", "roofline", "both"), default="both")

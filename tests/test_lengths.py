@@ -7,6 +7,8 @@ import math
 import pytest
 
 from sortedrl.lengths import Calibration, LengthEstimator
+from sortedrl.simulate.run import simulate
+from sortedrl.simulate.traces import Trace
 
 
 def taught(**lengths: list[int]) -> LengthEstimator:
@@ -54,11 +56,30 @@ def test_guesses_are_compared_with_what_was_trained() -> None:
 
 
 def test_pairs_in_the_wrong_order_count_against_it() -> None:
-    calibration = Calibration()
-    assert calibration.in_order is None
-    for guess, length in ((1.0, 10), (2.0, 20), (3.0, 5), (3.0, 9)):  # right, wrong, a tie that says nothing
-        calibration.add(guess, length)
-    assert calibration.in_order == 0.5
+    def in_order(*pairs: tuple[float, int]) -> float | None:
+        calibration = Calibration()
+        for guess, length in pairs:
+            calibration.add(guess, length)
+        return calibration.in_order
+
+    assert in_order((1.0, 10)) is None
+    assert in_order((1.0, 10), (2.0, 20)) == 1.0
+    assert in_order((1.0, 10), (2.0, 9)) == 0.0
+    assert in_order((1.0, 10), (1.0, 20)) is None  # a tie says nothing
+
+
+def test_the_share_in_order_does_not_hang_on_the_order_of_training() -> None:
+    """Guesses off by a factor between 1/2 and 2: sorted in batches or not, the share is that over all pairs."""
+    pairs = [(length * 2 ** math.sin(7 * length), length) for length in range(10, 1010)]
+    true = [(a[0] - b[0]) * (a[1] - b[1]) > 0 for n, a in enumerate(pairs) for b in pairs[:n]]
+    shuffled = sorted(pairs, key=lambda pair: math.sin(1e4 * pair[1]))
+    by_batch = [sorted(shuffled[n : n + 50], key=lambda pair: pair[1]) for n in range(0, 1000, 50)]
+    for order in (shuffled, [pair for batch in by_batch for pair in batch]):
+        calibration = Calibration()
+        for guess, length in order:
+            calibration.add(guess, length)
+        assert len(calibration.earlier) == 256
+        assert calibration.in_order == pytest.approx(sum(true) / len(true), abs=0.04)
 
 
 def test_state_survives() -> None:
@@ -66,3 +87,17 @@ def test_state_survives() -> None:
     again = LengthEstimator.from_state_dict(estimator.state_dict())
     assert again.expected("a") == estimator.expected("a")
     assert again.expected("c") == 30.0
+
+
+def test_a_simulation_tells_how_good_its_guesses_were() -> None:
+    """Two epochs of prompts with their own lengths: the second time each is guessed in order, the first not at all."""
+    lengths = [10, 50, 20, 40, 30, 60]
+    trace = Trace(lengths=lengths * 2, prompts=[*range(6), *range(6)], cap=64, source="by hand")
+    shape = {"strategy": "sync", "slots": 6, "update_batch": 6}
+    summary = simulate(trace, **shape)
+    # The mean over all is 35, so each guess is (35 + length) / 2.
+    errors = [abs(math.log((35 + length) / 2 / length)) for length in lengths]
+    assert summary.length_in_order == 1.0
+    assert summary.length_log_error == pytest.approx(sum(errors) / 6)
+    once = Trace(lengths=lengths, prompts=range(6), cap=64, source="by hand")
+    assert simulate(once, **shape).length_in_order is None

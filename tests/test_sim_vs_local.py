@@ -176,10 +176,17 @@ class Case:
 
 
 def decisions(log: list[events.Event]) -> list[object]:
-    """What was decided, in order; endings between two decisions as a set, and no timeline rows."""
+    """What was decided, in order; endings between two decisions as a set, and no timeline rows.
+
+    What replays kept is told apart: when it is heard of hangs on how long the engine is polled for.
+    """
     told: list[object] = []
     between: list[tuple[object, ...]] = []
+    kept: list[tuple[int, int, int, int]] = []
     for event in log:
+        if isinstance(event, events.AttemptVerified):
+            kept.append((event.sample, event.attempt, event.cached, event.accepted))
+            continue
         fields = {name: value for name, value in event.as_dict().items() if name not in ("slot", "slot_s", "metrics")}
         row = tuple((name, str(value)) for name, value in fields.items())
         if isinstance(event, DECISIONS):
@@ -187,7 +194,7 @@ def decisions(log: list[events.Event]) -> list[object]:
             between = []
         else:
             between.append(row)
-    return [*told, sorted(between)]
+    return [*told, sorted(between), sorted(kept)]
 
 
 @st.composite
@@ -233,6 +240,14 @@ def test_same_decisions_in_the_same_order(strategy: Strategy) -> None:
         assert simulated == live
 
     check()
+
+
+def test_a_replay_runs_on_through_a_publication() -> None:
+    """Sample 4 is replayed and runs on while weights are published under which it would be over: one token more."""
+    knobs = resolve_knobs(Strategy.ASYNC, 1, cohort_batches=4, on_bound="replay")
+    policy = SmallPolicy(longest=12, length_change=0.9)
+    case = Case(knobs=knobs, policy=policy, slots=3, num_samples=8, siblings=1, grouped=False, budget=4, update_s=0.0)
+    assert case.run(is_local=False) == case.run(is_local=True)
 
 
 def test_another_answer_is_noticed() -> None:

@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 
 from scripted import ScriptedPolicy, scripted_run
 from sortedrl import cli
+from sortedrl.engine.base import Event as EngineEvent
 from sortedrl.engine.base import Request, Sampling
+from sortedrl.engine.cost import UnitCost
+from sortedrl.engine.sim import SimEngine
 from sortedrl.errors import ConfigError
 from sortedrl.records import Mode
 from sortedrl.schedule import Strategy
@@ -20,7 +23,7 @@ from sortedrl.simulate.answers import Count, TraceAnswers
 from sortedrl.simulate.occupancy import OccupancyCurve
 from sortedrl.simulate.run import knobs_for, simulate
 from sortedrl.simulate.traces import Trace, load_trace
-from sortedrl.telemetry.events import AttemptEnded, AttemptStarted, BatchTaken, Event, RunEnded
+from sortedrl.telemetry.events import AttemptEnded, AttemptStarted, BatchTaken, Event, RunEnded, SampleRequeued
 
 REAL = Trace(lengths=[4, 1, 6, 2, 3, 9, 1, 5], prompts=list(range(8)), cap=9, source="eight")
 
@@ -93,6 +96,45 @@ def test_known_figures_of_a_lognormal_trace(seed: int) -> None:
             assert summary.discarded_tokens / summary.trained_tokens == pytest.approx(0.5, abs=0.05)
         else:
             assert summary.goodput == pytest.approx(1 - summary.bubble_ratio)
+
+
+class WatchedEngine(SimEngine):
+    """Checks after every call that what decodes fits the KV cache and that nothing is forgotten."""
+
+    def poll(self, timeout: float | None = None) -> list[EngineEvent]:
+        events = super().poll(timeout)
+        decoding = [running for running in self.running.values() if not running.is_parked]
+        assert sum(running.context for running in decoding) <= self.cost.kv_tokens or len(decoding) <= 1
+        assert len(decoding) + len(self.parked) == len(self.running)
+        assert decoding or not self.running
+        return events
+
+
+@settings(max_examples=100, deadline=None)
+@given(question=questions(), kv_tokens=st.integers(33, 90))
+def test_a_small_kv_cache_loses_nothing(question: tuple[list[int], dict[str, object]], kv_tokens: int) -> None:
+    lengths, options = question
+    knobs = knobs_for(options["strategy"], options["update_batch"], cohort_batches=options["cohort_batches"])
+    run = scripted_run(
+        knobs,
+        policy=ScriptedPolicy(lengths=dict(enumerate(lengths))),
+        slots=options["slots"],
+        num_samples=len(lengths),
+        update_s=options["update_s"],
+        seed_of=lambda number: number,
+    )
+    engine = WatchedEngine(
+        run.engine.script, slots=options["slots"], clock=run.clock, cost=UnitCost(kv_tokens=kv_tokens)
+    )
+    run.controller.engine = engine
+    assert run.controller.run()
+    assert sorted(sample.id for sample in run.trained) == list(range(len(lengths)))
+    assert {sample.id: sample.num_tokens for sample in run.trained} == dict(enumerate(lengths))
+    slot_s = sum(segment.slot_s for sample in run.trained for segment in sample.segments)
+    assert slot_s == pytest.approx(sum(lengths))
+    stats = engine.stats()
+    discarded = sum(event.discarded for event in run.events if isinstance(event, SampleRequeued))
+    assert stats.decoded_tokens == sum(lengths) + discarded
 
 
 # ---- answers --------------------------------------------------------------------------------------------------------

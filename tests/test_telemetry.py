@@ -172,6 +172,8 @@ def test_every_figure_of_the_hand_worked_run():
         "accepted_prefix": 0.2,  # 1 of 5
         "mean_length": 4.0,
         "mean_longest": 4.25,
+        "length_in_order": None,  # nobody guessed
+        "length_log_error": None,
         "accuracy_before": 0.25,
         "accuracy_after": 0.5,
         "greedy_accuracy_before": 0.125,

@@ -259,7 +259,8 @@ def test_every_preset_trains(strategy: Strategy, tmp_path: Path) -> None:
     assert knobs.max_staleness is None or summary.staleness_max <= knobs.max_staleness
     taken = happened(trainer.run_dir, events.BatchTaken)
     assert sorted(sample for batch in taken for sample in batch.samples) == list(range(128))
-    assert summary.updates == len(taken) == summary.optimizer_steps
+    assert summary.updates == len(taken)
+    assert 0 < (summary.optimizer_steps or 0) <= summary.updates  # a batch without signal makes no step
     if knobs.cohort_updates is not None:
         loaded = {s: e.update for e in happened(trainer.run_dir, events.CohortLoaded) for s in e.samples}
         assert all(b.update < loaded[sample] + knobs.cohort_updates for b in taken for sample in b.samples)

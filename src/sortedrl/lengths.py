@@ -12,30 +12,37 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+RESERVOIR = 256  # earlier guesses that a new one may be compared with
 PRIOR_WEIGHT = 1.0  # answers that the mean over all prompts counts for beside a prompt's own
 
 
 @dataclass(slots=True, kw_only=True)
 class Calibration:
-    """How guesses and true lengths agree. Each pair is compared with the one before it, so memory stays constant.
+    """How guesses and true lengths agree. Memory stays constant: each is compared with one of a few earlier ones.
 
-    Only guesses that a prompt's own answers informed are counted: the others are all alike.
+    These are an even choice of all that came before, not the latest: batches are sorted by length, and neighbours too
+    much alike. Only guesses that a prompt's own answers informed are counted: the others are all the same.
     """
 
     num_guesses: int = 0
-    num_pairs: int = 0  # neighbours whose guesses differ, and whose lengths do
+    num_pairs: int = 0  # comparisons in which both guesses and lengths differ
     num_in_order: int = 0  # of those, the longer guess was the longer answer
     log_error_sum: float = 0.0
-    last: tuple[float, int] | None = None
+    earlier: list[tuple[float, int]] = field(default_factory=list)
 
     def add(self, guess: float, length: int) -> None:
         self.num_guesses += 1
         self.log_error_sum += abs(math.log(max(guess, 1.0) / max(length, 1)))
-        if self.last is not None:
-            order = (guess - self.last[0]) * (length - self.last[1])
+        drawn = self.num_guesses * 0x9E3779B97F4A7C15 % 2**64 >> 32  # pure, yet as good as random
+        if self.earlier:
+            other_guess, other_length = self.earlier[drawn % len(self.earlier)]
+            order = (guess - other_guess) * (length - other_length)
             self.num_pairs += order != 0
             self.num_in_order += order > 0
-        self.last = (guess, length)
+        if len(self.earlier) < RESERVOIR:
+            self.earlier.append((guess, length))
+        elif (place := drawn % self.num_guesses) < RESERVOIR:
+            self.earlier[place] = (guess, length)
 
     @property
     def in_order(self) -> float | None:

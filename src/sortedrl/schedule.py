@@ -319,7 +319,7 @@ def _admit_in_load_order(buffer: Buffer, knobs: Knobs, free: int) -> list[Sample
     holds_work = knobs.interrupted != Fate.RESTART
     if not holds_work and len(buffer.unstarted) >= free:
         return list(islice(buffer.unstarted.values(), free))
-    started = sorted(buffer.waiting.values(), key=lambda s: (buffer.group_of(s).known_length, s.id))
+    started = _shortest_known_first(buffer)
     unstarted = islice(buffer.unstarted.values(), free)
     return [*started, *unstarted][:free] if holds_work else [*unstarted, *started][:free]
 
@@ -332,7 +332,16 @@ def _admit_tail_last(buffer: Buffer, knobs: Knobs, free: int) -> list[Sample]:
     room = min(free, max(round_size - buffer.num_started, 0))
     if room == 0 and buffer.num_running == 0:
         room = free  # failures used up the round
-    return list(islice(buffer.unstarted.values(), room))
+    if room < len(buffer.unstarted):
+        return list(islice(buffer.unstarted.values(), room))
+    # With the last of them, slots that are still free go to the tail at once: a decision must not hang on being asked
+    # a second time.
+    return [*buffer.unstarted.values(), *_shortest_known_first(buffer)][:free]
+
+
+def _shortest_known_first(buffer: Buffer) -> list[Sample]:
+    """The pending samples that have run before."""
+    return sorted(buffer.waiting.values(), key=lambda s: (buffer.group_of(s).known_length, s.id))
 
 
 def _arrange(buffer: Buffer, knobs: Knobs, samples: Iterable[Sample]) -> list[Sample]:

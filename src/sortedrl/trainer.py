@@ -163,6 +163,7 @@ def summary_of(parts: RunParts, metrics: RunMetrics, stats: EngineStats, timing:
         held=list(parts.controller.buffer.samples),
         cohort_batches=knobs.cohort_batches,
         lookahead="none" if knobs.lookahead is None else knobs.lookahead,
+        calibration=parts.controller.buffer.lengths.calibration,
     )
 
 

@@ -142,7 +142,7 @@ class SimEngine:
             self._serial += 1
             made = self._progress_made
             running = Running(request, made, self._serial, length, made.steps, made.decode_s, 0, length)
-            running.end = self._end(running)
+            running.end = self._end(running, is_verified=told is not None)
             if told is not None:
                 running.events += told
                 self._tellers.append(running)
@@ -334,11 +334,13 @@ class SimEngine:
         verified = Verified(cached=cached, accepted=accepted, **stamp)
         return verified, self._delta(request, 0, accepted, slot_s=0.0, verified=accepted)
 
-    def _end(self, running: Running) -> int:
-        """Where the attempt ends: by itself, at its budget, or by a failure."""
+    def _end(self, running: Running, *, is_verified: bool = False) -> int:
+        """Where the attempt ends: by itself, at its budget, or by a failure.
+
+        Only what a replay has just verified may be complete as it is; whatever runs on writes at least one token more.
+        """
         request, length = running.request, running.length
-        is_verified = request.mode == Mode.REPLAY and length == running.delivered > 0
-        if is_verified and self.answers.is_complete(request, length, self.version):
+        if is_verified and length > 0 and self.answers.is_complete(request, length, self.version):
             return length
         end = min(self.answers.end(request, length, self.version), request.budget)
         failure = None if self.fails is None else self.fails(request)

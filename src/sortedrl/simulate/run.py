@@ -204,6 +204,7 @@ def simulate(
         held=list(controller.buffer.samples),
         cohort_batches=resolved.cohort_batches,
         lookahead="none" if resolved.lookahead is None else resolved.lookahead,
+        calibration=controller.buffer.lengths.calibration,
     )
 
 

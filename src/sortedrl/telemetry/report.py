@@ -197,6 +197,7 @@ _ROWS: tuple[tuple[str, Callable[[Summary], str]], ...] = (
     ("cached tokens recomputed", lambda s: number(s.recomputed_tokens)),
     ("staleness, mean / largest", lambda s: f"{number(s.staleness_mean, 2)} / {number(s.staleness_max)}"),
     ("accepted prefix", lambda s: share(s.accepted_prefix)),
+    ("expected lengths in order", lambda s: share(s.length_in_order)),
     ("divergence rate, per token", lambda s: "–" if s.divergence_rate is None else f"{s.divergence_rate:.1e}"),
     ("loaded / trained", lambda s: "–" if s.ledger is None else _slashed(s.ledger.loaded, s.ledger.trained)),
     ("lost / trained twice", lambda s: "–" if s.ledger is None else _slashed(s.ledger.lost, s.ledger.duplicated)),

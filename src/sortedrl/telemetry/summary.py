@@ -18,6 +18,7 @@ from rich.table import Table
 
 from sortedrl.engine.base import EngineStats
 from sortedrl.errors import RunDirError
+from sortedrl.lengths import Calibration
 from sortedrl.telemetry.events import Evaluated
 from sortedrl.telemetry.metrics import RunMetrics, Timing
 
@@ -68,6 +69,8 @@ class Summary(BaseModel):
     accepted_prefix: float | None = None
     mean_length: float | None = None
     mean_longest: float | None = None  # of the same samples, the longest answer seen in any attempt
+    length_in_order: float | None = None  # pairs of answers whose expected lengths are in the order of the true ones
+    length_log_error: float | None = None  # mean |log(expected / true)|
     accuracy_before: float | None = None
     accuracy_after: float | None = None
     greedy_accuracy_before: float | None = None
@@ -113,6 +116,7 @@ def summarize(
     held: Iterable[int] | None,
     cohort_batches: int | None = None,
     lookahead: int | Literal["none"] | None = None,
+    calibration: Calibration | None = None,
 ) -> Summary:
     """The summary of a run whose events `metrics` has folded.
 
@@ -152,6 +156,8 @@ def summarize(
         divergence_rate=metrics.divergence_rate,
         accepted_prefix=metrics.accepted_prefix,
         mean_length=metrics.mean_length,
+        length_in_order=calibration.in_order if calibration else None,
+        length_log_error=calibration.log_error if calibration else None,
         mean_longest=metrics.mean_longest,
         accuracy_before=before.sampled_accuracy if before else None,
         accuracy_after=after.sampled_accuracy if after else None,
