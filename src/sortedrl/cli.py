@@ -331,6 +331,9 @@ def main() -> None:
     except KeyboardInterrupt:
         err.print("interrupted: what was written to the run directory is kept", soft_wrap=True)
         sys.exit(130)
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except Exception as error:
         usage = getattr(error, "format_message", None)
         if usage is None:
