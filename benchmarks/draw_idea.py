@@ -13,6 +13,7 @@ import argparse
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from sortedrl.simulate.run import simulate
 from sortedrl.simulate.traces import Trace, load_trace
@@ -56,7 +57,7 @@ def simulated_strip(trace: Trace, strategy: str, slots: int) -> Strip:
             case _:
                 pass
 
-    knobs = {"cohort_batches": 4, "lookahead": 2} if strategy != "sync" else {}
+    knobs: dict[str, Any] = {"cohort_batches": 4, "lookahead": 2} if strategy != "sync" else {}
     simulate(trace, strategy=strategy, slots=slots, update_batch=slots, emit=note, **knobs)
     return Strip(title=strategy, bars=bars, harvests=harvests)
 
