@@ -136,7 +136,7 @@ def main() -> None:
     if options.json:
         print(json.dumps({"runs": runs}))
         return
-    Console().print(table(runs))
+    Console(width=110).print(table(runs))
     print(f"saved {save('schedules', {'arguments': vars(options), 'runs': runs})}", file=sys.stderr)
 
 
