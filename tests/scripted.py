@@ -12,9 +12,9 @@ from sortedrl.clock import VirtualClock
 from sortedrl.controller import Controller
 from sortedrl.engine.base import Request, Sampling
 from sortedrl.engine.sim import SimEngine
-from sortedrl.learner.base import UpdateResult
 from sortedrl.records import Batch, Prompt, Sample, sample_seed
 from sortedrl.schedule import Knobs
+from sortedrl.simulate.run import SimUpdate
 from sortedrl.telemetry.events import Event
 
 END = 0
@@ -62,20 +62,6 @@ class ScriptedPolicy:
 
 
 @dataclass(slots=True, kw_only=True)
-class VirtualUpdate:
-    clock: VirtualClock
-    ready_at: float
-
-    def done(self) -> bool:
-        return self.clock.now() >= self.ready_at
-
-    def result(self) -> UpdateResult:
-        if not self.done():
-            self.clock.advance(self.ready_at)
-        return UpdateResult(optimizer_steps=1)
-
-
-@dataclass(slots=True, kw_only=True)
 class RecordingLearner:
     """Takes `seconds` of virtual time for an update, and remembers what it was given."""
 
@@ -84,9 +70,9 @@ class RecordingLearner:
     batches: list[Batch] = field(default_factory=list)
     source: object = None
 
-    def start(self, batch: Batch) -> VirtualUpdate:
+    def start(self, batch: Batch) -> SimUpdate:
         self.batches.append(batch)
-        update = VirtualUpdate(clock=self.clock, ready_at=self.clock.now() + self.seconds)
+        update = SimUpdate(clock=self.clock, ready_at=self.clock.now() + self.seconds)
         if self.seconds:
             self.clock.set_timer(update.ready_at)
         return update
