@@ -44,7 +44,7 @@ def test_no_file_names_a_machine() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "is_path"), [("see /ho" + "me/ann/x", True), ("/wo" + "rk/main", True), ("a/work/b", False)]
+    ("text", "is_path"), [("see /ho" + "me/ann/x", True), ("/wo" + "rk/main", True), ("a/wo" + "rk/b", False)]
 )
 def test_the_check_knows_a_machine_path(text: str, is_path: bool) -> None:
     assert bool(MACHINE_PATH.search(text)) is is_path
