@@ -253,6 +253,11 @@ class Buffer:
         self.num_started = 0
         return batch
 
+    def publish(self, version: int) -> None:
+        """Weights of this version are in force."""
+        assert version > self.version, f"version {version} is published after {self.version}"
+        self.version = version
+
     # ---- durable form -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:

@@ -344,7 +344,7 @@ class Controller:
         began = self.clock.now()
         in_flight = self.in_flight if self.buffer.num_running else InFlight.ABORT
         self.engine.publish(version, self.learner.source, in_flight).wait()
-        self.buffer.version = version
+        self.buffer.publish(version)
         seconds = self.clock.now() - began
         self.publish_s += seconds
         self.emit(events.WeightsPublished(t=self.clock.now(), version=version, seconds=seconds))
