@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 
 from scripted import GivenScore, LazyScorer, Run, ScriptedPolicy, scripted_run
 from sortedrl.clock import VirtualClock
-from sortedrl.engine.base import Delta, Event, Failed, Finished, InFlight, Partial, Verified
+from sortedrl.engine.base import Capabilities, Delta, Event, Failed, Finished, InFlight, Partial, Verified
 from sortedrl.engine.sim import Done, SimEngine
 from sortedrl.errors import EngineError
 from sortedrl.records import FinishReason, Sample, State
@@ -174,6 +174,10 @@ class HastyEngine(SimEngine):
     """Takes one more step before it interrupts, so that answers may end in the meantime."""
 
     num_late = 0
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, waits=False)
 
     def interrupt(self, samples: Iterable[int] | None = None) -> list[Event]:
         chosen = list(self.running) if samples is None else list(samples)
@@ -365,7 +369,7 @@ def test_the_parts_of_the_time_add_up() -> None:
     assert (timing.rollout_s, timing.update_s, timing.publish_s, timing.wall_s) == (9.0, 8.0, 1.0, 18.0)
     assert [e.seconds for e in told(run, events.UpdateDone)] == [4.0, 4.0]
     assert [e.seconds for e in told(run, events.WeightsPublished)] == [0.5, 0.5]
-    assert run.engine.published == [InFlight.ABORT, InFlight.ABORT]
+    assert run.engine.published == [InFlight.REPREFILL, InFlight.ABORT]  # one answer waits in its slot, then none
 
 
 def test_with_overlap_rollout_is_all_but_publishing() -> None:

@@ -182,7 +182,7 @@ class HalfFailing:
     def capabilities(self) -> Any:
         from sortedrl.engine.base import Capabilities
 
-        return Capabilities(slots=2, exact_replay=True, keep_kv=True, deterministic=True)
+        return Capabilities(slots=2, exact_replay=True, keep_kv=True, waits=True)
 
     def stats(self) -> Any:
         from sortedrl.engine.base import EngineStats

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -42,7 +42,7 @@ class PlainCost:
     def decode_s(self, running: int, context: int, steps: int) -> float:
         return float(steps)
 
-    def prefill_s(self, lengths: Sequence[int]) -> float:
+    def prefill_s(self, lengths: Iterable[int]) -> float:
         return 0.5 * sum(lengths)
 
     def update_s(self, tokens: int) -> float:

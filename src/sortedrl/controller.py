@@ -187,16 +187,15 @@ class Controller:
         chosen = schedule.harvest(self.buffer, self.knobs)
         if chosen is None:
             return
-        running = self.buffer.num_running
-        if not self.knobs.overlap and running:
-            self.hear(self.engine.interrupt())
+        num_interrupted = 0 if self.knobs.overlap else self.halt()
         progress = self.buffer.num_trained / self.total_samples
         samples = tuple(self.buffer.take(chosen))
         batch = Batch(
             update=self.buffer.num_updates - 1, version=self.buffer.version, samples=samples, progress=progress
         )
         self.check(batch)
-        self.emit(_batch_taken(self.clock.now(), batch, 0 if self.knobs.overlap else running))
+        num_paused = 0 if self.knobs.overlap else self.buffer.num_running
+        self.emit(_batch_taken(self.clock.now(), batch, num_interrupted=num_interrupted, num_paused=num_paused))
         self.update_began = self.clock.now()
         self.update = self.learner.start(batch)
 
@@ -231,6 +230,19 @@ class Controller:
             )
 
     # ---- what they are made of --------------------------------------------------------------------------------------
+
+    def halt(self) -> int:
+        """Stop rollout for an update; returns how many samples that interrupts.
+
+        Those that simply go on under the next weights wait in their slots, if the engine can do that.
+        """
+        stopped = None
+        if self.engine.capabilities.waits:
+            stopped = [s.id for s in schedule.interrupts_at_publication(self.buffer, self.knobs)]
+        running = self.buffer.num_running
+        if running and stopped != []:
+            self.hear(self.engine.interrupt(stopped))
+        return running - self.buffer.num_running
 
     def start(self, sample: Sample) -> Request:
         """Mark a sample as running and make the request for its attempt."""
@@ -375,7 +387,7 @@ class Controller:
             )
 
 
-def _batch_taken(t: float, batch: Batch, num_interrupted: int) -> events.BatchTaken:
+def _batch_taken(t: float, batch: Batch, *, num_interrupted: int, num_paused: int) -> events.BatchTaken:
     samples = batch.samples
     return events.BatchTaken(
         t=t,
@@ -390,5 +402,6 @@ def _batch_taken(t: float, batch: Batch, num_interrupted: int) -> events.BatchTa
         ],
         truncated=sum(s.finish_reason == FinishReason.LENGTH for s in samples),
         num_interrupted=num_interrupted,
+        num_paused=num_paused,
         slot_s=sum(segment.slot_s for s in samples for segment in s.segments),
     )

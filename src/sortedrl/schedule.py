@@ -257,7 +257,7 @@ def hinges_on_scores(buffer: Buffer, knobs: Knobs) -> bool:
 
 
 def interrupts_at_publication(buffer: Buffer, knobs: Knobs) -> list[Sample]:
-    """Running samples that cannot simply go on under the next version (they run on only where updates overlap)."""
+    """Running samples that cannot simply go on under the next version."""
     return [
         sample
         for sample in buffer.in_state[State.RUNNING].values()

@@ -106,7 +106,7 @@ class Capabilities:
     slots: int
     exact_replay: bool
     keep_kv: bool
-    deterministic: bool
+    waits: bool  # decodes only inside `poll`, so that samples can stay in their slots while an update runs
 
 
 @dataclass(slots=True, kw_only=True)

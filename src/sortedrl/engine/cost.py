@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,7 +20,7 @@ class DecodeCost(Protocol):
         """`steps` steps of `running` sequences that have `context` tokens altogether before the first."""
         ...
 
-    def prefill_s(self, lengths: Sequence[int]) -> float: ...
+    def prefill_s(self, lengths: Iterable[int]) -> float: ...
 
     def publish_s(self) -> float: ...
 
@@ -35,7 +35,7 @@ class UnitCost:
     def decode_s(self, running: int, context: int, steps: int) -> float:
         return steps * self.step_s
 
-    def prefill_s(self, lengths: Sequence[int]) -> float:
+    def prefill_s(self, lengths: Iterable[int]) -> float:
         return 0.0
 
     def publish_s(self) -> float:

@@ -121,7 +121,7 @@ class LocalEngine:
     @property
     def capabilities(self) -> Capabilities:
         is_exact = self._dtype == torch.float32
-        return Capabilities(slots=self._slots, exact_replay=is_exact, keep_kv=True, deterministic=True)
+        return Capabilities(slots=self._slots, exact_replay=is_exact, keep_kv=True, waits=True)
 
     @property
     def num_running(self) -> int:

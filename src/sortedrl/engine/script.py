@@ -33,6 +33,11 @@ class Script(Protocol):
 class Answers(Protocol):
     """What the engine asks about answers; they need not be spelled out token by token."""
 
+    @property
+    def is_steady(self) -> bool:
+        """Whether new weights leave the length of every answer under way as it is."""
+        ...
+
     def accepted(self, request: Request, version: int) -> int:
         """How many cached tokens these weights would write again."""
         ...
@@ -55,6 +60,7 @@ class SpelledOut:
     """Answers of a script, token by token."""
 
     script: Script
+    is_steady: bool = False
 
     def accepted(self, request: Request, version: int) -> int:
         for position, token in enumerate(request.cached):

@@ -59,7 +59,7 @@ class Running:
     since_s: float  # decode time at which its untold slot time began
     end: int = 0  # answer tokens it will have under these weights
     delivered: int = 0  # answer tokens that events have told of
-    slot_s: float = 0.0  # untold slot time from before it was parked
+    since_mark: int = 0  # publications that events have told of
     is_parked: bool = False
     events: list[Event] = field(default_factory=list)  # to be told first
 
@@ -117,6 +117,8 @@ class SimEngine:
         self._ends: list[tuple[int, int, int, Running]] = []  # heap of (step, order, serial, attempt); some are void
         self._serial = 0
         self._context = 0  # tokens of all that decode, prompts included
+        self._prompts = 0  # of these, those of prompts
+        self._marks: list[tuple[int, float, int]] = []  # publications: (steps, decode time) so far, version before
         self._stall_s = 0.0  # prefill that is still to be paid
         self._tellers: list[Running] = []  # attempts that have something to tell at the next poll
         self._stats = EngineStats()
@@ -124,7 +126,7 @@ class SimEngine:
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(slots=self.slots, exact_replay=True, keep_kv=True, deterministic=True)
+        return Capabilities(slots=self.slots, exact_replay=True, keep_kv=True, waits=True)
 
     def submit(self, requests: Iterable[Request]) -> None:
         prefilled: list[int] = []
@@ -141,7 +143,9 @@ class SimEngine:
                 length = told[0].accepted
             self._serial += 1
             made = self._progress_made
-            running = Running(request, made, self._serial, length, made.steps, made.decode_s, 0, length)
+            running = Running(
+                request, made, self._serial, length, made.steps, made.decode_s, 0, length, len(self._marks)
+            )
             running.end = self._end(running, is_verified=told is not None)
             if told is not None:
                 running.events += told
@@ -149,7 +153,7 @@ class SimEngine:
             self.running[request.sample] = running
             if has_room:
                 self._push(running)
-                self._context += running.context
+                self._join(running)
             else:
                 running.is_parked = True
                 self.parked.append(running)
@@ -193,19 +197,18 @@ class SimEngine:
 
     def publish(self, version: int, source: Any, in_flight: InFlight = InFlight.ABORT) -> Handle:
         assert in_flight != InFlight.ABORT or not self.running, "samples still run"
-        for running in self.running.values():
-            running.events = self._flush(running)
-        self._tellers = list(self.running.values())
+        if self.running:
+            self._marks.append((self._progress_made.steps, self._progress_made.decode_s, self.version))
         self.version = version
-        self._ends.clear()
-        for running in self.running.values():
-            running.end = self._end(running)
-            if not running.is_parked:
-                self._push(running)
+        if not self.answers.is_steady:
+            self._ends.clear()
+            for running in self.running.values():
+                running.end = self._end(running)
+                if not running.is_parked:
+                    self._push(running)
         if self.running and in_flight == InFlight.REPREFILL:
-            decoding = [running for running in self.running.values() if not running.is_parked]
-            self._stats.recomputed_tokens += sum(running.length for running in decoding)
-            self._stall_s += self.cost.prefill_s([running.context for running in decoding])
+            self._stats.recomputed_tokens += self._context - self._prompts
+            self._stall_s += self.cost.prefill_s(r.context for r in self.running.values() if not r.is_parked)
         return Done(self.clock, self.cost.publish_s())
 
     def stats(self) -> EngineStats:
@@ -281,8 +284,8 @@ class SimEngine:
         youngest = reversed(self.running.values())
         while self._context + self._num_decoding > limit and self._num_decoding > 1:
             running = next(r for r in youngest if not r.is_parked)
-            self._context -= running.context
-            running.slot_s += self._progress_made.decode_s - running.since_s
+            running.events = self._flush(running)
+            self._part(running)
             running.since_length, running.is_parked = running.length, True
             self.parked.appendleft(running)
             self._num_parked += 1
@@ -299,7 +302,8 @@ class SimEngine:
             self.parked.popleft()
             running.is_parked = False
             running.since_step, running.since_s = self._progress_made.steps, self._progress_made.decode_s
-            self._context += running.context
+            running.since_mark = len(self._marks)
+            self._join(running)
             self._push(running)
             prefilled.append(running.context)
             self._stats.recomputed_tokens += running.length
@@ -325,14 +329,22 @@ class SimEngine:
         if running.is_parked:
             self.parked.remove(running)
         else:
-            self._context -= running.context
+            self._part(running)
+
+    def _join(self, running: Running) -> None:
+        self._context += running.context
+        self._prompts += len(running.request.prompt)
+
+    def _part(self, running: Running) -> None:
+        self._context -= running.context
+        self._prompts -= len(running.request.prompt)
 
     def _verify(self, request: Request) -> tuple[Verified, Delta]:
         """Check the cached tokens: how many are kept, and these once more under the present version."""
         cached, accepted = len(request.cached), self.answers.accepted(request, self.version)
         stamp = {"sample": request.sample, "attempt": request.attempt, "clock": self.clock.now()}
         verified = Verified(cached=cached, accepted=accepted, **stamp)
-        return verified, self._delta(request, 0, accepted, slot_s=0.0, verified=accepted)
+        return verified, self._delta(request, 0, accepted, self.version, slot_s=0.0, verified=accepted)
 
     def _end(self, running: Running, *, is_verified: bool = False) -> int:
         """Where the attempt ends: by itself, at its budget, or by a failure.
@@ -360,19 +372,23 @@ class SimEngine:
         return events
 
     def _flush(self, running: Running) -> list[Event]:
-        """Everything not yet told of an attempt."""
+        """Everything not yet told of an attempt: a Delta for each version that wrote some of it."""
         events, running.events = running.events, []
-        length, slot_s = running.length, running.slot_s
-        if not running.is_parked:
-            slot_s += self._progress_made.decode_s - running.since_s
-            running.since_s = self._progress_made.decode_s
-        if length > running.delivered:
-            start, running.delivered, running.slot_s = running.delivered, length, 0.0
-            events.append(self._delta(running.request, start, length - start, slot_s=slot_s))
+        if running.is_parked:
+            return events  # it told all when it was parked
+        made = self._progress_made
+        for steps, decode_s, version in (*self._marks[running.since_mark :], (made.steps, made.decode_s, self.version)):
+            start, stop = running.delivered, running.since_length + steps - running.since_step
+            if stop > start:
+                slot_s, running.since_s, running.delivered = decode_s - running.since_s, decode_s, stop
+                events.append(self._delta(running.request, start, stop - start, version, slot_s=slot_s))
+        running.since_s, running.since_mark = made.decode_s, len(self._marks)
         return events
 
-    def _delta(self, request: Request, start: int, count: int, *, slot_s: float, verified: int = 0) -> Delta:
-        tokens, logprobs = self.answers.written(request, start, count, self.version)
+    def _delta(
+        self, request: Request, start: int, count: int, version: int, *, slot_s: float, verified: int = 0
+    ) -> Delta:
+        tokens, logprobs = self.answers.written(request, start, count, version)
         return Delta(
             sample=request.sample,
             attempt=request.attempt,
@@ -380,7 +396,7 @@ class SimEngine:
             start=start,
             tokens=tokens,
             logprobs=logprobs,
-            version=self.version,
+            version=version,
             slot_s=slot_s,
             verified=verified,
         )

@@ -93,6 +93,7 @@ class TraceAnswers:
         self.hazard = -math.log1p(-divergence)  # of a token, per version
         self.drift = drift
         self.cap = cap
+        self.is_steady = drift == 1.0
 
     def length(self, request: Request, version: int) -> int:
         """Length of the whole answer under this version."""

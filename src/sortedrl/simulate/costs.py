@@ -15,7 +15,7 @@ from __future__ import annotations
 import difflib
 import math
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any, Protocol
@@ -96,8 +96,9 @@ class RooflineCost:
         )
         return _sum_of_larger(memory, arithmetic, steps) + steps * (hardware.step_overhead_s + self._reduce_s)
 
-    def prefill_s(self, lengths: Sequence[int]) -> float:
+    def prefill_s(self, lengths: Iterable[int]) -> float:
         """Arithmetic of all tokens, causal attention included; at least one pass over the weights."""
+        lengths = list(lengths)
         if not lengths:
             return 0.0
         hardware, model = self.hardware, self.model

@@ -16,7 +16,7 @@ in an update.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,8 @@ class FittedCost:
         contexts = steps * context + running * steps * (steps - 1) / 2
         return self.poll_s + steps * (self.base_s + self.slot_s * running) + self.context_s * contexts
 
-    def prefill_s(self, lengths: Sequence[int]) -> float:
+    def prefill_s(self, lengths: Iterable[int]) -> float:
+        lengths = list(lengths)
         """Lengths include prompts, which are all taken as the mean one."""
         cached = max(sum(lengths) - self.prompt_tokens * len(lengths), 0)
         return self.call_s + self.start_s * len(lengths) + self.token_s * cached if lengths else 0.0

@@ -7,7 +7,7 @@ divergence rate and knobs do, since training makes them what they are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ class Metered:
         self.host_slot_s += self.cost.poll_s * running
         return self.cost.decode_s(running, context, steps)
 
-    def prefill_s(self, lengths: Sequence[int]) -> float:
+    def prefill_s(self, lengths: Iterable[int]) -> float:
         return self.cost.prefill_s(lengths)
 
     def publish_s(self) -> float:

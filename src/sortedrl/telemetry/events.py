@@ -100,6 +100,7 @@ class BatchTaken(Event):
     truncated: int
     num_interrupted: int
     slot_s: float  # slot-seconds that decoded the batch's tokens
+    num_paused: int = 0  # samples that wait in their slots until the weights are published
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
