@@ -114,7 +114,6 @@ class Bench:
         return Request(
             sample=sample.id,
             attempt=self.attempt,
-            group=sample.group,
             prompt=sample.prompt.tokens,
             budget=sample.budget,
             seed=sample.seed,

@@ -65,7 +65,6 @@ def sampled_texts(evaluated: tuple[RunParts, Evaluated], rows: list[dict[str, An
         Request(
             sample=number * NUM_SAMPLES + index,
             attempt=0,
-            group=number,
             prompt=parts.tokenizer(row["prompt"])["input_ids"],
             budget=BUDGET,
             seed=sample_seed(SEED, -1, f"heldout/{number}", index),

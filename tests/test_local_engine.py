@@ -108,7 +108,7 @@ def test_samples_follow_the_models_distribution() -> None:
 
 def test_siblings_share_a_prefill() -> None:
     model, request = tiny_model(), make_requests(1, budget=15)[0]
-    siblings = [replace(request, sample=i, seed=i, group="puzzle") for i in range(4)]
+    siblings = [replace(request, sample=i, seed=i) for i in range(4)]
     alone = {s.sample: serve(model, [s], slots=1)[s.sample] for s in siblings}
     caller = make_caller(model)
     assert tokens_of(caller.serve(siblings)) == tokens_of(alone)

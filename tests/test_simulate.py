@@ -160,7 +160,6 @@ def request(sample: int, seed: int, cached: Count, mode: Mode = Mode.REPLAY) -> 
     return Request(
         sample=sample,
         attempt=1,
-        group=None,
         prompt=(),
         budget=5000,
         seed=seed,

@@ -59,7 +59,6 @@ def make_requests(count: int, *, seed: int = 0, **changes: Any) -> list[Request]
             Request(
                 sample=index,
                 attempt=0,
-                group=index,
                 prompt=torch.randint(VOCAB, (lengths[index],), generator=generator).tolist(),
                 budget=budgets[index],
                 seed=7919 * index + seed,

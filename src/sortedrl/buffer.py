@@ -79,6 +79,8 @@ class Buffer:
     @property
     def num_ready_soon(self) -> int:
         """Samples whose groups lack nothing but scores."""
+        if not self.grouped:
+            return len(self.in_state[State.FINISHED])
         groups = {self._group_key(sample): self.group_of(sample) for sample in self.in_state[State.FINISHED].values()}
         complete = (State.FINISHED, State.SCORED)
         return sum(len(group.samples) for group in groups.values() if all(s.state in complete for s in group.samples))
@@ -160,22 +162,25 @@ class Buffer:
         The first `verified` of them repeat what is there: they were decoded once, and keep the slot time it took.
         """
         assert sample.state == State.RUNNING, f"sample {sample.id} gets tokens while {sample.state}"
-        assert len(tokens) == len(logprobs), f"sample {sample.id}: {len(tokens)} tokens, {len(logprobs)} log-probs"
-        held = sample.num_tokens
+        held, count = sample.num_tokens, len(tokens)
+        end = start + count
+        assert count == len(logprobs), f"sample {sample.id}: {count} tokens, {len(logprobs)} log-probs"
         assert start + verified <= held, f"sample {sample.id}: tokens at {start + verified}, but it holds {held}"
-        assert verified <= len(tokens), f"sample {sample.id}: {verified} of {len(tokens)} tokens verified"
-        assert start + len(tokens) <= sample.budget, f"sample {sample.id} exceeds its budget of {sample.budget}"
+        assert verified <= count, f"sample {sample.id}: {verified} of {count} tokens verified"
+        assert end <= sample.budget, f"sample {sample.id} exceeds its budget of {sample.budget}"
         if start < held:
             slot_s += _cut(sample, start, verified)
         last = sample.segments[-1] if sample.segments else None
+        assert last is None or last.version <= version, f"sample {sample.id}: version {version} after {last.version}"
         if last is not None and last.version == version:
             last.tokens.extend(tokens)
             last.logprobs.extend(logprobs)
             last.slot_s += slot_s
-        elif tokens:
+        elif count:
             sample.segments.append(Segment(version=version, tokens=tokens, logprobs=logprobs, slot_s=slot_s))
         sample.mode = Mode.RESUME
-        sample.known_length = max(sample.known_length, sample.num_tokens)
+        if end > sample.known_length:
+            sample.known_length = end
         return held - start - verified
 
     def finish(self, sample: Sample, reason: FinishReason) -> None:

@@ -264,7 +264,6 @@ class Controller:
         return Request(
             sample=sample.id,
             attempt=sample.attempt,
-            group=sample.group,
             prompt=sample.prompt.tokens,
             budget=sample.budget,
             seed=self.noise_seed(sample),
@@ -283,13 +282,14 @@ class Controller:
 
     def hear(self, heard: Sequence[engine_events.Event]) -> None:
         """Write engine events into the buffer; those of attempts that are over are ignored."""
+        buffer = self.buffer
         for event in heard:
-            sample = self.buffer.find(event.sample, event.attempt)
+            sample = buffer.find(event.sample, event.attempt)
             if sample is None:
                 continue
             match event:
                 case engine_events.Delta():
-                    self.buffer.append(
+                    buffer.append(
                         sample,
                         start=event.start,
                         tokens=event.tokens,

@@ -78,7 +78,6 @@ class Evaluator:
             Request(
                 sample=number,
                 attempt=0,
-                group=answer.prompt.id,
                 prompt=answer.prompt.tokens,
                 budget=self.budget,
                 seed=sample_seed(self.seed, HELDOUT_EPOCH, answer.prompt.id, number % num_samples),

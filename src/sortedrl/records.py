@@ -48,7 +48,7 @@ class Prompt:
 
 @dataclass(slots=True, kw_only=True)
 class Segment:
-    """Consecutive answer tokens that one version of the weights sampled, or last verified by replay."""
+    """Consecutive answer tokens that one version of the weights sampled, or last verified by replay; never empty."""
 
     version: int
     tokens: list[int]
@@ -70,7 +70,7 @@ class Sample:
     state: State = State.PENDING
     attempt: int = 0  # counts submissions; an event of an older attempt is ignored
     mode: Mode = Mode.FRESH  # how it is submitted next
-    segments: list[Segment] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)  # versions only grow from one to the next
     finish_reason: FinishReason | None = None
     reward: float | None = None
     known_length: int = 0  # the longest answer seen in any attempt, complete or not
@@ -109,7 +109,7 @@ class Sample:
     @property
     def oldest_version(self) -> int | None:
         """Version of the oldest token, or None before there is one."""
-        return min((segment.version for segment in self.segments if segment.tokens), default=None)
+        return self.segments[0].version if self.segments else None
 
     def staleness(self, version: int) -> int:
         """By how many versions the oldest token lags behind `version`."""

@@ -29,13 +29,12 @@ class Sampling:
     stop_tokens: tuple[int, ...] = ()
 
 
-@dataclass(slots=True, kw_only=True, frozen=True)
+@dataclass(slots=True, kw_only=True)
 class Request:
     """One attempt at one sample. `cached` holds the answer so far; it is empty for a fresh attempt."""
 
     sample: int
     attempt: int
-    group: object  # siblings share it: an engine may share their prompt's prefill
     prompt: Sequence[int]
     budget: int  # answer tokens in total, cached ones included
     seed: int
@@ -45,14 +44,14 @@ class Request:
     replay_tolerance: float = 0.0
 
 
-@dataclass(slots=True, kw_only=True, frozen=True)
+@dataclass(slots=True, kw_only=True)
 class Event:
     sample: int
     attempt: int
     clock: float
 
 
-@dataclass(slots=True, kw_only=True, frozen=True)
+@dataclass(slots=True, kw_only=True)
 class Delta(Event):
     """Answer tokens from position `start` on; what the sample held from there is replaced.
 
@@ -68,7 +67,7 @@ class Delta(Event):
     verified: int = 0
 
 
-@dataclass(slots=True, kw_only=True, frozen=True)
+@dataclass(slots=True, kw_only=True)
 class Verified(Event):
     """A replay has checked `cached` tokens and kept the first `accepted`. Comes before the attempt's first Delta."""
 
@@ -76,17 +75,17 @@ class Verified(Event):
     accepted: int
 
 
-@dataclass(slots=True, kw_only=True, frozen=True)
+@dataclass(slots=True, kw_only=True)
 class Finished(Event):
     reason: FinishReason
 
 
-@dataclass(slots=True, kw_only=True, frozen=True)
+@dataclass(slots=True, kw_only=True)
 class Partial(Event):
     """The attempt was interrupted; its tokens have been delivered."""
 
 
-@dataclass(slots=True, kw_only=True, frozen=True)
+@dataclass(slots=True, kw_only=True)
 class Failed(Event):
     """The attempt failed; the engine lives on."""
 

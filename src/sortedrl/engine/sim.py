@@ -363,12 +363,13 @@ class SimEngine:
         request, length = running.request, running.length
         events = self._flush(running)
         self._leave(running)
-        stamp = {"sample": request.sample, "attempt": request.attempt, "clock": self.clock.now()}
+        sample, attempt, clock = request.sample, request.attempt, self.clock.now()
         failure = None if self.fails is None else self.fails(request)
         if failure is not None and length >= failure:
-            return [*events, Failed(error="scripted failure", **stamp)]
+            return [*events, Failed(sample=sample, attempt=attempt, clock=clock, error="scripted failure")]
         is_stop = length < request.budget or self.answers.is_complete(request, length, self.version)
-        events.append(Finished(reason=FinishReason.STOP if is_stop else FinishReason.LENGTH, **stamp))
+        reason = FinishReason.STOP if is_stop else FinishReason.LENGTH
+        events.append(Finished(sample=sample, attempt=attempt, clock=clock, reason=reason))
         return events
 
     def _flush(self, running: Running) -> list[Event]:

@@ -5,17 +5,22 @@ which each attempt ended follows from its token counts, since all running sequen
 first token of an attempt comes from its prefill. Between two endings lies a *stretch*: one call of the engine, in which
 the number of running sequences is constant. A stretch takes
 
-    poll_s + base_s x steps + slot_s x slot-steps + context_s x context-steps
-           + (call_s + start_s x samples started + token_s x cached tokens, if it has a prefill)
+    poll_s + base_s x steps + several_s x (steps with more than one sequence) + slot_s x slot-steps
+           + window_s x window-steps + (call_s + start_s x samples started + token_s x cached tokens, if it prefills)
 
-Weighted least squares, no coefficient below zero, scaled so that the stretches' sum is the measured one. What a run
-cannot tell is said in `Fit.assumed`, and taken as follows: where every prefill started equally many samples, half of
-its time is the call's and half the samples'; where nothing cached was prefilled, a token costs a third of what it does
-in an update.
+where a step's window counts the positions that sequences attend to, prompts included. The local engine lets all attend
+as far as a common bound, behind a mask, and the few that are far longer once more, each apart; `sync` runs, in which all
+are about equally long, cannot tell that, so it is computed as the engine does. Weighted least squares, no coefficient below zero, scaled so that the
+stretches' sum is the measured one. Of poll_s the engine itself takes a part; how much of a stretch it does not run,
+host_s, follows from the measured bubble. What a run cannot tell is said in `Fit.assumed`, and taken as follows: where
+every prefill started equally many samples, half of its time is the call's and half the samples'; where nothing cached
+was prefilled, a token costs a third of what it does in an update.
 """
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -29,6 +34,7 @@ from sortedrl.telemetry.sinks import read_events
 from sortedrl.telemetry.summary import Summary
 
 FORWARD_SHARE = 1 / 3  # of an update's time per token: forward once, backward twice as much
+APART_ELEMENTS = 32768  # what attending apart costs, in elements of keys: engine/cache.py's own figure
 MIN_STRETCHES = 20  # fewer say nothing
 
 
@@ -37,29 +43,44 @@ class FittedCost:
     """A cost model for the simulated engine and learner, in seconds."""
 
     base_s: float  # of a decode step
+    several_s: float  # more per step if more than one sequence runs
     slot_s: float  # more per running sequence and step
-    context_s: float  # more per token of context and step
+    window_s: float  # more per position attended to and step
     call_s: float  # of a prefill
     start_s: float  # more per sample that it starts, the prompt included
     token_s: float  # more per cached token that it takes up again
-    poll_s: float  # host work between two endings
+    poll_s: float  # from one ending to the next, whatever lies between
+    host_s: float  # of a stretch: slots are held, but the engine does not run
     update_base_s: float
     update_token_s: float
     publication_s: float
     harvest_s: float  # rollout time around an update: scoring what came last, loading, admitting
     prompt_tokens: int  # the mean
+    apart: float | None = None  # positions that attending apart costs; None: all attend as far as the longest
     kv_tokens: int | None = None
 
     def decode_s(self, running: int, context: int, steps: int) -> float:
-        """The engine decodes from one ending to the next in one call: a stretch, with its host work."""
+        """A stretch as the simulated engine asks for it: by the sum of contexts, as if all were equally long."""
         contexts = steps * context + running * steps * (steps - 1) / 2
-        return self.poll_s + steps * (self.base_s + self.slot_s * running) + self.context_s * contexts
+        return self.poll_s + steps * self.step_s(running) + self.window_s * contexts
+
+    def step_s(self, running: int) -> float:
+        """A step but for attention."""
+        return self.base_s + self.several_s * (running > 1) + self.slot_s * running
 
     def prefill_s(self, lengths: Iterable[int]) -> float:
-        lengths = list(lengths)
         """Lengths include prompts, which are all taken as the mean one."""
-        cached = max(sum(lengths) - self.prompt_tokens * len(lengths), 0)
-        return self.call_s + self.start_s * len(lengths) + self.token_s * cached if lengths else 0.0
+        lengths = list(lengths)
+        return self.started_s(len(lengths), max(sum(lengths) - self.prompt_tokens * len(lengths), 0))
+
+    def started_s(self, started: int, cached: int) -> float:
+        return self.call_s + self.start_s * started + self.token_s * cached if started else 0.0
+
+    def stretch_s(self, stretch: Stretch) -> float:
+        decode_s = stretch.steps * self.step_s(stretch.running) + self.window_s * stretch.window(
+            self.prompt_tokens, self.apart
+        )
+        return self.poll_s + decode_s + self.started_s(stretch.started, stretch.cached)
 
     def publish_s(self) -> float:
         return self.publication_s
@@ -86,6 +107,33 @@ class Fit:
         return {**asdict(self), "cost": self.cost.as_dict()}
 
 
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Stretch:
+    """One call of the engine, from the last ending to the next."""
+
+    seconds: float
+    started: int  # samples that it prefilled
+    cached: int  # tokens of theirs that were there before
+    steps: int
+    lengths: tuple[int, ...]  # answer tokens of what runs, before the first step
+
+    @property
+    def running(self) -> int:
+        return len(self.lengths)
+
+    def window(self, prompt_tokens: float, apart: float | None) -> float:
+        """Positions attended to in all steps, as if each were the middle one: the cheapest bound, as the engine's."""
+        middle = prompt_tokens + (self.steps - 1) / 2
+        lengths = sorted(self.lengths, reverse=True)
+        cheapest, beyond = math.inf, 0.0
+        for length in lengths:
+            cheapest = min(cheapest, len(lengths) * (length + middle) + beyond)
+            if apart is None:
+                break
+            beyond += length + middle + apart
+        return self.steps * cheapest
+
+
 @dataclass(slots=True, kw_only=True)
 class Running:
     length: int  # answer tokens at `step`
@@ -96,24 +144,28 @@ class Running:
 class Observed:
     """What the events of runs say about time."""
 
-    # Per stretch: seconds, has a prefill, samples started, cached tokens, steps, slot-steps, context-steps.
-    stretches: list[list[float]] = field(default_factory=list)
+    stretches: list[Stretch] = field(default_factory=list)
     # Per update: seconds, tokens without prompts, samples.
     updates: list[tuple[float, int, int]] = field(default_factory=list)
-    publications: list[float] = field(default_factory=list)
+    # Per publication: seconds, samples that waited in their slots, their tokens: these are prefilled again.
+    publications: list[tuple[float, int, int]] = field(default_factory=list)
     num_prompt_tokens: float = 0.0
     rollout_s: float = 0.0
+    busy_slot_s: float = 0.0
+    apart: float | None = None
 
 
 class Observer:
-    """Folds a run's events into `observed`, one by one."""
+    """Folds a run's events into `observed`, one by one. `prefilled`: tokens that an attempt has after its prefill."""
 
-    def __init__(self, observed: Observed) -> None:
+    def __init__(self, observed: Observed, *, prefilled: int = 1) -> None:
         self.observed = observed
+        self.prefilled = prefilled
         self._running: dict[int, Running] = {}
         self._step = 0
         self._since = 0.0
         self._num_started = self._num_cached = 0
+        self._is_halted = False  # by a harvest, until samples start again
         self._batch: events.BatchTaken | None = None
 
     def see(self, event: events.Event) -> None:
@@ -121,12 +173,13 @@ class Observer:
             case events.AttemptStarted():
                 self._start(event)
             case events.AttemptVerified(sample=sample, accepted=accepted):
-                self._running[sample].length = accepted + 1
+                self._running[sample].length = accepted + self.prefilled
             case events.AttemptEnded():
                 self._end(event)
             case events.BatchTaken():
                 self._batch = event
-                if self._running:
+                self._is_halted = True
+                if len(self._running) > event.num_paused:
                     raise DataError(
                         "costs cannot be told from a run whose updates overlap rollout: name one with overlap = false"
                     )
@@ -136,16 +189,18 @@ class Observer:
                 computed, learned = (event.metrics.get(name, 0.0) for name in ("computed_tokens", "learned_tokens"))
                 self.observed.num_prompt_tokens += max(computed - learned, 0.0)
             case events.WeightsPublished(seconds=seconds):
-                self.observed.publications.append(seconds)
+                held = sum(running.length + self._step - running.step for running in self._running.values())
+                self.observed.publications.append((seconds, len(self._running), held))
+                self._since = event.t
             case _:
                 pass
 
     def _start(self, event: events.AttemptStarted) -> None:
-        if not self._running:
-            self._since = event.t
+        if not self._running or self._is_halted:
+            self._since, self._is_halted = event.t, False
         self._num_started += 1
         self._num_cached += event.cached
-        self._running[event.sample] = Running(length=event.cached + 1, step=self._step)
+        self._running[event.sample] = Running(length=event.cached + self.prefilled, step=self._step)
 
     def _end(self, event: events.AttemptEnded) -> None:
         running = self._running[event.sample]
@@ -157,11 +212,16 @@ class Observer:
         del self._running[event.sample]
 
     def _close_stretch(self, t: float, end: int) -> None:
-        count, steps = len(self._running), end - self._step
-        context = sum(running.length + self._step - running.step for running in self._running.values())
-        contexts = steps * context + count * steps * (steps - 1) / 2
-        prefill = [float(self._num_started > 0), self._num_started, self._num_cached]
-        self.observed.stretches.append([t - self._since, *prefill, steps, steps * count, contexts])
+        self.observed.stretches.append(
+            Stretch(
+                seconds=t - self._since,
+                started=self._num_started,
+                cached=self._num_cached,
+                steps=end - self._step,
+                lengths=tuple(running.length + self._step - running.step for running in self._running.values()),
+            )
+        )
+        self._is_halted = False
         self._step, self._num_started, self._num_cached = end, 0, 0
 
 
@@ -169,7 +229,10 @@ def fit_runs(run_dirs: Sequence[str | Path]) -> Fit:
     """Fit one cost model to finished runs of the same engine, model and machine."""
     observed = Observed()
     for run_dir in map(Path, run_dirs):
-        observed.rollout_s += Summary.read(run_dir / "summary.json").rollout_s or 0.0
+        summary = Summary.read(run_dir / "summary.json")
+        observed.rollout_s += summary.rollout_s or 0.0
+        observed.busy_slot_s += (1.0 - (summary.bubble_ratio or 0.0)) * summary.slots * (summary.rollout_s or 0.0)
+        observed.apart = _apart(run_dir)
         observer = Observer(observed)
         for event in read_events(run_dir / "events.jsonl"):
             observer.see(event)
@@ -190,16 +253,33 @@ def read_lengths(run_dir: str | Path) -> list[int]:
     return [lengths[sample] for sample in sorted(lengths)]
 
 
+def _apart(run_dir: Path) -> float | None:
+    """What attending apart costs the local engine, in positions of the run's model; None if no checkpoint tells."""
+    for path in sorted(run_dir.glob("checkpoints/*/config.json")):
+        model = json.loads(path.read_text(encoding="utf-8"))
+        heads = model.get("num_attention_heads")
+        size = model.get("head_dim") or (model["hidden_size"] // heads if heads else None)
+        if size:
+            return APART_ELEMENTS / (size * (model.get("num_key_value_heads") or heads))
+    return None
+
+
 def fit(observed: Observed) -> Fit:
     prompt_tokens = observed.num_prompt_tokens / sum(samples for _, _, samples in observed.updates)
     update_base_s, update_token_s, update_r2 = _line(
         [(seconds, tokens + prompt_tokens * samples) for seconds, tokens, samples in observed.updates]
     )
-    seconds, calls, started, cached, steps, slot_steps, contexts = np.array(observed.stretches).T
+    seconds, started, cached, steps, running, windows = np.array(
+        [
+            [s.seconds, s.started, s.cached, s.steps, s.running, s.window(prompt_tokens, observed.apart)]
+            for s in observed.stretches
+        ]
+    ).T
+    calls = (started > 0).astype(float)
     assumed: list[str] = []
-    num_started = started[calls > 0]
+    num_started = started[started > 0]
     usual = float(num_started.mean())
-    decode = [np.ones_like(seconds), steps, slot_steps, contexts + prompt_tokens * slot_steps]
+    decode = [np.ones_like(seconds), steps, steps * (running > 1), steps * running, windows]
     if num_started.min() == num_started.max():
         assumed += ["call_s", "start_s"]
         prefill = [calls / 2 + started / (2 * usual)]
@@ -210,24 +290,29 @@ def fit(observed: Observed) -> Fit:
     weights = 1 / np.sqrt(np.maximum(seconds, 1e-9))
     solution = _least_squares(rows * weights[:, None], seconds * weights)
     solution = solution * (seconds.sum() / (rows @ solution).sum())
-    poll_s, base_s, slot_s, context_s, *prefill_s, token_s = solution.tolist()
+    poll_s, base_s, several_s, slot_s, window_s, *prefill_s, token_s = solution.tolist()
     call_s, start_s = prefill_s if len(prefill_s) == 2 else (prefill_s[0] / 2, prefill_s[0] / (2 * usual))
     if not cached.any():
         assumed.append("token_s")
         token_s = update_token_s * FORWARD_SHARE
+    again_s = [call_s * (held > 0) + start_s * held + token_s * tokens for _, held, tokens in observed.publications]
+    publications_s = sum(seconds for seconds, _, _ in observed.publications) - sum(again_s)
     cost = FittedCost(
         base_s=base_s,
+        several_s=several_s,
         slot_s=slot_s,
-        context_s=context_s,
+        window_s=window_s,
         call_s=call_s,
         start_s=start_s,
         token_s=token_s,
         poll_s=poll_s,
+        host_s=max(float((seconds * running).sum()) - observed.busy_slot_s, 0.0) / float(running.sum()),
         update_base_s=update_base_s,
         update_token_s=update_token_s,
-        publication_s=float(np.mean(observed.publications)) if observed.publications else 0.0,
+        publication_s=max(publications_s, 0.0) / max(len(observed.publications), 1),
         harvest_s=max(observed.rollout_s - float(seconds.sum()), 0.0) / len(observed.updates),
         prompt_tokens=round(prompt_tokens),
+        apart=observed.apart,
     )
     return Fit(
         cost=cost,

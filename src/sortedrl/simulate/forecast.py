@@ -1,4 +1,4 @@
-"""A forecast of a run's rollout time and bubble: its schedule, simulated on its own lengths with fitted costs.
+"""A forecast of a run's rollout time and bubble: its schedule, simulated on its own lengths, priced at fitted costs.
 
 `plan --from-run` uses it to say how well a fit predicts the very run it came from, benchmarks/forecast.py how well it
 predicts other strategies. What it keeps true: nothing of the run's measured times goes into its forecast; lengths,
@@ -7,14 +7,14 @@ divergence rate and knobs do, since training makes them what they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from sortedrl.config import SortedConfig
 from sortedrl.schedule import Knobs
-from sortedrl.simulate.fit import FittedCost, read_lengths
+from sortedrl.simulate.fit import FittedCost, Observed, Observer, read_lengths
 from sortedrl.simulate.run import simulate
 from sortedrl.simulate.traces import Trace
 from sortedrl.telemetry.summary import Summary
@@ -43,57 +43,37 @@ class Forecast:
         return {**asdict(self), "rollout_error": self.rollout_error, "bubble_error": self.bubble_error}
 
 
-@dataclass(slots=True, kw_only=True)
-class Metered:
-    """A fitted cost that counts host work: during it sequences hold their slots, but the engine does not run them."""
-
-    cost: FittedCost
-    host_slot_s: float = 0.0
-    kv_tokens: int | None = None
-
-    def decode_s(self, running: int, context: int, steps: int) -> float:
-        self.host_slot_s += self.cost.poll_s * running
-        return self.cost.decode_s(running, context, steps)
-
-    def prefill_s(self, lengths: Iterable[int]) -> float:
-        return self.cost.prefill_s(lengths)
-
-    def publish_s(self) -> float:
-        return self.cost.publish_s()
-
-    def update_s(self, tokens: int) -> float:
-        return self.cost.update_s(tokens)
-
-
 def forecast(run_dir: str | Path, cost: FittedCost) -> Forecast:
     """Simulate the run in this directory with these costs, and compare."""
     run_dir = Path(run_dir)
     config = SortedConfig.load(run_dir / "config.toml")
     measured = Summary.read(run_dir / "summary.json")
-    metered = Metered(cost=cost)
+    observed = Observed()
     simulated = simulate(
         run_trace(read_lengths(run_dir), config),
         strategy=config.schedule.strategy.value,
         slots=config.engine.slots,
         update_batch=config.schedule.update_batch,
         group_size=config.learner.group_size if config.is_grouped else 1,
-        cost=metered,
+        cost=cost,
         divergence=measured.divergence_rate or 0.0,
         prompt_tokens=cost.prompt_tokens,
         seed=config.run.seed,
+        emit=None if config.knobs.overlap else Observer(observed, prefilled=0).see,
         **explicit_knobs(config.knobs),
     )
-    rollout_s = simulated.rollout_s or 0.0
-    busy_slot_s = (1.0 - (simulated.bubble_ratio or 0.0)) * config.engine.slots * rollout_s
-    if not config.knobs.overlap:  # where updates overlap, the engine asks for costs that it does not pay
-        rollout_s += simulated.updates * cost.harvest_s
-        busy_slot_s -= metered.host_slot_s
+    rollout_s, bubble_ratio = simulated.rollout_s or 0.0, simulated.bubble_ratio or 0.0
+    if not config.knobs.overlap:  # decisions do not hang on the clock, so each stretch can be priced by itself
+        priced = [(cost.stretch_s(stretch), stretch.running) for stretch in observed.stretches]
+        rollout_s = sum(seconds for seconds, _ in priced) + simulated.updates * cost.harvest_s
+        busy_slot_s = sum(max(seconds - cost.host_s, 0.0) * running for seconds, running in priced)
+        bubble_ratio = 1.0 - busy_slot_s / (config.engine.slots * rollout_s)
     return Forecast(
         strategy=measured.strategy,
         seed=measured.seed,
         rollout_s=rollout_s,
         measured_rollout_s=measured.rollout_s or 0.0,
-        bubble_ratio=1.0 - busy_slot_s / (config.engine.slots * rollout_s) if rollout_s else 0.0,
+        bubble_ratio=bubble_ratio,
         measured_bubble_ratio=measured.bubble_ratio or 0.0,
     )
 

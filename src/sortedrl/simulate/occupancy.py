@@ -11,12 +11,13 @@ from array import array
 
 import numpy as np
 
-from sortedrl.telemetry.events import AttemptEnded, AttemptStarted, Event, UpdateDone
+from sortedrl.telemetry.events import AttemptEnded, AttemptStarted, BatchTaken, Event, UpdateDone, WeightsPublished
 
 
 class OccupancyCurve:
     def __init__(self) -> None:
-        self._times, self._changes = array("d"), array("b")
+        self._times, self._changes = array("d"), array("l")
+        self._num_paused = 0
         self._updates = array("d")
         self._end = 0.0
 
@@ -24,13 +25,21 @@ class OccupancyCurve:
         """Fold one event in."""
         self._end = max(self._end, event.t)
         if isinstance(event, AttemptStarted):
-            self._times.append(event.t)
-            self._changes.append(1)
+            self._change(event.t, 1)
         elif isinstance(event, AttemptEnded):
-            self._times.append(event.t)
-            self._changes.append(-1)
+            self._change(event.t, -1)
+        elif isinstance(event, BatchTaken):
+            self._num_paused = event.num_paused
+            self._change(event.t, -self._num_paused)
+        elif isinstance(event, WeightsPublished):
+            self._change(event.t, self._num_paused)
+            self._num_paused = 0
         elif isinstance(event, UpdateDone):
             self._updates.append(event.t)
+
+    def _change(self, t: float, by: int) -> None:
+        self._times.append(t)
+        self._changes.append(by)
 
     @property
     def end(self) -> float:

@@ -1,4 +1,6 @@
-"""The events of a run, one frozen record each; `t` is seconds on the run's clock (virtual in a simulation).
+"""The events of a run, one record each; `t` is seconds on the run's clock (virtual in a simulation).
+
+Nobody changes a record; they are not frozen only because that makes them three times as dear, and there are millions.
 
 The controller makes them and hands them to an injected `emit`; nothing that decides reads them back. `kind` names the
 class in `events.jsonl`. A new field needs a default, so that older files stay readable.
@@ -13,7 +15,7 @@ from typing import Any
 SCHEMA_VERSION = 1
 
 
-@dataclass(slots=True, kw_only=True, frozen=True)
+@dataclass(slots=True, kw_only=True)
 class Event:
     t: float
 
@@ -25,7 +27,7 @@ class Event:
         return {"kind": self.kind, **asdict(self)}
 
 
-@dataclass(slots=True, kw_only=True, frozen=True)
+@dataclass(slots=True, kw_only=True)
 class RunStarted(Event):
     strategy: str
     seed: int
@@ -35,14 +37,14 @@ class RunStarted(Event):
     schema_version: int = SCHEMA_VERSION
 
 
-@dataclass(slots=True, kw_only=True, frozen=True)
+@dataclass(slots=True, kw_only=True)
 class CohortLoaded(Event):
     cohort: int
     update: int  # updates done so far
     samples: list[int]
 
 
-@dataclass(slots=True, kw_only=True, frozen=True)
+@dataclass(slots=True, kw_only=True)
 class AttemptStarted(Event):
     sample: int
     attempt: int
@@ -52,7 +54,7 @@ class AttemptStarted(Event):
     version: int
 
 
-@dataclass(slots=True, kw_only=True, frozen=True)
+@dataclass(slots=True, kw_only=True)
 class AttemptVerified(Event):
     sample: int
     attempt: int
@@ -60,7 +62,7 @@ class AttemptVerified(Event):
     accepted: int
 
 
-@dataclass(slots=True, kw_only=True, frozen=True)
+@dataclass(slots=True, kw_only=True)
 class AttemptEnded(Event):
     sample: int
     attempt: int
@@ -70,14 +72,14 @@ class AttemptEnded(Event):
     error: str = ""
 
 
-@dataclass(slots=True, kw_only=True, frozen=True)
+@dataclass(slots=True, kw_only=True)
 class SampleScored(Event):
     sample: int
     attempt: int
     reward: float
 
 
-@dataclass(slots=True, kw_only=True, frozen=True)
+@dataclass(slots=True, kw_only=True)
 class SampleRequeued(Event):
     """What became of a sample that was not in the batch: resume, replay or restart."""
 
@@ -86,7 +88,7 @@ class SampleRequeued(Event):
     discarded: int  # answer tokens thrown away
 
 
-@dataclass(slots=True, kw_only=True, frozen=True)
+@dataclass(slots=True, kw_only=True)
 class BatchTaken(Event):
     """A harvest. The lists run over the batch's samples in training order."""
 
@@ -103,7 +105,7 @@ class BatchTaken(Event):
     num_paused: int = 0  # samples that wait in their slots until the weights are published
 
 
-@dataclass(slots=True, kw_only=True, frozen=True)
+@dataclass(slots=True, kw_only=True)
 class UpdateDone(Event):
     update: int
     version: int  # that the update made
@@ -112,13 +114,13 @@ class UpdateDone(Event):
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass(slots=True, kw_only=True, frozen=True)
+@dataclass(slots=True, kw_only=True)
 class WeightsPublished(Event):
     version: int
     seconds: float
 
 
-@dataclass(slots=True, kw_only=True, frozen=True)
+@dataclass(slots=True, kw_only=True)
 class Evaluated(Event):
     version: int
     samples_trained: int
@@ -128,7 +130,7 @@ class Evaluated(Event):
     by_group: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
-@dataclass(slots=True, kw_only=True, frozen=True)
+@dataclass(slots=True, kw_only=True)
 class RunEnded(Event):
     reason: str  # complete | stopped
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -42,7 +42,7 @@ class Attempt:
     mode: str
     start: float
     end: float
-    outcome: str  # of AttemptEnded; empty if the events end first
+    outcome: str  # of AttemptEnded; paused: it waited for an update; empty: the events end first
     num_tokens: int
 
 
@@ -156,18 +156,30 @@ def _fill(history: RunHistory, events: Sequence[Event], run: RunStarted) -> None
                 history.replays.extend(_replay_point(event.update, verified))
                 verified = []
                 harvested = t
+                if event.num_paused:
+                    _pause(running.values(), t)
             case UpdateDone() if event.update in taken and taken[event.update][0].samples:
                 batch, samples = taken.pop(event.update)
                 history.updates.append(_update_point(batch, samples, taken=batch.t - origin, done=t))
             case WeightsPublished() if harvested is not None:
                 history.updating.append((harvested, t))
                 harvested = None
+                for key, attempt in running.items():
+                    if attempt.outcome == "paused":
+                        running[key] = replace(attempt, version=event.version, start=t, end=t, outcome="")
+                        history.attempts.append(running[key])
             case Evaluated():
                 history.evaluations.append((t, event))
             case _:
                 pass
     for attempt in running.values():
-        attempt.end = history.seconds
+        attempt.end = max(attempt.end, history.seconds) if attempt.outcome == "" else attempt.end
+
+
+def _pause(attempts: Iterable[Attempt], t: float) -> None:
+    """Rollout stands still for an update: a bar ends here, and the next begins with the weights that it goes on with."""
+    for attempt in attempts:
+        attempt.end, attempt.outcome = t, "paused"
 
 
 def _begun(event: AttemptStarted, t: float) -> Attempt:

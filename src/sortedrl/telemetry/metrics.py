@@ -27,7 +27,9 @@ from sortedrl.telemetry.events import (
     RunEnded,
     RunStarted,
     SampleRequeued,
+    SampleScored,
     UpdateDone,
+    WeightsPublished,
 )
 
 Probe = Callable[[], tuple[EngineStats, Timing]]
@@ -92,16 +94,18 @@ class Occupancy:
     """
 
     running: int = 0
+    paused: int = 0  # of these, those that wait for an update
     busy_slot_s: float = 0.0
     rollout_s: float = 0.0
     started: float | None = None
     now: float = 0.0
 
     def advance(self, t: float) -> None:
-        elapsed = max(t - self.now, 0.0)
-        self.busy_slot_s += elapsed * self.running
-        self.rollout_s += elapsed if self.running else 0.0
-        self.now = max(t, self.now)
+        """Move on to a later time."""
+        elapsed, decoding = t - self.now, self.running - self.paused
+        self.busy_slot_s += elapsed * decoding
+        self.rollout_s += elapsed if decoding else 0.0
+        self.now = t
 
     @property
     def wall_s(self) -> float:
@@ -150,35 +154,39 @@ class RunMetrics:
     _done: tuple[BatchTaken, int] | None = None  # those of the update done last
 
     def emit(self, event: Event) -> None:
-        """Fold one event in."""
-        if not isinstance(event, Evaluated | RunEnded):
+        """Fold one event in. The most frequent come first: a simulation has millions."""
+        if event.t > self.occupancy.now and not isinstance(event, Evaluated | RunEnded):
             self.occupancy.advance(event.t)
         match event:
-            case RunStarted():
-                self.run = event
-            case CohortLoaded():
-                if self.occupancy.started is None:
-                    self.occupancy.started = event.t
-                self.cohorts[event.cohort] = CohortLength(loaded=len(event.samples))
-                self._cohort_of.update(dict.fromkeys(event.samples, event.cohort))
+            case AttemptEnded():
+                self._fold_ended(event)
             case AttemptStarted():
                 self.occupancy.running += 1
                 self._held[event.sample] = event.cached
-            case AttemptVerified():
-                self._fold_verified(event)
-            case AttemptEnded():
-                self._fold_ended(event)
+            case SampleScored():
+                pass
             case SampleRequeued():
                 self.discarded_tokens += event.discarded
                 self._held[event.sample] = max(self._held.get(event.sample, 0) - event.discarded, 0)
+            case AttemptVerified():
+                self._fold_verified(event)
             case BatchTaken():
                 self._fold_batch(event)
             case UpdateDone():
                 self.updates += 1
                 self.optimizer_steps += event.optimizer_steps
                 self._done = self._batches.pop(event.update, None)
+            case WeightsPublished():
+                self.occupancy.paused = 0
+            case CohortLoaded():
+                if self.occupancy.started is None:
+                    self.occupancy.started = event.t
+                self.cohorts[event.cohort] = CohortLength(loaded=len(event.samples))
+                self._cohort_of.update(dict.fromkeys(event.samples, event.cohort))
             case Evaluated():
                 self.evaluations.append(event)
+            case RunStarted():
+                self.run = event
             case RunEnded():
                 self.end_reason = event.reason
             case _:
@@ -207,6 +215,7 @@ class RunMetrics:
 
     def _fold_batch(self, event: BatchTaken) -> None:
         self.last_batch = event
+        self.occupancy.paused = event.num_paused
         self.samples += len(event.samples)
         self.trained_tokens += sum(event.lengths)
         self.reward_sum += sum(event.rewards)
