@@ -29,11 +29,12 @@ test: $(VENV)/.dev ## Run the tests (not the slow ones) with coverage.
 test-slow: $(VENV)/.dev ## Run the slow tests.
 	$(BIN)/python -m pytest -q -m slow $(ARGS)
 
-check: $(VENV)/.dev ## Formatting, lint, types and import contracts.
+check: $(VENV)/.dev ## Formatting, lint, types, import contracts and known vulnerabilities.
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/basedpyright
 	$(BIN)/lint-imports
+	$(BIN)/python tools/audit.py
 
 clean: ## Remove the environment, caches and build products; runs/ stays.
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage .coverage.* htmlcov

@@ -87,7 +87,15 @@ def test_train_writes_the_run_directory(tmp_path: Path) -> None:
     (run,) = only_json(done.stdout)["runs"]
     run_dir = tmp_path / "out" / "quickstart"
     written = {path.name for path in run_dir.iterdir()}
-    assert written == {"config.toml", "events.jsonl", "metrics.jsonl", "summary.json", "report.html", "checkpoints"}
+    assert written == {
+        "config.toml",
+        "events.jsonl",
+        "metrics.jsonl",
+        "ledger.sqlite",
+        "summary.json",
+        "report.html",
+        "checkpoints",
+    }
     assert run == json.loads((run_dir / "summary.json").read_text())
     assert (run["status"], run["strategy"], run["samples"]) == ("complete", "sorted-replay", 64)
     assert run["ledger"] == {"loaded": 64, "trained": 64, "lost": 0, "duplicated": 0}
@@ -339,12 +347,13 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="lo
 
 
 @needs_proc
-def test_ctrl_c_keeps_what_was_trained(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_keeps_what_was_trained(number: signal.Signals, tmp_path: Path) -> None:
     process, workers = start_long_run(tmp_path, "--json", updates=2)
     assert workers
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     out, err = process.communicate(timeout=WAIT_S)
-    assert process.returncode == 130, err
+    assert process.returncode == 0, err
     assert "Traceback" not in err
     run_dir = tmp_path / "out" / "quickstart"
     summary = Summary.read(run_dir / "summary.json")
@@ -357,6 +366,7 @@ def test_ctrl_c_keeps_what_was_trained(tmp_path: Path) -> None:
     (line,) = [line for line in err.splitlines() if line.startswith("stopped after")]
     assert f"{summary.updates} updates, {summary.samples} samples trained" in line
     assert f"kept: summary {Path('out/quickstart/summary.json')}, weights {Path('out/quickstart/checkpoints')}" in line
+    assert f"go on with: sortedrl train --resume {Path('out/quickstart')}" in err
     checkpoint_loads(run_dir, summary.updates)
     assert not [pid for pid in workers if is_alive(pid)]
 

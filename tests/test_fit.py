@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from sortedrl.config import SortedConfig
 from sortedrl.errors import DataError
-from sortedrl.simulate.fit import FittedCost, Observed, Observer, fit_runs, read_lengths
+from sortedrl.simulate.fit import APART_ELEMENTS, FittedCost, Observed, Observer, Stretch, fit_runs, read_lengths
 from sortedrl.simulate.forecast import forecast
 from sortedrl.simulate.proposal import PlanQuestion, propose
 from sortedrl.telemetry import events
@@ -20,12 +19,14 @@ from sortedrl.telemetry.summary import Summary
 
 TRUE = FittedCost(
     base_s=6e-4,
+    several_s=1e-4,
     slot_s=3e-5,
-    context_s=4e-7,
+    window_s=4e-7,
     call_s=2e-3,
     start_s=2e-4,
     token_s=2e-5,
     poll_s=1e-3,
+    host_s=6e-4,
     update_base_s=5e-3,
     update_token_s=6e-5,
     publication_s=1e-3,
@@ -42,7 +43,7 @@ def ended(t: float, sample: int, tokens: int, outcome: str = "stop") -> events.E
     return events.AttemptEnded(t=t, sample=sample, attempt=1, outcome=outcome, num_tokens=tokens, slot=0)
 
 
-def taken(t: float, update: int, lengths: dict[int, int]) -> events.BatchTaken:
+def taken(t: float, update: int, lengths: dict[int, int], *, num_paused: int = 0) -> events.BatchTaken:
     zeros = [0] * len(lengths)
     return events.BatchTaken(
         t=t,
@@ -55,22 +56,26 @@ def taken(t: float, update: int, lengths: dict[int, int]) -> events.BatchTaken:
         staleness_token_sum=zeros,
         truncated=0,
         num_interrupted=0,
+        num_paused=num_paused,
         slot_s=0.0,
     )
 
 
-def rows(*seen: events.Event) -> list[list[float]]:
+def observe(*seen: events.Event) -> Observed:
     observer = Observer(Observed())
     for event in seen:
         observer.see(event)
-    return observer.observed.stretches
+    return observer.observed
+
+
+def rows(*seen: events.Event) -> list[tuple[object, ...]]:
+    return [(s.seconds, s.started, s.cached, s.steps, s.lengths) for s in observe(*seen).stretches]
 
 
 def test_stretches_by_hand() -> None:
     # The prefill gives each a token. One step more ends the first (2 tokens); two more by itself end the second (4).
-    # Context before the first step is 1 + 1; before the second stretch 2, and 3 before its second step.
     log = [started(5.0, 0), started(5.1, 1), ended(6.0, 0, 2), ended(8.5, 1, 4)]
-    assert rows(*log) == [[1.0, 1.0, 2, 0, 1, 2, 2], [2.5, 0.0, 0, 0, 2, 2, 5]]
+    assert rows(*log) == [(1.0, 2, 0, 1, (1, 1)), (2.5, 0, 0, 2, (2,))]
 
 
 def test_a_replay_goes_on_from_what_was_accepted() -> None:
@@ -80,7 +85,39 @@ def test_a_replay_goes_on_from_what_was_accepted() -> None:
         events.AttemptVerified(t=0.5, sample=0, attempt=1, cached=9, accepted=6),
         ended(2.0, 0, 10),
     ]
-    assert rows(*log) == [[2.0, 1.0, 1, 9, 3, 3, 7 + 8 + 9]]
+    assert rows(*log) == [(2.0, 1, 9, 3, (7,))]
+
+
+def test_windows_by_hand() -> None:
+    # Three prompt tokens and a step: lengths 13, 5 and 4. Together as far as the longest: 3 x 13 = 39. With the longest
+    # apart: 3 x 5 for all, 13 + 4 for it by itself: 32. With two apart: 3 x 4 + 13 + 4 + 5 + 4 = 38.
+    stretch = Stretch(seconds=1.0, started=0, cached=0, steps=1, lengths=(2, 10, 1))
+    assert stretch.window(3, None) == 39
+    assert stretch.window(3, 4) == 32
+    assert stretch.window(3, 100) == 39
+    # Two steps of one sequence of 10: it attends to 13 and to 14.
+    assert Stretch(seconds=1.0, started=0, cached=0, steps=2, lengths=(10,)).window(3, 4) == 27
+
+
+@pytest.mark.parametrize("lengths", [(5,), (7, 7, 7), (900, 10, 12, 14), (400, 390, 12, 14, 13, 12), (50, 40, 30, 20)])
+def test_a_window_is_what_the_engine_attends_to(lengths: tuple[int, ...]) -> None:
+    cache = pytest.importorskip("sortedrl.engine.cache")
+    elements = 64
+    bound, apart = cache.choose_bound(lengths, elements)
+    price = APART_ELEMENTS / elements
+    attended = bound * len(lengths) + sum(lengths[slot] + price for slot in apart)
+    assert Stretch(seconds=1.0, started=0, cached=0, steps=1, lengths=lengths).window(0, price) == attended
+
+
+def test_what_waits_in_its_slot_is_prefilled_with_what_starts() -> None:
+    # Sample 0 ends at 3 tokens, and 1 waits with as many while the update takes a second and the publication half of
+    # one; the time until 2 starts is the harvest's. The prefill takes 1 to 4 tokens, and one step ends it at 5.
+    log = [
+        *(started(0.0, 0), started(0.0, 1), ended(2.0, 0, 3), taken(2.1, 0, {0: 3}, num_paused=1)),
+        events.UpdateDone(t=3.1, update=0, version=1, optimizer_steps=1, seconds=1.0, metrics={}),
+        *(events.WeightsPublished(t=3.6, version=1, seconds=0.5), started(3.7, 2), ended(5.0, 1, 5)),
+    ]
+    assert rows(*log) == [(2.0, 2, 0, 2, (1, 1)), (pytest.approx(1.3), 2, 3, 1, (4, 1))]
 
 
 def test_endings_in_one_step_are_one_stretch_and_interruptions_none() -> None:
@@ -103,6 +140,7 @@ class ToyRun:
     refills: bool
     clock: float = 0.0
     rollout_s: float = 0.0
+    busy_slot_s: float = 0.0
     log: list[events.Event] = field(default_factory=list)
 
     def run(self, lengths: list[int], update_batch: int, cached: dict[int, int]) -> ToyRun:
@@ -130,15 +168,17 @@ class ToyRun:
                 held = cached.get(number, 0)
                 self.log.append(started(self.clock, number, cached=held, mode="resume" if held else "fresh"))
                 running[number] = held + 1
-            cost = self.cost
+            cost, since = self.cost, self.clock
             if fresh:
                 tokens = sum(cached.get(number, 0) for number in fresh)
                 self.clock += cost.call_s + cost.start_s * len(fresh) + cost.token_s * tokens
             self.clock += cost.poll_s
             while all(held < ends[number] for number, held in running.items()):
-                context = sum(held + cost.prompt_tokens for held in running.values())
-                self.clock += cost.base_s + cost.slot_s * len(running) + cost.context_s * context
+                window = len(running) * (max(running.values()) + cost.prompt_tokens)
+                several_s = cost.several_s if len(running) > 1 else 0.0
+                self.clock += cost.base_s + several_s + cost.slot_s * len(running) + cost.window_s * window
                 running = {number: held + 1 for number, held in running.items()}
+            self.busy_slot_s += (self.clock - since - cost.host_s) * len(running)
             for number in [number for number, held in running.items() if held >= ends[number]]:
                 self.log.append(ended(self.clock, number, ends[number]))
                 del running[number]
@@ -159,13 +199,15 @@ class ToyRun:
         self.clock += self.cost.publication_s
         self.log.append(events.WeightsPublished(t=self.clock, version=number + 1, seconds=self.cost.publication_s))
 
-    def write(self, path: Path, config: SortedConfig | None = None, **figures: Any) -> Path:
+    def write(self, path: Path, config: SortedConfig | None = None) -> Path:
         path.mkdir()
         sink = JsonlSink(path / "events.jsonl")
         for event in self.log:
             sink.emit(event)
         sink.close()
-        Summary(strategy="sync", rollout_s=self.rollout_s, **figures).write(path / "summary.json")
+        bubble_ratio = 1.0 - self.busy_slot_s / (self.slots * self.rollout_s) if self.rollout_s else None
+        summary = Summary(strategy="sync", slots=self.slots, rollout_s=self.rollout_s, bubble_ratio=bubble_ratio)
+        summary.write(path / "summary.json")
         (path / "config.toml").write_text((config or SortedConfig()).to_toml(), encoding="utf-8")
         return path
 
@@ -178,7 +220,7 @@ def test_known_costs_are_found_again(tmp_path: Path) -> None:
     run = ToyRun(cost=TRUE, slots=6, refills=True).run(LENGTHS, 24, cached)
     found = fit_runs([run.write(tmp_path / "run")])
     assert found.assumed == []
-    costs, true = ({**cost.as_dict(), "kv_tokens": 0} for cost in (found.cost, TRUE))
+    costs, true = ({**cost.as_dict(), "apart": 0, "kv_tokens": 0} for cost in (found.cost, TRUE))
     assert costs == pytest.approx(true, rel=1e-4)
     assert found.r2 == pytest.approx(1.0)
     assert found.update_r2 == pytest.approx(1.0)
@@ -194,12 +236,13 @@ def test_what_sync_cannot_tell_is_said(tmp_path: Path) -> None:
     assert found.cost.token_s == pytest.approx(2e-5, rel=1e-3)
     assert found.cost.base_s == pytest.approx(TRUE.base_s, rel=1e-3)
     assert found.cost.poll_s == pytest.approx(TRUE.poll_s, rel=1e-3)
+    assert found.cost.host_s == pytest.approx(TRUE.host_s, rel=1e-3)
 
 
 def test_a_sync_run_is_forecast_from_its_own_fit(tmp_path: Path) -> None:
     """The toy run's times come back from the simulator: same schedule, lengths and costs, written independently.
 
-    But for the context: a forecast leaves out the token that comes with the prefill.
+    But for the window: a forecast leaves out the token that comes with the prefill.
     """
     run = ToyRun(cost=TRUE, slots=8, refills=False).run(LENGTHS, 8, {})
     config = SortedConfig(
@@ -208,11 +251,12 @@ def test_a_sync_run_is_forecast_from_its_own_fit(tmp_path: Path) -> None:
         engine={"slots": 8},
         learner={"algorithm": "reinforce++", "group_size": 1},
     )
-    path = run.write(tmp_path / "run", config, bubble_ratio=0.5)
+    path = run.write(tmp_path / "run", config)
     found = forecast(path, fit_runs([path]).cost)
     assert found.rollout_s == pytest.approx(run.rollout_s, rel=3e-3)
     assert found.rollout_error == pytest.approx(0.0, abs=3e-3)
-    assert found.bubble_error == found.bubble_ratio - 0.5
+    assert found.bubble_error == pytest.approx(0.0, abs=3e-3)
+    assert 0.2 < found.bubble_ratio < 0.8
 
 
 def test_a_plan_takes_costs_and_settings_from_a_run(tmp_path: Path) -> None:

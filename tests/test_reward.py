@@ -23,11 +23,11 @@ import pytest
 from sortedrl.errors import RewardError
 from sortedrl.reward import RewardPool, Score
 from sortedrl.reward_caller import clean_environment, find_function
-from sortedrl.reward_worker import CallFailed, FailureKind, call_reward, serve
+from sortedrl.reward_worker import CallFailed, FailureKind, call_reward, printable, serve
 
 # What a user's module of reward functions may hold; most behave by what the answer says.
 MODULE = '''
-import os, signal, sys, time
+import ctypes, os, pathlib, signal, sys, time
 
 def length(completions, **kwargs):
     return [float(len(text)) for text in completions]
@@ -47,6 +47,10 @@ def moody(completions, **kwargs):
             time.sleep(600)
         if text == "spin":
             while True: pass
+        if text == "stuck":
+            ctypes.PyDLL(None).sleep(600)  # C code that keeps the interpreter lock: no thread of the worker runs
+        if text == "hungry":
+            bytearray(8 << 30)
         if text == "crash":
             os.kill(os.getpid(), signal.SIGKILL)
         if text == "exit":
@@ -81,6 +85,32 @@ def with_child(completions, **kwargs):
 
 def reads_stdin(completions, **kwargs):
     return [float(sys.stdin.read() == "") for _ in completions]
+
+hoard = []
+
+def leaky(completions, **kwargs):
+    hoard.append(bytearray(100 << 20))
+    return [float(len(hoard))] * len(completions)
+
+def loud(completions, **kwargs):
+    for text in completions:
+        print("saw", text)
+        print("saw", text, file=sys.stderr)
+    raise ValueError(completions[0])
+
+def killed_once(completions, **kwargs):
+    """Tells that it is at work, and waits to be killed, the first time."""
+    at_work = pathlib.Path(completions[0])
+    if not at_work.exists():
+        at_work.with_suffix(".new").write_text(str(os.getpid()))
+        at_work.with_suffix(".new").rename(at_work)
+        time.sleep(600)
+    return [1.0] * len(completions)
+
+def child_memory(completions, **kwargs):
+    import subprocess
+    code = "bytearray(8 << 30)"
+    return [float(subprocess.run([sys.executable, "-c", code], capture_output=True).returncode) for _ in completions]
 
 def batch_size(completions, **kwargs):
     time.sleep(0.05)
@@ -177,7 +207,7 @@ def test_weighted_sum_over_processes_and_threads(rewards) -> None:
     assert "moody" in scores[1].error
 
 
-@pytest.mark.parametrize("text", ["hang", "spin"])
+@pytest.mark.parametrize("text", ["hang", "spin", "stuck"])
 def test_only_the_answer_that_hangs_is_punished(rewards, text: str) -> None:
     with RewardPool(rewards.moody, timeout_s=0.4, workers=1) as pool:
         scores = score_texts(pool, ["good"] * 5 + [text] + ["good"] * 5)
@@ -243,13 +273,89 @@ def test_a_worker_killed_from_outside_costs_nothing(rewards) -> None:
         assert pool.errors == {}
 
 
+def test_a_worker_killed_in_the_middle_of_a_call_costs_nothing(rewards, tmp_path: Path) -> None:
+    at_work = tmp_path / "pid"
+    with RewardPool(rewards.killed_once, timeout_s=60, workers=1) as pool:
+        for index in range(5):
+            pool.submit((index, 0), "prompt", str(at_work), {})
+        assert wait_until(at_work.exists, 20)
+        os.kill(int(at_work.read_text()), signal.SIGKILL)
+        scores = collect(pool)
+        assert [scores[index, 0].reward for index in range(5)] == [1.0] * 5
+        assert pool.errors == {}
+
+
+memory_is_limited = pytest.mark.skipif(sys.platform != "linux", reason="few other kernels keep a limit of memory")
+
+
+@memory_is_limited
+def test_only_the_answer_that_eats_memory_is_punished(rewards) -> None:
+    with RewardPool(rewards.moody, timeout_s=20, workers=1, memory_bytes=1 << 30) as pool:
+        scores = score_texts(pool, ["good", "hungry", "good"])
+        assert [score.reward for score in scores] == [1.0, 0.0, 1.0]
+        assert re.search(r"moody ran out of memory \(MemoryError.*raise reward\.memory_mb", scores[1].error)
+        assert pool.errors == {"user_rewards.moody: out of memory": 1}
+
+
+@memory_is_limited
+def test_a_worker_that_has_filled_up_is_replaced(rewards) -> None:
+    """100 MiB stay behind at each call, and a worker has 350: a third or fourth call needs another worker."""
+    with RewardPool(rewards.leaky, timeout_s=20, workers=1, memory_bytes=350 << 20) as pool:
+        scores = [score_texts(pool, ["text"])[0] for _ in range(8)]
+        assert [score.error for score in scores] == [None] * 8
+        assert [score.reward for score in scores].count(1.0) >= 2
+        assert pool.errors == {}
+
+
+@memory_is_limited
+def test_processes_of_a_reward_function_have_the_limit_too(rewards) -> None:
+    with RewardPool(rewards.child_memory, timeout_s=20, workers=1, memory_bytes=1 << 30) as pool:
+        assert score_texts(pool, ["text"])[0].reward == 1.0
+
+
+def test_memory_can_be_unlimited(rewards) -> None:
+    with RewardPool(rewards.moody, timeout_s=20, workers=1, memory_bytes=None) as pool:
+        assert score_texts(pool, ["good"])[0].reward == 1.0
+
+
+def test_text_of_a_model_reaches_no_terminal_as_it_is(rewards, capfd, caplog: pytest.LogCaptureFixture) -> None:
+    """Clear the screen, set the title, end the line early, write from right to left, and a C1 control."""
+    evil = "\x1b[2J\x1b]0;owned\x07\rok\u202e\x9b1m é"
+    shown = r"\x1b[2J\x1b]0;owned\x07\rok\u202e\x9b1m é"
+    with RewardPool(rewards.loud, timeout_s=10, workers=1) as pool:
+        score = score_texts(pool, [evil])[0]
+    assert f"raised ValueError: {shown} (" in score.error
+    assert shown in caplog.text
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.count(f"saw {shown}\n") == 2
+    assert all(char.isprintable() or char == "\n" for char in err + score.error + caplog.text)
+
+
+def test_printable_keeps_what_is_harmless() -> None:
+    assert printable("plain ü 漢字 \u3000 \U0001f600") == "plain ü 漢字 \u3000 \U0001f600"
+    assert printable("a\tb\nc") == r"a\tb\nc"
+    assert printable("a\tb\nc\x1b", keep="\n\t") == "a\tb\nc\\x1b"
+    assert printable("\ud800") == r"\ud800"
+
+
 def test_secrets_stay_with_the_parent(rewards, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ["MY_API_KEY", "hf_token", "DB_PASSWORD", "AWS_SECRET", "GOOGLE_CREDENTIALS", "JUDGE_KEY", "HARMLESS"]
-    for name in names:
-        monkeypatch.setenv(name, "value")
+    hidden = [
+        "MY_API_KEY",
+        "hf_token",
+        "DB_PASSWORD",
+        "AWS_SECRET",
+        "GOOGLE_CREDENTIALS",
+        "PYTHON_TOKEN",
+        "DATABASE_URL",
+    ]
+    seen = ["JUDGE_KEY", "PATH", "HOME", "LC_ALL", "PYTHONHASHSEED", "OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM"]
+    for name in [*hidden, *seen]:
+        monkeypatch.setenv(name, "0")
     with RewardPool(rewards.secrets, timeout_s=10, workers=1, keep_env=["JUDGE_KEY"]) as pool:
-        assert [score.reward for score in score_texts(pool, names)] == [0, 0, 0, 0, 0, 1, 1]
-    assert "MY_API_KEY" not in clean_environment()
+        assert [score.reward for score in score_texts(pool, hidden)] == [0] * 7
+        assert [score.reward for score in score_texts(pool, seen)] == [1] * 7
+    assert "JUDGE_KEY" not in clean_environment()
 
 
 def test_workers_load_neither_this_package_nor_torch(rewards) -> None:
@@ -361,6 +467,8 @@ def test_users_mistakes_are_named(rewards) -> None:
         RewardPool(["accuracy"], timeout_s=1, workers=1)
     with pytest.raises(RewardError, match="2 finite numbers"):
         RewardPool([rewards.length, rewards.moody], timeout_s=1, workers=1, weights=[1.0])
+    with pytest.raises(RewardError, match=r"at least 64 MiB: raise reward\.memory_mb"):
+        RewardPool(rewards.length, timeout_s=1, workers=1, memory_bytes=1 << 20)
     with pytest.raises(RewardError, match=r"reward\.timeout_s"):
         RewardPool(rewards.length, timeout_s=0, workers=1)
 

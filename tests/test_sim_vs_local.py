@@ -24,10 +24,10 @@ from scripted import END, LazyScorer, RecordingLearner, ScriptedPolicy
 from sortedrl.buffer import Buffer
 from sortedrl.clock import VirtualClock
 from sortedrl.controller import Controller
-from sortedrl.engine.base import Request, Sampling
+from sortedrl.engine.base import Handle, InFlight, Request, Sampling
 from sortedrl.engine.cache import DecodePlan
 from sortedrl.engine.local import LocalEngine
-from sortedrl.engine.sim import SimEngine
+from sortedrl.engine.sim import Running, SimEngine
 from sortedrl.errors import ConfigError
 from sortedrl.records import Prompt, Sample
 from sortedrl.schedule import Admission, Knobs, Order, Strategy, resolve_knobs
@@ -97,8 +97,20 @@ class PrefilledSim(SimEngine):
     def submit(self, requests: Iterable[Request]) -> None:
         requests = list(requests)
         super().submit(requests)
-        for request in requests:
-            running = self.running[request.sample]
+        self._draw_first(self.running[request.sample] for request in requests)
+
+    def publish(self, version: int, source: Any, in_flight: InFlight = InFlight.ABORT) -> Handle:
+        for running in self.running.values():
+            running.events = self._flush(running)
+        handle = super().publish(version, source, in_flight)
+        for running in self.running.values():
+            running.since_mark = len(self._marks)
+        if in_flight == InFlight.REPREFILL:
+            self._draw_first(self.running.values())
+        return handle
+
+    def _draw_first(self, attempts: Iterable[Running]) -> None:
+        for running in attempts:
             if running.length < running.end:
                 running.length += 1
                 self._context += 1

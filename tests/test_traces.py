@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -98,6 +99,74 @@ def test_csv_columns(tmp_path: Path) -> None:
         load_trace(path, column="id")
 
 
+def test_csv_mistakes(tmp_path: Path) -> None:
+    assert load_trace(write(tmp_path / "mark.csv", "\ufefflength\n5\n\n7\n")).lengths == [5, 7]  # as spreadsheets write
+    with pytest.raises(DataError, match=r"line 3 of .* has more fields than its header"):
+        load_trace(write(tmp_path / "comma.csv", "length\n5\n1,200\n"))
+    with pytest.raises(DataError, match="is empty: it needs a header"):
+        load_trace(write(tmp_path / "nothing.csv", ""))
+    with pytest.raises(DataError, match="is empty: it needs at least one length"):
+        load_trace(write(tmp_path / "header.csv", "length\n"))
+    with pytest.raises(DataError, match="'' at position 1"):
+        load_trace(write(tmp_path / "hole.csv", "length,id\n5,a\n,b\n"))
+    with pytest.raises(DataError, match="length -1 at position 1"):
+        load_trace(write(tmp_path / "negative.csv", "length\n5\n-1\n"))
+
+
+# Each table as CSV, which is always read, and as Parquet where pyarrow is there: the same trace, or the same mistake.
+TABLES = {
+    "numbers": ({"length": [12, 7, 30], "id": ["a", "b", "c"]}, {}, [12, 7, 30]),
+    "another column": ({"tokens": [12, 7]}, {"column": "tokens"}, [12, 7]),
+    "floats": ({"length": [3.0, 4.0]}, {}, [3, 4]),
+    "no such column": ({"tokens": [12, 7]}, {}, r"no column 'length': name one of 'tokens' with --column"),
+    "half a token": ({"length": [1.5]}, {}, "1.5 at position 0: lengths are whole numbers"),
+    "no token": ({"length": [4, 0]}, {}, "length 0 at position 1"),
+    "text": ({"length": ["five"]}, {}, "'five' at position 0"),
+    "too long": ({"length": [4, 9]}, {"cap": 8}, "above the cap of 8: raise --cap"),
+}
+
+
+def check_table(path: Path, options: dict[str, Any], expected: list[int] | str) -> None:
+    if isinstance(expected, str):
+        with pytest.raises(DataError, match=expected) as caught:
+            load_trace(path, **options)
+        assert "\n" not in str(caught.value)
+    else:
+        assert load_trace(path, **options).lengths == expected
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_as_csv(tmp_path: Path, name: str) -> None:
+    columns, options, expected = TABLES[name]
+    lines = [list(columns), *zip(*columns.values(), strict=True)]
+    path = tmp_path / "t.csv"
+    path.write_text("".join(",".join(map(str, line)) + "\n" for line in lines))
+    check_table(path, options, expected)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_as_parquet(tmp_path: Path, name: str) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    columns, options, expected = TABLES[name]
+    parquet.write_table(pyarrow.table(columns), tmp_path / "t.parquet")
+    check_table(tmp_path / "t.parquet", options, expected)
+
+
+def test_parquet_siblings_and_broken_files(tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"length": [[3, 1], [2, 5]]}), tmp_path / "t.parquet")
+    trace = load_trace(tmp_path / "t.parquet", group_size=2)
+    assert (trace.lengths, trace.prompts) == ([3, 1, 2, 5], [0, 0, 1, 1])
+    parquet.write_table(pyarrow.table({"length": [3, None]}), tmp_path / "hole.parquet")
+    check_table(tmp_path / "hole.parquet", {}, "None at position 1")
+    parquet.write_table(pyarrow.table({"length": pyarrow.array([], pyarrow.int64())}), tmp_path / "empty.parquet")
+    check_table(tmp_path / "empty.parquet", {}, "is empty")
+    whole = (tmp_path / "t.parquet").read_bytes()
+    (tmp_path / "cut.parquet").write_bytes(whole[: len(whole) // 2])
+    check_table(tmp_path / "cut.parquet", {}, "cannot read .* as Parquet: .*save it as CSV")
+    check_table(tmp_path / "none.parquet", {}, "No such file")
+
+
 def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(DataError, match="pip install pyarrow"):
@@ -135,7 +204,16 @@ def test_mistakes_are_named(tmp_path: Path, data: object, options: dict[str, int
 
 
 @pytest.mark.parametrize(
-    "text", ["lognormal(700, 1.1)", "lognormal(a, b, c)", "lognormal(0, 1, 9)", "bimodal(1, 2, 3)"]
+    "text",
+    [
+        "lognormal(700, 1.1)",
+        "lognormal(a, b, c)",
+        "lognormal(0, 1, 9)",
+        "lognormal(700, nan, 9)",
+        "lognormal(700, 1.1, inf)",
+        "bimodal(1, 2, 3)",
+        "bimodal(1, inf, .5)",
+    ],
 )
 def test_distributions_that_cannot_be_drawn(text: str) -> None:
     with pytest.raises(DataError, match="for example"):
@@ -147,3 +225,5 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         load_trace(tmp_path / "none.json")
     with pytest.raises(DataError, match="cannot tell what kind of trace"):
         load_trace("something")
+    with pytest.raises(DataError, match="no trace is named"):
+        load_trace(" ")

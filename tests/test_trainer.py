@@ -125,7 +125,8 @@ def test_a_model_object_is_trained_in_place(tmp_path: Path) -> None:
 @pytest.mark.parametrize("as_text", [False, True])
 def test_a_model_folder_may_be_a_path_or_text(as_text: bool, tmp_path: Path) -> None:
     folder = str(knights_tiny_path()) if as_text else knights_tiny_path()
-    trainer = SortedTrainer(folder, args=make_config(tmp_path, run={"samples": 16, "checkpoint": False}), quiet=True)
+    config = make_config(tmp_path, run={"samples": 16}, checkpoint={"save": False})
+    trainer = SortedTrainer(folder, args=config, quiet=True)
     assert trainer.config.model.path == str(knights_tiny_path())
     check_ledger(trainer.train(), 16)
     assert not (trainer.run_dir / "checkpoints").exists()

@@ -7,7 +7,7 @@ here, before the first token is sampled.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +44,13 @@ class RunParts:
     rewards: RewardPool
     heldout_rewards: RewardPool  # its own, so that an evaluation never takes scores of training
     evaluator: Evaluator
+    loader: SampleLoader
     controller: Controller
+    carried: EngineStats = field(default_factory=EngineStats)  # counted before the run was resumed
 
     def stats(self) -> EngineStats:
-        """The engine's counters, without what evaluation caused."""
-        return self.engine.stats().minus(self.evaluator.used)
+        """The engine's counters over the whole run, without what evaluation caused."""
+        return self.engine.stats().minus(self.evaluator.used).plus(self.carried)
 
     def close(self) -> None:
         self.rewards.close()
@@ -93,14 +95,20 @@ def build_run(
     task: Task | None = None,
     model: Any = None,
     tokenizer: Any = None,
+    checkpoint: Path | None = None,
 ) -> RunParts:
-    """Make every part of a run; a task, model or tokenizer that is given replaces the configured one."""
+    """Make every part of a run; a task, model or tokenizer that is given replaces the configured one.
+
+    `checkpoint`: the folder whose weights are taken instead, those of a given model included.
+    """
     torch.set_num_threads(config.run.threads)
     torch.manual_seed(config.run.seed)
     task = task or build_task(config)
     if model is None:
-        model, loaded = load_model(model_path(config))
+        model, loaded = load_model(checkpoint or model_path(config))
         tokenizer = tokenizer or loaded
+    elif checkpoint is not None:
+        model.load_state_dict(load_model(checkpoint)[0].state_dict())
     if tokenizer is None:
         raise ConfigError("a model object needs its tokenizer: pass processing_class=tokenizer")
     knobs = config.knobs
@@ -123,13 +131,14 @@ def build_run(
         group_column=task.group_column,
         every_samples=config.eval.every_samples,
     )
+    loader = SampleLoader(config=config, stream=prompt_stream(config, task, tokenizer))
     controller = Controller(
         buffer=Buffer(grouped=config.is_grouped),
         knobs=knobs,
         engine=engine,
         learner=learner,
         scorer=SampleScorer(pool=rewards, tokenizer=tokenizer),
-        load_samples=SampleLoader(config=config, stream=prompt_stream(config, task, tokenizer)).load,
+        load_samples=loader.load,
         total_samples=config.run.samples,
         sampling=Sampling(temperature=config.engine.temperature, stop_tokens=stop_tokens),
         clock=clock,
@@ -149,6 +158,7 @@ def build_run(
         rewards=rewards,
         heldout_rewards=heldout_rewards,
         evaluator=evaluator,
+        loader=loader,
         controller=controller,
     )
     try:  # last, so that no worker is left behind when something else is wrong
@@ -186,6 +196,13 @@ class SampleLoader:
                 )
         self.num_loaded += len(samples)
         return samples
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_loaded": self.num_loaded, "stream": self.stream.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.num_loaded = state["num_loaded"]
+        self.stream.load_state_dict(state["stream"])
 
 
 def build_task(config: SortedConfig) -> Task:

@@ -20,7 +20,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from sortedrl.config import SortedConfig
-from sortedrl.errors import ConfigError, SortedRLError
+from sortedrl.errors import ConfigError, RunDirError, SortedRLError
 from sortedrl.schedule import Strategy
 
 if TYPE_CHECKING:
@@ -41,12 +41,18 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout 
 
 
 @app.command()
-def train(config: ConfigPath, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Train as CONFIG says; the run directory gets events, metrics, checkpoint, summary and report."""
+def train(
+    config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="A TOML file, see configs/.")] = None,
+    overrides: Overrides = None,
+    resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Go on with the run in this directory.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train as CONFIG says; the run directory gets events, metrics, ledger, checkpoints, summary and report."""
     from sortedrl.trainer import SortedTrainer
 
-    trainer = SortedTrainer(args=SortedConfig.load(config, overrides or []), console=err, quiet=as_json)
-    summary = trainer.train()
+    settings = load_config(config, overrides or [], resume)
+    trainer = SortedTrainer(args=settings, console=err, quiet=as_json)
+    summary = trainer.train(resume=resume is not None)
     show([summary], as_json)
     files = {"report": "report.html", "summary": "summary.json", "weights": "checkpoints"}
     paths = {name: trainer.run_dir / file for name, file in files.items()}
@@ -56,7 +62,25 @@ def train(config: ConfigPath, overrides: Overrides = None, as_json: AsJson = Fal
         return
     trained = f"{summary.updates} updates, {summary.samples} samples trained"
     err.print(f"stopped after {trained}; kept: {kept}", highlight=False, soft_wrap=True)
-    raise typer.Exit(130)
+    if settings.checkpoint.save:
+        err.print(f"go on with: {trainer.resume_command}", highlight=False, soft_wrap=True)
+
+
+def load_config(config: Path | None, overrides: list[str], resume: Path | None) -> SortedConfig:
+    """The configuration of a run from its file, or, to resume it, from its directory."""
+    if resume is None:
+        if config is None:
+            raise ConfigError("name the CONFIG to train, or a run to go on with: --resume RUN")
+        return SortedConfig.load(config, overrides)
+    if config is not None:
+        if "=" not in str(config):
+            raise ConfigError(f"--resume takes the run's own configuration: leave out {config}, or give KEY=VALUE")
+        overrides = [str(config), *overrides]
+    if not (resume / "config.toml").is_file():
+        raise RunDirError(f"{resume} holds no run to resume: it has no config.toml")
+    here = resume if resume.name not in ("", "..") else resume.resolve()
+    where = [f"run.dir={json.dumps(str(here.parent))}", f"run.name={json.dumps(here.name)}"]  # it may have been moved
+    return SortedConfig.load(resume / "config.toml", [*overrides, *where])
 
 
 @app.command()
@@ -324,7 +348,8 @@ def main() -> None:
         with command.make_context("sortedrl", sys.argv[1:]) as context:
             command.invoke(context)
     except SortedRLError as error:
-        err.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        for line in (f"[bold red]error:[/] {escape(str(error))}", *map(escape, getattr(error, "__notes__", []))):
+            err.print(line, highlight=False, soft_wrap=True)
         sys.exit(2)
     except typer.Exit as leave:
         sys.exit(leave.exit_code)

@@ -32,10 +32,10 @@ class Clock(Protocol):
 
 
 class WallClock:
-    """Seconds since it was made, but for those that it was stopped."""
+    """Seconds since it was made, but for those that it was stopped; `at` is what it shows at first."""
 
-    def __init__(self) -> None:
-        self._start = time.perf_counter()
+    def __init__(self, at: float = 0.0) -> None:
+        self._start = time.perf_counter() - at
         self._stopped_at: float | None = None
 
     def now(self) -> float:

@@ -36,7 +36,6 @@ class RunSection(Section):
     samples: Int = Field(default=8192, ge=1, description="Samples to train in all: the run's data budget.")
     threads: Int = Field(default=1, ge=1, description="CPU threads for torch.")
     report: bool = Field(default=True, description="Write report.html at the end.")
-    checkpoint: bool = Field(default=True, description="Save the trained model at the end.")
 
 
 class TaskSection(Section):
@@ -89,6 +88,9 @@ class EngineSection(Section):
     in_flight: Literal["reprefill", "keep"] = Field(
         default="reprefill", description="KV of running samples at a publication."
     )
+    watchdog_s: float = Field(
+        default=600.0, ge=0.0, description="An engine that does not answer for so long is given up; 0: never."
+    )
 
 
 class RewardSection(Section):
@@ -97,6 +99,7 @@ class RewardSection(Section):
         default=0.25, ge=0, description="How long a full batch waits for answers that are being scored."
     )
     workers: Int = Field(default=1, ge=1, description="Scoring workers.")
+    memory_mb: Int = Field(default=4096, ge=64, description="Memory limit of a scoring worker.")
 
 
 class LearnerSection(Section):
@@ -128,6 +131,36 @@ class EvalSection(Section):
     )
 
 
+class CheckpointSection(Section):
+    save: bool = Field(default=True, description="Make checkpoints; without them a run cannot be resumed.")
+    every_updates: Int = Field(
+        default=25, ge=0, description="Updates from one checkpoint to the next; 0: only at the end or when stopped."
+    )
+    keep: Int = Field(default=2, ge=1, description="Checkpoints that stay; older ones are removed.")
+
+
+# Keys that may differ when a run is resumed: they change neither what was done so far nor what it means.
+CHANGEABLE = frozenset(
+    {
+        "run.dir",
+        "run.name",
+        "run.samples",
+        "run.threads",
+        "run.report",
+        "engine.watchdog_s",
+        "reward.timeout_s",
+        "reward.grace_s",
+        "reward.workers",
+        "reward.memory_mb",
+        "learner.micro_tokens",
+        "eval.every_samples",
+        "checkpoint.save",
+        "checkpoint.every_updates",
+        "checkpoint.keep",
+    }
+)
+
+
 class SortedConfig(Section):
     """Everything a run needs to know."""
 
@@ -139,6 +172,7 @@ class SortedConfig(Section):
     reward: RewardSection = RewardSection()
     learner: LearnerSection = LearnerSection()
     eval: EvalSection = EvalSection()
+    checkpoint: CheckpointSection = CheckpointSection()
 
     def __init__(self, **sections: Any) -> None:
         try:
@@ -194,6 +228,18 @@ class SortedConfig(Section):
             _put(tree, keys, value)
         return cls(**tree)
 
+    def check_resumable(self, saved: SortedConfig) -> None:
+        """Refuse to go on with a run under settings that would make it another one."""
+        mine, theirs = self.in_force(), saved.in_force()
+        for section, values in mine.items():
+            for key, value in values.items():
+                name, before = f"{section}.{key}", theirs[section][key]
+                if value != before and name not in CHANGEABLE:
+                    raise ConfigError(
+                        f"{name} was {before!r} when the run was saved and is {value!r} here: leave it as it was, or "
+                        f"start a new run; these may change: {', '.join(sorted(CHANGEABLE))}"
+                    )
+
     def with_strategy(self, strategy: str, **run: Any) -> SortedConfig:
         """The same run under another strategy: knobs that define that strategy are taken from its preset."""
         tree = self.model_dump()
@@ -202,25 +248,30 @@ class SortedConfig(Section):
         tree["run"].update(run)
         return SortedConfig(**tree)
 
-    def to_toml(self) -> str:
-        """The resolved configuration: every knob as it is in force."""
+    def in_force(self) -> dict[str, dict[str, Any]]:
+        """All values by section, every knob as the preset and the configuration together make it."""
         tree = self.model_dump(mode="json")
         knobs = self.knobs
         for name in tree["schedule"]:
             if name != "strategy":
                 value = getattr(knobs, name)
                 tree["schedule"][name] = "none" if value is None else value
-        return "\n".join(_section_toml(name, section) for name, section in tree.items())
+        return tree
+
+    def to_toml(self) -> str:
+        """The resolved configuration."""
+        return "\n".join(_section_toml(name, section) for name, section in self.in_force().items())
 
 
 def reference() -> str:
     """Every key with its type, default and meaning, as Markdown (docs/configuration.md)."""
     lines: list[str] = []
     for name, section in SortedConfig.model_fields.items():
-        lines += [f"## [{name}]", "", "| key | default | meaning |", "| --- | --- | --- |"]
+        lines += [f"## [{name}]", "", "| key | default | on resume | meaning |", "| --- | --- | --- | --- |"]
         for key, field in type(section.default).model_fields.items():
             default = "preset" if field.default is None else _toml_value(field.default)
-            lines.append(f"| `{key}` | `{default}` | {field.description} |")
+            on_resume = "may change" if f"{name}.{key}" in CHANGEABLE else ""
+            lines.append(f"| `{key}` | `{default}` | {on_resume} | {field.description} |")
         lines.append("")
     return "\n".join(lines)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from sortedrl import schedule
@@ -31,6 +31,7 @@ from sortedrl.telemetry.events import Emit
 IDLE_POLL_S = 0.05  # how long to wait for one thing before looking at the others
 MAX_FAILED_UPDATES = 3  # in a row: more is no bad luck
 STOP_POLL_S = 0.5  # how long a request to stop may go unheard
+_KEPT = ("began", "update_s", "publish_s", "save_s", "num_failed_updates")  # over a resume
 
 
 class Score(Protocol):
@@ -57,6 +58,14 @@ class Pause(Protocol):
     def run(self, version: int, num_trained: int) -> None: ...
 
 
+class Save(Protocol):
+    """Makes a checkpoint between two updates, while nothing runs."""
+
+    def is_due(self, num_updates: int) -> bool: ...
+
+    def run(self) -> None: ...
+
+
 class Controller:
     """`load_samples(cohort, count)` gives the next samples, fewer or none when the data is used up."""
 
@@ -79,6 +88,7 @@ class Controller:
         max_failures: int = 3,
         should_stop: Callable[[], bool] = lambda: False,
         pause: Pause | None = None,
+        save: Save | None = None,
     ) -> None:
         self.buffer = buffer
         self.knobs = knobs
@@ -96,8 +106,9 @@ class Controller:
         self.max_failures = max_failures
         self.should_stop = should_stop
         self.pause = pause
-        self.began = clock.now()
-        self.update_s = self.publish_s = 0.0
+        self.save = save
+        self.began: float | None = None  # on the clock; a run that is resumed began before it was saved
+        self.update_s = self.publish_s = self.save_s = 0.0
         self.slots = engine.capabilities.slots
         self.has_data = True
         self.update: Update | None = None
@@ -110,7 +121,8 @@ class Controller:
 
     def run(self) -> bool:
         """Train on everything; returns False if it was told to stop before."""
-        self.began = self.clock.now()
+        if self.began is None:
+            self.began = self.clock.now()
         for sample in self.buffer.in_state[State.FINISHED].values():
             self.scorer.submit(sample)  # of a buffer that was read back: nobody is scoring them
         while self.has_data or self.buffer.samples or self.update is not None:
@@ -128,8 +140,8 @@ class Controller:
 
     def timing(self) -> Timing:
         """Where the time since `run` went; with overlap, rollout goes on during updates and the parts overlap too."""
-        wall_s = self.clock.now() - self.began
-        rollout_s = wall_s - self.publish_s - (0.0 if self.knobs.overlap else self.update_s)
+        wall_s = 0.0 if self.began is None else self.clock.now() - self.began
+        rollout_s = wall_s - self.publish_s - self.save_s - (0.0 if self.knobs.overlap else self.update_s)
         return Timing(rollout_s=rollout_s, update_s=self.update_s, publish_s=self.publish_s, wall_s=wall_s)
 
     # ---- the five steps ---------------------------------------------------------------------------------------------
@@ -222,12 +234,18 @@ class Controller:
         if stopped:
             self.hear(self.engine.interrupt(stopped))
         self.publish(version)
-        self.evaluate()
+        is_evaluation, is_save = self.due_pauses()
+        if self.buffer.num_running and (is_evaluation or is_save):
+            self.hear(self.engine.interrupt())
         for sample, fate in schedule.fates(self.buffer, self.knobs):
             discarded = self.buffer.requeue(sample, fate.mode)
             self.emit(
                 events.SampleRequeued(t=self.clock.now(), sample=sample.id, decision=fate.value, discarded=discarded)
             )
+        if is_evaluation:
+            self.evaluate()
+        if is_save:
+            self.make_checkpoint()
 
     # ---- what they are made of --------------------------------------------------------------------------------------
 
@@ -361,14 +379,34 @@ class Controller:
         self.publish_s += seconds
         self.emit(events.WeightsPublished(t=self.clock.now(), version=version, seconds=seconds))
 
+    def due_pauses(self) -> tuple[bool, bool]:
+        """Whether an evaluation, and whether a checkpoint, comes before anything runs again."""
+        is_evaluation = self.pause is not None and self.pause.is_due(self.buffer.num_trained)
+        return is_evaluation, self.save is not None and self.save.is_due(self.buffer.num_updates)
+
     def evaluate(self) -> None:
-        """Let an evaluation have the engine, if one is due; its time is not the run's."""
-        if self.pause is None or not self.pause.is_due(self.buffer.num_trained):
-            return
-        if self.buffer.num_running:
-            self.hear(self.engine.interrupt())
+        """Let an evaluation have the engine; its time is not the run's."""
+        assert self.pause is not None, "there is no evaluation"
         with self.clock.stopped():
             self.pause.run(self.buffer.version, self.buffer.num_trained)
+
+    def make_checkpoint(self) -> None:
+        """Save the run as it is: nothing runs, but whatever waits keeps its tokens."""
+        assert self.save is not None, "there is nothing to save to"
+        assert self.buffer.num_running == 0, "samples that run cannot be saved"
+        began = self.clock.now()
+        self.save.run()
+        self.save_s += self.clock.now() - began
+
+    # ---- durable form -----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, float | int | None]:
+        """What the loop itself remembers; the buffer keeps its own."""
+        return {name: getattr(self, name) for name in _KEPT}
+
+    def load_state_dict(self, state: Mapping[str, float | int | None]) -> None:
+        for name in _KEPT:
+            setattr(self, name, state[name])
 
     def check(self, batch: Batch) -> None:
         """The guarantees, once more, on what is about to be trained."""

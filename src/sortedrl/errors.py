@@ -25,6 +25,10 @@ class RunDirError(SortedRLError, OSError):
     """A run directory that cannot be written, read or reused."""
 
 
+class LedgerError(SortedRLError, OSError):
+    """A ledger file that cannot be written, read or trusted."""
+
+
 class EngineError(SortedRLError, RuntimeError):
     """An engine that failed as a whole, not just on one sample."""
 

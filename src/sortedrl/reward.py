@@ -6,7 +6,8 @@ hang, crash or return nonsense. Functions that can be imported by name are calle
 threads (`reward_caller.py`).
 
 What the pool keeps true: every submission comes back from `poll` once, in no fixed order; a sample on which a function
-fails has reward 0 and an error, and no other sample suffers for it; no call lasts longer than `timeout_s`.
+fails has reward 0 and an error, and no other sample suffers for it; no call lasts longer than `timeout_s`; a worker
+process that dies or runs out of memory is replaced, and what it was scoring is scored again, one by one.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ from types import TracebackType
 from typing import Any, Self
 
 from sortedrl.errors import RewardError
-from sortedrl.reward_caller import Caller, ProcessCaller, RewardFunction, ThreadCaller, find_function
+from sortedrl.reward_caller import MEMORY_BYTES, Caller, ProcessCaller, RewardFunction, ThreadCaller, find_function
 from sortedrl.reward_worker import CallFailed, FailureKind
 
 MAX_BATCH = 64  # samples in one call
+MIN_MEMORY_BYTES = 64 << 20  # an interpreter with little else
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +75,8 @@ def _message(function: RewardFunction, failed: CallFailed, timeout_s: float) -> 
             what = f"took longer than {timeout_s:g} s: make it quicker on such answers, or raise reward.timeout_s"
         case FailureKind.DIED:
             what = f"ended its worker process ({failed.detail}): see whether it exits, crashes or runs out of memory"
+        case FailureKind.MEMORY:
+            what = f"ran out of memory ({failed.detail}): make it need less on such answers, or raise reward.memory_mb"
         case FailureKind.RAISED:
             what = f"raised {failed.detail}: make it return a number for malformed answers too"
         case FailureKind.MALFORMED:
@@ -183,7 +187,8 @@ class _Stage:
 
     def _retry(self, tickets: list[_Ticket], failed: CallFailed) -> bool:
         """Put tickets back to be called one by one, unless it is known that the only one is to blame."""
-        is_accident = failed.kind is FailureKind.DIED and not tickets[0].is_alone  # someone else may have killed it
+        # Someone else may have killed the worker, or filled it.
+        is_accident = failed.kind in (FailureKind.DIED, FailureKind.MEMORY) and not tickets[0].is_alone
         if len(tickets) == 1 and not is_accident:
             return False
         if failed.kind is FailureKind.TIMEOUT:  # perhaps none hung and they were too many
@@ -199,8 +204,9 @@ class _Stage:
 class RewardPool:
     """Scores answers by the weighted sum of reward functions, in the background.
 
-    Columns reach functions in worker processes as JSON carries them: tuples as lists, keys as text. Workers do not see
-    environment variables that look like secrets; `keep_env` names those that a function needs.
+    Columns reach functions in worker processes as JSON carries them: tuples as lists, keys as text. Each worker may use
+    `memory_bytes` of data, None for no limit. It sees the usual environment variables and none that look like secrets;
+    `keep_env` names others that a function needs.
     """
 
     def __init__(
@@ -210,12 +216,15 @@ class RewardPool:
         timeout_s: float,
         workers: int,
         weights: Sequence[float] | None = None,
+        memory_bytes: int | None = MEMORY_BYTES,
         keep_env: Sequence[str] = (),
     ) -> None:
         functions = _check_functions(reward_funcs)
         self._weights = _check_weights(weights, functions)
         if not timeout_s > 0 or workers < 1:
             raise RewardError(f"reward.timeout_s ({timeout_s}) must be above 0, reward.workers ({workers}) at least 1")
+        if memory_bytes is not None and memory_bytes < MIN_MEMORY_BYTES:
+            raise RewardError(f"reward workers need at least {MIN_MEMORY_BYTES >> 20} MiB: raise reward.memory_mb")
         self.errors: Counter[str] = Counter()  # by function and kind of failure, of scores that were polled
         self._done: SimpleQueue[_Ticket | None] = SimpleQueue()
         self._num_waiting = 0
@@ -229,7 +238,8 @@ class RewardPool:
         if local:
             self._add_stage(local, [ThreadCaller(timeout_s=timeout_s) for _ in range(workers)], timeout_s)
         if remote:
-            callers = [ProcessCaller(remote, timeout_s=timeout_s, keep_env=keep_env) for _ in range(workers)]
+            limits = {"timeout_s": timeout_s, "memory_bytes": memory_bytes}
+            callers = [ProcessCaller(remote, **limits, keep_env=keep_env) for _ in range(workers)]
             self._add_stage(remote, callers, timeout_s)
 
     def _add_stage(self, functions: list[RewardFunction], callers: Sequence[Caller], timeout_s: float) -> None:

@@ -2,7 +2,8 @@
 
 Each scoring thread of `reward.py` owns one caller. A caller that fails, by time-out or death, can be called again at
 once: its process is killed and another started, its thread is abandoned and another takes over. Nothing is pickled:
-processes get names to import and rows as JSON.
+processes get names to import and rows as JSON. A process has a memory limit, and of the environment it gets what is on
+a list: paths, languages, numbers of threads, never what looks like a secret.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import contextlib
 import json
 import logging
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -20,17 +20,28 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 from sortedrl import reward_worker
 from sortedrl.errors import RewardError
+from sortedrl.redact import looks_secret
 from sortedrl.reward_worker import CallFailed, FailureKind, Row, call_reward
 
 START_TIMEOUT_S = 120.0  # imports of heavy modules are no fault of a sample, so `timeout_s` does not count them
 START_TRIES = 3
 EXIT_TIMEOUT_S = 1.0
-SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
+MEMORY_BYTES = 4 << 30
+# What a reward function may need of its parent's environment: where things are, how to print, how many threads, and
+# where large files are cached. Patterns of fnmatch.
+KEPT_VARIABLES = (
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "TEMP", "TMP", "TZ", "PWD"),
+    *("LANG", "LANGUAGE", "LC_*", "PYTHON*", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH", "DYLD_*", "XDG_*"),
+    *("*_NUM_THREADS", "OMP_*", "KMP_*", "MKL_*", "MALLOC_*", "CUDA_*", "NVIDIA_*", "HIP_*", "ROCR_*", "TORCH_*"),
+    *("HF_HOME", "HF_*_CACHE", "HF_*OFFLINE", "TRANSFORMERS_*", "TOKENIZERS_PARALLELISM", "NLTK_DATA"),
+    *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
+)
 
 logger = logging.getLogger(__name__)
 
@@ -96,24 +107,41 @@ def _is_on_path(module: str) -> bool:
 
 
 def clean_environment(keep: Sequence[str] = ()) -> dict[str, str]:
-    """The environment without what looks like a secret by its name, but for the names in `keep`."""
-    return {name: value for name, value in os.environ.items() if name in keep or not SECRET_NAME.search(name)}
+    """The variables that workers get: those on the list, unless they look like secrets, and those named in `keep`."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in keep or (any(fnmatchcase(name, pattern) for pattern in KEPT_VARIABLES) and not looks_secret(name))
+    }
 
 
 class ProcessCaller:
     """Calls functions in a worker process, started at need and killed past the limit."""
 
-    def __init__(self, functions: Sequence[RewardFunction], *, timeout_s: float, keep_env: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        functions: Sequence[RewardFunction],
+        *,
+        timeout_s: float,
+        memory_bytes: int | None = MEMORY_BYTES,
+        keep_env: Sequence[str] = (),
+    ) -> None:
         self._indices = {function.index: position for position, function in enumerate(functions)}
         self._names = [(function.module, function.qualname) for function in functions]
         self._timeout_s = timeout_s
+        self._memory_bytes = memory_bytes
         self._keep_env = keep_env
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
         self._is_stopped = False
 
     def start(self) -> None:
-        setup = {"path": sys.path, "functions": self._names, "timeout_s": self._timeout_s}
+        setup = {
+            "path": sys.path,
+            "functions": self._names,
+            "timeout_s": self._timeout_s,
+            "memory_bytes": self._memory_bytes,
+        }
         names = ", ".join(f"{module}.{qualname}" for module, qualname in self._names)
         num_failures = 0
         while self._channel is None:
@@ -127,7 +155,7 @@ class ProcessCaller:
                 if num_failures == START_TRIES:
                     raise RewardError(
                         f"a reward worker for {names} did not start ({failed}): see whether a plain Python process can "
-                        "import their modules"
+                        "import their modules, within reward.memory_mb"
                     ) from failed
                 continue
             if "error" in reply:
@@ -141,6 +169,8 @@ class ProcessCaller:
         request = f'{{"function":{self._indices[function.index]},"rows":[{",".join(lines)}]}}'
         reply = self._exchange(request, self._timeout_s)
         if "kind" in reply:
+            if reply["kind"] == FailureKind.MEMORY:
+                self._end()  # perhaps it was earlier calls that filled it
             raise CallFailed(FailureKind(reply["kind"]), reply["detail"])
         rewards = reply.get("rewards")
         if not isinstance(rewards, list) or len(rewards) != len(rows):

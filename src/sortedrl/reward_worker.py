@@ -4,8 +4,9 @@
 imports `call_reward` and stays in its own process. Standard library only: the file is run by its path, so that a worker
 loads nothing but the modules of its reward functions.
 
-What a worker keeps true: one reply per request; what reward functions print goes to stderr; it ends when its parent
-does, also in the middle of a call.
+What a worker keeps true: one reply per request; what reward functions print goes to stderr, and like the text of their
+errors it carries no control characters, since it may quote a model; data past the memory limit cannot be allocated; it
+ends when its parent does, also in the middle of a call.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import io
 import json
 import math
 import os
@@ -21,6 +23,7 @@ import signal
 import sys
 import threading
 import time
+import unicodedata
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from operator import attrgetter
@@ -39,6 +42,7 @@ class FailureKind(StrEnum):
     TIMEOUT = "timeout"
     DIED = "died"
     RAISED = "exception"
+    MEMORY = "out of memory"
     MALFORMED = "malformed result"
     NOT_A_NUMBER = "not a number"
 
@@ -52,6 +56,24 @@ class CallFailed(Exception):
         self.detail = detail
 
 
+def printable(text: str, keep: str = "") -> str:
+    """The text with characters that could steer a terminal as escapes; those in `keep`, and spaces, stay.
+
+    Defined here because a worker loads nothing else of the package; `redact.py` has it for the main process.
+    """
+    if text.isprintable():
+        return text
+    return "".join(char if _is_harmless(char) or char in keep else _escape(char) for char in text)
+
+
+def _is_harmless(char: str) -> bool:
+    return char.isprintable() or unicodedata.category(char) == "Zs"
+
+
+def _escape(char: str) -> str:
+    return char.encode("unicode_escape", "surrogatepass").decode("ascii")
+
+
 def call_reward(function: Callable[..., Any], rows: Sequence[Row]) -> list[float | str]:
     """One reward per row; a string stands for a bad one and shows it. Raises CallFailed when there is no such list."""
     try:
@@ -62,6 +84,8 @@ def call_reward(function: Callable[..., Any], rows: Sequence[Row]) -> list[float
             result = asyncio.run(result)
         if hasattr(result, "tolist"):  # an array or a tensor
             result = result.tolist()
+    except MemoryError as error:
+        raise CallFailed(FailureKind.MEMORY, _describe(error)) from error
     except BaseException as error:  # sys.exit in a verifier must not end the worker either
         raise CallFailed(FailureKind.RAISED, _describe(error)) from error
     if not isinstance(result, list | tuple):
@@ -90,11 +114,11 @@ def _arguments(function: Callable[..., Any], rows: Sequence[Row]) -> dict[str, l
 
 def _number(value: object) -> float | str:
     if value is None or isinstance(value, str | bytes):  # float() would read the text of an answer as its reward
-        return reprlib.repr(value)
+        return printable(reprlib.repr(value))
     try:
         number = float(value)  # type: ignore[arg-type]
     except Exception:
-        return reprlib.repr(value)
+        return printable(reprlib.repr(value))
     return number if math.isfinite(number) else str(number)
 
 
@@ -108,7 +132,7 @@ def _describe(error: BaseException) -> str:
         text = str(error)
     except Exception:
         text = "no text"
-    return f"{type(error).__name__}: {text[:MAX_DETAIL]}{place}"
+    return printable(f"{type(error).__name__}: {text[:MAX_DETAIL]}{place}")
 
 
 def serve(lines: SimpleQueue[bytes | None], out: BinaryIO) -> None:
@@ -123,6 +147,7 @@ def serve(lines: SimpleQueue[bytes | None], out: BinaryIO) -> None:
         return
     setup = json.loads(line)
     sys.path[:] = setup["path"]
+    _limit_memory(setup.get("memory_bytes"))
     try:
         functions = [attrgetter(name)(importlib.import_module(module)) for module, name in setup["functions"]]
     except BaseException as error:
@@ -139,6 +164,23 @@ def serve(lines: SimpleQueue[bytes | None], out: BinaryIO) -> None:
         _limit_cpu(0)
 
 
+def _limit_memory(num_bytes: int | None) -> None:
+    """Make allocations past so much data fail, in this process and in each that it starts.
+
+    Linux counts as data what a process can write to, so that a module with large libraries, or one that reserves
+    address space which it does not use, as CUDA does, is not refused for that. Elsewhere the address space is limited.
+    """
+    if num_bytes is None:
+        return
+    with contextlib.suppress(ImportError, AttributeError, OSError, ValueError):
+        import resource
+
+        kind = resource.RLIMIT_DATA if sys.platform == "linux" else resource.RLIMIT_AS
+        _, hard = resource.getrlimit(kind)
+        limit = num_bytes if hard == resource.RLIM_INFINITY else min(num_bytes, hard)
+        resource.setrlimit(kind, (limit, limit))
+
+
 def _limit_cpu(seconds: float) -> None:
     """Have the kernel end this process once a call has used so much processor time; 0 lifts the limit.
 
@@ -150,12 +192,22 @@ def _limit_cpu(seconds: float) -> None:
 
 
 def _read_lines(source: BinaryIO, lines: SimpleQueue[bytes | None]) -> None:
-    with contextlib.suppress(OSError):
-        for line in source:
-            lines.put(line)
-    lines.put(None)
-    time.sleep(EXIT_GRACE_S)
-    os._exit(1)
+    try:
+        with contextlib.suppress(OSError, MemoryError):
+            for line in source:
+                lines.put(line)
+        lines.put(None)
+        time.sleep(EXIT_GRACE_S)
+    finally:
+        os._exit(1)
+
+
+class _PlainOutput(io.TextIOWrapper):
+    """A stream to the console through which no control characters pass."""
+
+    def write(self, text: str, /) -> int:
+        super().write(printable(text, keep="\n\t"))
+        return len(text)
 
 
 def main() -> None:
@@ -163,7 +215,7 @@ def main() -> None:
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)  # reward functions that read stdin must not eat requests
     os.close(null)
-    sys.stdout = sys.stderr
+    sys.stdout = sys.stderr = _PlainOutput(sys.stderr.buffer, "utf-8", "backslashreplace", line_buffering=True)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # when memory runs out, this process goes first, not the trainer
     lines: SimpleQueue[bytes | None] = SimpleQueue()

@@ -6,11 +6,11 @@ the controller's; everything written here is read by nobody who decides.
 
 from __future__ import annotations
 
-import logging
 import signal
-import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -20,19 +20,19 @@ from rich.console import Console
 from sortedrl.clock import WallClock
 from sortedrl.config import SortedConfig
 from sortedrl.engine.base import EngineStats
-from sortedrl.errors import ConfigError, RunDirError
+from sortedrl.errors import ConfigError, RunDirError, SortedRLError
+from sortedrl.rundir import RunLock, check_writable, prepare_run_dir
 from sortedrl.tasks.base import DatasetTask, RewardFunc, RowSequence, Task
 from sortedrl.telemetry.console import ConsoleSink
-from sortedrl.telemetry.events import RunEnded, RunStarted
+from sortedrl.telemetry.events import RunEnded, RunResumed, RunStarted
 from sortedrl.telemetry.metrics import RunMetrics, Timing
 from sortedrl.telemetry.report import write_report
-from sortedrl.telemetry.sinks import Fanout, JsonlSink, MetricsSink
+from sortedrl.telemetry.sinks import Fanout, Sink
 from sortedrl.telemetry.summary import Summary, summarize
 
 if TYPE_CHECKING:
     from sortedrl.build import RunParts
-
-log = logging.getLogger(__name__)
+    from sortedrl.runstate import RunFiles, RunSaver
 
 
 class SortedTrainer:
@@ -40,6 +40,7 @@ class SortedTrainer:
 
     `model`: a folder that `from_pretrained` loads, or a model object with its tokenizer as `processing_class`; left
     out, the configured one. `reward_funcs` and `train_dataset` (rows with a `prompt`) replace the configured task.
+    Every event of the run also goes to each of `sinks`.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class SortedTrainer:
         eval_dataset: RowSequence | None = None,
         processing_class: Any = None,
         *,
+        sinks: Sequence[Sink] = (),
         console: Console | None = None,
         quiet: bool = False,
     ) -> None:
@@ -62,85 +64,156 @@ class SortedTrainer:
         self.model = model
         self.tokenizer = processing_class
         self.task = _dataset_task(reward_funcs, train_dataset, eval_dataset)
+        self.sinks = sinks
         self.console = console or Console(stderr=True)
         self.quiet = quiet
         self.run_dir = config.run_dir
         self.stop_requested = False
 
-    def train(self) -> Summary:
-        """Run to the end, or until the first interrupt; the summary's `status` says which."""
+    def train(self, *, resume: bool = False) -> Summary:
+        """Run to the end, or until it is asked to stop; the summary's `status` says which.
+
+        `resume`: go on with the run that is in the run directory, from its last whole checkpoint.
+        """
         from sortedrl.build import build_run
 
-        config, clock, metrics = self.config, WallClock(), RunMetrics()
         check_writable(self.run_dir)
-        emit = Fanout([metrics])
-        parts = build_run(
-            config,
-            emit=emit,
-            clock=clock,
-            should_stop=lambda: self.stop_requested,
-            task=self.task,
-            model=self.model,
-            tokenizer=self.tokenizer,
-        )
-        try:
-            # Only when all else is well: a run that cannot start leaves an earlier one of its name alone.
-            prepare_run_dir(self.run_dir)
-            (self.run_dir / "config.toml").write_text(config.to_toml(), encoding="utf-8")
-            emit.add(JsonlSink(self.run_dir / "events.jsonl"))
-            emit.add(MetricsSink(self.run_dir / "metrics.jsonl", metrics))
-            emit.add(ConsoleSink(self.console, metrics, quiet=self.quiet))
-            return self._train(parts, emit, metrics, clock)
-        finally:
-            emit.close()
-            parts.close()
+        with ExitStack() as stack:
+            checkpoint = self._take_up(stack) if resume else None
+            metrics, emit = RunMetrics(), Fanout([])
+            clock = WallClock(at=saved_clock(checkpoint))
+            parts = build_run(
+                self.config,
+                emit=emit,
+                clock=clock,
+                should_stop=lambda: self.stop_requested,
+                task=self.task,
+                model=self.model,
+                tokenizer=self.tokenizer,
+                checkpoint=checkpoint,
+            )
+            stack.callback(parts.close)
+            if not resume:
+                # Only when all else is well: a run that cannot start leaves an earlier one of its name alone.
+                prepare_run_dir(self.run_dir)
+                stack.enter_context(RunLock(self.run_dir))
+            (self.run_dir / "config.toml").write_text(self.config.to_toml(), encoding="utf-8")
+            files = self._open_files(parts, metrics, checkpoint)
+            stack.callback(files.store.close)
+            stack.callback(emit.close)
+            shown = ConsoleSink(self.console, metrics, quiet=self.quiet)
+            for sink in (metrics, files.events, files.metrics, shown, *self.sinks):
+                emit.add(sink)
+            saver = self._saver(parts, files, clock, emit)
+            try:
+                return self._train(parts, saver, emit, metrics, clock, is_new=checkpoint is None)
+            except SortedRLError as error:
+                if saver.checkpoints.versions():
+                    error.add_note(f"go on from the last checkpoint with: {self.resume_command}")
+                raise
 
-    def _train(self, parts: RunParts, emit: Fanout, metrics: RunMetrics, clock: WallClock) -> Summary:
-        config, controller = self.config, parts.controller
+    def stop(self) -> None:
+        """Ask the run to stop after the update that it may be in: it is saved, and can be resumed."""
+        self.stop_requested = True
+
+    @property
+    def resume_command(self) -> str:
+        return f"sortedrl train --resume {self.run_dir}"
+
+    def _take_up(self, stack: ExitStack) -> Path | None:
+        """Lock the run that is to go on and find its checkpoint; None if it died before the first."""
+        from sortedrl.learner.checkpoint import Checkpoints
+
+        saved = self.run_dir / "config.toml"
+        if not saved.is_file():
+            raise RunDirError(f"{self.run_dir} holds no run to resume: it has no config.toml")
+        stack.enter_context(RunLock(self.run_dir))
+        self.config.check_resumable(SortedConfig.load(saved))
+        return Checkpoints(self.run_dir / "checkpoints").latest()
+
+    def _open_files(self, parts: RunParts, metrics: RunMetrics, checkpoint: Path | None) -> RunFiles:
+        """The run's files, and the controller's buffer with them."""
+        from sortedrl.runstate import RunFiles, restore
+
+        if checkpoint is not None:
+            files = RunFiles.reopen(self.run_dir, metrics, checkpoint)
+            restore(parts, files, metrics, checkpoint)
+            return files
+        knobs = asdict(parts.controller.knobs)
+        files = RunFiles.create(self.run_dir, metrics, grouped=self.config.is_grouped, knobs=knobs)
+        parts.controller.buffer = files.store.restore()
+        return files
+
+    def _saver(self, parts: RunParts, files: RunFiles, clock: WallClock, emit: Fanout) -> RunSaver:
+        from sortedrl.learner.checkpoint import Checkpoints
+        from sortedrl.runstate import RunSaver
+
+        settings = self.config.checkpoint
+        saver = RunSaver(
+            parts=parts,
+            files=files,
+            checkpoints=Checkpoints(self.run_dir / "checkpoints", keep=settings.keep),
+            clock=clock,
+            emit=emit,
+            every_updates=settings.every_updates,
+        )
+        if settings.save:
+            parts.controller.save = saver
+        return saver
+
+    def _train(
+        self, parts: RunParts, saver: RunSaver, emit: Fanout, metrics: RunMetrics, clock: WallClock, *, is_new: bool
+    ) -> Summary:
+        controller = parts.controller
         metrics.probe = lambda: (parts.stats(), controller.timing())
-        emit(run_started(config, clock.now()))
-        with self._stop_on_interrupt():
-            with clock.stopped():
-                parts.evaluator.run(controller.buffer.version, 0)
+        if is_new:
+            emit(run_started(self.config, clock.now()))
+        else:
+            lineage = saver.files.store.lineage or 0
+            emit(RunResumed(t=clock.now(), version=controller.buffer.version, lineage=lineage))
+        with self._stop_on_signal():
+            if is_new:
+                with clock.stopped():
+                    parts.evaluator.run(controller.buffer.version, 0)
             complete = controller.run()
             timing, stats = controller.timing(), parts.stats()
-            if complete:
-                with clock.stopped():
+            with clock.stopped():
+                if complete:
                     parts.evaluator.run(controller.buffer.version, controller.buffer.num_trained)
+                if self.config.checkpoint.save:
+                    saver.run()
         emit(RunEnded(t=clock.now(), reason="complete" if complete else "stopped"))
         summary = summary_of(parts, metrics, stats, timing)
-        self._save(parts, summary)
-        return summary
-
-    def _save(self, parts: RunParts, summary: Summary) -> None:
-        from sortedrl.learner.checkpoint import save_checkpoint
-
         summary.write(self.run_dir / "summary.json")
-        if self.config.run.checkpoint:
-            version = parts.controller.buffer.version
-            folder = self.run_dir / "checkpoints" / str(version)
-            save_checkpoint(folder, parts.model, parts.tokenizer, learner=parts.learner, extra={"version": version})
         if self.config.run.report:
             write_report([self.run_dir], self.run_dir / "report.html")
+        return summary
 
     @contextmanager
-    def _stop_on_interrupt(self) -> Iterator[None]:
-        """The first Ctrl-C asks the run to stop between two steps; a second one ends it at once."""
+    def _stop_on_signal(self) -> Iterator[None]:
+        """The first SIGINT or SIGTERM asks the run to stop between two steps; a second one ends it at once."""
 
         def ask(number: int, frame: FrameType | None) -> None:
             if self.stop_requested:
                 raise KeyboardInterrupt
-            self.stop_requested = True
+            self.stop()
 
-        try:
-            previous = signal.signal(signal.SIGINT, ask)
-        except ValueError:  # not in the main thread: whoever owns it handles signals
+        if threading.current_thread() is not threading.main_thread():  # whoever owns that handles signals
             yield
             return
+        previous = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, previous)
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
+def saved_clock(checkpoint: Path | None) -> float:
+    """What the run's clock showed at a checkpoint."""
+    from sortedrl.learner.checkpoint import load_state
+
+    return 0.0 if checkpoint is None else load_state(checkpoint)["clock_s"]
 
 
 def run_started(config: SortedConfig, t: float) -> RunStarted:
@@ -165,36 +238,6 @@ def summary_of(parts: RunParts, metrics: RunMetrics, stats: EngineStats, timing:
         lookahead="none" if knobs.lookahead is None else knobs.lookahead,
         calibration=parts.controller.buffer.lengths.calibration,
     )
-
-
-def check_writable(run_dir: Path) -> None:
-    """Refuse a place where no run directory can be made, before anything else is done."""
-    there = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.exists())
-    if not there.is_dir():
-        raise _unwritable(run_dir, f"{there} is no folder")
-    try:
-        with tempfile.TemporaryFile(dir=there):
-            pass
-    except OSError as error:
-        raise _unwritable(run_dir, error.strerror or str(error)) from None
-
-
-def prepare_run_dir(run_dir: Path) -> None:
-    """Make an empty run directory; an earlier run of that name is moved aside, never overwritten."""
-    try:
-        if run_dir.exists() and any(run_dir.iterdir()):
-            number = 1
-            while (aside := run_dir.with_name(f"{run_dir.name}.{number}")).exists():
-                number += 1
-            run_dir.rename(aside)
-            log.info("%s existed: moved to %s", run_dir, aside)
-        run_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _unwritable(run_dir, error.strerror or str(error)) from None
-
-
-def _unwritable(run_dir: Path, why: str) -> RunDirError:
-    return RunDirError(f"cannot write the run directory {run_dir}: {why}; choose another with run.dir=PATH")
 
 
 def _dataset_task(

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -199,8 +200,14 @@ class LocalEngine:
         self._refresh_s += self._clock() - start
         self._version = version
         if in_flight is InFlight.REPREFILL:
-            self._reprefill()
+            self._begin_again()
         return _Done()
+
+    def _begin_again(self) -> None:
+        """Let all that runs go on as if it were resumed: the next poll prefills it, with what comes in meanwhile."""
+        resumed = [replace(a.request, mode=Mode.RESUME, cached=a.tokens) for a in self._active]
+        self._pending = [*map(Attempt.begin, resumed), *self._pending]
+        self._active = []
 
     def stats(self) -> EngineStats:
         stats = self._stats
@@ -276,20 +283,6 @@ class LocalEngine:
         if is_replay:
             self._deliver(attempt)
         return is_sound
-
-    @torch.inference_mode()
-    def _reprefill(self) -> None:
-        """Recompute the cache of what runs; the last token of each is not part of it."""
-        if not self._active:
-            return
-        start = self._clock()
-        prefills = [
-            Prefill(tokens=[*a.request.prompt, *a.tokens[:-1]], slots=[slot], attempts=[a], num_rows=0)
-            for slot, a in enumerate(self._active)
-        ]
-        for pack in pack_prefills(prefills, self._vocab):
-            self._run_prefill(pack)
-        self._prefill_s += self._clock() - start  # part of the publication: no slot time of rollout
 
     # Decode
 

@@ -1,32 +1,42 @@
-"""Models and learner state on disk: a folder that transformers loads, with what training needs beside it.
+"""Checkpoints: folders that transformers loads, with what training needs beside the model.
 
 `save_checkpoint` is called between updates. A folder appears under its name complete or not at all: it is written
-aside, flushed to disk, then renamed. Tensors are safetensors and everything else is JSON, so that loading runs no code
-of the file's; weights in pickle and models with code of their own are refused.
+aside, described by a manifest, flushed to disk, then renamed. Tensors are safetensors and everything else is JSON, so
+that loading runs no code of the file's.
+
+`Checkpoints` keeps those of one run, each in a folder named for its version. One process writes them, the holder of the
+run's lock; whatever moment it is killed at, `latest` finds a whole one if there was one before.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
 import shutil
-from collections.abc import Iterator
+import sqlite3
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging
 
-from sortedrl.errors import ModelError, RunDirError
+from sortedrl.errors import ConfigError, RunDirError, SortedRLError
+from sortedrl.learner.folder import aside_of, remove, written_whole
+from sortedrl.learner.manifest import find_damage, num_bytes, write_manifest
+from sortedrl.learner.model import load_model, no_progress_bars
+
+__all__ = ["Checkpoints", "HasState", "load_model", "load_state", "save_checkpoint"]
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 STATE_FILE = "learner_state.json"
 SCHEMA_VERSION = 1
+
+log = logging.getLogger(__name__)
 
 
 class HasState(Protocol):
@@ -44,23 +54,21 @@ def save_checkpoint(
     *,
     learner: HasState | None = None,
     extra: dict[str, Any] | None = None,
+    add: Callable[[Path], object] | None = None,
 ) -> Path:
-    """Write model, tokenizer, optimiser and `extra` (JSON values) to `folder`; what was there is replaced."""
+    """Write model, tokenizer, optimiser and `extra` (JSON values) to `folder`; what was there is replaced.
+
+    `add` is called with the folder that is being written, to put further files there.
+    """
     folder = Path(folder)
-    aside = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
-    try:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        with _quiet():
+    with _writing(folder), written_whole(folder) as aside:
+        with no_progress_bars():
             model.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
         _write_state(aside, learner.state_dict() if learner is not None else {}, extra or {})
-        _flush(aside)
-        _rename(aside, folder)
-    except OSError as error:
-        raise RunDirError(f"checkpoint {folder} cannot be written ({error}): check space and permissions") from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        if add is not None:
+            add(aside)
+        write_manifest(aside)
     return folder
 
 
@@ -83,51 +91,139 @@ def load_state(folder: str | Path, learner: HasState | None = None) -> dict[str,
         raise RunDirError(f"the state in {folder} is damaged ({error}): go on from another checkpoint") from error
 
 
-def load_model(path: str | Path, *, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
-    """The causal language model and tokenizer of a folder, in eval mode. Nothing is downloaded, no code is run."""
-    folder = Path(path)
-    if not folder.is_dir():
-        raise ModelError(f"model.path {str(path)!r} is no folder: give one that from_pretrained loads, or knights-tiny")
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"{folder} is no model folder: config.json is missing")
-    if not any(folder.glob("*.safetensors")):
-        remedy = "convert its pickled weights to safetensors" if any(folder.glob("*.bin")) else "save the weights there"
-        raise ModelError(f"{folder} has no weights in safetensors: {remedy}")
-    try:
-        with _quiet():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                folder,
-                dtype=dtype,
-                trust_remote_code=False,
-                local_files_only=True,
-                use_safetensors=True,
-                output_loading_info=True,
+class Checkpoints:
+    """The checkpoints of one run: `folder`/<version>/, of which the `keep` newest stay (None: all).
+
+    `latest` only reads, so that others may ask while a run goes on.
+    """
+
+    def __init__(self, folder: str | Path, *, keep: int | None = None) -> None:
+        if keep is not None and keep < 1:
+            raise ConfigError(f"{keep} checkpoints cannot be kept: keep at least 1, or None for all")
+        self.folder = Path(folder)
+        self.keep = keep
+
+    def save(
+        self,
+        version: int,
+        model: Any,
+        tokenizer: Any,
+        *,
+        learner: HasState | None = None,
+        extra: dict[str, Any] | None = None,
+        add: Callable[[Path], object] | None = None,
+    ) -> Path:
+        """Save as `save_checkpoint` does; once that is in place, remove those that are not to be kept.
+
+        Versions count up. A later one that is there is of a line of training that was left, and is removed too: it
+        would otherwise be taken for the newest.
+        """
+        assert version >= 0, f"version {version} is negative"
+        folder = self.folder / str(version)
+        with _writing(folder):
+            self._clean()
+            self._check_space(folder, model, has_learner=learner is not None)
+        save_checkpoint(folder, model, tokenizer, learner=learner, extra=extra, add=add)
+        self.drop_after(version)
+        for old in self.versions()[: -self.keep] if self.keep is not None else []:
+            remove(self.folder / str(old))
+        return folder
+
+    def versions(self) -> list[int]:
+        """The versions that are there, whole or damaged, in ascending order."""
+        return sorted(int(entry.name) for entry in self._entries() if _is_version(entry.name))
+
+    def latest(self) -> Path | None:
+        """The newest whole checkpoint; None where none was ever saved. Damaged ones are passed over with a warning."""
+        damaged: list[str] = []
+        for _, folder in self._candidates():
+            damage = find_damage(folder, required=(STATE_FILE,))
+            if damage is None:
+                for what in damaged:
+                    log.warning("checkpoint %s is damaged: using %s instead", what, folder)
+                return folder
+            if not os.path.lexists(folder):  # removed meanwhile, by a run that goes on and has a later one
+                return self.latest()
+            damaged.append(f"{folder} ({damage})")
+        if damaged:
+            raise RunDirError(
+                f"no checkpoint is whole: {', '.join(damaged)}; bring one back from a copy, or start a new run"
             )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ModelError(f"the model in {folder} cannot be loaded: {_first_line(error)}") from error
-    model, info = loaded
-    absent = sorted(map(str, info["missing_keys"])) + sorted(map(str, info["mismatched_keys"]))
-    if absent:
-        raise ModelError(
-            f"the weights in {folder} do not fit config.json: {absent[0]} and {len(absent) - 1} more are off"
-        )
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # tokenizers raises bare Exceptions on damaged files
-        raise ModelError(f"the tokenizer in {folder} cannot be loaded: {_first_line(error)}") from error
-    return model.eval(), tokenizer
+        return None
+
+    def drop_after(self, version: int) -> None:
+        """Forget later checkpoints: training goes on from `version`, and they are of a line that was left."""
+        for later, folder in self._candidates():
+            if later > version:
+                log.info("checkpoint %s is of a line of training that was left: removed", folder)
+                remove(folder)
+
+    def _entries(self) -> list[Path]:
+        if self.folder.is_symlink():
+            raise RunDirError(f"{self.folder} is a symbolic link: use a folder, and run.dir=PATH for another disk")
+        try:
+            return list(self.folder.iterdir())
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise RunDirError(f"{self.folder} cannot be read ({error.strerror}): check its permissions") from error
+
+    def _candidates(self) -> list[tuple[int, Path]]:
+        """Versions and folders, newest first. One that was moved away to be replaced counts, behind the one that was to replace it."""
+        found: list[tuple[int, bool, Path]] = []
+        for entry in self._entries():
+            if _is_version(entry.name):
+                found.append((int(entry.name), True, entry))
+            elif (aside := aside_of(entry)) and aside[1] == "replaced" and _is_version(aside[0]):
+                found.append((int(aside[0]), False, entry))
+        return [(version, entry) for version, _, entry in sorted(found, reverse=True)]
+
+    def _clean(self) -> None:
+        """Clear what killed processes left behind. One that was moved away, but never replaced, is put back."""
+        for entry in self._entries():
+            if (aside := aside_of(entry)) is None:
+                continue
+            name, why = aside
+            if why == "replaced" and not (self.folder / name).exists():
+                entry.rename(self.folder / name)
+            else:
+                remove(entry)
+
+    def _check_space(self, folder: Path, model: Any, *, has_learner: bool) -> None:
+        """Refuse before anything is written: a full disk stops others too."""
+        weights = [(parameter.nbytes, parameter.requires_grad) for parameter in model.parameters()]
+        # Adam keeps two moments of what is trained.
+        needed = sum(size * (3 if has_learner and is_trained else 1) for size, is_trained in weights)
+        if earlier := self.versions():
+            needed = max(needed, num_bytes(self.folder / str(earlier[-1])))
+        there = next(path for path in folder.absolute().parents if path.exists())
+        free = shutil.disk_usage(there).free
+        if free < needed:
+            raise RunDirError(
+                f"checkpoint {folder} needs about {_size(needed)} and the disk has {_size(free)} free: "
+                "make room, keep fewer checkpoints, or use another disk with run.dir=PATH"
+            )
+
+
+def _is_version(name: str) -> bool:
+    return re.fullmatch(r"0|[1-9][0-9]{0,17}", name) is not None
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """No progress bars on the user's terminal."""
-    was_enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+def _writing(folder: Path) -> Iterator[None]:
+    """Turn what the libraries raise when they cannot write into the error that says what to do."""
     try:
         yield
-    finally:
-        if was_enabled:
-            logging.enable_progress_bar()
+    except SortedRLError:
+        raise
+    except Exception as error:
+        # tokenizers raises bare Exceptions; anything else is a mistake in the program.
+        if not isinstance(error, OSError | SafetensorError | sqlite3.Error) and type(error) is not Exception:
+            raise
+        why = " ".join(str(error).split())
+        raise RunDirError(
+            f"checkpoint {folder} cannot be written ({why}): make room or check permissions; earlier ones are untouched"
+        ) from error
 
 
 def _write_state(folder: Path, state: dict[str, Any], extra: dict[str, Any]) -> None:
@@ -140,35 +236,9 @@ def _write_state(folder: Path, state: dict[str, Any], extra: dict[str, Any]) -> 
     (folder / STATE_FILE).write_text(json.dumps(document, indent=1), encoding="utf-8")
 
 
-def _flush(folder: Path) -> None:
-    """Have every file, then the folder's list of them, on disk before the name points there."""
-    for path in [*(entry for entry in folder.rglob("*") if entry.is_file()), folder]:
-        _sync(path)
-
-
-def _rename(aside: Path, folder: Path) -> None:
-    """Put the finished folder in place. A folder cannot be replaced in one step: an older one is moved away first."""
-    replaced = folder.with_name(f".{folder.name}.replaced-{os.getpid()}")
-    if folder.exists():
-        folder.rename(replaced)
-    try:
-        aside.rename(folder)
-    except OSError:
-        if replaced.exists():
-            replaced.rename(folder)
-        raise
-    _sync(folder.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+def _size(num: float) -> str:
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if num < 1000:
+            return f"{num:.3g} {unit}"
+        num /= 1000
+    return f"{num:.3g} TB"

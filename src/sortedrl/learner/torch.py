@@ -6,15 +6,19 @@ true:
 - advantages come from the whole batch, mini-batches are cut in the batch's order, and micro-batches change nothing;
 - a sample of 0 tokens counts in its group's statistics and nowhere else;
 - a step whose loss or gradient is not finite is not taken; three such in a row stop the run;
+- gradients that do not fit in memory are computed again in micro-batches of half the size, before any weight has moved;
 - the module's train or eval mode and its attention are as they were, whatever happens.
 """
 
 from __future__ import annotations
 
+import gc
 import itertools
+import logging
 import math
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -24,11 +28,15 @@ from sortedrl.errors import ConfigError, LearnerError, ModelError
 from sortedrl.learner.advantage import AdvantageEstimator
 from sortedrl.learner.base import UpdateResult
 from sortedrl.learner.loss import METRICS, answer_logprobs, policy_loss
-from sortedrl.learner.pack import check_packing, pack, packed_attention, packed_logits
+from sortedrl.learner.pack import MicroBatch, check_packing, pack, packed_attention, packed_logits
 from sortedrl.records import Batch, Sample
 from sortedrl.weights import ModuleWeights
 
 MAX_SKIPPED = 3  # steps in a row that are not finite before training stops
+# What allocators other than CUDA's say in a plain RuntimeError, or libraries under it when they could not allocate.
+MEMORY_WORDS = ("can't allocate memory", "Cannot allocate memory", "out of memory", "bad_alloc", "ALLOC_FAILED")
+
+log = logging.getLogger(__name__)
 
 
 class LearnerSettings(Protocol):
@@ -80,6 +88,7 @@ class TorchLearner:
         self.num_steps = 0
         self.num_skipped = 0
         self._skipped_in_row = 0
+        self._micro_tokens = settings.micro_tokens  # less once memory has run out
         self._live = ModuleWeights(model)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="sortedrl-learner") if overlap else None
         self._source = self._live.snapshot() if overlap else self._live
@@ -177,34 +186,83 @@ class TorchLearner:
         num_tokens = sum(sample.num_tokens for sample in samples)
         if not any(sample.num_tokens and advantage for sample, advantage in zip(samples, advantages, strict=True)):
             return  # nothing to learn from: momentum alone must not move the weights
-        self.optimizer.zero_grad()
-        loss = torch.zeros((), device=self.model.device)
-        sums = torch.zeros(len(METRICS), device=self.model.device)
-        num_learned = 0
-        for micro in pack(samples, advantages, self.settings.micro_tokens, self.model.device):
-            logits_av = packed_logits(self.model, micro)
-            logprobs_a, entropy = answer_logprobs(logits_av, micro.targets_a, self.temperature)
-            partial, moved = policy_loss(
-                logprobs_a,
-                micro.behaviour_a,
-                micro.advantages_a,
-                clip_low=self.settings.clip_low,
-                clip_high=self.settings.clip_high,
-                num_tokens=num_tokens,
-            )
-            partial.backward()
-            loss += partial.detach()
-            sums += torch.cat((moved, entropy[None]))
-            num_learned += micro.targets_a.numel()
-            tally.num_computed += micro.num_tokens
+        found = self._gradients(samples, advantages, num_tokens)
+        tally.num_computed += found.num_computed
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.grad_clip)
-        loss_value, norm_value = torch.stack((loss, norm.to(loss.dtype))).tolist()
+        loss_value, norm_value = torch.stack((found.loss, norm.to(found.loss.dtype))).tolist()
         if math.isfinite(loss_value) and math.isfinite(norm_value):
-            self.optimizer.step()
+            self._move_weights()
             self._skipped_in_row = 0
-            tally.add(loss_value, norm_value, sums, num_learned)
+            tally.add(loss_value, norm_value, found.sums, found.num_learned)
         else:
             self._skip(loss_value, norm_value, tally)
+
+    def _gradients(self, samples: Sequence[Sample], advantages: Sequence[float], num_tokens: int) -> _Found:
+        """Leave a mini-batch's gradients in the parameters, in as many micro-batches as memory asks for."""
+        while True:
+            self.optimizer.zero_grad()
+            found = _Found.zeros(self.model.device)
+            size = num_rows = 0
+            try:
+                for micro in pack(samples, advantages, self._micro_tokens, self.model.device):
+                    size, num_rows = micro.num_tokens, sum(rows for rows, _ in micro.layout.shapes)
+                    self._backward(micro, num_tokens, found)
+                return found
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                if num_rows < 2:
+                    raise LearnerError(
+                        f"an update does not fit in memory even one sample at a time ({size} tokens: {_short(error)}): "
+                        "lower engine.max_new_tokens, or take a smaller model or a larger machine"
+                    ) from error
+                reason = _short(error)
+            self._shrink(size, num_rows, reason)  # out of the except clause: the traceback keeps the graph alive
+
+    def _shrink(self, size: int, num_rows: int, reason: str) -> None:
+        """Halve the micro-batches of this and later updates, after one of `num_rows` samples did not fit."""
+        self._micro_tokens = size // 2
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        log.warning(
+            "out of memory in a micro-batch of %d samples, %d tokens (%s): going on with learner.micro_tokens = %d, "
+            "which changes no result; set it from the start to save the second try",
+            num_rows,
+            size,
+            reason,
+            self._micro_tokens,
+        )
+
+    def _backward(self, micro: MicroBatch, num_tokens: int, found: _Found) -> None:
+        """Add one micro-batch's gradients; what it needs besides is free when it returns."""
+        logits_av = packed_logits(self.model, micro)
+        logprobs_a, entropy = answer_logprobs(logits_av, micro.targets_a, self.temperature)
+        partial, moved = policy_loss(
+            logprobs_a,
+            micro.behaviour_a,
+            micro.advantages_a,
+            clip_low=self.settings.clip_low,
+            clip_high=self.settings.clip_high,
+            num_tokens=num_tokens,
+        )
+        partial.backward()
+        found.loss += partial.detach()
+        found.sums += torch.cat((moved, entropy[None]))
+        found.num_learned += micro.targets_a.numel()
+        found.num_computed += micro.num_tokens
+
+    def _move_weights(self) -> None:
+        try:
+            self.optimizer.step()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            # Not tried again: some of the weights may have moved, and smaller micro-batches would not help.
+            raise LearnerError(
+                f"the optimiser's state does not fit in memory ({_short(error)}): take a smaller model or more memory, "
+                "and resume from the last checkpoint"
+            ) from error
 
     def _skip(self, loss: float, norm: float, tally: _Tally) -> None:
         tally.num_skipped += 1
@@ -214,6 +272,20 @@ class TorchLearner:
                 f"{MAX_SKIPPED} steps in a row were not finite (loss {loss}, gradient norm {norm}): "
                 "lower learner.lr, or go on from an earlier checkpoint"
             )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Found:
+    """What the micro-batches of one step add up to, next to their gradients."""
+
+    loss: Tensor
+    sums: Tensor  # by METRICS
+    num_learned: int = 0
+    num_computed: int = 0
+
+    @classmethod
+    def zeros(cls, device: torch.device) -> _Found:
+        return cls(loss=torch.zeros((), device=device), sums=torch.zeros(len(METRICS), device=device))
 
 
 class _Tally:
@@ -262,6 +334,19 @@ def cut(num_samples: int, num_parts: int) -> list[tuple[int, int]]:
     parts = min(num_samples, num_parts)
     edges = [num_samples * part // parts for part in range(parts + 1)]
     return list(itertools.pairwise(edges))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error of torch means that memory ran out, on whichever device."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in MEMORY_WORDS)
+
+
+def _short(error: BaseException) -> str:
+    """The first line of an error; allocators write many."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def _optimizer(model: Any, settings: LearnerSettings) -> torch.optim.AdamW:

@@ -9,12 +9,12 @@ the number of running sequences is constant. A stretch takes
            + window_s x window-steps + (call_s + start_s x samples started + token_s x cached tokens, if it prefills)
 
 where a step's window counts the positions that sequences attend to, prompts included. The local engine lets all attend
-as far as a common bound, behind a mask, and the few that are far longer once more, each apart; `sync` runs, in which all
-are about equally long, cannot tell that, so it is computed as the engine does. Weighted least squares, no coefficient below zero, scaled so that the
-stretches' sum is the measured one. Of poll_s the engine itself takes a part; how much of a stretch it does not run,
-host_s, follows from the measured bubble. What a run cannot tell is said in `Fit.assumed`, and taken as follows: where
-every prefill started equally many samples, half of its time is the call's and half the samples'; where nothing cached
-was prefilled, a token costs a third of what it does in an update.
+as far as a common bound, behind a mask, and the few that are far longer once more, each apart; `sync` runs, in which
+all are about equally long, cannot tell that, so it is computed as the engine does. Weighted least squares, no
+coefficient below zero, scaled so that the stretches' sum is the measured one. Of poll_s the engine itself takes a part;
+for how much of a stretch it does not run, host_s, follows from the measured bubble. What a run cannot tell is said in
+`Fit.assumed`, and taken as follows: where every prefill started equally many samples, half of its time is the call's
+and half the samples'; where nothing cached was prefilled, a token costs a third of what it does in an update.
 """
 
 from __future__ import annotations
@@ -147,8 +147,7 @@ class Observed:
     stretches: list[Stretch] = field(default_factory=list)
     # Per update: seconds, tokens without prompts, samples.
     updates: list[tuple[float, int, int]] = field(default_factory=list)
-    # Per publication: seconds, samples that waited in their slots, their tokens: these are prefilled again.
-    publications: list[tuple[float, int, int]] = field(default_factory=list)
+    publications: list[float] = field(default_factory=list)
     num_prompt_tokens: float = 0.0
     rollout_s: float = 0.0
     busy_slot_s: float = 0.0
@@ -189,9 +188,8 @@ class Observer:
                 computed, learned = (event.metrics.get(name, 0.0) for name in ("computed_tokens", "learned_tokens"))
                 self.observed.num_prompt_tokens += max(computed - learned, 0.0)
             case events.WeightsPublished(seconds=seconds):
-                held = sum(running.length + self._step - running.step for running in self._running.values())
-                self.observed.publications.append((seconds, len(self._running), held))
-                self._since = event.t
+                self.observed.publications.append(seconds)
+                self._go_on(event.t)
             case _:
                 pass
 
@@ -201,6 +199,15 @@ class Observer:
         self._num_started += 1
         self._num_cached += event.cached
         self._running[event.sample] = Running(length=event.cached + self.prefilled, step=self._step)
+
+    def _go_on(self, t: float) -> None:
+        """What waited in its slot for the weights is prefilled under them, like what starts then."""
+        self._since = t
+        self._num_started += len(self._running)
+        for running in self._running.values():
+            held = running.length + self._step - running.step
+            self._num_cached += held
+            running.length, running.step = held + self.prefilled, self._step
 
     def _end(self, event: events.AttemptEnded) -> None:
         running = self._running[event.sample]
@@ -231,7 +238,9 @@ def fit_runs(run_dirs: Sequence[str | Path]) -> Fit:
     for run_dir in map(Path, run_dirs):
         summary = Summary.read(run_dir / "summary.json")
         observed.rollout_s += summary.rollout_s or 0.0
-        observed.busy_slot_s += (1.0 - (summary.bubble_ratio or 0.0)) * summary.slots * (summary.rollout_s or 0.0)
+        observed.busy_slot_s += (
+            (1.0 - (summary.bubble_ratio or 0.0)) * (summary.slots or 0) * (summary.rollout_s or 0.0)
+        )
         observed.apart = _apart(run_dir)
         observer = Observer(observed)
         for event in read_events(run_dir / "events.jsonl"):
@@ -295,8 +304,6 @@ def fit(observed: Observed) -> Fit:
     if not cached.any():
         assumed.append("token_s")
         token_s = update_token_s * FORWARD_SHARE
-    again_s = [call_s * (held > 0) + start_s * held + token_s * tokens for _, held, tokens in observed.publications]
-    publications_s = sum(seconds for seconds, _, _ in observed.publications) - sum(again_s)
     cost = FittedCost(
         base_s=base_s,
         several_s=several_s,
@@ -309,7 +316,7 @@ def fit(observed: Observed) -> Fit:
         host_s=max(float((seconds * running).sum()) - observed.busy_slot_s, 0.0) / float(running.sum()),
         update_base_s=update_base_s,
         update_token_s=update_token_s,
-        publication_s=max(publications_s, 0.0) / max(len(observed.publications), 1),
+        publication_s=float(np.mean(observed.publications)) if observed.publications else 0.0,
         harvest_s=max(observed.rollout_s - float(seconds.sum()), 0.0) / len(observed.updates),
         prompt_tokens=round(prompt_tokens),
         apart=observed.apart,

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,8 @@ def load_trace(
     `samples`: how many answers; fewer than a file has takes its first ones, more go through it again in another order.
     `group_size`: siblings that are trained together; numbers that stand alone are taken as siblings in file order.
     """
+    if not str(text).strip():
+        raise DataError(f"no trace is named: give --trace a file, a run directory, or {_EXAMPLES['lognormal']}")
     if samples is not None and samples < 1:
         raise DataError(f"a trace needs at least one sample, not {samples}: raise --samples")
     if cap is not None and cap < 1:
@@ -93,7 +96,7 @@ def _draw(text: str, samples: int, seed: int, cap: int | None) -> tuple[list[int
     usage = f"write {kind}({', '.join(names)}), for example {_EXAMPLES[kind]}"
     try:
         first, second, third = (float(value) for value in values)
-        is_right = len(inside.split(",")) == 3 and first >= 1
+        is_right = len(inside.split(",")) == 3 and first >= 1 and all(map(math.isfinite, (first, second, third)))
     except ValueError:
         is_right, first, second, third = False, 0.0, 0.0, 0.0
     rng = np.random.default_rng(seed)
@@ -111,6 +114,7 @@ def _draw(text: str, samples: int, seed: int, cap: int | None) -> tuple[list[int
 
 
 _EXAMPLES = {"lognormal": "lognormal(700, 1.1, 8192)", "bimodal": "bimodal(200, 4000, 0.1)"}
+_ENCODING = "utf-8-sig"  # spreadsheets begin UTF-8 with a mark, which is no part of the first column's name
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
@@ -142,17 +146,12 @@ def _read(path: Path, column: str) -> tuple[list[list[int]], bool, str]:
 
 def _read_json(path: Path, column: str) -> tuple[list[list[Any]], bool, str]:
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(path.read_text(encoding=_ENCODING))
     except json.JSONDecodeError as error:
         raise DataError(f"the trace {path} is not valid JSON: {error}; write a list of lengths") from None
     if not isinstance(data, list):
         raise DataError(f"the trace {path} must be a list of lengths, or of lists of siblings' lengths")
-    if data and all(isinstance(item, list) for item in data):
-        empty = next((number for number, group in enumerate(data) if not group), None)
-        if empty is not None:
-            raise DataError(f"the trace {path} has no length for prompt {empty}: leave it out or give it one")
-        return data, False, ""
-    return [data], True, ""
+    return _siblings_or_numbers(path, data)
 
 
 def _read_events(path: Path, column: str) -> tuple[list[list[Any]], bool, str]:
@@ -179,10 +178,15 @@ def _read_events(path: Path, column: str) -> tuple[list[list[Any]], bool, str]:
 
 
 def _read_csv(path: Path, column: str) -> tuple[list[list[Any]], bool, str]:
-    with path.open(encoding="utf-8", newline="") as file:
+    lengths: list[Any] = []
+    with path.open(encoding=_ENCODING, newline="") as file:
         rows = csv.DictReader(file)
         _need_column(path, column, rows.fieldnames or [])
-        return [[_number(row[column]) for row in rows]], True, ""
+        for row in rows:
+            if None in row:
+                raise DataError(f"line {rows.line_num} of {path} has more fields than its header: quote or mend it")
+            lengths.append(_number(row[column]))
+    return [lengths], True, ""
 
 
 def _number(text: str | None) -> Any:
@@ -199,16 +203,28 @@ def _read_parquet(path: Path, column: str) -> tuple[list[list[Any]], bool, str]:
         raise DataError(f"reading {path} needs pyarrow: pip install pyarrow, or save the trace as CSV") from None
     try:
         _need_column(path, column, parquet.read_schema(path).names)
-        return [parquet.read_table(path, columns=[column])[column].to_pylist()], True, ""
+        values = parquet.read_table(path, columns=[column])[column].to_pylist()
     except ArrowException as error:
-        raise DataError(f"cannot read {path} as Parquet: {error}; write it again, or save it as CSV") from None
+        reason = " ".join(str(error).split())  # one line, whatever Arrow says
+        raise DataError(f"cannot read {path} as Parquet: {reason}; write it again, or save it as CSV") from None
+    return _siblings_or_numbers(path, values)
 
 
-def _need_column(path: Path, column: str, names: Iterable[str]) -> None:
+def _siblings_or_numbers(path: Path, values: list[Any]) -> tuple[list[list[Any]], bool, str]:
+    """Lists are siblings' lengths, one list a prompt; anything else is taken as numbers that stand alone."""
+    if not values or not all(isinstance(item, list) for item in values):
+        return [values], True, ""
+    empty = next((number for number, group in enumerate(values) if not group), None)
+    if empty is not None:
+        raise DataError(f"the trace {path} has no length for prompt {empty}: leave it out or give it one")
+    return values, False, ""
+
+
+def _need_column(path: Path, column: str, names: Sequence[str]) -> None:
+    if not names:
+        raise DataError(f"the trace {path} is empty: it needs a header with the column {column!r} and lengths below")
     if column not in names:
-        raise DataError(
-            f"{path} has no column {column!r}: name one of {', '.join(map(repr, names)) or 'none'} with --column"
-        )
+        raise DataError(f"{path} has no column {column!r}: name one of {', '.join(map(repr, names))} with --column")
 
 
 # ---- checks and shape -----------------------------------------------------------------------------------------------

@@ -131,6 +131,19 @@ class Evaluated(Event):
 
 
 @dataclass(slots=True, kw_only=True)
+class CheckpointSaved(Event):
+    version: int
+    seq: int  # of the ledger
+    seconds: float
+
+
+@dataclass(slots=True, kw_only=True)
+class RunResumed(Event):
+    version: int
+    lineage: int  # how often the run was resumed
+
+
+@dataclass(slots=True, kw_only=True)
 class RunEnded(Event):
     reason: str  # complete | stopped
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
@@ -83,12 +84,16 @@ class Fanout:
 
 
 class JsonlSink:
-    """`events.jsonl`: every event, buffered, on disk at the end of every update."""
+    """`events.jsonl`: every event, buffered, on disk at the end of every update.
 
-    def __init__(self, path: str | Path) -> None:
+    `keep_bytes` of a file that is there are kept, and what comes goes behind them.
+    """
+
+    def __init__(self, path: str | Path, *, keep_bytes: int = 0) -> None:
         self.path = Path(path)
         try:
-            self._file = self.path.open("w", encoding="utf-8", buffering=_BUFFER_BYTES)
+            self._file = self.path.open("a", encoding="utf-8", buffering=_BUFFER_BYTES)
+            self._file.truncate(keep_bytes)
         except OSError as error:
             raise RunDirError(
                 f"cannot write {self.path}: {error.strerror}; create its folder or choose another"
@@ -100,6 +105,12 @@ class JsonlSink:
         if isinstance(event, RunStarted | UpdateDone | Evaluated | RunEnded):
             self._file.flush()
 
+    def sync(self) -> int:
+        """Have everything on disk; returns how many bytes that is."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return os.fstat(self._file.fileno()).st_size
+
     def close(self) -> None:
         self._file.close()
 
@@ -110,8 +121,8 @@ class JsonlSink:
 class MetricsSink(JsonlSink):
     """`metrics.jsonl`: one line per update, from figures that `metrics` has folded before this sink is called."""
 
-    def __init__(self, path: str | Path, metrics: RunMetrics) -> None:
-        super().__init__(path)
+    def __init__(self, path: str | Path, metrics: RunMetrics, *, keep_bytes: int = 0) -> None:
+        super().__init__(path, keep_bytes=keep_bytes)
         self._metrics = metrics
 
     def emit(self, event: Event) -> None:

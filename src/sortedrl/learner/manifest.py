@@ -1,0 +1,115 @@
+"""A folder's manifest: the size and SHA-256 of every file in it, so that damage is found before it is trained on.
+
+Checkpoints write it last and check it before they are used. It finds what disks, copies and killed processes do; it is
+no seal against somebody who rewrites files and manifest alike. No name in it leads out of the folder, and a folder with
+symbolic links in it counts as damaged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from sortedrl.errors import RunDirError
+
+MANIFEST_FILE = "manifest.json"
+SCHEMA_VERSION = 1
+
+
+def write_manifest(folder: Path) -> None:
+    """Describe every file that is in the folder; anything else in it is refused."""
+    try:
+        files = {name: {"size": size, "sha256": _digest(folder / name)} for name, size in _files(folder)}
+    except _Damage as damage:
+        raise RunDirError(f"{damage}: write plain files only into {folder}") from None
+    document = {"schema_version": SCHEMA_VERSION, "files": files}
+    (folder / MANIFEST_FILE).write_text(json.dumps(document, indent=1), encoding="utf-8")
+
+
+def find_damage(folder: Path, *, required: tuple[str, ...] = ()) -> str | None:
+    """What is wrong with a folder, as "file: why", or None if all that its manifest lists is there as it was written.
+
+    Files that are not listed do no harm: a file browser or a database that was opened may leave some.
+    """
+    try:
+        sizes = dict(_files(folder))
+        listed = _read(folder)
+        for name in (*required, *listed):
+            if name not in listed:
+                raise _Damage(name, f"not in {MANIFEST_FILE}")
+            if name not in sizes:
+                raise _Damage(name, "missing")
+            if sizes[name] != listed[name]["size"]:
+                raise _Damage(name, f"{sizes[name]} bytes, {listed[name]['size']} expected")
+        for name, entry in listed.items():
+            if _digest(folder / name) != entry["sha256"]:
+                raise _Damage(name, "the content is not what was written")
+    except _Damage as damage:
+        return str(damage)
+    except OSError as error:
+        return f"{Path(str(error.filename or folder)).name}: {error.strerror or error}"
+    return None
+
+
+def num_bytes(folder: Path) -> int:
+    """What a folder's files take; 0 if that cannot be said."""
+    try:
+        return sum(size for _, size in _files(folder))
+    except (_Damage, OSError):
+        return 0
+
+
+class _Damage(Exception):
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(f"{name}: {why}")
+
+
+def _read(folder: Path) -> dict[str, dict[str, Any]]:
+    """The manifest's entries by file name, each with a size and a digest."""
+    try:
+        document = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))
+        if document["schema_version"] != SCHEMA_VERSION:
+            raise _Damage(MANIFEST_FILE, f"version {document['schema_version']}, this package reads {SCHEMA_VERSION}")
+        entries = {
+            str(name): {key: entry[key] for key in ("size", "sha256")} for name, entry in document["files"].items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise _Damage(MANIFEST_FILE, f"unreadable ({type(error).__name__})") from None
+    for name in entries:
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts or str(path) != name or "\\" in name or ":" in name:
+            raise _Damage(MANIFEST_FILE, f"names {name!r}, which is no plain path inside the folder")
+    return entries
+
+
+def _files(folder: Path) -> Iterator[tuple[str, int]]:
+    """Names (with forward slashes, relative) and sizes of the folder's files but the manifest, in a fixed order."""
+    if folder.is_symlink():
+        raise _Damage(folder.name, "a symbolic link")
+    for parent, folders, names in os.walk(folder, onerror=_raise):
+        folders.sort()
+        for name in sorted([*folders, *names]):
+            path = Path(parent, name)
+            relative = path.relative_to(folder).as_posix()
+            found = path.lstat()
+            if stat.S_ISDIR(found.st_mode):
+                continue
+            # A link may lead anywhere, and reading a pipe would wait for ever.
+            if not stat.S_ISREG(found.st_mode):
+                raise _Damage(relative, "a symbolic link" if path.is_symlink() else "no regular file")
+            if relative != MANIFEST_FILE:
+                yield relative, found.st_size
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,71 @@
+"""Model folders: loading a causal language model and its tokenizer, without running code of the folder's.
+
+`build` loads the model to train with it, and resuming loads a checkpoint's. Weights in pickle and models with code of
+their own are refused, and nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+from sortedrl.errors import ModelError
+
+
+def load_model(path: str | Path, *, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+    """The causal language model and tokenizer of a folder, in eval mode. Nothing is downloaded, no code is run."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ModelError(f"model.path {str(path)!r} is no folder: give one that from_pretrained loads, or knights-tiny")
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{folder} is no model folder: config.json is missing")
+    if not any(folder.glob("*.safetensors")):
+        remedy = "convert its pickled weights to safetensors" if any(folder.glob("*.bin")) else "save the weights there"
+        raise ModelError(f"{folder} has no weights in safetensors: {remedy}")
+    try:
+        with no_progress_bars():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=dtype,
+                trust_remote_code=False,
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise ModelError(f"the model in {folder} cannot be loaded: {_first_line(error)}") from error
+    model, info = loaded
+    absent = sorted(map(str, info["missing_keys"])) + sorted(map(str, info["mismatched_keys"]))
+    if absent:
+        raise ModelError(
+            f"the weights in {folder} do not fit config.json: {absent[0]} and {len(absent) - 1} more are off"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # tokenizers raises bare Exceptions on damaged files
+        raise ModelError(f"the tokenizer in {folder} cannot be loaded: {_first_line(error)}") from error
+    return model.eval(), tokenizer
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Keep transformers' progress bars off the user's terminal."""
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,284 @@
+"""A ledger file, read: in which state the samples of a run are, for how long, and how often the run was resumed.
+
+`sortedrl ledger` shows it, `ledger_life.py` and `ledger_verify.py` read through it. `store.py` writes the file; its
+tables are in `store_schema.py`. It is opened read-only and read in one transaction, so that all that is shown belongs
+to one moment, also while a run writes or after one was killed and has left its log behind.
+
+What it keeps true: nothing in the ledger is changed, and what SQLite says against the file becomes a `LedgerError`.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from sortedrl.errors import LedgerError
+from sortedrl.records import State
+from sortedrl.store_schema import APPLICATION_ID, BUSY_S, JOURNAL, SCHEMA_VERSION
+
+FILE_NAME = "ledger.sqlite"
+
+# The state that each step leaves a sample in.
+STATE_AFTER: Mapping[str, State] = {
+    "start": State.RUNNING,
+    "finish": State.FINISHED,
+    "interrupt": State.PENDING,
+    "fail": State.PENDING,
+    "give-up": State.FINISHED,
+    "score": State.SCORED,
+    "requeue": State.PENDING,
+    "cut": State.PENDING,
+}
+
+# What puts tokens into a sample, or takes all of them away.
+_HOLDINGS = """
+SELECT seq, start, num_tokens, version FROM segments WHERE sample = ?1
+UNION ALL SELECT seq, 0, 0, 0 FROM steps
+    WHERE sample = ?1 AND (step = 'give-up' OR step = 'requeue' AND value = 'fresh')
+ORDER BY seq
+"""
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Lineage:
+    """One process's share of the ledger: it went on after row `cut_seq`, with the weights of `version`."""
+
+    lineage: int
+    cut_seq: int
+    version: int
+
+
+@dataclass(slots=True, kw_only=True)
+class CohortCounts:
+    id: int
+    loaded_update: int  # updates taken before it was loaded
+    num_samples: int
+    by_state: dict[State, int] = field(default_factory=lambda: dict.fromkeys(State, 0))
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Waiting:
+    """The sample that has been in the ledger for longest without being trained."""
+
+    sample: int
+    cohort: int
+    state: State
+    since_update: int
+    num_tokens: int
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Overview:
+    """Where all samples are."""
+
+    seq: int  # the last row
+    version: int
+    num_updates: int
+    num_loaded: int
+    num_cohorts: int
+    by_state: Mapping[State, int]
+    cohorts: list[CohortCounts]  # those with samples left
+    oldest: Waiting | None
+    staleness: Mapping[int, int]  # how many trained samples had which
+    lineages: list[Lineage]
+
+
+class Answer:
+    """What a sample holds: runs of tokens of one version each, as (version, length)."""
+
+    __slots__ = ("num_tokens", "runs")
+
+    def __init__(self) -> None:
+        self.runs: list[tuple[int, int]] = []
+        self.num_tokens = 0
+
+    def put(self, start: int, num_tokens: int, version: int) -> None:
+        """Tokens from `start` on, in place of all that is there."""
+        self.cut(start)
+        self.num_tokens += num_tokens
+        if num_tokens and self.runs and self.runs[-1][0] == version:
+            num_tokens += self.runs.pop()[1]
+        if num_tokens:
+            self.runs.append((version, num_tokens))
+
+    def cut(self, length: int) -> None:
+        """Keep the first `length` tokens at most."""
+        while self.num_tokens > length:
+            version, last = self.runs.pop()
+            self.num_tokens -= last
+            if self.num_tokens < length:
+                self.runs.append((version, length - self.num_tokens))
+                self.num_tokens = length
+
+    @property
+    def oldest_version(self) -> int | None:
+        return min((version for version, _ in self.runs), default=None)
+
+
+class Ledger:
+    """A ledger file, open for reading; to be used in a `with` statement. `path`: a run directory, or the file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path / FILE_NAME if path.is_dir() else path
+        if not self.path.is_file():
+            raise LedgerError(f"no ledger at {self.path}: name a run directory that holds a {FILE_NAME}")
+        with self.reading():
+            self.connection = _connect(self.path)
+        try:
+            self._read_frame()
+        except BaseException:
+            self.connection.close()
+            raise
+
+    def __enter__(self) -> Ledger:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.connection.close()
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise LedgerError(
+                f"cannot read {self.path}: {error}; if it is a ledger it is damaged, and a checkpoint has a copy of it"
+            ) from error
+
+    def rows(self, query: str, *values: object) -> Iterator[tuple[Any, ...]]:
+        """What a query gives, row by row."""
+        with self.reading():
+            yield from self.connection.execute(query, values)
+
+    def one(self, query: str, *values: object) -> Any:
+        """The only value that a query gives."""
+        return next(self.rows(query, *values))[0]
+
+    @property
+    def grouped(self) -> bool:
+        return self.meta.get("grouped") == "1"
+
+    @property
+    def seq(self) -> int:
+        """Number of the last row."""
+        return max(self.one(f"SELECT coalesce(max(seq), 0) FROM {table}") for table in JOURNAL)  # noqa: S608  # ours
+
+    @property
+    def first_version(self) -> int:
+        return self.lineages[0].version if self.lineages else 0
+
+    @property
+    def cuts(self) -> list[Lineage]:
+        """Where one process ends and another goes on, in the order of rows.
+
+        A lineage that went on from a row which a later one cut away has left nothing behind.
+        """
+        kept: list[Lineage] = []
+        for lineage in reversed(self.lineages):
+            if not kept or lineage.cut_seq <= kept[-1].cut_seq:
+                kept.append(lineage)
+        return kept[::-1]
+
+    def version_at(self, seq: int) -> int:
+        """The version in force when row `seq` was written."""
+        count = bisect_right(self._published, (seq, float("inf")))
+        return self._published[count - 1][1] if count else self.first_version
+
+    def overview(self) -> Overview:
+        query = "SELECT id, loaded_update, num_samples FROM cohorts ORDER BY id"
+        cohorts = {id: CohortCounts(id=id, loaded_update=at, num_samples=n) for id, at, n in self.rows(query)}
+        lost = CohortCounts(id=-1, loaded_update=0, num_samples=0)  # what a broken file gives no cohort to
+        query = "SELECT cohort, count(*) FROM trained JOIN samples ON id = sample GROUP BY cohort"
+        for cohort, count in self.rows(query):
+            cohorts.get(cohort, lost).by_state[State.TRAINED] += count
+        oldest: tuple[int, int, int, State] | None = None
+        for sample, cohort, state in self.live():
+            counts = cohorts.get(cohort, lost)
+            counts.by_state[state] += 1
+            this = (counts.loaded_update, sample, cohort, state)
+            oldest = this if oldest is None else min(oldest, this)
+        by_state = {state: sum(c.by_state[state] for c in (*cohorts.values(), lost)) for state in State}
+        seq = self.seq
+        return Overview(
+            seq=seq,
+            version=self.version_at(seq),
+            num_updates=self.one("SELECT count(*) FROM updates"),
+            num_loaded=self.one("SELECT count(*) FROM samples"),
+            num_cohorts=len(cohorts),
+            by_state=by_state,
+            cohorts=[c for c in cohorts.values() if c.by_state[State.TRAINED] < c.num_samples],
+            oldest=None if oldest is None else self._waiting(*oldest),
+            staleness=dict(self.rows("SELECT staleness, count(*) FROM trained GROUP BY staleness ORDER BY staleness")),
+            lineages=self.lineages,
+        )
+
+    def live(self) -> Iterator[tuple[int, int, State]]:
+        """Id, cohort and state of every sample that is not trained."""
+        query = (
+            "SELECT id, cohort, step FROM samples LEFT JOIN steps "
+            "ON steps.seq = (SELECT max(seq) FROM steps WHERE sample = samples.id) "
+            "WHERE id NOT IN (SELECT sample FROM trained) ORDER BY id"
+        )
+        for sample, cohort, step in self.rows(query):
+            yield sample, cohort, STATE_AFTER.get(step, State.PENDING)
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _read_frame(self) -> None:
+        """What every question needs: settings, lineages, publications."""
+        with self.reading():
+            self.connection.execute("BEGIN")  # all that is read from here on is of one moment
+            application = self.connection.execute("PRAGMA application_id").fetchone()[0]
+        if application != APPLICATION_ID:
+            raise LedgerError(f"{self.path} is a database, but no ledger: name a run directory")
+        self.meta: dict[str, str] = dict(self.rows("SELECT key, value FROM meta"))
+        found = self.meta.get("schema_version")
+        if found != str(SCHEMA_VERSION):
+            raise LedgerError(
+                f"{self.path} has schema version {found!r}, this sortedrl reads {SCHEMA_VERSION}: use the one that "
+                "wrote it"
+            )
+        try:
+            self.knobs: Mapping[str, Any] = json.loads(self.meta.get("knobs", "{}"))
+        except ValueError as error:
+            raise LedgerError(f"{self.path}: its knobs are no JSON ({error}); a checkpoint has a copy of it") from error
+        query = "SELECT lineage, cut_seq, version FROM lineages ORDER BY lineage"
+        self.lineages = [
+            Lineage(lineage=number, cut_seq=at, version=version) for number, at, version in self.rows(query)
+        ]
+        self._published: list[tuple[int, int]] = list(self.rows("SELECT seq, version FROM versions ORDER BY seq"))
+
+    def _waiting(self, since: int, sample: int, cohort: int, state: State) -> Waiting:
+        answer = Answer()
+        for _, start, num_tokens, version in self.rows(_HOLDINGS, sample):
+            answer.put(start, num_tokens, version)
+        return Waiting(sample=sample, cohort=cohort, state=state, since_update=since, num_tokens=answer.num_tokens)
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    """Open read-only. A log that a run still writes, or that a killed one has left behind, is read too."""
+    uri = path.absolute().as_uri()
+    connection = sqlite3.connect(f"{uri}?mode=ro", uri=True, timeout=BUSY_S, isolation_level=None)
+    try:
+        connection.execute("SELECT count(*) FROM sqlite_master")
+        return connection
+    except sqlite3.Error as error:
+        connection.close()
+        if error.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY):
+            raise
+    # SQLite wants to put an index of the log beside the file, and may not. Without a log none is needed.
+    log = path.with_name(path.name + "-wal")
+    if log.exists() and log.stat().st_size:
+        raise LedgerError(
+            f"{path} cannot be read where nothing may be written, since {log.name} belongs to it: copy both elsewhere"
+        )
+    return sqlite3.connect(f"{uri}?mode=ro&immutable=1", uri=True, isolation_level=None)

@@ -1,0 +1,404 @@
+"""A ledger file, proven: every guarantee of docs/scheduling.md, from the rows of the file alone.
+
+`sortedrl ledger --verify` calls it. It follows the journal row by row with rules of its own: it knows the table of
+transitions, and neither the buffer nor the schedule that wrote the rows. What it holds at a time is one small record
+for each sample that is not trained; tokens are looked at and let go.
+
+What it keeps true: a file that passes lost no sample and trained none twice, and each rule that a file breaks is named,
+with the sample. A broken rule is taken note of and then assumed to be kept, so that one fault is one line.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sortedrl.ledger import STATE_AFTER, Answer, Ledger, Lineage
+from sortedrl.ledger_integrity import check_pages, faults, is_prompt_intact, repeats, tokens_fault
+from sortedrl.ledger_verdict import Verdict, cohort_updates
+from sortedrl.records import State
+
+# docs/scheduling.md: the states that each step may find a sample in.
+_ALLOWED: Mapping[str, tuple[State, ...]] = {
+    "start": (State.PENDING,),
+    "finish": (State.RUNNING,),
+    "interrupt": (State.RUNNING,),
+    "fail": (State.RUNNING,),
+    "give-up": (State.RUNNING,),
+    "score": (State.FINISHED,),
+    "requeue": (State.PENDING, State.FINISHED, State.SCORED),
+    "cut": (State.RUNNING,),  # by the process that goes on, first of all
+}
+_REASONS = ("stop", "length")
+_MODES = ("fresh", "resume", "replay")
+
+# The journal. Rows of equal seq do not exist; if they do, the order here is that in which they are judged.
+_JOURNAL: Mapping[str, str] = {
+    "cohort": "SELECT seq, 0, id, loaded_update, num_samples FROM cohorts ORDER BY seq",
+    "prompt": "SELECT seq, 1, id, tokens, content, columns, crc FROM prompts ORDER BY seq",
+    "sample": "SELECT seq, 2, id, cohort, prompt, epoch, budget FROM samples ORDER BY seq",
+    "step": "SELECT seq, 3, sample, attempt, step, value FROM steps ORDER BY seq",
+    "segment": (
+        "SELECT seq, 4, sample, attempt, start, verified, version, num_tokens, tokens, logprobs, crc "
+        "FROM segments ORDER BY seq"
+    ),
+    "update": "SELECT seq, 5, number, version, num_samples FROM updates ORDER BY seq",
+    "trained": "SELECT seq, 6, sample, number, version, length, reward, staleness FROM trained ORDER BY seq",
+    "version": "SELECT seq, 7, version, lineage FROM versions ORDER BY seq",
+}
+_STEP, _TRAINED = list(_JOURNAL).index("step"), list(_JOURNAL).index("trained")
+
+
+class _Track:
+    """A sample that is not trained."""
+
+    __slots__ = (
+        "answer",
+        "attempt",
+        "begun",
+        "budget",
+        "cohort",
+        "given_up",
+        "group",
+        "is_blank",
+        "is_replay",
+        "reward",
+        "state",
+    )
+
+    def __init__(self, cohort: int, group: object, budget: int) -> None:
+        self.cohort = cohort
+        self.group = group
+        self.budget = budget
+        self.state = State.PENDING
+        self.attempt = 0
+        self.begun = 0  # the version in force when the attempt began
+        self.answer = Answer()
+        self.reward: float | None = None
+        self.given_up = False
+        self.is_replay = False  # what it holds is yet to be verified
+        self.is_blank = False  # rows of it lack their tokens
+
+
+@dataclass(slots=True, kw_only=True)
+class _Cohort:
+    loaded_update: int
+    num_samples: int
+    num_seen: int = 0
+    num_left: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class _Update:
+    number: int
+    num_samples: int
+    num_taken: int = 0
+    groups: set[object] = field(default_factory=set)
+
+
+def verify(ledger: Ledger) -> Verdict:
+    """Prove the whole file; a `LedgerError` if SQLite itself finds it damaged."""
+    check_pages(ledger)
+    proof = _Proof(ledger)
+    proof.follow()
+    proof.conclude()
+    return proof.verdict
+
+
+class _Proof:
+    """Follows the journal from the first row to the last."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.verdict = Verdict()
+        self.seq = 0
+        self.version = ledger.first_version
+        self.lineage = 0
+        self.is_beginning = False  # another process goes on, and has yet to end the attempts that it found running
+        self.num_updates = 0
+        self.samples: dict[int, _Track] = {}
+        self.cohorts: dict[int, _Cohort] = {}
+        self.groups: Counter[object] = Counter()  # samples left, where siblings are trained together
+        self.update: _Update | None = None
+        self.max_staleness: int | None = ledger.knobs.get("max_staleness")
+        self.cohort_updates = cohort_updates(ledger)
+
+    def follow(self) -> None:
+        judges: list[Callable[..., None]] = [getattr(self, f"_{name}") for name in _JOURNAL]
+        cuts = self.ledger.cuts
+        for row in heapq.merge(*(self.ledger.rows(query) for query in _JOURNAL.values())):
+            seq, kind = row[0], row[1]
+            if self.update is not None and kind != _TRAINED:
+                self._close_update()
+            while cuts and cuts[0].cut_seq < seq:
+                self._begin(cuts.pop(0))
+            if self.is_beginning and not (kind == _STEP and row[4] == "cut"):
+                self._go_on()
+            if seq != self.seq + 1:
+                gap = (
+                    f"row {seq} is there twice" if seq <= self.seq else f"rows {self.seq + 1} to {seq - 1} are missing"
+                )
+                self.broken("journal", None, gap)
+            self.seq = seq
+            judges[kind](*row[2:])
+        if self.update is not None:
+            self._close_update()
+        for lineage in cuts:
+            self._begin(lineage)
+        if self.is_beginning:
+            self._go_on()
+
+    def broken(self, rule: str, sample: int | None, text: str) -> None:
+        self.verdict.add(rule, sample, text)
+
+    # ---- a judge for each table -------------------------------------------------------------------------------------
+
+    def _cohort(self, cohort: int, loaded_update: int, num_samples: int) -> None:
+        if cohort != len(self.cohorts):
+            self.broken("cohort", None, f"cohort {cohort} is loaded where {len(self.cohorts)} is next")
+        if loaded_update != self.num_updates:
+            said = f"cohort {cohort} says that it was loaded after {loaded_update} updates, but there were"
+            self.broken("cohort", None, f"{said} {self.num_updates}")
+        self.cohorts[cohort] = _Cohort(loaded_update=self.num_updates, num_samples=num_samples)
+
+    def _prompt(self, prompt: str, tokens: bytes, content: str, columns: str, crc: int) -> None:
+        self.verdict.counts["prompts"] += 1
+        if not is_prompt_intact(tokens, content, columns, crc):
+            self.broken("integrity", None, f"prompt {prompt!r} is not what was written")
+
+    def _sample(self, sample: int, cohort: int, prompt: str, epoch: int, budget: int) -> None:
+        self.verdict.counts["samples"] += 1
+        group = (epoch, prompt) if self.ledger.grouped else None
+        self.samples[sample] = _Track(cohort, group, budget)
+        self.groups[group] += 1
+        if cohort in self.cohorts:
+            self.cohorts[cohort].num_seen += 1
+            self.cohorts[cohort].num_left += 1
+        elif self.ledger.one("SELECT count(*) FROM cohorts WHERE id = ?", cohort):
+            self.broken("cohort", sample, f"it is loaded before its cohort {cohort}")
+
+    def _step(self, sample: int, attempt: int, step: str, value: Any) -> None:
+        self.verdict.counts["steps"] += 1
+        track = self.samples.get(sample)
+        if track is None:
+            self._stranger(sample, f"step {step}")
+            return
+        if step not in _ALLOWED:
+            self.broken("transition", sample, f"{step!r} in row {self.seq} is no step")
+            return
+        if track.state not in _ALLOWED[step]:
+            self.broken("transition", sample, f"{step} in row {self.seq} while it is {track.state}")
+        if step == "cut" and not self.is_beginning:
+            self.broken("lineage", sample, f"cut in row {self.seq}, where no process begins")
+        expected = track.attempt + 1 if step == "start" else track.attempt
+        if attempt != expected:
+            self.broken("attempt", sample, f"{step} in row {self.seq} is of attempt {attempt}, not {expected}")
+        if step == "start":
+            track.begun, track.given_up = self.version, False
+        elif step == "score":
+            self._score(sample, track, value)
+        elif step == "finish" and value not in _REASONS:
+            self.broken("transition", sample, f"it finishes in row {self.seq} for the reason {value!r}")
+        elif step == "requeue":
+            self._requeue(sample, track, value)
+        elif step == "give-up":
+            track.answer.cut(0)
+            track.given_up = True
+        track.attempt = attempt
+        track.state = STATE_AFTER[step]
+
+    def _segment(
+        self,
+        sample: int,
+        attempt: int,
+        start: int,
+        verified: int,
+        version: int,
+        num_tokens: int,
+        tokens: bytes | None,
+        logprobs: bytes | None,
+        crc: int,
+    ) -> None:
+        counts = self.verdict.counts
+        counts["segments"] += 1
+        counts["tokens"] += num_tokens
+        track = self.samples.get(sample)
+        if track is None:
+            self._stranger(sample, "tokens")
+            return
+        if tokens is None or logprobs is None:
+            track.is_blank = True
+            counts["blank"] += 1
+        elif fault := tokens_fault(num_tokens, tokens, logprobs, crc):
+            self.broken("integrity", sample, f"row {self.seq} {fault}")
+        elif verified and not repeats(self.ledger, sample, self.seq, start, tokens[: 4 * verified]):
+            self.broken("segments", sample, f"the {verified} verified tokens of row {self.seq} are not those it held")
+        held = track.answer.num_tokens
+        if track.state != State.RUNNING:
+            self.broken("transition", sample, f"tokens in row {self.seq} while it is {track.state}")
+        if attempt != track.attempt:
+            self.broken("attempt", sample, f"tokens in row {self.seq} are of attempt {attempt}, not {track.attempt}")
+        if start < 0 or verified < 0 or start + verified > held or verified > num_tokens:
+            at = f"{num_tokens} tokens at {start}, {verified} of them verified"
+            self.broken("segments", sample, f"row {self.seq} puts {at}, where it holds {held}")
+        elif start < held and num_tokens and not track.is_replay:
+            self.broken(
+                "segments", sample, f"row {self.seq} overwrites from {start} on what it holds, but is no replay"
+            )
+        if start + num_tokens > track.budget:
+            self.broken("budget", sample, f"{start + num_tokens} tokens in row {self.seq}, of {track.budget} allowed")
+        if not track.begun <= version <= self.version:
+            in_force = f"{track.begun} to {self.version} were in force in that attempt"
+            self.broken("version", sample, f"tokens in row {self.seq} are of version {version}, but {in_force}")
+        track.answer.put(start, num_tokens, version)
+        track.is_replay = False
+
+    def _update(self, number: int, version: int, num_samples: int) -> None:
+        if number != self.num_updates:
+            self.broken("update", None, f"update {number} is taken where {self.num_updates} is next")
+        if version != self.version:
+            self.broken("update", None, f"update {number} says version {version}, but {self.version} was in force")
+        self.num_updates = number + 1
+        self.update = _Update(number=number, num_samples=num_samples)
+
+    def _trained(
+        self, sample: int, number: int, version: int, length: int, reward: float | None, staleness: int
+    ) -> None:
+        self.verdict.counts["trained"] += 1
+        if self.update is None or self.update.number != number:
+            self.broken("update", sample, f"it is trained in row {self.seq} by update {number}, which is not under way")
+        track = self.samples.pop(sample, None)
+        if track is None:
+            self._stranger(sample, f"trained by update {number}")
+            return
+        if track.state != State.SCORED:
+            self.broken("transition", sample, f"it is trained in row {self.seq} while it is {track.state}")
+        oldest = track.answer.oldest_version
+        actual = 0 if oldest is None else self.version - oldest
+        facts = {
+            "version": (version, self.version),
+            "length": (length, track.answer.num_tokens),
+            "reward": (reward, track.reward),
+            "staleness": (staleness, actual),
+        }
+        for name, (said, is_so) in facts.items():
+            if said != is_so:
+                self.broken("record", sample, f"trained with {name} {said}, but its rows make it {is_so}")
+        if self.max_staleness is not None and actual > self.max_staleness:
+            self.broken("staleness", sample, f"trained {actual} versions old, of {self.max_staleness} allowed")
+        self._consume(sample, track, number)
+
+    def _version(self, version: int, lineage: int) -> None:
+        if version != self.version + 1:
+            self.broken("version", None, f"version {version} is published after {self.version}")
+        if lineage != self.lineage:
+            said = f"version {version} says lineage {lineage}, but row {self.seq}"
+            self.broken("lineage", None, f"{said} was written by lineage {self.lineage}")
+        self.version = version
+
+    # ---- what they are made of --------------------------------------------------------------------------------------
+
+    def _score(self, sample: int, track: _Track, reward: Any) -> None:
+        is_number = reward is None or isinstance(reward, int | float)
+        if not is_number:
+            self.broken("record", sample, f"its score in row {self.seq} is {reward!r}")
+        if track.given_up and reward != 0:
+            self.broken("record", sample, f"it was given up, and scored {reward!r} in row {self.seq}")
+        track.reward = reward if is_number else None
+
+    def _requeue(self, sample: int, track: _Track, mode: Any) -> None:
+        if mode not in _MODES:
+            self.broken("transition", sample, f"{mode!r} in row {self.seq} is no way to take it up again")
+        elif track.state == State.PENDING and track.answer.num_tokens == 0:
+            self.broken("transition", sample, f"requeue in row {self.seq} while it is pending and holds nothing")
+        elif track.state in (State.FINISHED, State.SCORED) and mode == "resume":
+            self.broken("transition", sample, f"row {self.seq} lets it go on, though it is {track.state}")
+        if mode == "fresh":
+            track.answer.cut(0)
+        track.is_replay, track.reward = mode == "replay", None
+
+    def _consume(self, sample: int, track: _Track, number: int) -> None:
+        """A trained sample leaves its update, group and cohort."""
+        self.groups[track.group] -= 1
+        if self.update is not None:
+            self.update.num_taken += 1
+            self.update.groups.add(track.group)
+        cohort = self.cohorts.get(track.cohort)
+        if cohort is None:
+            return
+        cohort.num_left -= 1
+        if self.cohort_updates is not None and number >= cohort.loaded_update + self.cohort_updates:
+            last = cohort.loaded_update + self.cohort_updates - 1
+            self.broken("starvation", sample, f"trained by update {number}, but {last} is the last of its cohort")
+
+    def _close_update(self) -> None:
+        update, self.update = self.update, None
+        assert update is not None, "no update is open"
+        if update.num_taken != update.num_samples:
+            said = f"update {update.number} says {update.num_samples} samples"
+            self.broken("update", None, f"{said}, but {update.num_taken} are trained by it")
+        if self.ledger.grouped:
+            for group in update.groups:
+                if self.groups[group]:
+                    left = next(sample for sample, track in self.samples.items() if track.group == group)
+                    self.broken(
+                        "siblings", left, f"it is left behind, its siblings were trained by update {update.number}"
+                    )
+                else:
+                    del self.groups[group]
+
+    def _begin(self, lineage: Lineage) -> None:
+        """Another process takes over."""
+        if lineage.version != self.version:
+            said = f"lineage {lineage.lineage} went on from version {lineage.version}, but row {lineage.cut_seq}"
+            self.broken("lineage", None, f"{said} is of version {self.version}")
+        self.lineage = lineage.lineage
+        self.is_beginning = True
+
+    def _go_on(self) -> None:
+        """It has ended what ran, and does something else."""
+        self.is_beginning = False
+        for sample, track in self.samples.items():
+            if track.state == State.RUNNING:
+                self.broken(
+                    "lineage", sample, f"lineage {self.lineage} goes on, but found it running and did not end that"
+                )
+                track.state = State.PENDING
+
+    def _stranger(self, sample: int, what: str) -> None:
+        is_known = self.ledger.one("SELECT count(*) FROM samples WHERE id = ? AND seq <= ?", sample, self.seq)
+        rule, why = ("exactly-once", "trained before") if is_known else ("reference", "never loaded")
+        self.broken(rule, sample, f"{what} in row {self.seq}, though it was {why}")
+
+    def conclude(self) -> None:
+        """What only the whole file shows."""
+        for rule, sample, text in faults(self.ledger):
+            self.broken(rule, sample, text)
+        self._conclude_counts()
+        for number, cohort in self.cohorts.items():
+            if cohort.num_seen != cohort.num_samples:
+                said = f"cohort {number} says {cohort.num_samples} samples"
+                self.broken("cohort", None, f"{said}, but {cohort.num_seen} are in it")
+            is_over = self.cohort_updates is not None and self.num_updates >= cohort.loaded_update + self.cohort_updates
+            if is_over and cohort.num_left:
+                left = next(sample for sample, track in self.samples.items() if track.cohort == number)
+                self.broken("starvation", left, f"not trained, though all updates of its cohort {number} are over")
+        for sample, track in self.samples.items():
+            if track.is_blank:
+                self.broken("integrity", sample, "its tokens are left out, though it is not trained")
+
+    def _conclude_counts(self) -> None:
+        counts, ledger = self.verdict.counts, self.ledger
+        counts.update(live=len(self.samples), rows=self.seq, cohorts=len(self.cohorts), updates=self.num_updates)
+        counts.update(lineages=len(ledger.lineages), versions=self.version)
+        loaded, trained = ledger.one("SELECT count(*) FROM samples"), ledger.one("SELECT count(*) FROM trained")
+        if loaded != trained + len(self.samples):
+            self.broken("exactly-once", None, f"{loaded} loaded, but {trained} trained and {len(self.samples)} waiting")
+        if ledger.meta.get("seq") not in (None, str(self.seq)):
+            self.broken("journal", None, f"the last row is {self.seq}, but {ledger.meta['seq']} were written")
+        numbers = [lineage.lineage for lineage in ledger.lineages]
+        if numbers != list(range(len(numbers))):
+            self.broken("lineage", None, f"lineages are numbered {numbers}")

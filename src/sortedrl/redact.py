@@ -1,0 +1,96 @@
+"""What must not be written down or shown as it is: secrets, and characters that steer a terminal.
+
+`redact` is for trees that are saved (the resolved configuration), `redact_text` for lines, and `SafeText` applies both
+rules to every log record of a handler. `reward_caller.py` asks `looks_secret` which variables to keep from its workers.
+Standard library only.
+
+What it keeps true: a string under a name that looks like a secret is never passed on, nor the value of an environment
+variable with such a name, wherever it stands; numbers, truth values and all other text stay as they are.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from sortedrl.reward_worker import printable
+
+REDACTED = "<redacted>"
+MIN_SECRET = 6  # characters: shorter values, such as "1" or "true", stand everywhere and hide nothing
+_WORDS = r"key|token|secret|passw(?:or)?d|passphrase|credentials?"
+SECRET_NAME = re.compile(r"KEY|TOKEN(?!I[SZ])|SECRET|PASSW|PASSPHRASE|CREDENTIAL", re.IGNORECASE)
+# A name must end in the word here: `max_new_tokens=512` and `KeyError: 'x'` are no secrets. Names in quotes are JSON's.
+_PAIR = re.compile(
+    rf"""(\b[\w.-]*(?:{_WORDS})\s*=\s*|["'][\w.-]*(?:{_WORDS})["']\s*:\s*)("[^"]*"|'[^']*'|[^\s"',;&)}}\]]+)""",
+    re.IGNORECASE,
+)
+_BEARER = re.compile(r"(\b(?:bearer|basic)\s+)[\w.~+/=-]{8,}", re.IGNORECASE)
+_LOGIN = re.compile(r"(\w://[^\s/:@]*:)[^\s/@]+(?=@)")  # a password within an address
+_PLAIN_VALUE = re.compile(r"[+-]?[\d._]+(?:e[+-]?\d+)?|true|false|none|null", re.IGNORECASE)
+
+
+def looks_secret(name: str) -> bool:
+    """Whether a key or an environment variable of this name should be taken for a secret."""
+    return SECRET_NAME.search(name) is not None
+
+
+def redact(tree: Any) -> Any:
+    """A copy of a tree of mappings, lists and plain values without its secrets."""
+    return _redact(tree, _secret_values(), is_secret=False)
+
+
+def redact_text(text: str) -> str:
+    """The same text without the values of secrets in the environment, of `name=value` pairs, and of logins."""
+    return _redact_text(text, _secret_values())
+
+
+class SafeText(logging.Filter):
+    """For a handler that writes to a terminal or a file: records carry neither secrets nor control characters.
+
+    It changes the record, so that handlers further on get the safe text too.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.msg = printable(redact_text(record.getMessage()), keep="\n\t")
+        record.args = None
+        return True
+
+
+def _redact(tree: Any, values: list[str], *, is_secret: bool) -> Any:
+    match tree:
+        case Mapping():
+            return {
+                key: _redact(value, values, is_secret=is_secret or looks_secret(str(key)))
+                for key, value in tree.items()
+            }
+        case list() | tuple():
+            return type(tree)(_redact(item, values, is_secret=is_secret) for item in tree)
+        case str() | bytes() if is_secret:
+            return REDACTED if tree else tree
+        case str():
+            return _redact_text(tree, values)
+        case _:
+            return tree
+
+
+def _secret_values() -> list[str]:
+    """Longest first: a secret may be part of another."""
+    found = {value for name, value in os.environ.items() if looks_secret(name) and len(value) >= MIN_SECRET}
+    return sorted(found, key=len, reverse=True)
+
+
+def _redact_text(text: str, values: list[str]) -> str:
+    for value in values:
+        text = text.replace(value, REDACTED)
+    text = _PAIR.sub(_without_value, text)
+    text = _BEARER.sub(rf"\1{REDACTED}", text)
+    return _LOGIN.sub(rf"\1{REDACTED}", text)
+
+
+def _without_value(found: re.Match[str]) -> str:
+    name, value = found.groups()
+    is_plain = not value.strip("\"'") or value == REDACTED or _PLAIN_VALUE.fullmatch(value)
+    return found.group() if is_plain else f"{name}{REDACTED}"

@@ -1,0 +1,364 @@
+"""The store: the ledger's durable form, an SQLite file that a run can go on from after any end.
+
+`Store` writes rows and reads them back; `DurableBuffer` is the buffer that tells it of every change. The controller
+knows neither: it drives a buffer. Rows are collected and committed together; a commit survives a killed process, and
+a durable one, which a checkpoint asks for, also a power loss.
+
+What they keep true: a row is written for every change, in order, numbered by one counter; what the buffer holds is
+what the file holds, to the last bit, so a run that is read back goes on as if it had never ended; whatever is
+committed is all of an operation or nothing of it; no sample is trained twice; one process writes at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from sortedrl import store_schema
+from sortedrl.buffer import Buffer, Cohort
+from sortedrl.errors import DataError, LedgerError
+from sortedrl.records import FinishReason, Mode, Prompt, Sample
+from sortedrl.store_rows import Packed, PromptRow, fill, pack, pack_prompt, unpack_prompt, version_in_force
+from sortedrl.store_schema import INSERT, JOURNAL, named_errors
+
+COMMIT_ROWS = 20_000
+COMMIT_BYTES = 8 * 1024**2
+COMMIT_S = 1.0  # what is older than this is written with the next change
+RUNNING = """
+SELECT last.sample, last.attempt FROM samples
+JOIN steps AS last ON last.seq = (SELECT max(seq) FROM steps WHERE sample = samples.id)
+WHERE samples.id NOT IN (SELECT sample FROM trained) AND last.step = 'start' ORDER BY last.seq
+"""
+
+
+class Store:
+    """A ledger file that this process writes. Made by `create` or `open`."""
+
+    def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
+        meta = store_schema.read_meta(path, connection)
+        self.path = path
+        self.grouped = meta["grouped"] == "1"
+        self.knobs: dict[str, Any] = json.loads(meta["knobs"])
+        self.lineage: int | None = None  # of this process; None until it may write
+        self.seconds = 0.0  # spent in here so far
+        self._connection = connection
+        self._seq = int(meta["seq"])
+        self._pending: dict[str, list[tuple[Any, ...]]] = {table: [] for table in JOURNAL}
+        self._num_pending = self._num_bytes = 0
+        self._committed_at = perf_counter()
+        self._prompts = self._read_prompts()
+
+    @classmethod
+    def create(cls, path: str | Path, *, grouped: bool, knobs: Mapping[str, Any]) -> Store:
+        """A ledger without rows, ready to be written as lineage 0."""
+        path, began = Path(path), perf_counter()
+        connection = store_schema.create_file(path, {"grouped": str(int(grouped)), "knobs": json.dumps(dict(knobs))})
+        with named_errors(path):
+            store_schema.use_wal(path, connection)
+            store = cls(path, connection)
+        store.seconds = perf_counter() - began
+        store.begin_lineage()
+        return store
+
+    @classmethod
+    def open(cls, path: str | Path) -> Store:
+        """A ledger that is there. Before anything is written, `begin_lineage`, after `truncate` if need be."""
+        path, began = Path(path), perf_counter()
+        connection = store_schema.open_file(path)
+        with named_errors(path):
+            store = cls(path, connection)
+        store.seconds = perf_counter() - began
+        return store
+
+    @property
+    def seq(self) -> int:
+        """Number of the last row, committed or not. Between two calls of the buffer it is a place to go back to."""
+        return self._seq
+
+    def commit(self, durable: bool = False) -> None:
+        """Write what is pending as one transaction; if it fails, it is still pending and can be tried again."""
+        if not self._num_pending and not durable:
+            return
+        assert self.lineage is not None, "begin_lineage comes before the first commit"
+        with self._work(), self._transaction(durable=durable) as connection:
+            self._check_alone()
+            for table, rows in self._pending.items():
+                if rows:
+                    connection.executemany(INSERT[table], rows)
+            self._write_seq(self._seq)
+        for rows in self._pending.values():
+            rows.clear()
+        self._num_pending = self._num_bytes = 0
+        self._committed_at = perf_counter()
+
+    def begin_lineage(self) -> int:
+        """This process goes on from the last row: from here on, published versions are of a lineage of their own.
+
+        Attempts that an earlier process left running are over: a row says so for each.
+        """
+        assert not self._num_pending, "a lineage begins with nothing pending"
+        with self._work(), self._transaction(durable=True) as connection:
+            (last,) = connection.execute("SELECT max(lineage) FROM lineages").fetchone()
+            lineage = 0 if last is None else last + 1
+            begun = (lineage, self._seq, version_in_force(connection))
+            connection.execute("INSERT INTO lineages VALUES (?, ?, ?)", begun)
+            running = connection.execute(RUNNING).fetchall()
+            cuts = [(seq, *attempt, "cut", None) for seq, attempt in enumerate(running, start=self._seq + 1)]
+            connection.executemany(INSERT["steps"], cuts)
+            self._write_seq(self._seq + len(cuts))
+        self._seq += len(cuts)
+        self.lineage = lineage
+        return lineage
+
+    def truncate(self, seq: int) -> None:
+        """Forget every row after number `seq`. Buffers read before are void: `restore` gives the one to go on with."""
+        self.commit()
+        if not 0 <= seq <= self._seq:
+            raise LedgerError(
+                f"ledger {self.path} ends with row {self._seq}, but the checkpoint was made at row {seq}: put the copy "
+                "that the checkpoint holds in its place"
+            )
+        with self._work():
+            with self._transaction() as connection:
+                for table in JOURNAL:
+                    connection.execute(f"DELETE FROM {table} WHERE seq > ?", (seq,))  # noqa: S608
+                self._write_seq(seq)
+            self._seq = seq
+            self._prompts = self._read_prompts()
+
+    def restore(self) -> DurableBuffer:
+        """The buffer as it was at the last row, but that what ran is pending. Reads only what is not trained."""
+        self.commit()
+        buffer = DurableBuffer(self)
+        with self._work():
+            fill(buffer, self.path, self._connection)
+        return buffer
+
+    def snapshot(self, path: str | Path) -> None:
+        """Write a ledger of its own to `path`: all rows, but without the tokens of samples that are trained.
+
+        Whoever keeps it syncs it; one that was not completed is to be thrown away.
+        """
+        self.commit()
+        began = perf_counter()
+        try:
+            store_schema.copy_file(self._connection, Path(path), run=self.path.parent)
+        finally:
+            self.seconds += perf_counter() - began
+
+    def close(self, *, commit: bool = True) -> None:
+        """Write what is pending, unless told not to, and let the file go."""
+        try:
+            if commit:
+                self.commit()
+        finally:
+            self._connection.close()
+
+    # ---- what the buffer tells --------------------------------------------------------------------------------------
+
+    def add_step(self, sample: Sample, step: str, value: object = None) -> None:
+        began = perf_counter()
+        self._add("steps", sample.id, sample.attempt, step, value)
+        self._commit_if_due(began)
+
+    def add_segment(
+        self, sample: Sample, packed: Packed, *, start: int, verified: int, version: int, slot_s: float
+    ) -> None:
+        began = perf_counter()
+        self._add("segments", sample.id, sample.attempt, start, verified, version, slot_s, *packed)
+        self._num_bytes += len(packed.tokens) + len(packed.logprobs)
+        self._commit_if_due(began)
+
+    def add_cohort(self, cohort: Cohort, samples: Sequence[Sample], prompts: Mapping[str, PromptRow]) -> None:
+        """`prompts`: those that `pack_prompts` found not to be in the file."""
+        began = perf_counter()
+        self._add("cohorts", cohort.id, cohort.loaded_update, cohort.num_samples)
+        for prompt_id, row in prompts.items():
+            self._add("prompts", prompt_id, *row)
+            self._prompts[prompt_id] = row.crc
+            self._num_bytes += len(row.tokens) + len(row.content) + len(row.columns)
+        for s in samples:
+            self._add("samples", s.id, s.cohort, s.prompt.id, s.epoch, s.index, s.seed, s.budget)
+        self._commit_if_due(began)
+
+    def add_batch(self, number: int, version: int, batch: Sequence[Sample]) -> None:
+        """An update batch was taken; written at once, so that a killed process is found to have begun the update."""
+        began = perf_counter()
+        self._add("updates", number, version, len(batch))
+        for s in batch:
+            self._add("trained", s.id, number, version, s.num_tokens, s.reward, s.staleness(version))
+        self.seconds += perf_counter() - began
+        self.commit()
+
+    def add_version(self, version: int) -> None:
+        began = perf_counter()
+        self._add("versions", version, self.lineage)
+        self._commit_if_due(began)
+
+    def pack_tokens(self, tokens: list[int], logprobs: list[float]) -> tuple[Packed, list[float]]:
+        began = perf_counter()
+        packed = pack(tokens, logprobs)
+        self.seconds += perf_counter() - began
+        return packed
+
+    def pack_prompts(self, samples: Iterable[Sample]) -> tuple[dict[str, PromptRow], dict[int, Prompt]]:
+        """Rows of the prompts that the file lacks; and all prompts as the file gives them back, by id() of theirs."""
+        began = perf_counter()
+        rows: dict[str, PromptRow] = {}
+        kept: dict[int, Prompt] = {}
+        for prompt in {id(sample.prompt): sample.prompt for sample in samples}.values():
+            row = pack_prompt(prompt)
+            known = rows[prompt.id].crc if prompt.id in rows else self._prompts.get(prompt.id)
+            if known is None:
+                rows[prompt.id] = row
+            elif known != row.crc:
+                raise DataError(f"two different prompts have the id {prompt.id!r}: give each an id of its own")
+            kept[id(prompt)] = unpack_prompt(prompt.id, row)
+        self.seconds += perf_counter() - began
+        return rows, kept
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _add(self, table: str, *row: object) -> None:
+        assert self.lineage is not None, "begin_lineage comes before the first change"
+        self._seq += 1
+        self._num_pending += 1
+        self._pending[table].append((self._seq, *row))
+
+    def _commit_if_due(self, began: float) -> None:
+        """Called when an operation is complete: never with half of one pending."""
+        now = perf_counter()
+        self.seconds += now - began
+        is_much = self._num_pending >= COMMIT_ROWS or self._num_bytes >= COMMIT_BYTES
+        if is_much or now - self._committed_at >= COMMIT_S:
+            self.commit()
+
+    def _check_alone(self) -> None:
+        (last,) = self._connection.execute("SELECT max(lineage) FROM lineages").fetchone()
+        if last != self.lineage:
+            raise LedgerError(
+                f"another process has begun to write ledger {self.path} (lineage {last}, this one is {self.lineage}): "
+                "end one of them"
+            )
+
+    def _write_seq(self, seq: int) -> None:
+        self._connection.execute("UPDATE meta SET value = ? WHERE key = 'seq'", (str(seq),))
+
+    def _read_prompts(self) -> dict[str, int]:
+        return dict(self._connection.execute("SELECT id, crc FROM prompts"))
+
+    @contextmanager
+    def _work(self) -> Iterator[None]:
+        began = perf_counter()
+        try:
+            with named_errors(self.path):
+                yield
+        finally:
+            self.seconds += perf_counter() - began
+
+    @contextmanager
+    def _transaction(self, *, durable: bool = False) -> Iterator[sqlite3.Connection]:
+        connection = self._connection
+        connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield connection
+            if durable:  # a commit that changes nothing would sync nothing, and leave earlier ones to a power loss
+                connection.execute("UPDATE meta SET value = value + 1 WHERE key = 'num_durable'")
+            connection.execute("COMMIT")
+        except BaseException:
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+            raise
+
+
+class DurableBuffer(Buffer):
+    """A buffer that writes down what happens to it. Made by `Store.restore`, from an empty ledger too.
+
+    Log-probs are held with the precision of the file (float32), prompts as JSON gives them back: what is decided or
+    trained never depends on whether a run was read back in between.
+    """
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(grouped=store.grouped)
+        self.store = store
+
+    def load(self, samples: Sequence[Sample]) -> Cohort:
+        rows, prompts = self.store.pack_prompts(samples)
+        for sample in samples:
+            assert -(2**63) <= sample.seed < 2**63, f"sample {sample.id} has a seed of more than 64 bits"
+            sample.prompt = prompts[id(sample.prompt)]
+        cohort = super().load(samples)
+        self.store.add_cohort(cohort, samples, rows)
+        return cohort
+
+    def start(self, sample: Sample) -> None:
+        super().start(sample)
+        self.store.add_step(sample, "start")
+
+    def append(
+        self,
+        sample: Sample,
+        *,
+        start: int,
+        tokens: list[int],
+        logprobs: list[float],
+        version: int,
+        slot_s: float,
+        verified: int = 0,
+    ) -> int:
+        packed, logprobs = self.store.pack_tokens(tokens, logprobs)
+        discarded = super().append(
+            sample,
+            start=start,
+            tokens=tokens,
+            logprobs=logprobs,
+            version=version,
+            slot_s=slot_s,
+            verified=verified,
+        )
+        self.store.add_segment(sample, packed, start=start, verified=verified, version=version, slot_s=float(slot_s))
+        return discarded
+
+    def finish(self, sample: Sample, reason: FinishReason) -> None:
+        super().finish(sample, reason)
+        self.store.add_step(sample, "finish", reason.value)
+
+    def interrupt(self, sample: Sample) -> None:
+        super().interrupt(sample)
+        self.store.add_step(sample, "interrupt")
+
+    def fail(self, sample: Sample) -> None:
+        super().fail(sample)
+        self.store.add_step(sample, "fail")
+
+    def give_up(self, sample: Sample) -> int:
+        discarded = super().give_up(sample)
+        self.store.add_step(sample, "give-up")
+        return discarded
+
+    def score(self, sample_id: int, attempt: int, reward: float) -> Sample | None:
+        reward = float(reward)
+        sample = super().score(sample_id, attempt, reward)
+        if sample is not None:
+            self.store.add_step(sample, "score", reward)
+        return sample
+
+    def requeue(self, sample: Sample, mode: Mode) -> int:
+        discarded = super().requeue(sample, mode)
+        self.store.add_step(sample, "requeue", mode.value)
+        return discarded
+
+    def take(self, samples: Iterable[Sample]) -> list[Sample]:
+        batch = super().take(samples)
+        self.store.add_batch(self.num_updates - 1, self.version, batch)
+        return batch
+
+    def publish(self, version: int) -> None:
+        super().publish(version)
+        self.store.add_version(version)

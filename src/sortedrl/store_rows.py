@@ -1,0 +1,234 @@
+"""Rows of the ledger and the records that they stand for: how each is made from the other.
+
+The store packs with it what it writes, and fills a buffer with it from what it reads. What it keeps true: what is
+unpacked is what was packed, or an error; a restored sample went through the very methods of the buffer that it went
+through when its rows were written.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sqlite3
+import struct
+import zlib
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sortedrl.buffer import Buffer
+from sortedrl.errors import DataError
+from sortedrl.lengths import LengthEstimator
+from sortedrl.records import FinishReason, Mode, Prompt, Sample, State
+from sortedrl.store_schema import damaged
+
+
+class Packed(NamedTuple):
+    """Tokens and log-probs as the file holds them."""
+
+    num_tokens: int
+    crc: int
+    tokens: bytes
+    logprobs: bytes
+
+
+class PromptRow(NamedTuple):
+    crc: int
+    tokens: bytes
+    content: str
+    columns: str
+
+
+def pack(tokens: list[int], logprobs: list[float]) -> tuple[Packed, list[float]]:
+    """A row's part of a delivery; and its log-probs with the precision that the row has."""
+    given = struct.pack(f"={len(logprobs)}d", *logprobs)  # the fastest way out of a list
+    single = np.frombuffer(given, np.float64).astype("<f4")
+    packed_tokens, packed_logprobs = struct.pack(f"<{len(tokens)}i", *tokens), single.tobytes()
+    crc = zlib.crc32(packed_logprobs, zlib.crc32(packed_tokens))
+    packed = Packed(num_tokens=len(tokens), crc=crc, tokens=packed_tokens, logprobs=packed_logprobs)
+    is_exact = single.astype(np.float64).tobytes() == given  # as an engine's are that computes in float32
+    return packed, logprobs if is_exact else single.tolist()
+
+
+def unpack(packed: Packed) -> tuple[list[int], list[float]]:
+    crc = zlib.crc32(packed.logprobs, zlib.crc32(packed.tokens))
+    if crc != packed.crc or len(packed.tokens) != 4 * packed.num_tokens:
+        raise ValueError("its tokens are not those that were written")
+    return np.frombuffer(packed.tokens, "<i4").tolist(), np.frombuffer(packed.logprobs, "<f4").tolist()
+
+
+def pack_prompt(prompt: Prompt) -> PromptRow:
+    """Refuses, with the column's name, what JSON cannot hold; numpy's scalars and arrays become plain numbers."""
+    content = _to_json(prompt.content, f"the content of prompt {prompt.id!r}")
+    columns = [
+        f"{json.dumps(name)}: {_to_json(value, f'column {name!r} of prompt {prompt.id!r}')}"
+        for name, value in prompt.columns.items()
+    ]
+    try:
+        prompt.id.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"prompt id {prompt.id!r} is no valid text ({error.reason}): give it another id") from None
+    row = PromptRow(
+        crc=0,
+        tokens=struct.pack(f"<{len(prompt.tokens)}i", *prompt.tokens),
+        content=content,
+        columns="{" + ", ".join(columns) + "}",
+    )
+    return row._replace(crc=_prompt_crc(row))
+
+
+def unpack_prompt(prompt_id: str, row: PromptRow) -> Prompt:
+    if _prompt_crc(row) != row.crc:
+        raise ValueError(f"prompt {prompt_id!r} is not what was written")
+    tokens = tuple(np.frombuffer(row.tokens, "<i4").tolist())
+    return Prompt(id=prompt_id, tokens=tokens, content=json.loads(row.content), columns=json.loads(row.columns))
+
+
+# ---- a buffer from its rows -----------------------------------------------------------------------------------------
+
+
+def fill(buffer: Buffer, path: Path, connection: sqlite3.Connection) -> None:
+    """Bring an empty buffer to where the last row leaves it; only samples that are not trained are read."""
+    try:
+        live = _load_live(buffer, connection)
+        for sample in live:
+            _live_through(buffer, sample, connection)
+        _set_counters(buffer, connection)
+    except (AssertionError, KeyError, OverflowError, TypeError, ValueError) as error:
+        raise damaged(path, str(error)) from error
+
+
+def _load_live(buffer: Buffer, connection: sqlite3.Connection) -> list[Sample]:
+    """Samples that are not trained, loaded as they were, each cohort without those that have left it."""
+    rows = connection.execute(
+        "SELECT id, cohort, prompt, epoch, idx, seed, budget FROM samples"
+        " WHERE id NOT IN (SELECT sample FROM trained) ORDER BY seq"
+    ).fetchall()
+    prompts: dict[str, Prompt] = {}
+    for prompt_id in dict.fromkeys(row[2] for row in rows):
+        query = "SELECT crc, tokens, content, columns FROM prompts WHERE id = ?"
+        row = connection.execute(query, (prompt_id,)).fetchone()
+        assert row is not None, f"there is no prompt {prompt_id!r}"
+        prompts[prompt_id] = unpack_prompt(prompt_id, PromptRow(*row))
+    live = [
+        Sample(id=number, cohort=cohort, prompt=prompts[prompt], epoch=epoch, index=index, seed=seed, budget=budget)
+        for number, cohort, prompt, epoch, index, seed, budget in rows
+    ]
+    for cohort_id, samples in groupby(live, key=lambda sample: sample.cohort):
+        query = "SELECT loaded_update, num_samples FROM cohorts WHERE id = ?"
+        row = connection.execute(query, (cohort_id,)).fetchone()
+        assert row is not None, f"there is no cohort {cohort_id}"
+        buffer.next_cohort, (buffer.num_updates, num_samples) = cohort_id, row
+        Buffer.load(buffer, list(samples)).num_samples = num_samples
+    return live
+
+
+def _live_through(buffer: Buffer, sample: Sample, connection: sqlite3.Connection) -> None:
+    """Apply a sample's rows, in order. What still runs at the end is cut off there, and waits for another attempt."""
+    steps = connection.execute("SELECT seq, attempt, step, value FROM steps WHERE sample = ?", (sample.id,))
+    segments = connection.execute(
+        "SELECT seq, attempt, start, verified, version, slot_s, num_tokens, crc, tokens, logprobs FROM segments"
+        " WHERE sample = ?",
+        (sample.id,),
+    )
+    rows: list[tuple[Any, ...]] = sorted([*steps, *segments])
+    for seq, attempt, *row in rows:
+        try:
+            if len(row) == 2:
+                _apply_step(buffer, sample, *row)
+            else:
+                _apply_segment(buffer, sample, *row)
+        except (AssertionError, TypeError, ValueError) as error:
+            raise ValueError(f"sample {sample.id}, row {seq}: {error}") from error
+        if attempt != sample.attempt:
+            raise ValueError(f"sample {sample.id}, row {seq}: attempt {attempt} follows {sample.attempt}")
+    if sample.state == State.RUNNING:
+        _apply_step(buffer, sample, "cut", None)
+
+
+def _apply_step(buffer: Buffer, sample: Sample, step: str, value: Any) -> None:
+    match step:
+        case "start":
+            Buffer.start(buffer, sample)
+        case "finish":
+            Buffer.finish(buffer, sample, FinishReason(value))
+        case "interrupt":
+            Buffer.interrupt(buffer, sample)
+        case "cut":
+            buffer._move(sample, State.PENDING, State.RUNNING)
+        case "fail":
+            Buffer.fail(buffer, sample)
+        case "give-up":
+            Buffer.give_up(buffer, sample)
+        case "score":
+            reward = math.nan if value is None else value  # SQLite has no other word for it
+            assert Buffer.score(buffer, sample.id, sample.attempt, reward), f"scored while {sample.state}"
+        case "requeue":
+            Buffer.requeue(buffer, sample, Mode(value))
+        case _:
+            raise ValueError(f"unknown step {step!r}")
+
+
+def _apply_segment(
+    buffer: Buffer, sample: Sample, start: int, verified: int, version: int, slot_s: float, *packed: Any
+) -> None:
+    row = Packed(*packed)
+    if row.tokens is None:
+        raise ValueError("its tokens were left out of this copy, which was made after it was trained")
+    tokens, logprobs = unpack(row)
+    Buffer.append(
+        buffer,
+        sample,
+        start=start,
+        tokens=tokens,
+        logprobs=logprobs,
+        version=version,
+        slot_s=slot_s,
+        verified=verified,
+    )
+
+
+def _set_counters(buffer: Buffer, connection: sqlite3.Connection) -> None:
+    """What trained samples have left behind; and all that is asked for in load order, in load order."""
+    buffer.version = version_in_force(connection)
+    buffer.num_started = 0
+    (buffer.num_updates,) = connection.execute("SELECT count(*) FROM updates").fetchone()
+    (buffer.num_trained,) = connection.execute("SELECT count(*) FROM trained").fetchone()
+    (buffer.num_loaded,) = connection.execute("SELECT count(*) FROM samples").fetchone()
+    (buffer.next_cohort,) = connection.execute("SELECT count(*) FROM cohorts").fetchone()
+    lengths = connection.execute(
+        "SELECT prompt, sum(length), count(*) FROM trained JOIN samples ON samples.id = trained.sample GROUP BY prompt"
+    )
+    buffer.lengths = LengthEstimator.from_state_dict({prompt: [total, count] for prompt, total, count in lengths})
+    for state in buffer.in_state:
+        buffer.in_state[state] = {s.id: s for s in buffer.samples.values() if s.state == state}
+    buffer.ready = {key: group for key, group in buffer.groups.items() if group.is_ready}
+
+
+def version_in_force(connection: sqlite3.Connection) -> int:
+    row = connection.execute("SELECT version FROM versions ORDER BY seq DESC LIMIT 1").fetchone()
+    return 0 if row is None else row[0]
+
+
+# ---- text and checksums ---------------------------------------------------------------------------------------------
+
+
+def _prompt_crc(row: PromptRow) -> int:
+    return zlib.crc32(row.columns.encode(), zlib.crc32(row.content.encode(), zlib.crc32(row.tokens)))
+
+
+def _to_json(value: object, what: str) -> str:
+    try:
+        return json.dumps(value, default=_as_plain)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise DataError(
+            f"{what} cannot be kept in the ledger ({error}): keep to text, numbers, lists and dicts"
+        ) from error
+
+
+def _as_plain(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} is not JSON")

@@ -1,0 +1,299 @@
+"""The ledger file: its tables, how it is opened and checked, and what its errors mean.
+
+`store.py` writes through it, `ledger.py` reads what it describes. What it keeps true: only a file that is a ledger of
+this schema version, whole as far as can be told quickly, is ever opened; nothing of sqlite3's errors gets out unnamed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from sortedrl.errors import LedgerError
+
+SCHEMA_VERSION = 1
+APPLICATION_ID = 0x73726C67  # "srlg", so that other programs' databases can be told
+MIN_SQLITE = (3, 37)  # the first with STRICT tables
+PAGE_BYTES = 8192
+WAL_PAGES = 4096  # a checkpoint of the log every 32 MB: few enough to write each page of the file about once
+BUSY_S = 10.0
+QUICK_CHECK_BYTES = 64 * 1024**2  # a file up to this size is checked page by page in well under a second
+
+# `seq` numbers the rows of all tables of the journal together: 1, 2, 3, ... in the order in which things happened. To
+# forget what came after a checkpoint is to delete every row with a larger seq. Blobs stand last in their rows, so that
+# whoever asks for the other columns does not read them.
+SCHEMA = """
+CREATE TABLE meta (
+    key TEXT PRIMARY KEY,  -- schema_version; grouped ("0", "1"); knobs (JSON; null: unbounded); seq (of the last row);
+    value TEXT NOT NULL    -- num_durable (commits made to survive a power loss)
+) STRICT;
+CREATE TABLE lineages (  -- a row each time that a process begins to write; not of the journal: cuts leave it alone
+    lineage INTEGER PRIMARY KEY,
+    cut_seq INTEGER NOT NULL,  -- the seq that it went on from: rows up to it are of earlier lineages
+    version INTEGER NOT NULL  -- in force then
+) STRICT;
+CREATE TABLE cohorts (
+    seq INTEGER PRIMARY KEY,
+    id INTEGER NOT NULL UNIQUE,
+    loaded_update INTEGER NOT NULL,
+    num_samples INTEGER NOT NULL
+) STRICT;
+CREATE TABLE prompts (
+    seq INTEGER PRIMARY KEY,
+    id TEXT NOT NULL UNIQUE,
+    crc INTEGER NOT NULL,  -- crc32 over tokens, content and columns, in UTF-8
+    tokens BLOB NOT NULL,  -- int32, little-endian
+    content TEXT NOT NULL,  -- JSON
+    columns TEXT NOT NULL  -- JSON
+) STRICT;
+CREATE TABLE samples (
+    seq INTEGER NOT NULL,
+    id INTEGER PRIMARY KEY,
+    cohort INTEGER NOT NULL,
+    prompt TEXT NOT NULL,
+    epoch INTEGER NOT NULL,
+    idx INTEGER NOT NULL,
+    seed INTEGER NOT NULL,
+    budget INTEGER NOT NULL
+) STRICT;
+CREATE TABLE steps (
+    seq INTEGER PRIMARY KEY,
+    sample INTEGER NOT NULL,
+    attempt INTEGER NOT NULL,  -- the one that the step begins, ends or judges
+    step TEXT NOT NULL,  -- start, finish, interrupt, fail, give-up, score, requeue; cut: it ran when a process ended
+    value ANY  -- of finish: the reason; of score: the reward (null: not a number); of requeue: the mode
+) STRICT;
+CREATE TABLE segments (  -- a row for each delivery of tokens; the first `verified` repeat what stood there
+    seq INTEGER PRIMARY KEY,
+    sample INTEGER NOT NULL,
+    attempt INTEGER NOT NULL,
+    start INTEGER NOT NULL,
+    verified INTEGER NOT NULL,
+    version INTEGER NOT NULL,
+    slot_s REAL NOT NULL,
+    num_tokens INTEGER NOT NULL,
+    crc INTEGER NOT NULL,  -- crc32 over tokens, then logprobs
+    tokens BLOB,  -- int32, little-endian; null: left out of a snapshot, since the sample is trained
+    logprobs BLOB  -- float32, little-endian; null likewise
+) STRICT;
+CREATE TABLE updates (  -- a row for each batch taken
+    seq INTEGER PRIMARY KEY,
+    number INTEGER NOT NULL UNIQUE,  -- from 0
+    version INTEGER NOT NULL,  -- in force then
+    num_samples INTEGER NOT NULL
+) STRICT;
+CREATE TABLE trained (  -- its primary key makes training twice impossible
+    seq INTEGER NOT NULL,
+    sample INTEGER PRIMARY KEY,
+    number INTEGER NOT NULL,  -- of the update
+    version INTEGER NOT NULL,
+    length INTEGER NOT NULL,
+    reward REAL,
+    staleness INTEGER NOT NULL
+) STRICT;
+CREATE TABLE versions (  -- weights published; (lineage, version) is never used again
+    seq INTEGER PRIMARY KEY,
+    version INTEGER NOT NULL,
+    lineage INTEGER NOT NULL,
+    UNIQUE (lineage, version)
+) STRICT;
+CREATE INDEX steps_by_sample ON steps (sample);
+CREATE INDEX segments_by_sample ON segments (sample);
+CREATE INDEX samples_by_cohort ON samples (cohort);
+"""
+
+# The tables that seq numbers, each with its number of columns.
+JOURNAL = {
+    "cohorts": 4,
+    "prompts": 6,
+    "samples": 8,
+    "steps": 5,
+    "segments": 11,
+    "updates": 4,
+    "trained": 7,
+    "versions": 3,
+}
+INSERT = {table: f"INSERT INTO {table} VALUES ({', '.join('?' * width)})" for table, width in JOURNAL.items()}  # noqa: S608
+
+_COPY_SEGMENTS = """
+INSERT INTO copy.segments
+SELECT
+    s.seq, s.sample, s.attempt, s.start, s.verified, s.version, s.slot_s, s.num_tokens, s.crc,
+    iif(t.seq IS NULL, s.tokens, NULL), iif(t.seq IS NULL, s.logprobs, NULL)
+FROM main.segments AS s LEFT JOIN main.trained AS t ON t.sample = s.sample
+ORDER BY s.seq
+"""
+
+
+def create_file(path: Path, meta: Mapping[str, str], *, run: Path | None = None) -> sqlite3.Connection:
+    """A ledger file without rows, where there is no file yet. `run`: as for `named_errors`."""
+    if sqlite3.sqlite_version_info < MIN_SQLITE:
+        raise LedgerError(
+            f"this Python has SQLite {sqlite3.sqlite_version}, but a ledger needs 3.37 or later: use another Python"
+        )
+    if path.exists():
+        raise LedgerError(f"ledger {path} exists already: go on from it, or choose another place with run.dir=PATH")
+    with named_errors(path, run):
+        connection = _connect(path, "rwc")
+        try:
+            connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
+            connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+            connection.executescript(f"BEGIN; {SCHEMA} COMMIT;")
+            connection.executemany(
+                "INSERT INTO meta VALUES (?, ?)",
+                {"schema_version": str(SCHEMA_VERSION), "seq": "0", "num_durable": "0", **meta}.items(),
+            )
+        except BaseException:
+            connection.close()
+            raise
+    _sync_folder(path.parent)
+    return connection
+
+
+def open_file(path: Path) -> sqlite3.Connection:
+    """A ledger file that can be written and is whole, as far as can be told quickly."""
+    if not path.is_file():
+        raise LedgerError(f"there is no ledger {path}: name the directory of a run that was started with one")
+    with named_errors(path):
+        connection = _connect(path, "rw")
+        try:
+            (application,) = connection.execute("PRAGMA application_id").fetchone()
+            if application != APPLICATION_ID:
+                raise LedgerError(f"{path} is a database of another program, no ledger: name the directory of a run")
+            _check_version(path, read_meta(path, connection).get("schema_version", "none"))
+            use_wal(path, connection)
+            connection.execute("BEGIN IMMEDIATE")  # a lock or a read-only disk shows here, not hours later
+            connection.execute("ROLLBACK")
+            _check_whole(path, connection)
+        except BaseException:
+            connection.close()
+            raise
+    return connection
+
+
+def copy_file(connection: sqlite3.Connection, path: Path, *, run: Path) -> None:
+    """Copy all rows to a ledger file of their own, without the blobs of samples that are trained."""
+    create_file(path, {}, run=run).close()
+    with named_errors(path, run):
+        connection.execute("ATTACH DATABASE ? AS copy", (str(path.absolute()),))
+        try:
+            connection.execute("PRAGMA copy.journal_mode = OFF")
+            connection.execute("PRAGMA copy.synchronous = OFF")
+            connection.execute("BEGIN")
+            connection.execute("DELETE FROM copy.meta")
+            for table in ("meta", "lineages", *JOURNAL):
+                if table != "segments":
+                    connection.execute(f"INSERT INTO copy.{table} SELECT * FROM main.{table}")  # noqa: S608
+            connection.execute(_COPY_SEGMENTS)
+            connection.execute("COMMIT")
+        finally:
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+            connection.execute("DETACH DATABASE copy")
+
+
+def use_wal(path: Path, connection: sqlite3.Connection) -> None:
+    """Writes go to a log beside the file: a killed process leaves no half of a commit, and readers need not wait."""
+    (mode,) = connection.execute("PRAGMA journal_mode = WAL").fetchone()
+    if mode != "wal":
+        raise LedgerError(f"the file system of {path} cannot hold a ledger: choose a local disk with run.dir=PATH")
+    connection.execute(f"PRAGMA wal_autocheckpoint = {WAL_PAGES}")
+    connection.execute(f"PRAGMA journal_size_limit = {2 * WAL_PAGES * PAGE_BYTES}")
+    connection.execute("PRAGMA synchronous = NORMAL")
+
+
+def read_meta(path: Path, connection: sqlite3.Connection) -> dict[str, str]:
+    meta = dict(connection.execute("SELECT key, value FROM meta"))
+    missing = {"schema_version", "seq", "grouped", "knobs", "num_durable"} - set(meta)
+    if "schema_version" in missing or (missing and meta["schema_version"] == str(SCHEMA_VERSION)):
+        raise damaged(path, f"it does not say {min(missing)}")
+    return meta
+
+
+def damaged(path: Path, what: str) -> LedgerError:
+    return LedgerError(f"ledger {path} is damaged ({what}): put the copy that a checkpoint holds in its place")
+
+
+@contextmanager
+def named_errors(path: Path, run: Path | None = None) -> Iterator[None]:
+    """Turns what sqlite3 raises into errors that say what to do; `run`: the run directory, if not the file's own."""
+    try:
+        yield
+    except sqlite3.IntegrityError as error:
+        raise AssertionError(f"ledger {path} refuses a row: {error}") from error
+    except sqlite3.Error as error:
+        raise _named(error, path, run or path.parent) from error
+    except ValueError as error:  # text that is no text, numbers that are none
+        raise damaged(path, str(error)) from error
+
+
+def _named(error: sqlite3.Error, path: Path, run: Path) -> LedgerError:
+    match getattr(error, "sqlite_errorcode", 0) & 0xFF:  # the rest of an extended code says which call it was
+        case sqlite3.SQLITE_FULL:
+            free = shutil.disk_usage(path.parent).free / 1e6
+            return LedgerError(
+                f"the disk of {path} is full ({free:.1f} MB free): free some space and run `sortedrl train --resume "
+                f"{run}`"
+            )
+        case sqlite3.SQLITE_IOERR:
+            free = shutil.disk_usage(path.parent).free / 1e6
+            return LedgerError(
+                f"the disk of {path} fails ({error}; {free:.1f} MB free): mend it and run `sortedrl train --resume "
+                f"{run}`"
+            )
+        case sqlite3.SQLITE_BUSY | sqlite3.SQLITE_LOCKED | sqlite3.SQLITE_PROTOCOL:
+            return LedgerError(f"ledger {path} is in use ({error}): end the other process that writes it")
+        case sqlite3.SQLITE_READONLY | sqlite3.SQLITE_CANTOPEN | sqlite3.SQLITE_PERM:
+            return LedgerError(
+                f"ledger {path} cannot be written ({error}): make the file and its folder writable, or choose another "
+                "place with run.dir=PATH"
+            )
+        case sqlite3.SQLITE_NOTADB:
+            return LedgerError(
+                f"{path} is no ledger, or its beginning is damaged: put a checkpoint's copy in its place"
+            )
+        case _:
+            return damaged(path, str(error))
+
+
+def _connect(path: Path, mode: str) -> sqlite3.Connection:
+    uri = f"{path.absolute().as_uri()}?mode={mode}"
+    connection = sqlite3.connect(uri, uri=True, timeout=BUSY_S, isolation_level=None)
+    connection.execute("PRAGMA temp_store = MEMORY")
+    return connection
+
+
+def _check_version(path: Path, version: str) -> None:
+    if version != str(SCHEMA_VERSION):
+        raise LedgerError(
+            f"ledger {path} has schema version {version}, this sortedrl knows {SCHEMA_VERSION}: use the sortedrl that "
+            "wrote it"
+        )
+
+
+def _check_whole(path: Path, connection: sqlite3.Connection) -> None:
+    """Pages of a small file, and in any case that no row is missing. Whoever reads a blob checks it as well."""
+    (num_pages,) = connection.execute("PRAGMA page_count").fetchone()
+    if num_pages * PAGE_BYTES <= QUICK_CHECK_BYTES:
+        (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+        if found != "ok":
+            raise damaged(path, found)
+    seq = read_meta(path, connection)["seq"]
+    num_rows = sum(connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0] for table in JOURNAL)  # noqa: S608
+    if seq != str(num_rows):
+        raise damaged(path, f"its last row is number {seq}, but it holds {num_rows}")
+
+
+def _sync_folder(folder: Path) -> None:
+    """So that a power loss does not take the file's name away."""
+    if os.name != "posix":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,176 @@
+"""Processes killed in the middle of saves: whatever the moment, the newest checkpoint is found, and it is whole."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from sortedrl.learner.checkpoint import OPTIMIZER_FILE, Checkpoints, load_model, load_state
+from sortedrl.learner.manifest import find_damage
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+
+# It loads what takes long once, then forks one saver for each line "FOLDER VERSION TURN KILL_AT", says its process id
+# and, when it has ended, how. With KILL_AT the saver saves once and kills itself before that file operation; with 0 it
+# saves until it is killed. What is saved has the turn written all over it.
+SAVERS = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from sortedrl.learner.checkpoint import Checkpoints
+from sortedrl.learner.torch import TorchLearner
+from test_checkpoint import SETTINGS, make_batch, make_model, make_tokenizer
+
+model, tokenizer = make_model(), make_tokenizer()
+learner = TorchLearner(model, SETTINGS, temperature=1.0)
+learner.start(make_batch(0))
+
+def save(folder, version, turn):
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *learner.state_dict()["optimizer"].values()]:
+            tensor.fill_(turn)
+    add = lambda folder: (folder / "ledger").write_text(str(turn) * 5000)
+    extra = {"version": version, "turn": turn}
+    Checkpoints(folder, keep=1).save(version, model, tokenizer, learner=learner, extra=extra, add=add)
+
+def die_at(count):
+    def hook(event, args):
+        nonlocal count
+        if event in ("open", "os.rename", "os.mkdir", "os.rmdir", "os.remove"):
+            count -= 1
+            if count == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+    os.fsync = lambda descriptor: None  # a killed process, not a lost machine: what was written stays written
+    sys.addaudithook(hook)
+
+save(sys.argv[1], 0, 0)  # what is imported at the first save is not imported in each saver
+print("ready", flush=True)
+for line in sys.stdin:
+    folder, version, turn, kill_at = line.split()
+    version, turn, kill_at = int(version), int(turn), int(kill_at)
+    pid = os.fork()
+    if pid == 0:
+        if kill_at:
+            die_at(kill_at)
+        save(folder, version, turn)
+        while not kill_at:
+            version, turn = version + 1, turn + 1
+            save(folder, version, turn)
+        os._exit(0)
+    print(pid, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+
+
+class Savers:
+    def __init__(self, child: subprocess.Popen[str]) -> None:
+        self.child = child
+        assert self._answer() == "ready"
+
+    def start(self, folder: Path, version: int, turn: int, *, kill_at: int = 0) -> int:
+        assert self.child.stdin is not None
+        self.child.stdin.write(f"{folder} {version} {turn} {kill_at}\n")
+        self.child.stdin.flush()
+        return int(self._answer())
+
+    def wait(self) -> int:
+        """How the saver ended: 0 if it was done, -9 if it was killed."""
+        return int(self._answer())
+
+    def _answer(self) -> str:
+        assert self.child.stdout is not None
+        return self.child.stdout.readline().strip()
+
+
+@pytest.fixture(scope="module")
+def savers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Savers]:
+    command = [sys.executable, "-c", SAVERS, str(tmp_path_factory.mktemp("warm"))]
+    cwd = Path(__file__).parent
+    with subprocess.Popen(command, cwd=cwd, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        yield Savers(child)
+        child.kill()
+
+
+def found(folder: Path) -> tuple[int, int]:
+    """Version and turn of the newest checkpoint, of which every part has to be of the same save."""
+    path = Checkpoints(folder).latest()
+    assert path is not None
+    # Half of a checkpoint, written or deleted, never has a version's name.
+    assert {find_damage(folder / str(version)) for version in Checkpoints(folder).versions()} <= {None}
+    extra = load_state(path)
+    turn = extra["turn"]
+    for name in ("model.safetensors", OPTIMIZER_FILE):
+        assert all(bool((tensor == turn).all()) for tensor in load_file(path / name).values()), name
+    assert (path / "ledger").read_text() == str(turn) * 5000
+    return extra["version"], turn
+
+
+@pytest.mark.parametrize("step", [1, 0])
+def test_killed_before_each_file_operation_in_turn(savers: Savers, tmp_path: Path, step: int) -> None:
+    """Of a save of the next version, and of one that replaces the same version; one checkpoint is kept."""
+    savers.start(tmp_path, 1, 0, kill_at=10_000)
+    assert savers.wait() == 0
+    before = (1, 0)
+    was_kept: list[bool] = []
+    code = -signal.SIGKILL
+    while code == -signal.SIGKILL:
+        turn = len(was_kept) + 1
+        savers.start(tmp_path, before[0] + step, turn, kill_at=turn)
+        code = savers.wait()
+        after = found(tmp_path)
+        assert after in (before, (before[0] + step, turn))
+        was_kept.append(after == before)
+        before = after
+    assert code == 0
+    # The old one was there until the one moment at which the next was, and all that was left aside is gone.
+    assert was_kept == sorted(was_kept, reverse=True)
+    assert was_kept.count(True) > 20
+    assert was_kept.count(False) > 5
+    assert {entry.name for entry in tmp_path.iterdir()} == {str(before[0])}
+
+
+def test_killed_at_random_moments(savers: Savers, tmp_path: Path) -> None:
+    choices = random.Random(0)
+    newest = (0, 0)
+    for _ in range(12):
+        first = newest[0] + 1
+        began = time.monotonic()
+        pid = savers.start(tmp_path, first, newest[1] + 1)
+        while max(Checkpoints(tmp_path).versions(), default=0) < first:
+            time.sleep(0.001)
+        # However fast the machine is, it is then somewhere in the next save or two.
+        time.sleep(choices.uniform(0, 2 * (time.monotonic() - began)))
+        os.kill(pid, signal.SIGKILL)
+        assert savers.wait() == -signal.SIGKILL
+        after = found(tmp_path)
+        assert after[0] == after[1] >= first
+        newest = after
+    path = Checkpoints(tmp_path).latest()
+    assert path is not None
+    model, _ = load_model(path)
+    assert all(bool((parameter == newest[1]).all()) for parameter in model.parameters())
+
+
+def test_others_may_ask_while_a_run_saves_and_removes(
+    savers: Savers, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    pid = savers.start(tmp_path, 1, 1)
+    try:
+        seen: set[Path] = set()
+        while len(seen) < 6:
+            if (path := checkpoints.latest()) is not None:
+                seen.add(path)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        assert savers.wait() == -signal.SIGKILL
+    assert caplog.messages == []
