@@ -4,8 +4,9 @@
 
 Every sample is loaded, started, given its tokens in four deliveries, finished, scored and trained, in cohorts of 4,096
 and batches of 1,024; the last cohort stays half written, as a killed run leaves it. `buffer` is the same work with the
-buffer in memory alone: what is left of the difference is the ledger's. Reading back is timed with the file's pages
-dropped from memory, if this process may drop them (`cold`), and again with them there.
+buffer in memory alone. `cpu_s` beside `seconds`, and the load average, tell how busy the machine was with other work.
+Reading back is timed with the file's pages dropped from memory, if this process may drop them (`cold`), and again with
+them there.
 """
 
 from __future__ import annotations
@@ -122,10 +123,12 @@ def measure(folder: Path, num_samples: int, num_tokens: int) -> dict[str, Any]:
     in_memory_s = run(Buffer(), num_samples, num_tokens)
     store = Store.create(path, grouped=False, knobs={})
     buffer = store.restore()
+    cpu_began = time.process_time()
     seconds = run(buffer, num_samples, num_tokens)
     began = time.perf_counter()
     store.commit(durable=True)
     durable_s = time.perf_counter() - began
+    cpu_s = time.process_time() - cpu_began
     seconds += durable_s
     store_s = store.seconds
     began = time.perf_counter()
@@ -145,6 +148,8 @@ def measure(folder: Path, num_samples: int, num_tokens: int) -> dict[str, Any]:
         "live": len(restored.samples),
         "payload_mb": payload / 1e6,
         "seconds": seconds,
+        "cpu_s": cpu_s,
+        "load_average": os.getloadavg()[0],
         "buffer_s": in_memory_s,
         "store_s": store_s,
         "payload_mb_per_s": payload / 1e6 / seconds,

@@ -264,7 +264,11 @@ def test_a_file_cut_short_is_refused(run: Path) -> None:
     ("statement", "message"),
     [
         ("UPDATE meta SET value = '2' WHERE key = 'schema_version'", "has schema version '2', this sortedrl reads 1"),
-        ("UPDATE meta SET value = '{' WHERE key = 'knobs'", "its knobs are no JSON"),
+        ("UPDATE meta SET value = '{' WHERE key = 'knobs'", "its knobs are not those of a schedule"),
+        (
+            "UPDATE meta SET value = '{\"lookahead\": \"x\"}' WHERE key = 'knobs'",
+            "its knobs are not those of a schedule",
+        ),
         ("DROP TABLE trained", "no such table: trained"),
         ("PRAGMA application_id = 5", "is a database, but no ledger"),
     ],

@@ -65,6 +65,7 @@ def test_secrets_of_the_environment_are_hidden_wherever_they_stand() -> None:
         ("https://ann:pw@host/x", f"https://ann:{REDACTED}@host/x"),
         ("https://host/x?token=abc&y=1", f"https://host/x?token={REDACTED}&y=1"),
         ("Authorization: Bearer abcdefghij", f"Authorization: Bearer {REDACTED}"),
+        ("{'authorization': 'Basic YTpi'}", f"{{'authorization': 'Basic {REDACTED}'}}"),
     ],
 )
 def test_secrets_in_text(text: str, safe: str) -> None:
@@ -79,7 +80,7 @@ def test_secrets_in_text(text: str, safe: str) -> None:
         "KeyError: 'no answer'",
         "unknown configuration key 'run.sed': did you mean run.seed?",
         "stop_token = 7, token=1e-3, has_key = true, password=''",
-        "tokens: 12, http://host:8000/path, a@b.c",
+        "tokens: 12, http://host:8000/path, a@b.c, basic configuration",
     ],
 )
 def test_plain_text_stays(text: str) -> None:

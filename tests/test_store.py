@@ -9,6 +9,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,13 +20,14 @@ from hypothesis import strategies as st
 
 from scripted import Run
 from sortedrl.buffer import Buffer
-from sortedrl.errors import DataError, LedgerError
+from sortedrl.errors import DamagedLedgerError, DataError, LedgerError
 from sortedrl.records import FinishReason, Mode, Prompt, Sample, State
 from sortedrl.schedule import Strategy
 from sortedrl.store import DurableBuffer, Store
 from test_guarantees import runs
 
 BUDGET = 2000
+SHM = Path("/dev/shm")  # where there is one, syncs cost nothing
 
 
 def make_sample(number: int, *, cohort: int = 0, siblings: int = 1, prompt: Prompt | None = None) -> Sample:
@@ -269,11 +271,11 @@ def with_ledger(run: Run, folder: Path) -> tuple[Store, list[tuple[int, dict[str
 
 
 @pytest.mark.parametrize("strategy", list(Strategy))
-def test_any_run_is_read_back_at_any_place(strategy: Strategy, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_any_run_is_read_back_at_any_place(strategy: Strategy) -> None:
     @settings(max_examples=12, suppress_health_check=list(HealthCheck))
     @given(run=runs(strategy))
     def check(run: Run) -> None:
-        folder = tmp_path_factory.mktemp("run")
+        folder = Path(tempfile.mkdtemp(prefix="test-store-", dir=SHM if SHM.is_dir() else None))
         store, places = with_ledger(run, folder)
         assert run.controller.run()
         end = as_read_back(run.controller.buffer)
@@ -295,23 +297,18 @@ def test_any_run_is_read_back_at_any_place(strategy: Strategy, tmp_path_factory:
 
 
 @pytest.mark.parametrize("strategy", [Strategy.SORTED_REPLAY, Strategy.SORTED_PARTIAL, Strategy.ASYNC])
-def test_a_run_that_is_cut_goes_on_and_trains_all_once(
-    strategy: Strategy, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_a_run_that_is_cut_goes_on_and_trains_all_once(strategy: Strategy) -> None:
     @settings(max_examples=10, suppress_health_check=list(HealthCheck))
     @given(run=runs(strategy), data=st.data())
     def check(run: Run, data: st.DataObject) -> None:
-        folder = tmp_path_factory.mktemp("run")
+        folder = Path(tempfile.mkdtemp(prefix="test-store-", dir=SHM if SHM.is_dir() else None))
         store, places = with_ledger(run, folder)
         controller = run.controller
         total, load_samples = controller.total_samples, controller.load_samples
         loaded: dict[int, list[Sample]] = {}
         controller.load_samples = lambda cohort, count: loaded.setdefault(cohort, load_samples(cohort, count))
         assert controller.run()
-        if not places:
-            store.close()
-            return
-        seq, _ = data.draw(st.sampled_from(places))
+        seq, _ = data.draw(st.sampled_from([(0, {}), *places]))
         store.close()
         store = Store.open(store.path)
         store.truncate(seq)
@@ -459,7 +456,7 @@ def test_a_durable_commit_writes_even_if_nothing_is_pending(tmp_path: Path) -> N
 def test_a_cut_beyond_the_end_is_refused(tmp_path: Path) -> None:
     store, buffer = created(tmp_path)
     buffer.load([make_sample(0)])
-    with pytest.raises(LedgerError, match="ends with row 3, but the checkpoint was made at row 4"):
+    with pytest.raises(DamagedLedgerError, match="ends with row 3, but the checkpoint was made at row 4"):
         store.truncate(4)
     store.truncate(0)
     assert not store.restore().samples
@@ -518,9 +515,9 @@ def closed_ledger(folder: Path, num_samples: int = 3) -> tuple[Path, dict[str, o
 
 
 def test_no_ledger_to_open(tmp_path: Path) -> None:
-    with pytest.raises(LedgerError, match="there is no ledger"):
+    with pytest.raises(DamagedLedgerError, match="there is no ledger"):
         Store.open(tmp_path / "ledger.sqlite")
-    with pytest.raises(LedgerError, match="there is no ledger"):
+    with pytest.raises(DamagedLedgerError, match="there is no ledger"):
         Store.open(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -529,7 +526,7 @@ def test_no_ledger_to_open(tmp_path: Path) -> None:
 def test_other_files_are_no_ledgers(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "ledger.sqlite"
     path.write_bytes(content)
-    with pytest.raises(LedgerError, match="no ledger"):
+    with pytest.raises(DamagedLedgerError, match=r"is damaged \(it "):
         Store.open(path)
     assert path.read_bytes() == content
     with pytest.raises(LedgerError, match="exists already"):
@@ -541,7 +538,7 @@ def test_databases_of_other_programs_are_no_ledgers(tmp_path: Path) -> None:
     connection = sqlite3.connect(path)
     connection.execute("CREATE TABLE meta (key, value)")
     connection.close()
-    with pytest.raises(LedgerError, match="database of another program"):
+    with pytest.raises(DamagedLedgerError, match="it is a database, but no ledger"):
         Store.open(path)
 
 
@@ -571,7 +568,7 @@ def test_another_schema_version_is_refused(tmp_path: Path) -> None:
 def test_a_ledger_with_something_missing_is_refused(tmp_path: Path, statement: str, message: str) -> None:
     path, _ = closed_ledger(tmp_path)
     edit(path, statement)
-    with pytest.raises(LedgerError, match=f"is damaged .*{message}"):
+    with pytest.raises(DamagedLedgerError, match=f"is damaged .*{message}"):
         Store.open(path)
 
 
@@ -600,7 +597,7 @@ def test_rows_that_cannot_be_are_found_when_read(tmp_path: Path, statement: str,
     path, _ = closed_ledger(tmp_path)
     edit(path, statement)
     store = Store.open(path)
-    with pytest.raises(LedgerError, match=f"is damaged .*{message}"):
+    with pytest.raises(DamagedLedgerError, match=f"is damaged .*{message}"):
         store.restore()
     store.close()
 
@@ -617,7 +614,7 @@ def test_flipped_bytes_in_tokens_are_found(tmp_path: Path) -> None:
     needle = (1001).to_bytes(4, "little") * 100
     flip(path, path.read_bytes().index(needle))
     store = Store.open(path)
-    with pytest.raises(LedgerError, match="sample 1, row"):
+    with pytest.raises(DamagedLedgerError, match="sample 1, row"):
         store.restore()
     store.close()
 
@@ -632,14 +629,14 @@ def test_flipped_bytes_anywhere_bring_no_wrong_token(tmp_path: Path) -> None:
         flip(path, at)
         try:
             store = Store.open(path)
-        except LedgerError:
+        except DamagedLedgerError:
             num_refused += 1
             continue
         try:
             for sample in store.restore().samples.values():
                 assert sample.tokens in ([], [1000] * 1000, [1001] * 1000, [1002] * 1000), f"byte {at}"
                 assert sample.prompt.content == "Wer lügt?", f"byte {at}"
-        except LedgerError:
+        except DamagedLedgerError:
             num_refused += 1
         finally:
             store.close()
@@ -650,7 +647,7 @@ def test_flipped_bytes_anywhere_bring_no_wrong_token(tmp_path: Path) -> None:
 def test_a_file_cut_short_is_refused(tmp_path: Path, share: float) -> None:
     path, _ = closed_ledger(tmp_path)
     os.truncate(path, int(share * path.stat().st_size))
-    with pytest.raises(LedgerError, match=r"damaged|no ledger"):
+    with pytest.raises(DamagedLedgerError, match=r"damaged|no ledger"):
         Store.open(path)
 
 
@@ -663,7 +660,7 @@ def test_a_large_file_is_not_read_to_be_opened(tmp_path: Path, monkeypatch: pyte
     assert store.restore().state_dict() == expected
     store.close()
     os.truncate(path, path.stat().st_size // 2)
-    with pytest.raises(LedgerError, match="damaged"):
+    with pytest.raises(DamagedLedgerError, match="damaged"):
         Store.open(path)
 
 
@@ -766,8 +763,9 @@ def test_a_snapshot_on_a_full_disk(small_disk: Path, tmp_path: Path) -> None:
 def test_a_disk_that_cannot_be_written(small_disk: Path) -> None:
     path, _ = closed_ledger(small_disk)
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    with pytest.raises(LedgerError, match="cannot be written"):
+    with pytest.raises(LedgerError, match="cannot be written") as caught:
         Store.open(path)
+    assert not isinstance(caught.value, DamagedLedgerError), "a copy would be no better"
     with pytest.raises(LedgerError, match="cannot be written"):
         Store.create(small_disk / "other.sqlite", grouped=False, knobs={})
 
@@ -779,8 +777,9 @@ def test_a_locked_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     path, _ = closed_ledger(tmp_path)
     holder = sqlite3.connect(path, isolation_level=None)
     holder.execute("BEGIN IMMEDIATE")
-    with pytest.raises(LedgerError, match="is in use"):
+    with pytest.raises(LedgerError, match="is in use") as caught:
         Store.open(path)
+    assert not isinstance(caught.value, DamagedLedgerError), "a copy would be no better"
     holder.close()
 
 

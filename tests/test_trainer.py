@@ -43,6 +43,7 @@ def make_config(folder: Path, **sections: dict[str, Any]) -> SortedConfig:
         reward={"grace_s": 60.0},  # on a busy machine too, batches do not depend on timing
         learner={"lr": 2e-3, "group_size": 4, **sections.pop("learner", {})},
         eval={"prompts": 0, **sections.pop("eval", {})},
+        **sections,
     )
 
 

@@ -19,6 +19,7 @@ from sortedrl.config import SortedConfig
 from sortedrl.controller import Controller
 from sortedrl.engine.base import Engine, EngineStats, InFlight, Sampling
 from sortedrl.engine.local import LocalEngine
+from sortedrl.engine.watchdog import Watchdog
 from sortedrl.errors import ConfigError
 from sortedrl.evaluate import Evaluator
 from sortedrl.learner.checkpoint import load_model
@@ -114,8 +115,7 @@ def build_run(
     knobs = config.knobs
     engine = build_engine(config, model, knobs)
     learner = TorchLearner(model, config.learner, temperature=config.engine.temperature or 1.0, overlap=knobs.overlap)
-    limits = {"timeout_s": config.reward.timeout_s, "workers": config.reward.workers}
-    rewards, heldout_rewards = RewardPool(task.reward_funcs, **limits), RewardPool(task.reward_funcs, **limits)
+    rewards, heldout_rewards = build_rewards(config, task), build_rewards(config, task)
     stop_tokens = stop_token_ids(model, tokenizer)
     evaluator = Evaluator(
         engine=engine,
@@ -226,7 +226,18 @@ def build_engine(config: SortedConfig, model: Any, knobs: Knobs) -> Engine:
             "replay needs an engine whose replay is exact (float32 weights): load the model in float32, or set "
             "schedule.interrupted and schedule.on_bound to resume, restart or wait"
         )
-    return engine
+    return Watchdog(engine, config.engine.watchdog_s)
+
+
+def build_rewards(config: SortedConfig, task: Task) -> RewardPool:
+    settings = config.reward
+    return RewardPool(
+        task.reward_funcs,
+        timeout_s=settings.timeout_s,
+        workers=settings.workers,
+        memory_bytes=settings.memory_mb * 2**20,
+        keep_env=settings.keep_env,
+    )
 
 
 def model_path(config: SortedConfig) -> Path:

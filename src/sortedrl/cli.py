@@ -1,4 +1,4 @@
-"""The command line: train, compare, simulate, plan, sft, report, doctor.
+"""The command line: train, compare, simulate, plan, ledger, sft, report, doctor.
 
 Each command prints a table for people, or with `--json` one JSON object and nothing else on stdout. Progress and
 messages go to stderr. Users' mistakes end with one line and exit code 2, Ctrl-C with 130.
@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +22,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from sortedrl.config import SortedConfig
 from sortedrl.errors import ConfigError, RunDirError, SortedRLError
+from sortedrl.redact import SafeText, redact_text
+from sortedrl.reward_worker import printable
 from sortedrl.schedule import Strategy
 
 if TYPE_CHECKING:
@@ -313,6 +316,31 @@ def doctor(
         raise typer.Exit(2)
 
 
+@app.command()
+def ledger(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, or its ledger.sqlite.")],
+    verify: Annotated[bool, typer.Option("--verify", help="Prove the invariants from the file alone.")] = False,
+    sample: Annotated[int | None, typer.Option(min=0, help="Tell the life of one sample.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what became of every sample of RUN; exit code 1 if the file breaks an invariant."""
+    from sortedrl.ledger_command import ledger_command
+
+    out = Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
+    decode = None if sample is None or as_json else answer_decoder(run)
+    code = ledger_command(run, verify=verify, sample=sample, console=out, as_json=as_json, decode=decode)
+    raise typer.Exit(code)
+
+
+def answer_decoder(run: Path) -> Callable[[list[int]], str] | None:
+    """How the run's tokenizer spells tokens; None where there is no checkpoint with one."""
+    from sortedrl.learner.checkpoint import Checkpoints
+    from sortedrl.learner.model import load_tokenizer
+
+    folder = Checkpoints((run if run.is_dir() else run.parent) / "checkpoints").latest()
+    return None if folder is None else load_tokenizer(folder).decode
+
+
 def show(summaries: list[Summary], as_json: bool) -> None:
     from sortedrl.telemetry.summary import comparison_table, group_line, summary_table
 
@@ -324,7 +352,7 @@ def show(summaries: list[Summary], as_json: bool) -> None:
     if len(summaries) > 1:
         out.print(comparison_table(summaries))
     elif groups := group_line(summaries[0]):
-        out.print(groups, highlight=False)
+        out.print(escape(printable(groups)), highlight=False)
 
 
 def _doctor_table(findings: list[Any]) -> Any:
@@ -336,20 +364,26 @@ def _doctor_table(findings: list[Any]) -> Any:
     return table
 
 
+def complain(message: str, *notes: str) -> None:
+    """An error as one line, and what else there is to say below it."""
+    safe = [escape(printable(redact_text(text))) for text in (message, *notes)]
+    for line in (f"[bold red]error:[/] {safe[0]}", *safe[1:]):
+        err.print(line, highlight=False, soft_wrap=True)
+
+
 def main() -> None:
     """Entry point: errors of this package become one line."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    logging.basicConfig(
-        level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=err, show_path=False)]
-    )
+    handler = RichHandler(console=err, show_path=False)
+    handler.addFilter(SafeText())
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
     command = typer.main.get_command(app)
     try:
         # Not `app()`: it turns an interrupt into an exit, and an exit into a return value.
         with command.make_context("sortedrl", sys.argv[1:]) as context:
             command.invoke(context)
     except SortedRLError as error:
-        for line in (f"[bold red]error:[/] {escape(str(error))}", *map(escape, getattr(error, "__notes__", []))):
-            err.print(line, highlight=False, soft_wrap=True)
+        complain(str(error), *getattr(error, "__notes__", []))
         sys.exit(2)
     except typer.Exit as leave:
         sys.exit(leave.exit_code)
@@ -364,5 +398,5 @@ def main() -> None:
         if usage is None:
             raise
         if usage():  # without any argument the help has been printed, and there is nothing to add
-            err.print(f"[bold red]error:[/] {escape(usage())}", highlight=False, soft_wrap=True)
+            complain(usage())
         sys.exit(2)

@@ -7,6 +7,7 @@ the knobs that a preset leaves open are resolved in `schedule.py`.
 from __future__ import annotations
 
 import difflib
+import json
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from sortedrl.errors import ConfigError
+from sortedrl.redact import redact
 from sortedrl.schedule import PRESETS, Knobs, Strategy, resolve_knobs
 
 Int = Annotated[int, Field(strict=True)]  # neither true nor "16" nor 16.0
@@ -89,7 +91,7 @@ class EngineSection(Section):
         default="reprefill", description="KV of running samples at a publication."
     )
     watchdog_s: float = Field(
-        default=600.0, ge=0.0, description="An engine that does not answer for so long is given up; 0: never."
+        default=600.0, gt=0.0, description="An engine that does not answer for so long is given up."
     )
 
 
@@ -100,6 +102,9 @@ class RewardSection(Section):
     )
     workers: Int = Field(default=1, ge=1, description="Scoring workers.")
     memory_mb: Int = Field(default=4096, ge=64, description="Memory limit of a scoring worker.")
+    keep_env: tuple[str, ...] = Field(
+        default=(), description="Environment variables that rewards need beyond the usual ones."
+    )
 
 
 class LearnerSection(Section):
@@ -152,6 +157,7 @@ CHANGEABLE = frozenset(
         "reward.grace_s",
         "reward.workers",
         "reward.memory_mb",
+        "reward.keep_env",
         "learner.micro_tokens",
         "eval.every_samples",
         "checkpoint.save",
@@ -259,8 +265,8 @@ class SortedConfig(Section):
         return tree
 
     def to_toml(self) -> str:
-        """The resolved configuration."""
-        return "\n".join(_section_toml(name, section) for name, section in self.in_force().items())
+        """The resolved configuration, without secrets."""
+        return "\n".join(_section_toml(name, section) for name, section in redact(self.in_force()).items())
 
 
 def reference() -> str:
@@ -354,5 +360,4 @@ def _toml_value(value: Any) -> str:
         case dict():
             return "{ " + ", ".join(f"{_toml_value(k)} = {_toml_value(v)}" for k, v in value.items()) + " }"
         case _:
-            escaped = str(value).replace("\\", "\\\\").replace('"', '\\"')
-            return f'"{escaped}"'
+            return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")  # TOML's escapes are JSON's

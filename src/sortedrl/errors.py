@@ -29,6 +29,10 @@ class LedgerError(SortedRLError, OSError):
     """A ledger file that cannot be written, read or trusted."""
 
 
+class DamagedLedgerError(LedgerError):
+    """A ledger file that is not what was written: a copy of it can take its place."""
+
+
 class EngineError(SortedRLError, RuntimeError):
     """An engine that failed as a whole, not just on one sample."""
 

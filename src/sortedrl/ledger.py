@@ -247,10 +247,7 @@ class Ledger:
                 f"{self.path} has schema version {found!r}, this sortedrl reads {SCHEMA_VERSION}: use the one that "
                 "wrote it"
             )
-        try:
-            self.knobs: Mapping[str, Any] = json.loads(self.meta.get("knobs", "{}"))
-        except ValueError as error:
-            raise LedgerError(f"{self.path}: its knobs are no JSON ({error}); a checkpoint has a copy of it") from error
+        self.knobs = _knobs(self.path, self.meta.get("knobs", "{}"))
         query = "SELECT lineage, cut_seq, version FROM lineages ORDER BY lineage"
         self.lineages = [
             Lineage(lineage=number, cut_seq=at, version=version) for number, at, version in self.rows(query)
@@ -282,3 +279,15 @@ def _connect(path: Path) -> sqlite3.Connection:
             f"{path} cannot be read where nothing may be written, since {log.name} belongs to it: copy both elsewhere"
         )
     return sqlite3.connect(f"{uri}?mode=ro&immutable=1", uri=True, isolation_level=None)
+
+
+def _knobs(path: Path, text: str) -> Mapping[str, Any]:
+    """The schedule's settings; those that bound something are numbers, or null for no bound."""
+    try:
+        knobs = json.loads(text)
+    except ValueError:
+        knobs = None
+    bounds = ("cohort_batches", "lookahead", "max_staleness")
+    if not isinstance(knobs, dict) or not all(isinstance(knobs.get(name), int | None) for name in bounds):
+        raise LedgerError(f"{path}: its knobs are not those of a schedule; a checkpoint has a copy of it")
+    return knobs

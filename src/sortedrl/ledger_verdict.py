@@ -41,17 +41,17 @@ def proven_line(ledger: Ledger, verdict: Verdict) -> str:
     """What a file that passed has been shown to keep, in one line."""
     count, staleness, waits = verdict.counts, ledger.knobs.get("max_staleness"), cohort_updates(ledger)
     said = [
-        f"{count['samples']:,} samples loaded = {count['trained']:,} trained once + {count['live']:,} waiting",
-        f"{count['rows']:,} rows without a gap, {count['lineages']:,} lineages, every step allowed",
-        f"{count['tokens']:,} tokens in {count['segments']:,} deliveries within budgets and of versions in force",
-        f"{count['updates']:,} updates record what the rows say",
+        f"{_many(count['samples'], 'sample')} loaded = {count['trained']:,} trained once + {count['live']:,} waiting",
+        f"{_many(count['rows'], 'row')} without a gap, {_many(count['lineages'], 'lineage')}, every step allowed",
+        f"{_many(count['tokens'], 'token')} within budgets and of versions in force",
+        f"{_many(count['updates'], 'update')} with the records that the rows make",
     ]
     if count["blank"]:
-        said.append(f"{count['blank']:,} deliveries of trained samples left out, the others intact")
+        said.append(f"tokens of {_many(count['blank'], 'row')} left out, the others intact")
     if staleness is not None:
         said.append(f"staleness at most {staleness}")
     if waits is not None:
-        said.append(f"{count['cohorts']:,} cohorts each within {waits} updates")
+        said.append(f"{_many(count['cohorts'], 'cohort')}, each within {_many(waits, 'update')}")
     if ledger.grouped:
         said.append("siblings together")
     return "proven: " + "; ".join(said)
@@ -61,3 +61,7 @@ def cohort_updates(ledger: Ledger) -> int | None:
     """Updates within which a cohort is to be consumed, None without a bound."""
     batches, lookahead = ledger.knobs.get("cohort_batches"), ledger.knobs.get("lookahead")
     return None if batches is None or lookahead is None else batches * (1 + lookahead)
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

@@ -52,35 +52,21 @@ _JOURNAL: Mapping[str, str] = {
 _STEP, _TRAINED = list(_JOURNAL).index("step"), list(_JOURNAL).index("trained")
 
 
+@dataclass(slots=True, kw_only=True)
 class _Track:
     """A sample that is not trained."""
 
-    __slots__ = (
-        "answer",
-        "attempt",
-        "begun",
-        "budget",
-        "cohort",
-        "given_up",
-        "group",
-        "is_blank",
-        "is_replay",
-        "reward",
-        "state",
-    )
-
-    def __init__(self, cohort: int, group: object, budget: int) -> None:
-        self.cohort = cohort
-        self.group = group
-        self.budget = budget
-        self.state = State.PENDING
-        self.attempt = 0
-        self.begun = 0  # the version in force when the attempt began
-        self.answer = Answer()
-        self.reward: float | None = None
-        self.given_up = False
-        self.is_replay = False  # what it holds is yet to be verified
-        self.is_blank = False  # rows of it lack their tokens
+    cohort: int
+    group: object
+    budget: int
+    state: State = State.PENDING
+    attempt: int = 0
+    begun: int = 0  # the version in force when the attempt began
+    answer: Answer = field(default_factory=Answer)
+    reward: float | None = None
+    is_given_up: bool = False
+    is_replay: bool = False  # what it holds is yet to be verified
+    is_blank: bool = False  # rows of it lack their tokens
 
 
 @dataclass(slots=True, kw_only=True)
@@ -138,10 +124,8 @@ class _Proof:
             if self.is_beginning and not (kind == _STEP and row[4] == "cut"):
                 self._go_on()
             if seq != self.seq + 1:
-                gap = (
-                    f"row {seq} is there twice" if seq <= self.seq else f"rows {self.seq + 1} to {seq - 1} are missing"
-                )
-                self.broken("journal", None, gap)
+                missing = f"rows {self.seq + 1} to {seq - 1} are missing"
+                self.broken("journal", None, missing if seq > self.seq else f"row {seq} is there twice")
             self.seq = seq
             judges[kind](*row[2:])
         if self.update is not None:
@@ -172,7 +156,7 @@ class _Proof:
     def _sample(self, sample: int, cohort: int, prompt: str, epoch: int, budget: int) -> None:
         self.verdict.counts["samples"] += 1
         group = (epoch, prompt) if self.ledger.grouped else None
-        self.samples[sample] = _Track(cohort, group, budget)
+        self.samples[sample] = _Track(cohort=cohort, group=group, budget=budget)
         self.groups[group] += 1
         if cohort in self.cohorts:
             self.cohorts[cohort].num_seen += 1
@@ -197,7 +181,7 @@ class _Proof:
         if attempt != expected:
             self.broken("attempt", sample, f"{step} in row {self.seq} is of attempt {attempt}, not {expected}")
         if step == "start":
-            track.begun, track.given_up = self.version, False
+            track.begun, track.is_given_up = self.version, False
         elif step == "score":
             self._score(sample, track, value)
         elif step == "finish" and value not in _REASONS:
@@ -206,7 +190,7 @@ class _Proof:
             self._requeue(sample, track, value)
         elif step == "give-up":
             track.answer.cut(0)
-            track.given_up = True
+            track.is_given_up = True
         track.attempt = attempt
         track.state = STATE_AFTER[step]
 
@@ -234,8 +218,6 @@ class _Proof:
             counts["blank"] += 1
         elif fault := tokens_fault(num_tokens, tokens, logprobs, crc):
             self.broken("integrity", sample, f"row {self.seq} {fault}")
-        elif verified and not repeats(self.ledger, sample, self.seq, start, tokens[: 4 * verified]):
-            self.broken("segments", sample, f"the {verified} verified tokens of row {self.seq} are not those it held")
         held = track.answer.num_tokens
         if track.state != State.RUNNING:
             self.broken("transition", sample, f"tokens in row {self.seq} while it is {track.state}")
@@ -245,9 +227,9 @@ class _Proof:
             at = f"{num_tokens} tokens at {start}, {verified} of them verified"
             self.broken("segments", sample, f"row {self.seq} puts {at}, where it holds {held}")
         elif start < held and num_tokens and not track.is_replay:
-            self.broken(
-                "segments", sample, f"row {self.seq} overwrites from {start} on what it holds, but is no replay"
-            )
+            self.broken("segments", sample, f"row {self.seq} overwrites from {start} on, but it was not to be replayed")
+        elif verified and tokens and not repeats(self.ledger, sample, self.seq, start, tokens[: 4 * verified]):
+            self.broken("segments", sample, f"the {verified} verified tokens of row {self.seq} are not those it held")
         if start + num_tokens > track.budget:
             self.broken("budget", sample, f"{start + num_tokens} tokens in row {self.seq}, of {track.budget} allowed")
         if not track.begun <= version <= self.version:
@@ -305,7 +287,7 @@ class _Proof:
         is_number = reward is None or isinstance(reward, int | float)
         if not is_number:
             self.broken("record", sample, f"its score in row {self.seq} is {reward!r}")
-        if track.given_up and reward != 0:
+        if track.is_given_up and reward != 0:
             self.broken("record", sample, f"it was given up, and scored {reward!r} in row {self.seq}")
         track.reward = reward if is_number else None
 
@@ -344,9 +326,8 @@ class _Proof:
             for group in update.groups:
                 if self.groups[group]:
                     left = next(sample for sample, track in self.samples.items() if track.group == group)
-                    self.broken(
-                        "siblings", left, f"it is left behind, its siblings were trained by update {update.number}"
-                    )
+                    text = f"it is left behind, its siblings were trained by update {update.number}"
+                    self.broken("siblings", left, text)
                 else:
                     del self.groups[group]
 
@@ -363,9 +344,8 @@ class _Proof:
         self.is_beginning = False
         for sample, track in self.samples.items():
             if track.state == State.RUNNING:
-                self.broken(
-                    "lineage", sample, f"lineage {self.lineage} goes on, but found it running and did not end that"
-                )
+                text = f"lineage {self.lineage} goes on, but found it running and did not end that"
+                self.broken("lineage", sample, text)
                 track.state = State.PENDING
 
     def _stranger(self, sample: int, what: str) -> None:

@@ -23,11 +23,12 @@ MIN_SECRET = 6  # characters: shorter values, such as "1" or "true", stand every
 _WORDS = r"key|token|secret|passw(?:or)?d|passphrase|credentials?"
 SECRET_NAME = re.compile(r"KEY|TOKEN(?!I[SZ])|SECRET|PASSW|PASSPHRASE|CREDENTIAL", re.IGNORECASE)
 # A name must end in the word here: `max_new_tokens=512` and `KeyError: 'x'` are no secrets. Names in quotes are JSON's.
+# Names are bounded, since a log line may quote text that was made to keep a regular expression busy.
 _PAIR = re.compile(
-    rf"""(\b[\w.-]*(?:{_WORDS})\s*=\s*|["'][\w.-]*(?:{_WORDS})["']\s*:\s*)("[^"]*"|'[^']*'|[^\s"',;&)}}\]]+)""",
+    rf"""(\b[\w.-]{{0,64}}(?:{_WORDS})\s?=\s?|["'][\w.-]{{0,64}}(?:{_WORDS})["']:\s?)("[^"]*"|'[^']*'|[^\s"',;&)}}\]]+)""",
     re.IGNORECASE,
 )
-_BEARER = re.compile(r"(\b(?:bearer|basic)\s+)[\w.~+/=-]{8,}", re.IGNORECASE)
+_HEADER = re.compile(r"(\bauthorization\W{1,4}(?:bearer|basic)\s)[\w.~+/=-]+", re.IGNORECASE)
 _LOGIN = re.compile(r"(\w://[^\s/:@]*:)[^\s/@]+(?=@)")  # a password within an address
 _PLAIN_VALUE = re.compile(r"[+-]?[\d._]+(?:e[+-]?\d+)?|true|false|none|null", re.IGNORECASE)
 
@@ -86,7 +87,7 @@ def _redact_text(text: str, values: list[str]) -> str:
     for value in values:
         text = text.replace(value, REDACTED)
     text = _PAIR.sub(_without_value, text)
-    text = _BEARER.sub(rf"\1{REDACTED}", text)
+    text = _HEADER.sub(rf"\1{REDACTED}", text)
     return _LOGIN.sub(rf"\1{REDACTED}", text)
 
 

@@ -25,6 +25,7 @@ from sortedrl.telemetry.metrics import RunMetrics
 from sortedrl.telemetry.sinks import JsonlSink, MetricsSink, read_events
 
 LEDGER_FILE = "ledger.sqlite"
+CHECKPOINTS = "checkpoints"
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +53,8 @@ class RunFiles:
     def reopen(cls, run_dir: Path, metrics: RunMetrics, checkpoint: Path) -> RunFiles:
         """Those of a run that goes on from a checkpoint, cut to what they held when it was made."""
         state = load_state(checkpoint)
+        # A later one that was passed over as damaged must not come back once what it belongs to is cut off.
+        Checkpoints(run_dir / CHECKPOINTS).drop_after(state["version"])
         return cls(
             events=JsonlSink(run_dir / "events.jsonl", keep_bytes=state["events_bytes"]),
             metrics=MetricsSink(run_dir / "metrics.jsonl", metrics, keep_bytes=state["metrics_bytes"]),

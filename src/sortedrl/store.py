@@ -21,7 +21,7 @@ from typing import Any
 
 from sortedrl import store_schema
 from sortedrl.buffer import Buffer, Cohort
-from sortedrl.errors import DataError, LedgerError
+from sortedrl.errors import DamagedLedgerError, DataError, LedgerError
 from sortedrl.records import FinishReason, Mode, Prompt, Sample
 from sortedrl.store_rows import Packed, PromptRow, fill, pack, pack_prompt, unpack_prompt, version_in_force
 from sortedrl.store_schema import INSERT, JOURNAL, named_errors
@@ -119,7 +119,7 @@ class Store:
         """Forget every row after number `seq`. Buffers read before are void: `restore` gives the one to go on with."""
         self.commit()
         if not 0 <= seq <= self._seq:
-            raise LedgerError(
+            raise DamagedLedgerError(
                 f"ledger {self.path} ends with row {self._seq}, but the checkpoint was made at row {seq}: put the copy "
                 "that the checkpoint holds in its place"
             )

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from sortedrl.errors import LedgerError
+from sortedrl.errors import DamagedLedgerError, LedgerError
 
 SCHEMA_VERSION = 1
 APPLICATION_ID = 0x73726C67  # "srlg", so that other programs' databases can be told
@@ -157,13 +157,13 @@ def create_file(path: Path, meta: Mapping[str, str], *, run: Path | None = None)
 def open_file(path: Path) -> sqlite3.Connection:
     """A ledger file that can be written and is whole, as far as can be told quickly."""
     if not path.is_file():
-        raise LedgerError(f"there is no ledger {path}: name the directory of a run that was started with one")
+        raise DamagedLedgerError(f"there is no ledger {path}: name the directory of a run, or put a copy in its place")
     with named_errors(path):
         connection = _connect(path, "rw")
         try:
             (application,) = connection.execute("PRAGMA application_id").fetchone()
             if application != APPLICATION_ID:
-                raise LedgerError(f"{path} is a database of another program, no ledger: name the directory of a run")
+                raise damaged(path, "it is a database, but no ledger")
             _check_version(path, read_meta(path, connection).get("schema_version", "none"))
             use_wal(path, connection)
             connection.execute("BEGIN IMMEDIATE")  # a lock or a read-only disk shows here, not hours later
@@ -214,8 +214,8 @@ def read_meta(path: Path, connection: sqlite3.Connection) -> dict[str, str]:
     return meta
 
 
-def damaged(path: Path, what: str) -> LedgerError:
-    return LedgerError(f"ledger {path} is damaged ({what}): put the copy that a checkpoint holds in its place")
+def damaged(path: Path, what: str) -> DamagedLedgerError:
+    return DamagedLedgerError(f"ledger {path} is damaged ({what}): put the copy that a checkpoint holds in its place")
 
 
 @contextmanager
@@ -253,9 +253,7 @@ def _named(error: sqlite3.Error, path: Path, run: Path) -> LedgerError:
                 "place with run.dir=PATH"
             )
         case sqlite3.SQLITE_NOTADB:
-            return LedgerError(
-                f"{path} is no ledger, or its beginning is damaged: put a checkpoint's copy in its place"
-            )
+            return damaged(path, "it does not begin as a ledger does")
         case _:
             return damaged(path, str(error))
 

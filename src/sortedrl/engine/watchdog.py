@@ -8,6 +8,7 @@ since the ledger commits as it goes.
 
 What it keeps true:
 - a call that returns in time is passed on as it is, at the price of about a microsecond;
+- whatever else the engine raises, the caller gets an `EngineError`;
 - waiting is no hanging: a long `poll` is made of short ones, and the time that a caller allows comes on top;
 - time during which this process was stopped or the machine slept does not count, since the thread counts its own
   beats and was stopped too.
@@ -27,7 +28,7 @@ from types import FrameType
 from typing import Any, Final, TypeVar
 
 from sortedrl.engine.base import Capabilities, Engine, EngineStats, Event, Handle, InFlight, Request
-from sortedrl.errors import ConfigError, EngineError
+from sortedrl.errors import ConfigError, EngineError, SortedRLError
 
 EXIT_CODE: Final = 70  # EX_SOFTWARE of sysexits.h
 GRACE_S = 10.0
@@ -70,7 +71,7 @@ class Watchdog:
         self._watched("submit", self.limit_s, self.engine.submit, requests)
 
     def poll(self, timeout: float | None = None) -> list[Event]:
-        """As the engine's own; a long wait is cut, so that no end of an attempt is not taken for no answer."""
+        """As the engine's own. A long wait is cut up: an engine at work on long answers is not one that hangs."""
         longest = self.limit_s / 2
         if timeout is not None and timeout <= longest:
             return self._watched("poll", self.limit_s + timeout, self.engine.poll, timeout)
@@ -116,6 +117,13 @@ class Watchdog:
         self._call = (name, limit_s, threading.get_ident())
         try:
             return call(*arguments)
+        except (SortedRLError, AssertionError):  # what it says on purpose, and mistakes in the program
+            raise
+        except Exception as error:
+            raise EngineError(
+                f"the engine failed in {name} ({type(error).__name__}: {error}): see to its device or process, then "
+                "resume the run"
+            ) from error
         finally:
             self._call = None
 

@@ -122,11 +122,11 @@ class Checkpoints:
         folder = self.folder / str(version)
         with _writing(folder):
             self._clean()
+            self._prune()  # fewer may be kept than before: they make room
             self._check_space(folder, model, has_learner=learner is not None)
         save_checkpoint(folder, model, tokenizer, learner=learner, extra=extra, add=add)
         self.drop_after(version)
-        for old in self.versions()[: -self.keep] if self.keep is not None else []:
-            remove(self.folder / str(old))
+        self._prune()
         return folder
 
     def versions(self) -> list[int]:
@@ -169,7 +169,7 @@ class Checkpoints:
             raise RunDirError(f"{self.folder} cannot be read ({error.strerror}): check its permissions") from error
 
     def _candidates(self) -> list[tuple[int, Path]]:
-        """Versions and folders, newest first. One that was moved away to be replaced counts, behind the one that was to replace it."""
+        """Versions and folders, newest first. One moved away to be replaced counts, behind what was to replace it."""
         found: list[tuple[int, bool, Path]] = []
         for entry in self._entries():
             if _is_version(entry.name):
@@ -177,6 +177,10 @@ class Checkpoints:
             elif (aside := aside_of(entry)) and aside[1] == "replaced" and _is_version(aside[0]):
                 found.append((int(aside[0]), False, entry))
         return [(version, entry) for version, _, entry in sorted(found, reverse=True)]
+
+    def _prune(self) -> None:
+        for old in self.versions()[: -self.keep] if self.keep is not None else []:
+            remove(self.folder / str(old))
 
     def _clean(self) -> None:
         """Clear what killed processes left behind. One that was moved away, but never replaced, is put back."""
@@ -201,7 +205,7 @@ class Checkpoints:
         if free < needed:
             raise RunDirError(
                 f"checkpoint {folder} needs about {_size(needed)} and the disk has {_size(free)} free: "
-                "make room, keep fewer checkpoints, or use another disk with run.dir=PATH"
+                "make room, lower checkpoint.keep, or use another disk with run.dir=PATH"
             )
 
 

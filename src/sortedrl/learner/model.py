@@ -47,11 +47,14 @@ def load_model(path: str | Path, *, dtype: torch.dtype = torch.float32) -> tuple
         raise ModelError(
             f"the weights in {folder} do not fit config.json: {absent[0]} and {len(absent) - 1} more are off"
         )
+    return model.eval(), load_tokenizer(folder)
+
+
+def load_tokenizer(folder: Path) -> Any:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # tokenizers raises bare Exceptions on damaged files
         raise ModelError(f"the tokenizer in {folder} cannot be loaded: {_first_line(error)}") from error
-    return model.eval(), tokenizer
 
 
 @contextmanager

@@ -177,7 +177,7 @@ def _fill(history: RunHistory, events: Sequence[Event], run: RunStarted) -> None
 
 
 def _pause(attempts: Iterable[Attempt], t: float) -> None:
-    """Rollout stands still for an update: a bar ends here, and the next begins with the weights that it goes on with."""
+    """Rollout stands still for an update: bars end here, and the next begin with the weights that they go on with."""
     for attempt in attempts:
         attempt.end, attempt.outcome = t, "paused"
 
