@@ -108,10 +108,12 @@ def drop_pages(path: Path) -> bool:
 
 
 def reopen(path: Path) -> tuple[float, float, Buffer]:
-    """Seconds until the file is open and checked, and until the buffer is there."""
+    """Seconds until the file is open and checked, and until the buffer is there, as when a run is resumed."""
     began = time.perf_counter()
     store = Store.open(path)
     opened = time.perf_counter()
+    store.truncate(store.seq)
+    store.begin_lineage()
     buffer = store.restore()
     done = time.perf_counter()
     store.close()

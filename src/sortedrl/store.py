@@ -24,7 +24,7 @@ from sortedrl.buffer import Buffer, Cohort
 from sortedrl.errors import DamagedLedgerError, DataError, LedgerError
 from sortedrl.records import FinishReason, Mode, Prompt, Sample
 from sortedrl.store_rows import Packed, PromptRow, fill, pack, pack_prompt, unpack_prompt, version_in_force
-from sortedrl.store_schema import INSERT, JOURNAL, named_errors
+from sortedrl.store_schema import INSERT, JOURNAL, closed_on_error, named_errors
 
 COMMIT_ROWS = 20_000
 COMMIT_BYTES = 8 * 1024**2
@@ -58,11 +58,11 @@ class Store:
         """A ledger without rows, ready to be written as lineage 0."""
         path, began = Path(path), perf_counter()
         connection = store_schema.create_file(path, {"grouped": str(int(grouped)), "knobs": json.dumps(dict(knobs))})
-        with named_errors(path):
+        with named_errors(path), closed_on_error(connection):
             store_schema.use_wal(path, connection)
             store = cls(path, connection)
+            store.begin_lineage()
         store.seconds = perf_counter() - began
-        store.begin_lineage()
         return store
 
     @classmethod
@@ -70,7 +70,7 @@ class Store:
         """A ledger that is there. Before anything is written, `begin_lineage`, after `truncate` if need be."""
         path, began = Path(path), perf_counter()
         connection = store_schema.open_file(path)
-        with named_errors(path):
+        with named_errors(path), closed_on_error(connection):
             store = cls(path, connection)
         store.seconds = perf_counter() - began
         return store

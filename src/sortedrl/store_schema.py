@@ -137,19 +137,14 @@ def create_file(path: Path, meta: Mapping[str, str], *, run: Path | None = None)
         )
     if path.exists():
         raise LedgerError(f"ledger {path} exists already: go on from it, or choose another place with run.dir=PATH")
+    rows = {"schema_version": str(SCHEMA_VERSION), "seq": "0", "num_durable": "0", **meta}
     with named_errors(path, run):
         connection = _connect(path, "rwc")
-        try:
+        with closed_on_error(connection):
             connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
-            connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-            connection.executescript(f"BEGIN; {SCHEMA} COMMIT;")
-            connection.executemany(
-                "INSERT INTO meta VALUES (?, ?)",
-                {"schema_version": str(SCHEMA_VERSION), "seq": "0", "num_durable": "0", **meta}.items(),
-            )
-        except BaseException:
-            connection.close()
-            raise
+            connection.executescript(f"BEGIN; PRAGMA application_id = {APPLICATION_ID}; {SCHEMA}")
+            connection.executemany("INSERT INTO meta VALUES (?, ?)", rows.items())
+            connection.execute("COMMIT")
     _sync_folder(path.parent)
     return connection
 
@@ -160,18 +155,15 @@ def open_file(path: Path) -> sqlite3.Connection:
         raise DamagedLedgerError(f"there is no ledger {path}: name the directory of a run, or put a copy in its place")
     with named_errors(path):
         connection = _connect(path, "rw")
-        try:
+        with closed_on_error(connection):
             (application,) = connection.execute("PRAGMA application_id").fetchone()
             if application != APPLICATION_ID:
                 raise damaged(path, "it is a database, but no ledger")
-            _check_version(path, read_meta(path, connection).get("schema_version", "none"))
+            _check_version(path, read_meta(path, connection)["schema_version"])
             use_wal(path, connection)
             connection.execute("BEGIN IMMEDIATE")  # a lock or a read-only disk shows here, not hours later
             connection.execute("ROLLBACK")
             _check_whole(path, connection)
-        except BaseException:
-            connection.close()
-            raise
     return connection
 
 
@@ -229,6 +221,15 @@ def named_errors(path: Path, run: Path | None = None) -> Iterator[None]:
         raise _named(error, path, run or path.parent) from error
     except ValueError as error:  # text that is no text, numbers that are none
         raise damaged(path, str(error)) from error
+
+
+@contextmanager
+def closed_on_error(connection: sqlite3.Connection) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        connection.close()
+        raise
 
 
 def _named(error: sqlite3.Error, path: Path, run: Path) -> LedgerError:
