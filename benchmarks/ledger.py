@@ -1,12 +1,12 @@
 """What the ledger costs: tokens written through the durable buffer, and how soon a long run can be read back.
 
-    python benchmarks/ledger.py [--samples 100000] [--tokens 2000] [--folder DIR] [--json]
+    python benchmarks/ledger.py [--samples 100000] [--tokens 2000] [--deliveries 2] [--folder DIR] [--json]
 
-Every sample is loaded, started, given its tokens in four deliveries, finished, scored and trained, in cohorts of 4,096
-and batches of 1,024; the last cohort stays half written, as a killed run leaves it. `buffer` is the same work with the
-buffer in memory alone. `cpu_s` beside `seconds`, and the load average, tell how busy the machine was with other work.
-Reading back is timed with the file's pages dropped from memory, if this process may drop them (`cold`), and again with
-them there.
+Every sample is loaded, started, given its tokens in two deliveries, as if interrupted once, finished, scored and
+trained, in cohorts of 4,096 and batches of 1,024; the last cohort stays half written, as a killed run leaves it.
+`buffer_s` is the same work with the buffer in memory alone. `cpu_s` beside `seconds`, and the load average, tell how
+busy the machine was with other work. Reading back (open, cut, begin a lineage, restore) is timed with the file's pages
+dropped from memory, where this process may drop them (`cold`), and again with them there.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sortedrl.buffer import Buffer
 from sortedrl.records import FinishReason, Prompt, Sample, sample_seed
 from sortedrl.store import Store
 
-COHORT, BATCH, DELIVERIES, SIBLINGS = 4096, 1024, 4, 8
+COHORT, BATCH, SIBLINGS = 4096, 1024, 8
 GOAL_MB_S, GOAL_REOPEN_S = 50.0, 3.0
 BYTES_PER_TOKEN = 8  # an int32 and a float32
 
@@ -57,11 +57,11 @@ def cohort_of(number: int, first: int, count: int, budget: int) -> list[Sample]:
     return samples
 
 
-def run(buffer: Buffer, num_samples: int, num_tokens: int) -> float:
+def run(buffer: Buffer, num_samples: int, num_tokens: int, num_deliveries: int) -> float:
     """Drive a buffer through a whole run; returns the seconds that it took."""
     tokens = [(7919 * i) % 150_000 for i in range(num_tokens)]
     logprobs = [-(i % 97) / 64 for i in range(num_tokens)]
-    share = num_tokens // DELIVERIES
+    share = num_tokens // num_deliveries
     seconds = 0.0
     for number, first in enumerate(range(0, num_samples, COHORT)):
         samples = cohort_of(number, first, min(COHORT, num_samples - first), num_tokens)
@@ -70,7 +70,7 @@ def run(buffer: Buffer, num_samples: int, num_tokens: int) -> float:
         buffer.load(samples)
         for position, sample in enumerate(samples):
             buffer.start(sample)
-            for start in range(0, share * DELIVERIES, share):
+            for start in range(0, share * num_deliveries, share):
                 delivery = slice(start, start + share)
                 buffer.append(
                     sample,
@@ -120,13 +120,13 @@ def reopen(path: Path) -> tuple[float, float, Buffer]:
     return opened - began, done - began, buffer
 
 
-def measure(folder: Path, num_samples: int, num_tokens: int) -> dict[str, Any]:
+def measure(folder: Path, num_samples: int, num_tokens: int, num_deliveries: int) -> dict[str, Any]:
     path, copy = folder / "ledger.sqlite", folder / "copy.sqlite"
-    in_memory_s = run(Buffer(), num_samples, num_tokens)
+    in_memory_s = run(Buffer(), num_samples, num_tokens, num_deliveries)
     store = Store.create(path, grouped=False, knobs={})
     buffer = store.restore()
     cpu_began = time.process_time()
-    seconds = run(buffer, num_samples, num_tokens)
+    seconds = run(buffer, num_samples, num_tokens, num_deliveries)
     began = time.perf_counter()
     store.commit(durable=True)
     durable_s = time.perf_counter() - began
@@ -143,10 +143,11 @@ def measure(folder: Path, num_samples: int, num_tokens: int) -> dict[str, Any]:
     cold_open_s, cold_s, _ = reopen(path)
     _, warm_s, restored = reopen(path)
     assert list(restored.samples) == list(buffer.samples), "what was read back is not what was written"
-    payload = num_samples * (num_tokens // DELIVERIES) * DELIVERIES * BYTES_PER_TOKEN
+    payload = num_samples * (num_tokens // num_deliveries) * num_deliveries * BYTES_PER_TOKEN
     return {
         "samples": num_samples,
         "tokens": num_tokens,
+        "deliveries": num_deliveries,
         "live": len(restored.samples),
         "payload_mb": payload / 1e6,
         "seconds": seconds,
@@ -171,11 +172,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="What the ledger costs.")
     parser.add_argument("--samples", type=int, default=100_000)
     parser.add_argument("--tokens", type=int, default=2000)
+    parser.add_argument("--deliveries", type=int, default=2)
     parser.add_argument("--folder", type=Path, help="where the file is written; needs twice its size")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        record = measure(Path(folder), options.samples, options.tokens)
+        record = measure(Path(folder), options.samples, options.tokens, options.deliveries)
     save("ledger", record)
     if options.json:
         print(json.dumps(record))

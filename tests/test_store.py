@@ -210,6 +210,17 @@ def test_the_buffer_holds_what_the_file_holds(tmp_path: Path) -> None:
     store.close()
 
 
+def test_groups_are_ready_in_load_order(tmp_path: Path) -> None:
+    store, buffer = created(tmp_path, grouped=True)
+    buffer.load([make_sample(number, prompt=make_sample(group).prompt) for number, group in enumerate([0, 1, 1, 0])])
+    for sample in list(buffer.samples.values()):
+        bring_to_score(buffer, sample, [1])
+    restored = store.restore()
+    assert list(restored.ready) == [(0, "p0"), (0, "p1")]
+    assert restored.num_ready == 4
+    store.close()
+
+
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
@@ -290,6 +301,7 @@ def test_any_run_is_read_back_at_any_place(strategy: Strategy) -> None:
                 assert getattr(restored, name) == getattr(other, name), name
             assert [list(held) for held in restored.in_state.values()] == [list(h) for h in other.in_state.values()]
             assert (list(restored.ready), list(restored.waiting)) == (list(other.ready), list(other.waiting))
+            assert restored.num_started == 0
         store.close()
         shutil.rmtree(folder)
 
@@ -435,10 +447,13 @@ def test_one_process_writes(tmp_path: Path) -> None:
     second = Store.open(store.path)
     second.begin_lineage()
     buffer.start(buffer.samples[0])
-    with pytest.raises(LedgerError, match=r"another process has begun .* \(lineage 1, this one is 0\)"):
-        store.commit()
+    for _ in range(2):
+        with pytest.raises(LedgerError, match=r"another process has begun .* \(lineage 1, this one is 0\)"):
+            store.commit()
+    other = second.restore()
+    other.start(other.samples[0])
+    second.commit()  # not held up by the one that was refused
     store.close(commit=False)
-    second.restore().start(second.restore().samples[0])
     second.close()
 
 
@@ -641,6 +656,24 @@ def test_flipped_bytes_anywhere_bring_no_wrong_token(tmp_path: Path) -> None:
         finally:
             store.close()
     assert num_refused > len(whole) // 499 // 10
+
+
+def test_the_pages_of_a_small_file_are_all_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that nothing else reads, such as the answers of a sample that is trained."""
+    from sortedrl import store_schema
+
+    store, buffer = created(tmp_path)
+    buffer.load([make_sample(0)])
+    bring_to_score(buffer, buffer.samples[0], [1] * BUDGET)
+    buffer.take([buffer.samples[0]])
+    store.close()
+    ((page,),) = rows(store, "SELECT rootpage FROM sqlite_master WHERE name = 'segments'")
+    assert isinstance(page, int)
+    flip(store.path, (page - 1) * store_schema.PAGE_BYTES)
+    with pytest.raises(DamagedLedgerError, match="is damaged"):
+        Store.open(store.path)
+    monkeypatch.setattr(store_schema, "QUICK_CHECK_BYTES", 0)
+    Store.open(store.path).close()
 
 
 @pytest.mark.parametrize("share", [0.9, 0.5, 0.01])

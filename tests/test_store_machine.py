@@ -10,18 +10,22 @@ without any one of load, submit, finish, score and train nothing gets anywhere.
 
 from __future__ import annotations
 
+import io
 import shutil
 import tempfile
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from rich.console import Console
 
 from sortedrl import schedule
 from sortedrl.buffer import Buffer
+from sortedrl.ledger_command import ledger_command
 from sortedrl.records import FinishReason, Mode, Prompt, Sample, State
 from sortedrl.schedule import Knobs, Strategy, resolve_knobs
 from sortedrl.store import Store
@@ -77,7 +81,7 @@ class Ledger(RuleBasedStateMachine):
         self.knobs: Knobs = resolve_knobs(
             strategy, 2 * siblings, cohort_batches=2, lookahead=lookahead, max_staleness=bound, on_bound="replay"
         )
-        self.store = Store.create(self.folder / "ledger.sqlite", grouped=is_grouped, knobs={})
+        self.store = Store.create(self.folder / "ledger.sqlite", grouped=is_grouped, knobs=asdict(self.knobs))
         self.buffer = self.store.restore()
         self.loaded: set[int] = set()
         self.trained: dict[int, int] = {}  # id -> staleness
@@ -173,7 +177,8 @@ class Ledger(RuleBasedStateMachine):
 
     def score(self, age: int, reward: float) -> None:
         for sample in list(self.buffer.in_state[State.FINISHED].values()):
-            scored = self.buffer.score(sample.id, sample.attempt - age, reward)
+            is_failed = sample.finish_reason == FinishReason.FAILED
+            scored = self.buffer.score(sample.id, sample.attempt - age, 0.0 if is_failed else reward)
             assert (scored is None) == (age > 0)
 
     def train(self) -> None:
@@ -240,7 +245,15 @@ class Ledger(RuleBasedStateMachine):
             store = Store.open(self.store.path)
             assert store.restore().state_dict() == as_read_back(self.buffer)
             store.close()
+            self.prove()
         shutil.rmtree(self.folder)
+
+    def prove(self) -> None:
+        """The file alone, read by code that shares nothing with the buffer."""
+        said = io.StringIO()
+        console = Console(file=said, width=200)
+        code = ledger_command(self.folder, verify=True, sample=None, console=console, as_json=False)
+        assert code == 0, said.getvalue()
 
 
 Ledger.TestCase.settings = settings(
