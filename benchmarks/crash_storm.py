@@ -35,8 +35,8 @@ from sortedrl.config import SortedConfig
 from sortedrl.engine.local import LocalEngine
 from sortedrl.evaluate import Evaluator
 from sortedrl.learner.torch import TorchLearner
-from sortedrl.ledger import Ledger
-from sortedrl.ledger_verify import verify
+from sortedrl.ledger.reader import Ledger
+from sortedrl.ledger.verify import verify
 from sortedrl.runstate import RunSaver
 from sortedrl.telemetry.events import ignore
 from sortedrl.telemetry.summary import Summary

@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 from sortedrl.buffer import Buffer
+from sortedrl.ledger.store import Store
 from sortedrl.records import FinishReason, Prompt, Sample, sample_seed
-from sortedrl.store import Store
 
 COHORT, BATCH, SIBLINGS = 4096, 1024, 8
 GOAL_MB_S, GOAL_REOPEN_S = 50.0, 3.0

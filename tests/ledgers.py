@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from sortedrl.store_schema import APPLICATION_ID, SCHEMA
+from sortedrl.ledger.schema import APPLICATION_ID, SCHEMA
 
 Row = tuple[str, dict[str, object]]
 

@@ -19,8 +19,8 @@ import pytest
 from sortedrl.config import CHANGEABLE, SortedConfig
 from sortedrl.engine.local import LocalEngine
 from sortedrl.errors import ConfigError, EngineError, LedgerError, RunDirError
-from sortedrl.ledger import Ledger
-from sortedrl.ledger_verify import verify
+from sortedrl.ledger.reader import Ledger
+from sortedrl.ledger.verify import verify
 from sortedrl.telemetry.summary import Summary
 from sortedrl.trainer import SortedTrainer
 

@@ -19,9 +19,9 @@ from rich.console import Console
 import ledgers
 from ledgers import GOOD, step, tokens
 from sortedrl.errors import ConfigError, LedgerError
-from sortedrl.ledger import Answer, Ledger, Lineage
-from sortedrl.ledger_command import ledger_command, printable
-from sortedrl.ledger_life import Moment, life_of
+from sortedrl.ledger.command import ledger_command, printable
+from sortedrl.ledger.life import Moment, life_of
+from sortedrl.ledger.reader import Answer, Ledger, Lineage
 from sortedrl.records import State
 
 

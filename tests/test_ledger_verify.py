@@ -10,9 +10,9 @@ import pytest
 import ledgers
 from ledgers import GOOD, KNOBS, LINEAGES, Row, step, tokens, trained, update, version
 from sortedrl.errors import LedgerError
-from sortedrl.ledger import Ledger
-from sortedrl.ledger_verdict import MAX_VIOLATIONS, proven_line
-from sortedrl.ledger_verify import verify
+from sortedrl.ledger.reader import Ledger
+from sortedrl.ledger.verdict import MAX_VIOLATIONS, proven_line
+from sortedrl.ledger.verify import verify
 
 
 def judged(path: Path) -> list[str]:

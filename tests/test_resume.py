@@ -10,9 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from sortedrl.config import SortedConfig
-from sortedrl.errors import ConfigError, RunDirError
-from sortedrl.store import Store
-from sortedrl.telemetry.events import BatchTaken, CheckpointSaved, Event, RunResumed, UpdateDone
+from sortedrl.telemetry.events import BatchTaken, Event, UpdateDone
 from sortedrl.telemetry.sinks import read_events
 from sortedrl.telemetry.summary import Summary
 from sortedrl.trainer import SortedTrainer

@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from scripted import Run
 from sortedrl.buffer import Buffer
 from sortedrl.errors import DamagedLedgerError, DataError, LedgerError
+from sortedrl.ledger.store import DurableBuffer, Store
 from sortedrl.records import FinishReason, Mode, Prompt, Sample, State
 from sortedrl.schedule import Strategy
-from sortedrl.store import DurableBuffer, Store
 from test_guarantees import runs
 
 BUDGET = 2000
@@ -378,7 +378,7 @@ def test_a_sample_cannot_be_trained_twice(tmp_path: Path) -> None:
 
 
 def test_rows_are_committed_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sortedrl import store as module
+    from sortedrl.ledger import store as module
 
     store, buffer = created(tmp_path)
     monkeypatch.setattr(module, "COMMIT_S", 1e9)
@@ -660,7 +660,7 @@ def test_flipped_bytes_anywhere_bring_no_wrong_token(tmp_path: Path) -> None:
 
 def test_the_pages_of_a_small_file_are_all_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those that nothing else reads, such as the answers of a sample that is trained."""
-    from sortedrl import store_schema
+    from sortedrl.ledger import schema
 
     store, buffer = created(tmp_path)
     buffer.load([make_sample(0)])
@@ -669,10 +669,10 @@ def test_the_pages_of_a_small_file_are_all_checked(tmp_path: Path, monkeypatch: 
     store.close()
     ((page,),) = rows(store, "SELECT rootpage FROM sqlite_master WHERE name = 'segments'")
     assert isinstance(page, int)
-    flip(store.path, (page - 1) * store_schema.PAGE_BYTES)
+    flip(store.path, (page - 1) * schema.PAGE_BYTES)
     with pytest.raises(DamagedLedgerError, match="is damaged"):
         Store.open(store.path)
-    monkeypatch.setattr(store_schema, "QUICK_CHECK_BYTES", 0)
+    monkeypatch.setattr(schema, "QUICK_CHECK_BYTES", 0)
     Store.open(store.path).close()
 
 
@@ -685,9 +685,9 @@ def test_a_file_cut_short_is_refused(tmp_path: Path, share: float) -> None:
 
 
 def test_a_large_file_is_not_read_to_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sortedrl import store_schema
+    from sortedrl.ledger import schema
 
-    monkeypatch.setattr(store_schema, "QUICK_CHECK_BYTES", 0)
+    monkeypatch.setattr(schema, "QUICK_CHECK_BYTES", 0)
     path, expected = closed_ledger(tmp_path)
     store = Store.open(path)
     assert store.restore().state_dict() == expected
@@ -804,9 +804,9 @@ def test_a_disk_that_cannot_be_written(small_disk: Path) -> None:
 
 
 def test_a_locked_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sortedrl import store_schema
+    from sortedrl.ledger import schema
 
-    monkeypatch.setattr(store_schema, "BUSY_S", 0.01)
+    monkeypatch.setattr(schema, "BUSY_S", 0.01)
     path, _ = closed_ledger(tmp_path)
     holder = sqlite3.connect(path, isolation_level=None)
     holder.execute("BEGIN IMMEDIATE")

@@ -128,8 +128,8 @@ RUN: list[Event] = [
     UpdateDone(t=12.0, update=1, version=2, optimizer_steps=2, seconds=1.0, metrics={"loss": 0.25}),
     WeightsPublished(t=13.0, version=2, seconds=1.0),
     evaluated(13.0, 4, 0.5, 0.75),
-    CheckpointSaved(t=16.0, version=2, seq=40, seconds=0.25),
-    RunResumed(t=16.0, version=2, lineage=1),
+    CheckpointSaved(t=13.0, version=2, seq=40, seconds=0.25),
+    RunResumed(t=13.0, version=2, lineage=1),
     RunEnded(t=16.0, reason="stopped"),
 ]
 STATS = EngineStats(decode_steps=8, decoded_tokens=24, recomputed_tokens=10, busy_slot_s=24.0)

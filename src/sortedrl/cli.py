@@ -324,7 +324,7 @@ def ledger(
     as_json: AsJson = False,
 ) -> None:
     """Say what became of every sample of RUN; exit code 1 if the file breaks an invariant."""
-    from sortedrl.ledger_command import ledger_command
+    from sortedrl.ledger.command import ledger_command
 
     out = Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
     decode = None if sample is None or as_json else answer_decoder(run)

@@ -291,7 +291,7 @@ MAIN_KEYS = {"engine": "kind", "task": "name", "model": "path", "schedule": "str
 def _parse_override(text: str) -> tuple[list[str], Any]:
     name, equals, value = text.partition("=")
     if not equals or not name.strip():
-        raise ConfigError(f"cannot read the override {text!r}: write section.key=value")
+        raise ConfigError(f"cannot read the override {text!r}: write section.name=value")
     keys = name.strip().split(".")
     if len(keys) == 1 and keys[0] in MAIN_KEYS:
         keys.append(MAIN_KEYS[keys[0]])

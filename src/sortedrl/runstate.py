@@ -16,10 +16,10 @@ from typing import Any
 from sortedrl.build import RunParts
 from sortedrl.clock import WallClock
 from sortedrl.engine.base import EngineStats
-from sortedrl.errors import LedgerError, RunDirError
+from sortedrl.errors import DamagedLedgerError, RunDirError
 from sortedrl.learner.checkpoint import Checkpoints, load_state
 from sortedrl.learner.rng import rng_state, set_rng_state
-from sortedrl.store import Store
+from sortedrl.ledger.store import Store
 from sortedrl.telemetry.events import CheckpointSaved, Emit
 from sortedrl.telemetry.metrics import RunMetrics
 from sortedrl.telemetry.sinks import JsonlSink, MetricsSink, read_events
@@ -144,12 +144,10 @@ def _reopen_ledger(path: Path, copy: Path, seq: int) -> Store:
     """The ledger, cut at a row; if it is damaged, the copy that the checkpoint holds takes its place."""
     try:
         return _cut_ledger(path, seq)
-    except LedgerError as error:
+    except DamagedLedgerError as error:
         if not copy.is_file():
             raise
-        log.warning(
-            "%s. The copy in checkpoint %s takes its place; tokens of trained samples are not in it", error, copy
-        )
+        log.warning("%s. The copy %s takes its place; tokens of trained samples are not in it", error, copy)
     _move_aside(path)
     shutil.copyfile(copy, path)
     return _cut_ledger(path, seq)
@@ -159,6 +157,7 @@ def _cut_ledger(path: Path, seq: int) -> Store:
     store = Store.open(path)
     try:
         store.truncate(seq)
+        store.restore()  # damage to samples that wait shows only when they are read
         store.begin_lineage()
     except BaseException:
         store.close(commit=False)

@@ -1,7 +1,7 @@
 """A ledger file, read: in which state the samples of a run are, for how long, and how often the run was resumed.
 
-`sortedrl ledger` shows it, `ledger_life.py` and `ledger_verify.py` read through it. `store.py` writes the file; its
-tables are in `store_schema.py`. It is opened read-only and read in one transaction, so that all that is shown belongs
+`sortedrl ledger` shows it, `life.py` and `verify.py` read through it. `store.py` writes the file; its
+tables are in `schema.py`. It is opened read-only and read in one transaction, so that all that is shown belongs
 to one moment, also while a run writes or after one was killed and has left its log behind.
 
 What it keeps true: nothing in the ledger is changed, and what SQLite says against the file becomes a `LedgerError`.
@@ -20,8 +20,8 @@ from types import TracebackType
 from typing import Any
 
 from sortedrl.errors import LedgerError
+from sortedrl.ledger.schema import APPLICATION_ID, BUSY_S, JOURNAL, SCHEMA_VERSION
 from sortedrl.records import State
-from sortedrl.store_schema import APPLICATION_ID, BUSY_S, JOURNAL, SCHEMA_VERSION
 
 FILE_NAME = "ledger.sqlite"
 

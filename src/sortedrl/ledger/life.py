@@ -1,7 +1,7 @@
 """The life of one sample as its ledger tells it: every step, what each attempt gained and lost, and the answer.
 
 `sortedrl ledger --sample` shows it. Reads through `ledger.py`, and tells what is there without judging it:
-`ledger_verify.py` judges.
+`verify.py` judges.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sortedrl.errors import LedgerError
-from sortedrl.ledger import STATE_AFTER, Answer, Ledger
+from sortedrl.ledger.reader import STATE_AFTER, Answer, Ledger
 from sortedrl.records import State
 
 

@@ -19,10 +19,10 @@ from rich.table import Table
 from rich.text import Text
 
 from sortedrl.errors import ConfigError
-from sortedrl.ledger import Ledger, Overview
-from sortedrl.ledger_life import Life, life_of
-from sortedrl.ledger_verdict import proven_line
-from sortedrl.ledger_verify import verify as prove
+from sortedrl.ledger.life import Life, life_of
+from sortedrl.ledger.reader import Ledger, Overview
+from sortedrl.ledger.verdict import proven_line
+from sortedrl.ledger.verify import verify as prove
 from sortedrl.records import State
 
 Decode = Callable[[list[int]], str]

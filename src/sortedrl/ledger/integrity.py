@@ -1,6 +1,6 @@
 """Whether the rows of a ledger file are what was written, and speak of what is there.
 
-`ledger_verify.py` asks; what the rows mean is its own business. Nothing is kept of the tokens that are looked at.
+`verify.py` asks; what the rows mean is its own business. Nothing is kept of the tokens that are looked at.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Iterator
 
 from sortedrl.errors import LedgerError
-from sortedrl.ledger import Ledger
+from sortedrl.ledger.reader import Ledger
 
 # (rule, words for the second column, query for a sample and what is wrong with it)
 _FAULTS = (

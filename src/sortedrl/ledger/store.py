@@ -19,12 +19,12 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from sortedrl import store_schema
 from sortedrl.buffer import Buffer, Cohort
 from sortedrl.errors import DamagedLedgerError, DataError, LedgerError
+from sortedrl.ledger import schema
+from sortedrl.ledger.rows import Packed, PromptRow, fill, pack, pack_prompt, unpack_prompt, version_in_force
+from sortedrl.ledger.schema import INSERT, JOURNAL, closed_on_error, named_errors
 from sortedrl.records import FinishReason, Mode, Prompt, Sample
-from sortedrl.store_rows import Packed, PromptRow, fill, pack, pack_prompt, unpack_prompt, version_in_force
-from sortedrl.store_schema import INSERT, JOURNAL, closed_on_error, named_errors
 
 COMMIT_ROWS = 20_000
 COMMIT_BYTES = 8 * 1024**2
@@ -40,7 +40,7 @@ class Store:
     """A ledger file that this process writes. Made by `create` or `open`."""
 
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
-        meta = store_schema.read_meta(path, connection)
+        meta = schema.read_meta(path, connection)
         self.path = path
         self.grouped = meta["grouped"] == "1"
         self.knobs: dict[str, Any] = json.loads(meta["knobs"])
@@ -57,9 +57,9 @@ class Store:
     def create(cls, path: str | Path, *, grouped: bool, knobs: Mapping[str, Any]) -> Store:
         """A ledger without rows, ready to be written as lineage 0."""
         path, began = Path(path), perf_counter()
-        connection = store_schema.create_file(path, {"grouped": str(int(grouped)), "knobs": json.dumps(dict(knobs))})
+        connection = schema.create_file(path, {"grouped": str(int(grouped)), "knobs": json.dumps(dict(knobs))})
         with named_errors(path), closed_on_error(connection):
-            store_schema.use_wal(path, connection)
+            schema.use_wal(path, connection)
             store = cls(path, connection)
             store.begin_lineage()
         store.seconds = perf_counter() - began
@@ -69,7 +69,7 @@ class Store:
     def open(cls, path: str | Path) -> Store:
         """A ledger that is there. Before anything is written, `begin_lineage`, after `truncate` if need be."""
         path, began = Path(path), perf_counter()
-        connection = store_schema.open_file(path)
+        connection = schema.open_file(path)
         with named_errors(path), closed_on_error(connection):
             store = cls(path, connection)
         store.seconds = perf_counter() - began
@@ -147,7 +147,7 @@ class Store:
         self.commit()
         began = perf_counter()
         try:
-            store_schema.copy_file(self._connection, Path(path), run=self.path.parent)
+            schema.copy_file(self._connection, Path(path), run=self.path.parent)
         finally:
             self.seconds += perf_counter() - began
 

@@ -20,9 +20,9 @@ import numpy as np
 
 from sortedrl.buffer import Buffer
 from sortedrl.errors import DataError
+from sortedrl.ledger.schema import damaged
 from sortedrl.lengths import LengthEstimator
 from sortedrl.records import FinishReason, Mode, Prompt, Sample, State
-from sortedrl.store_schema import damaged
 
 
 class Packed(NamedTuple):

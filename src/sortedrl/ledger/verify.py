@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sortedrl.ledger import STATE_AFTER, Answer, Ledger, Lineage
-from sortedrl.ledger_integrity import check_pages, faults, is_prompt_intact, repeats, tokens_fault
-from sortedrl.ledger_verdict import Verdict, cohort_updates
+from sortedrl.ledger.integrity import check_pages, faults, is_prompt_intact, repeats, tokens_fault
+from sortedrl.ledger.reader import STATE_AFTER, Answer, Ledger, Lineage
+from sortedrl.ledger.verdict import Verdict, cohort_updates
 from sortedrl.records import State
 
 # docs/scheduling.md: the states that each step may find a sample in.

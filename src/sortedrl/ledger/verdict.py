@@ -1,6 +1,6 @@
 """What the proof of a ledger file comes to: the rules that it breaks, or what it was shown to keep.
 
-`ledger_verify.py` fills it in, `ledger_command.py` shows it.
+`verify.py` fills it in, `command.py` shows it.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from sortedrl.ledger import Ledger
+from sortedrl.ledger.reader import Ledger
 
 MAX_VIOLATIONS = 1000  # that are kept with their words; the others are counted
 
