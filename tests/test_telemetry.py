@@ -419,9 +419,9 @@ def test_metrics_file_has_a_line_per_update(tmp_path: Path):
 
 def test_a_probe_takes_the_place_of_the_events_clock():
     metrics = RunMetrics(probe=lambda: (STATS, replace(TIMING, rollout_s=12.0, wall_s=32.0)))
-    for event in RUN[:-3]:
+    for event in RUN[:-5]:
         metrics.emit(event)
-    done = RUN[-4]
+    done = RUN[-6]
     assert isinstance(done, UpdateDone)
     row = metrics.row(done)
     assert (row.bubble_ratio, row.goodput, row.tokens_per_s) == (0.5, 16 / 48, 0.5)
