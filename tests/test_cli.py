@@ -367,6 +367,7 @@ def test_a_signal_keeps_what_was_trained(number: signal.Signals, tmp_path: Path)
     assert f"{summary.updates} updates, {summary.samples} samples trained" in line
     assert f"kept: summary {Path('out/quickstart/summary.json')}, weights {Path('out/quickstart/checkpoints')}" in line
     assert f"go on with: sortedrl train --resume {Path('out/quickstart')}" in err
+    assert script("ledger", str(run_dir), "--verify", "--json", cwd=tmp_path).returncode == 0
     checkpoint_loads(run_dir, summary.updates)
     assert not [pid for pid in workers if is_alive(pid)]
 
@@ -386,3 +387,6 @@ def test_a_second_ctrl_c_ends_it_at_once(tmp_path: Path) -> None:
     assert not (run_dir / "summary.json").exists()
     assert [event.kind for event in read_events(run_dir / "events.jsonl")].count("UpdateDone") == 1
     assert not [pid for pid in workers if is_alive(pid)]
+    proof = script("ledger", str(run_dir), "--verify", cwd=tmp_path)
+    assert proof.returncode == 0, proof.stdout
+    assert proof.stdout.startswith("proven: ")

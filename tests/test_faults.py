@@ -218,6 +218,14 @@ def test_a_damaged_ledger(damage: str, tmp_path: Path, caplog: pytest.LogCapture
         assert (config.run_dir / "ledger.sqlite.damaged1").is_file()
 
 
+def test_an_event_file_that_lost_its_end(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    train(config)
+    os.truncate(config.run_dir / "events.jsonl", 100)
+    with pytest.raises(RunDirError, match=r"events\.jsonl has 100 bytes and had \d+ .*bring it back"):
+        train(config, resume=True)
+
+
 def test_a_run_that_died_before_its_first_checkpoint_starts_over(tmp_path: Path) -> None:
     config = make_config(tmp_path)
 

@@ -21,6 +21,7 @@ class Timing:
     update_s: float
     publish_s: float
     wall_s: float
+    save_s: float = 0.0  # checkpoints between two updates
 
 
 class Clock(Protocol):

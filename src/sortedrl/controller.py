@@ -142,7 +142,9 @@ class Controller:
         """Where the time since `run` went; with overlap, rollout goes on during updates and the parts overlap too."""
         wall_s = 0.0 if self.began is None else self.clock.now() - self.began
         rollout_s = wall_s - self.publish_s - self.save_s - (0.0 if self.knobs.overlap else self.update_s)
-        return Timing(rollout_s=rollout_s, update_s=self.update_s, publish_s=self.publish_s, wall_s=wall_s)
+        return Timing(
+            rollout_s=rollout_s, update_s=self.update_s, publish_s=self.publish_s, save_s=self.save_s, wall_s=wall_s
+        )
 
     # ---- the five steps ---------------------------------------------------------------------------------------------
 

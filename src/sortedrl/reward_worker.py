@@ -221,7 +221,8 @@ def main() -> None:
     lines: SimpleQueue[bytes | None] = SimpleQueue()
     threading.Thread(target=_read_lines, args=(os.fdopen(channel, "rb"), lines), daemon=True).start()
     # Reward functions run in the main thread: some set alarms, which no other thread may do.
-    serve(lines, os.fdopen(os.dup(channel), "wb"))
+    with contextlib.suppress(BrokenPipeError):  # whoever asked is gone
+        serve(lines, os.fdopen(os.dup(channel), "wb"))
 
 
 if __name__ == "__main__":

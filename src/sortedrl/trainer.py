@@ -6,6 +6,7 @@ the controller's; everything written here is read by nobody who decides.
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -97,7 +98,7 @@ class SortedTrainer:
                 # Only when all else is well: a run that cannot start leaves an earlier one of its name alone.
                 prepare_run_dir(self.run_dir)
                 stack.enter_context(RunLock(self.run_dir))
-            (self.run_dir / "config.toml").write_text(self.config.to_toml(), encoding="utf-8")
+            write_config(self.run_dir / "config.toml", self.config)
             files = self._open_files(parts, metrics, checkpoint)
             stack.callback(files.store.close)
             stack.callback(emit.close)
@@ -183,7 +184,7 @@ class SortedTrainer:
                 if self.config.checkpoint.save:
                     saver.run()
         emit(RunEnded(t=clock.now(), reason="complete" if complete else "stopped"))
-        summary = summary_of(parts, metrics, stats, timing)
+        summary = summary_of(parts, metrics, stats, timing, ledger_s=saver.files.store.seconds)
         summary.write(self.run_dir / "summary.json")
         if self.config.run.report:
             write_report([self.run_dir], self.run_dir / "report.html")
@@ -216,6 +217,16 @@ def saved_clock(checkpoint: Path | None) -> float:
     return 0.0 if checkpoint is None else load_state(checkpoint)["clock_s"]
 
 
+def write_config(path: Path, config: SortedConfig) -> None:
+    """Aside first: half a configuration would be another one."""
+    aside = path.with_name(path.name + ".part")
+    try:
+        aside.write_text(config.to_toml(), encoding="utf-8")
+        os.replace(aside, path)
+    except OSError as error:
+        raise RunDirError(f"cannot write {path}: {error.strerror}; check space and permissions") from error
+
+
 def run_started(config: SortedConfig, t: float) -> RunStarted:
     return RunStarted(
         t=t,
@@ -227,7 +238,9 @@ def run_started(config: SortedConfig, t: float) -> RunStarted:
     )
 
 
-def summary_of(parts: RunParts, metrics: RunMetrics, stats: EngineStats, timing: Timing) -> Summary:
+def summary_of(
+    parts: RunParts, metrics: RunMetrics, stats: EngineStats, timing: Timing, *, ledger_s: float | None = None
+) -> Summary:
     knobs = parts.controller.knobs
     return summarize(
         metrics,
@@ -237,6 +250,7 @@ def summary_of(parts: RunParts, metrics: RunMetrics, stats: EngineStats, timing:
         cohort_batches=knobs.cohort_batches,
         lookahead="none" if knobs.lookahead is None else knobs.lookahead,
         calibration=parts.controller.buffer.lengths.calibration,
+        ledger_s=ledger_s,
     )
 
 

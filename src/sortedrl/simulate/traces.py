@@ -147,7 +147,7 @@ def _read(path: Path, column: str) -> tuple[list[list[int]], bool, str]:
 def _read_json(path: Path, column: str) -> tuple[list[list[Any]], bool, str]:
     try:
         data = json.loads(path.read_text(encoding=_ENCODING))
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise DataError(f"the trace {path} is not valid JSON: {error}; write a list of lengths") from None
     if not isinstance(data, list):
         raise DataError(f"the trace {path} must be a list of lengths, or of lists of siblings' lengths")

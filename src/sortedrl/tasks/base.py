@@ -116,12 +116,12 @@ def check_row(row: Mapping[str, Any], where: str) -> None:
     if not (is_text or is_chat):
         raise DataError(
             f"row {where} has the prompt {prompt!r:.80}; it must be text that is not empty, "
-            "or a list of messages with 'role' and 'content'"
+            "or a list of messages with 'role' and 'content', both text"
         )
 
 
 def _is_message(message: object) -> bool:
-    return isinstance(message, Mapping) and "role" in message and "content" in message
+    return isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -183,6 +183,16 @@ def make_prompt(row: Row, tokenizer: Any, *, prompt_id: str, max_tokens: int) ->
 
 def encode_prompt(prompt: str | list[dict[str, str]], tokenizer: Any, where: str) -> list[int]:
     """Token ids that an answer can follow."""
+    try:
+        return _encode(prompt, tokenizer, where)
+    except DataError:
+        raise
+    except Exception as error:  # of any kind: tokenizers and chat templates have their own
+        why = " ".join(str(error).split())[:160]
+        raise DataError(f"the prompt of row {where} cannot be encoded ({why}); mend or leave out that row") from error
+
+
+def _encode(prompt: str | list[dict[str, str]], tokenizer: Any, where: str) -> list[int]:
     if not isinstance(prompt, str):
         if tokenizer.chat_template is None:
             raise DataError(

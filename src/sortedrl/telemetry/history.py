@@ -121,7 +121,7 @@ def _estimate(metrics: RunMetrics) -> Summary:
     """Figures by the events' clock; what only engine and controller know, and the ledger, stay null."""
     stats, timing = metrics.measured()
     summary = summarize(metrics, stats=stats, timing=timing, held=None)
-    unknown = ("recomputed_tokens", "decode_steps", "update_s", "publish_s")
+    unknown = ("recomputed_tokens", "decode_steps", "update_s", "publish_s", "save_s")
     return summary.model_copy(update=dict.fromkeys(unknown))
 
 

@@ -191,6 +191,7 @@ _ROWS: tuple[tuple[str, Callable[[Summary], str]], ...] = (
     ("trained tokens/s", lambda s: number(s.tokens_per_s)),
     ("wall time, s", lambda s: number(s.wall_s, 1)),
     ("rollout / update / publish, s", lambda s: _slashed(s.rollout_s, s.update_s, s.publish_s, digits=1)),
+    ("checkpoints / ledger, s", lambda s: _slashed(s.save_s, s.ledger_s, digits=1)),
     ("mean length / longest seen, tokens", lambda s: _slashed(s.mean_length, s.mean_longest, digits=1)),
     ("tokens trained", lambda s: number(s.trained_tokens)),
     ("tokens discarded", lambda s: number(s.discarded_tokens)),

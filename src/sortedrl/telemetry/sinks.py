@@ -93,11 +93,16 @@ class JsonlSink:
         self.path = Path(path)
         try:
             self._file = self.path.open("a", encoding="utf-8", buffering=_BUFFER_BYTES)
-            self._file.truncate(keep_bytes)
+            size = os.fstat(self._file.fileno()).st_size
+            self._file.truncate(min(keep_bytes, size))
         except OSError as error:
             raise RunDirError(
                 f"cannot write {self.path}: {error.strerror}; create its folder or choose another"
             ) from error
+        if size < keep_bytes:
+            raise RunDirError(
+                f"{self.path} has {size} bytes and had {keep_bytes} at the checkpoint: bring it back from a copy"
+            )
 
     def emit(self, event: Event) -> None:
         # Not `as_dict`: its deep copy of every list would cost more than the writing.
@@ -182,7 +187,7 @@ def _read_events(path: Path, unknown: Counter[str]) -> Iterator[Event]:
         for number, line in enumerate(file, start=1):
             try:
                 record = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 if not line.endswith("\n"):
                     log.warning("%s: line %d was cut short and is left out", path, number)
                     break

@@ -58,6 +58,8 @@ class Summary(BaseModel):
     rollout_s: float | None = None
     update_s: float | None = None
     publish_s: float | None = None
+    save_s: float | None = None  # checkpoints between two updates
+    ledger_s: float | None = None  # writing the ledger, wherever that was; since the last resume
     wall_s: float | None = None
     tokens_per_s: float | None = None
     bubble_ratio: float | None = None
@@ -117,6 +119,7 @@ def summarize(
     cohort_batches: int | None = None,
     lookahead: int | Literal["none"] | None = None,
     calibration: Calibration | None = None,
+    ledger_s: float | None = None,
 ) -> Summary:
     """The summary of a run whose events `metrics` has folded.
 
@@ -146,6 +149,8 @@ def summarize(
         rollout_s=timing.rollout_s if timing else None,
         update_s=timing.update_s if timing else None,
         publish_s=timing.publish_s if timing else None,
+        save_s=timing.save_s if timing else None,
+        ledger_s=ledger_s,
         wall_s=timing.wall_s if timing else None,
         tokens_per_s=metrics.tokens_per_s(timing) if timing else None,
         bubble_ratio=metrics.bubble_ratio(stats, timing) if stats and timing else None,
