@@ -1,6 +1,6 @@
 """How the simulator scales: 10k, 100k and 1M samples on 4,096 slots.
 
-    python benchmarks/simulate_scale.py [--samples 10000 100000 1000000] [--html FILE] [--json]
+    python benchmarks/simulate_scale.py [--samples 10000 100000 1000000] [--svg FILE] [--json]
 
 lognormal(700, 1.1, cap 8192), U = 1,024, n = 8, sorted-partial, unit costs. Each size runs in a process of its own, so
 that its peak memory is its own. `exponent` is the slope between neighbours on log axes: 1 is linear.
@@ -15,6 +15,7 @@ import resource
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from record import save
@@ -53,23 +54,45 @@ def measure_apart(samples: int) -> dict[str, Any]:
 
 
 def write_plot(path: str, rows: list[dict[str, Any]]) -> None:
-    import plotly.graph_objects as go
-
+    """Seconds over samples on log axes, beside N log N from the first point on, as SVG."""
     sizes, seconds = [row["samples"] for row in rows], [row["seconds"] for row in rows]
-    figure = go.Figure()
-    figure.add_scatter(x=sizes, y=seconds, name="measured", mode="lines+markers")
     scale = seconds[0] / (sizes[0] * math.log(sizes[0]))
-    figure.add_scatter(x=sizes, y=[scale * n * math.log(n) for n in sizes], name="N log N", line={"dash": "dash"})
-    figure.update_xaxes(type="log", title="samples")
-    figure.update_yaxes(type="log", title="seconds")
-    figure.write_html(path, include_plotlyjs=True)
+    expected = [scale * n * math.log(n) for n in sizes]
+    lowest, highest = math.floor(math.log10(min(seconds))), math.ceil(math.log10(max(*seconds, *expected)))
+
+    def at(n: float, s: float) -> str:
+        x = 70 + 420 * math.log(n / sizes[0]) / math.log(sizes[-1] / sizes[0])
+        return f"{x:.1f},{250 - 220 * (math.log10(s) - lowest) / (highest - lowest):.1f}"
+
+    def line(values: list[float], style: str) -> str:
+        points = " ".join(at(n, s) for n, s in zip(sizes, values, strict=True))
+        return f'<polyline points="{points}" fill="none" stroke-width="2" {style}/>'
+
+    def label(x: float, y: float, text: str, anchor: str = "middle") -> str:
+        return f'<text x="{x}" y="{y}" text-anchor="{anchor}">{text}</text>'
+
+    parts = [line(expected, 'stroke="#888" stroke-dasharray="6 4"'), line(seconds, 'stroke="#2171b5"')]
+    for n, s in zip(sizes, seconds, strict=True):
+        x, y = at(n, s).split(",")
+        parts += [f'<circle cx="{x}" cy="{y}" r="4" fill="#2171b5"/>', label(float(x), 270, f"{n:,}")]
+        parts.append(label(float(x), float(y) - 10, f"{s:.1f} s"))
+    for power in range(lowest, highest + 1):
+        y = float(at(sizes[0], 10.0**power).split(",")[1])
+        parts.append(
+            f'<line x1="64" x2="500" y1="{y}" y2="{y}" stroke="#ddd"/>' + label(58, y + 4, f"{10.0**power:g}", "end")
+        )
+    parts += [label(280, 292, "samples"), label(16, 20, "seconds", "start"), label(500, 20, "dashed: N log N", "end")]
+    style = 'font-family="sans-serif" font-size="12" fill="#222"'
+    box = '<rect width="540" height="300" fill="white" stroke="none"/>'
+    picture = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 540 300" {style}>{box}{"".join(parts)}</svg>'
+    Path(path).write_text(picture + "\n", encoding="utf-8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="How the simulator scales.")
     parser.add_argument("--samples", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
     parser.add_argument("--one", type=int)
-    parser.add_argument("--html")
+    parser.add_argument("--svg")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if options.one:
@@ -91,8 +114,8 @@ def main() -> None:
         "within_goal": largest["seconds"] < GOAL_S and largest["peak_bytes"] < GOAL_BYTES,
     }
     save("simulate_scale", record)
-    if options.html:
-        write_plot(options.html, rows)
+    if options.svg:
+        write_plot(options.svg, rows)
     if options.json:
         print(json.dumps(record))
         return
