@@ -390,3 +390,13 @@ def test_a_second_ctrl_c_ends_it_at_once(tmp_path: Path) -> None:
     proof = script("ledger", str(run_dir), "--verify", cwd=tmp_path)
     assert proof.returncode == 0, proof.stdout
     assert proof.stdout.startswith("proven: ")
+
+
+def test_a_run_of_any_name_can_be_resumed(tmp_path: Path) -> None:
+    name = "exp[a] 🚀 é"
+    done = script("train", str(QUICKSTART), *SMALL, f"run.name={name}", "run.dir=out", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert str(Path("out") / name / "summary.json") in done.stderr
+    again = script("train", "--resume", str(Path("out") / name), cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert "resumed at version" in again.stderr

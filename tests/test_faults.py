@@ -20,6 +20,7 @@ from sortedrl.config import CHANGEABLE, SortedConfig
 from sortedrl.engine.local import LocalEngine
 from sortedrl.errors import ConfigError, EngineError, LedgerError, RunDirError
 from sortedrl.ledger.reader import Ledger
+from sortedrl.ledger.store import Store
 from sortedrl.ledger.verify import verify
 from sortedrl.telemetry.summary import Summary
 from sortedrl.trainer import SortedTrainer
@@ -259,3 +260,80 @@ def test_keys_that_may_change_are_keys() -> None:
 def test_nothing_to_resume(tmp_path: Path) -> None:
     with pytest.raises(RunDirError, match="holds no run to resume"):
         train(make_config(tmp_path), resume=True)
+
+
+def test_a_smaller_budget_ends_the_run_and_a_larger_one_repeats_nothing(tmp_path: Path) -> None:
+    train(make_config(tmp_path))
+    less = train(make_config(tmp_path, run={"samples": 32}), resume=True)
+    assert (less.status, less.samples) == ("complete", SAMPLES)
+    more = train(make_config(tmp_path, run={"samples": SAMPLES + 32}), resume=True)
+    assert more.samples == SAMPLES + 32
+    check_file(make_config(tmp_path))  # every prompt once in an epoch
+
+
+def test_settings_are_compared_with_the_checkpoint_not_with_a_file_that_may_be_edited(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    train(config)
+    path = config.run_dir / "config.toml"
+    path.write_text(path.read_text().replace("temperature = 1.0", "temperature = 0.5"))
+    with pytest.raises(ConfigError, match=r"engine\.temperature was 1\.0 .* and is 0\.5 here"):
+        train(SortedConfig.load(path), resume=True)
+    path.write_text("")
+    with pytest.raises(ConfigError, match="when the run was saved"):
+        train(SortedConfig.load(path).moved(tmp_path, "faulty"), resume=True)
+
+
+def test_a_run_that_ended_without_checkpoints_is_left_alone(tmp_path: Path) -> None:
+    config = make_config(tmp_path, checkpoint={"save": False})
+    train(config)
+    before = (config.run_dir / "events.jsonl").read_bytes()
+    with pytest.raises(RunDirError, match="left no checkpoint to go on from: start a new run"):
+        train(config, resume=True)
+    assert (config.run_dir / "events.jsonl").read_bytes() == before
+
+
+def test_starting_again_takes_no_time_of_the_run(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    trainer = SortedTrainer(args=config, quiet=True)
+    first = trainer.train()
+    for _ in range(3):
+        last = trainer.train(resume=True)
+    assert first.wall_s is not None
+    assert last.wall_s == pytest.approx(first.wall_s, abs=0.1)  # a start takes several tenths of a second
+    assert (last.updates, last.status) == (UPDATES, "complete")
+
+
+def test_a_trainer_can_be_stopped_and_go_on(tmp_path: Path) -> None:
+    trainer = SortedTrainer(args=make_config(tmp_path), quiet=True)
+    trainer.sinks = [StopAtOnce(trainer)]
+    assert trainer.train().status == "stopped"
+    trainer.sinks = []
+    assert trainer.train(resume=True).status == "complete"
+
+
+class StopAtOnce:
+    def __init__(self, trainer: SortedTrainer) -> None:
+        self.trainer = trainer
+
+    def emit(self, event: Any) -> None:
+        if event.kind == "UpdateDone":
+            self.trainer.stop()
+
+    def close(self) -> None:
+        pass
+
+
+def test_an_interrupt_in_the_middle_of_a_row_is_not_written(tmp_path: Path) -> None:
+    config, add = make_config(tmp_path), Store._add
+    rows = itertools.count()
+
+    def interrupted(self: Store, table: str, *row: object) -> None:
+        if table == "trained" and next(rows) == 20:
+            raise KeyboardInterrupt
+        add(self, table, *row)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Store, "_add", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train(config)
+    check_goes_on(config)

@@ -165,6 +165,8 @@ def test_every_figure_of_the_hand_worked_run():
         "rollout_s": 8.0,
         "update_s": 3.0,
         "publish_s": 2.0,
+        "save_s": 0.0,
+        "ledger_s": None,
         "wall_s": 16.0,
         "tokens_per_s": 1.0,  # 16 tokens in 16 s
         "bubble_ratio": 0.25,  # 24 of 4 x 8 slot-seconds were busy
@@ -477,6 +479,7 @@ def test_plain_lines_where_there_is_no_terminal():
         f"update 1, 2/8 samples (25%): {first}, 0:21 left",  # 2 of 8 samples took 7 s: 6 more take 21 s
         f"update 2, 4/8 samples (50%): {second}, 0:12 left",
         "held-out accuracy after 4 samples: 0.500 sampled, 0.750 greedy, mean length 4.0",
+        "resumed at version 2",
         f"update 2, 4/8 samples (50%): {second}, 0:13 left",  # the last weights were published at 13 s
         "run stopped after 16.0 s",
     ]

@@ -179,7 +179,7 @@ class SampleLoader:
 
     def load(self, cohort: int, count: int) -> list[Sample]:
         run, siblings = self.config.run, self.config.learner.group_size
-        count = min(count, run.samples - self.num_loaded)
+        count = max(min(count, run.samples - self.num_loaded), 0)  # a resumed run may have a smaller budget
         samples = []
         for epoch, prompt in self.stream.take(count // siblings):
             for index in range(siblings):

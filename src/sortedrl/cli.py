@@ -61,12 +61,12 @@ def train(
     paths = {name: trainer.run_dir / file for name, file in files.items()}
     kept = ", ".join(f"{name} {path}" for name, path in paths.items() if path.exists())
     if summary.status == "complete":
-        err.print(f"done: {kept}", highlight=False, soft_wrap=True)
+        err.print(escape(f"done: {kept}"), highlight=False, soft_wrap=True)
         return
     trained = f"{summary.updates} updates, {summary.samples} samples trained"
-    err.print(f"stopped after {trained}; kept: {kept}", highlight=False, soft_wrap=True)
+    err.print(escape(f"stopped after {trained}; kept: {kept}"), highlight=False, soft_wrap=True)
     if settings.checkpoint.save:
-        err.print(f"go on with: {trainer.resume_command}", highlight=False, soft_wrap=True)
+        err.print(escape(f"go on with: {trainer.resume_command}"), highlight=False, soft_wrap=True)
 
 
 def load_config(config: Path | None, overrides: list[str], resume: Path | None) -> SortedConfig:
@@ -82,8 +82,8 @@ def load_config(config: Path | None, overrides: list[str], resume: Path | None) 
     if not (resume / "config.toml").is_file():
         raise RunDirError(f"{resume} holds no run to resume: it has no config.toml")
     here = resume if resume.name not in ("", "..") else resume.resolve()
-    where = [f"run.dir={json.dumps(str(here.parent))}", f"run.name={json.dumps(here.name)}"]  # it may have been moved
-    return SortedConfig.load(resume / "config.toml", [*overrides, *where])
+    settings = SortedConfig.load(resume / "config.toml", overrides)
+    return settings.moved(here.parent, here.name)  # it may have been since
 
 
 @app.command()

@@ -234,17 +234,23 @@ class SortedConfig(Section):
             _put(tree, keys, value)
         return cls(**tree)
 
-    def check_resumable(self, saved: SortedConfig) -> None:
-        """Refuse to go on with a run under settings that would make it another one."""
-        mine, theirs = self.in_force(), saved.in_force()
-        for section, values in mine.items():
+    def check_resumable(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
+        """Refuse to go on with a run under settings that would make it another one; `saved` is its `in_force`."""
+        for section, values in self.in_force().items():
             for key, value in values.items():
-                name, before = f"{section}.{key}", theirs[section][key]
+                # A key that an older version did not have was in force with its default.
+                name, before = f"{section}.{key}", saved.get(section, {}).get(key, value)
                 if value != before and name not in CHANGEABLE:
                     raise ConfigError(
                         f"{name} was {before!r} when the run was saved and is {value!r} here: leave it as it was, or "
                         f"start a new run; these may change: {', '.join(sorted(CHANGEABLE))}"
                     )
+
+    def moved(self, folder: Path, name: str) -> SortedConfig:
+        """The same run in another place."""
+        tree = self.model_dump()
+        tree["run"].update(dir=str(folder), name=name)
+        return SortedConfig(**tree)
 
     def with_strategy(self, strategy: str, **run: Any) -> SortedConfig:
         """The same run under another strategy: knobs that define that strategy are taken from its preset."""

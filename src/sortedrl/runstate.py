@@ -15,6 +15,7 @@ from typing import Any
 
 from sortedrl.build import RunParts
 from sortedrl.clock import WallClock
+from sortedrl.config import SortedConfig
 from sortedrl.engine.base import EngineStats
 from sortedrl.errors import DamagedLedgerError, RunDirError
 from sortedrl.learner.checkpoint import Checkpoints, load_state
@@ -64,17 +65,23 @@ class RunFiles:
     def sync(self) -> dict[str, int]:
         """Have everything on disk, and say how much that is."""
         self.store.commit(durable=True)
-        return {
-            "seq": self.store.seq,
-            "events_bytes": self.events.sync(),
-            "metrics_bytes": self.metrics.sync(),
-        }
+        try:
+            return {
+                "seq": self.store.seq,
+                "events_bytes": self.events.sync(),
+                "metrics_bytes": self.metrics.sync(),
+            }
+        except OSError as error:
+            raise RunDirError(
+                f"the events cannot be written ({error.strerror}): check space and permissions"
+            ) from error
 
 
 @dataclass(slots=True, kw_only=True)
 class RunSaver:
     """Makes a checkpoint every `every_updates` updates (0: only when it is told to)."""
 
+    config: SortedConfig
     parts: RunParts
     files: RunFiles
     checkpoints: Checkpoints
@@ -95,6 +102,7 @@ class RunSaver:
             return
         state = {
             "version": buffer.version,
+            "config": self.config.in_force(),
             "updates": buffer.num_updates,
             "clock_s": self.clock.now(),
             "controller": parts.controller.state_dict(),

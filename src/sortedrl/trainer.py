@@ -7,11 +7,12 @@ the controller's; everything written here is read by nobody who decides.
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ from sortedrl.telemetry.console import ConsoleSink
 from sortedrl.telemetry.events import RunEnded, RunResumed, RunStarted
 from sortedrl.telemetry.metrics import RunMetrics, Timing
 from sortedrl.telemetry.report import write_report
-from sortedrl.telemetry.sinks import Fanout, Sink
+from sortedrl.telemetry.sinks import Fanout, Sink, read_events
 from sortedrl.telemetry.summary import Summary, summarize
 
 if TYPE_CHECKING:
@@ -78,11 +79,14 @@ class SortedTrainer:
         """
         from sortedrl.build import build_run
 
+        self.stop_requested = False
         check_writable(self.run_dir)
         with ExitStack() as stack:
             checkpoint = self._take_up(stack) if resume else None
             metrics, emit = RunMetrics(), Fanout([])
             clock = WallClock(at=saved_clock(checkpoint))
+            starting = stack.enter_context(ExitStack())
+            starting.enter_context(clock.stopped())  # what it takes to start, or to start again, is not the run's time
             parts = build_run(
                 self.config,
                 emit=emit,
@@ -99,13 +103,17 @@ class SortedTrainer:
                 prepare_run_dir(self.run_dir)
                 stack.enter_context(RunLock(self.run_dir))
             write_config(self.run_dir / "config.toml", self.config)
+            (self.run_dir / "summary.json").unlink(missing_ok=True)  # it speaks of an end that was none
             files = self._open_files(parts, metrics, checkpoint)
-            stack.callback(files.store.close)
+            stack.push(
+                lambda kind, error, at: files.store.close(commit=kind is None or issubclass(kind, SortedRLError))
+            )
             stack.callback(emit.close)
             shown = ConsoleSink(self.console, metrics, quiet=self.quiet)
             for sink in (metrics, files.events, files.metrics, shown, *self.sinks):
                 emit.add(sink)
             saver = self._saver(parts, files, clock, emit)
+            starting.close()
             try:
                 return self._train(parts, saver, emit, metrics, clock, is_new=checkpoint is None)
             except SortedRLError as error:
@@ -119,18 +127,23 @@ class SortedTrainer:
 
     @property
     def resume_command(self) -> str:
-        return f"sortedrl train --resume {self.run_dir}"
+        return f"sortedrl train --resume {shlex.quote(str(self.run_dir))}"
 
     def _take_up(self, stack: ExitStack) -> Path | None:
         """Lock the run that is to go on and find its checkpoint; None if it died before the first."""
-        from sortedrl.learner.checkpoint import Checkpoints
+        from sortedrl.learner.checkpoint import Checkpoints, load_state
 
         saved = self.run_dir / "config.toml"
         if not saved.is_file():
             raise RunDirError(f"{self.run_dir} holds no run to resume: it has no config.toml")
         stack.enter_context(RunLock(self.run_dir))
-        self.config.check_resumable(SortedConfig.load(saved))
-        return Checkpoints(self.run_dir / "checkpoints").latest()
+        checkpoint = Checkpoints(self.run_dir / "checkpoints").latest()
+        if checkpoint is None:
+            check_nothing_trained(self.run_dir)
+            self.config.check_resumable(SortedConfig.load(saved).in_force())
+        else:  # not the file's: somebody may have edited it since
+            self.config.check_resumable(load_state(checkpoint)["config"])
+        return checkpoint
 
     def _open_files(self, parts: RunParts, metrics: RunMetrics, checkpoint: Path | None) -> RunFiles:
         """The run's files, and the controller's buffer with them."""
@@ -151,6 +164,7 @@ class SortedTrainer:
 
         settings = self.config.checkpoint
         saver = RunSaver(
+            config=self.config,
             parts=parts,
             files=files,
             checkpoints=Checkpoints(self.run_dir / "checkpoints", keep=settings.keep),
@@ -170,6 +184,8 @@ class SortedTrainer:
         if is_new:
             emit(run_started(self.config, clock.now()))
         else:
+            assert metrics.run is not None, "a run that is resumed was started"
+            metrics.run = replace(metrics.run, total_samples=self.config.run.samples)
             lineage = saver.files.store.lineage or 0
             emit(RunResumed(t=clock.now(), version=controller.buffer.version, lineage=lineage))
         with self._stop_on_signal():
@@ -217,11 +233,21 @@ def saved_clock(checkpoint: Path | None) -> float:
     return 0.0 if checkpoint is None else load_state(checkpoint)["clock_s"]
 
 
+def check_nothing_trained(run_dir: Path) -> None:
+    """A run without a checkpoint starts over; what one has trained that never made any is not thrown away for that."""
+    path = run_dir / "events.jsonl"
+    if path.is_file() and any(isinstance(event, RunEnded) for event in read_events(path)):
+        raise RunDirError(f"{run_dir} has ended and left no checkpoint to go on from: start a new run")
+
+
 def write_config(path: Path, config: SortedConfig) -> None:
     """Aside first: half a configuration would be another one."""
     aside = path.with_name(path.name + ".part")
     try:
-        aside.write_text(config.to_toml(), encoding="utf-8")
+        with aside.open("w", encoding="utf-8") as file:
+            file.write(config.to_toml())
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(aside, path)
     except OSError as error:
         raise RunDirError(f"cannot write {path}: {error.strerror}; check space and permissions") from error

@@ -138,6 +138,7 @@ class Stretch:
 class Running:
     length: int  # answer tokens at `step`
     step: int
+    waited: int | None = None  # tokens it held when it was last counted as prefilled for new weights
 
 
 @dataclass(slots=True, kw_only=True)
@@ -205,9 +206,9 @@ class Observer:
         self._since = t
         self._num_started += len(self._running)
         for running in self._running.values():
-            held = running.length + self._step - running.step
-            self._num_cached += held
-            running.length, running.step = held + self.prefilled, self._step
+            running.waited = running.length + self._step - running.step
+            self._num_cached += running.waited
+            running.length, running.step = running.waited + self.prefilled, self._step
 
     def _end(self, event: events.AttemptEnded) -> None:
         running = self._running[event.sample]
@@ -216,6 +217,9 @@ class Observer:
             if end > self._step or self._num_started:
                 self._close_stretch(event.t, end)
             self._since = event.t
+        elif running.waited is not None:  # a checkpoint stopped it before it was prefilled
+            self._num_started -= 1
+            self._num_cached -= running.waited
         del self._running[event.sample]
 
     def _close_stretch(self, t: float, end: int) -> None:
@@ -230,6 +234,8 @@ class Observer:
         )
         self._is_halted = False
         self._step, self._num_started, self._num_cached = end, 0, 0
+        for running in self._running.values():
+            running.waited = None
 
 
 def fit_runs(run_dirs: Sequence[str | Path]) -> Fit:

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task
 from rich.table import Table
 from rich.text import Text
 
-from sortedrl.telemetry.events import Evaluated, Event, RunEnded, RunStarted, UpdateDone
+from sortedrl.telemetry.events import Evaluated, Event, RunEnded, RunResumed, RunStarted, UpdateDone
 from sortedrl.telemetry.metrics import RunMetrics
 from sortedrl.telemetry.summary import number, share
 
@@ -61,6 +61,10 @@ class ConsoleSink:
         match event:
             case RunStarted():
                 self._start(event)
+            case RunResumed() if self._metrics.run is not None:
+                self._console.print(f"resumed at version {event.version}", highlight=False)
+                if not self._progress.task_ids:
+                    self._start(self._metrics.run)
             case UpdateDone() if self._live is None:
                 self._say_progress(event)
             case Evaluated():
