@@ -235,7 +235,7 @@ def test_answers_that_are_slow_together_are_not_taken_for_hung() -> None:
         ("exit", "exception", "SystemExit: 3"),
         ("raise", "exception", r"KeyError: 'no answer' \(user_rewards.py:\d+\)"),
         ("extra", "malformed result", "returned 2 rewards for 1 completions"),
-        ("none", "not a number", "gave None as a reward"),
+        ("none", "no reward", "gave None as a reward"),
         ("nan", "not a number", "gave nan"),
         ("inf", "not a number", "gave inf"),
         ("text", "not a number", "gave '1.0'"),

@@ -27,7 +27,8 @@ from sortedrl.controller import Controller
 from sortedrl.engine.base import Handle, InFlight, Request, Sampling
 from sortedrl.engine.cache import DecodePlan
 from sortedrl.engine.local import LocalEngine
-from sortedrl.engine.sim import Running, SimEngine
+from sortedrl.engine.sim import SimEngine
+from sortedrl.engine.sim_attempt import Running
 from sortedrl.errors import ConfigError
 from sortedrl.records import Prompt, Sample
 from sortedrl.schedule import Admission, Knobs, Order, Strategy, resolve_knobs

@@ -20,10 +20,12 @@ from sortedrl.controller import Controller
 from sortedrl.engine.base import Engine, EngineStats, InFlight, Sampling
 from sortedrl.engine.local import LocalEngine
 from sortedrl.engine.watchdog import Watchdog
-from sortedrl.errors import ConfigError
+from sortedrl.errors import ConfigError, ModelError
 from sortedrl.evaluate import Evaluator
 from sortedrl.learner.checkpoint import load_model
-from sortedrl.learner.torch import TorchLearner
+from sortedrl.learner.lora import ADAPTER_FOLDER, adapt, check_base, check_peft_config, peft_config_of, restore_adapters
+from sortedrl.learner.model import check_model_folder, load_tokenizer, read_window
+from sortedrl.learner.skip import SkippingLearner
 from sortedrl.records import Prompt, Sample, sample_seed
 from sortedrl.reward import RewardPool, Score
 from sortedrl.schedule import Fate, Knobs
@@ -31,6 +33,7 @@ from sortedrl.tasks.base import PromptStream, Task, make_prompt
 from sortedrl.tasks.knights import KnightsTask
 from sortedrl.tasks.tiny import knights_tiny_path
 from sortedrl.telemetry.events import Emit
+from sortedrl.weights import is_adapted
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,7 +44,7 @@ class RunParts:
     model: Any
     tokenizer: Any
     engine: Engine
-    learner: TorchLearner
+    learner: SkippingLearner
     rewards: RewardPool
     heldout_rewards: RewardPool  # its own, so that an evaluation never takes scores of training
     evaluator: Evaluator
@@ -66,16 +69,22 @@ class SampleScorer:
 
     pool: RewardPool
     tokenizer: Any
+    skip: Callable[[int, int], None] | None = None  # told of samples that are to have no weight
 
     def submit(self, sample: Sample) -> None:
         self.submit_answer((sample.id, sample.attempt), sample.prompt, sample.tokens)
 
     def submit_answer(self, key: tuple[int, int], prompt: Prompt, tokens: Sequence[int]) -> None:
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        self.pool.submit(key, prompt.content, text, prompt.columns)
+        self.pool.submit(key, prompt.content, text, prompt.columns, tokens)
 
     def poll(self, timeout: float) -> list[Score]:
-        return self.pool.poll(timeout)
+        scores = self.pool.poll(timeout)
+        if self.skip is not None:
+            for score in scores:
+                if score.is_skipped:
+                    self.skip(*score.key)
+        return scores
 
     def score_all(self, prompts: Sequence[Prompt], answers: Sequence[Sequence[int]]) -> list[float]:
         """Score answers and wait for the result; nothing else may be under way in the pool."""
@@ -84,6 +93,8 @@ class SampleScorer:
         rewards: dict[int, float] = {}
         while len(rewards) < len(prompts):
             rewards.update({score.key[0]: score.reward for score in self.poll(0.1)})
+            if self.pool.failure is not None:
+                raise self.pool.failure
         return [rewards[number] for number in range(len(prompts))]
 
 
@@ -97,29 +108,29 @@ def build_run(
     model: Any = None,
     tokenizer: Any = None,
     checkpoint: Path | None = None,
+    peft_config: Any = None,
 ) -> RunParts:
     """Make every part of a run; a task, model or tokenizer that is given replaces the configured one.
 
-    `checkpoint`: the folder whose weights are taken instead, those of a given model included.
+    `checkpoint`: the folder whose weights are taken instead, those of a given model included. `peft_config`: adapters
+    to train in place of all weights, other than those that the configuration may ask for.
     """
     torch.set_num_threads(config.run.threads)
     torch.manual_seed(config.run.seed)
     task = task or build_task(config)
-    if model is None:
-        model, loaded = load_model(checkpoint or model_path(config))
-        tokenizer = tokenizer or loaded
-    elif checkpoint is not None:
-        model.load_state_dict(load_model(checkpoint)[0].state_dict())
-    if tokenizer is None:
-        raise ConfigError("a model object needs its tokenizer: pass processing_class=tokenizer")
-    knobs = config.knobs
-    engine = build_engine(config, model, knobs)
-    learner = TorchLearner(model, config.learner, temperature=config.engine.temperature or 1.0, overlap=knobs.overlap)
-    rewards, heldout_rewards = build_rewards(config, task), build_rewards(config, task)
+    rewards, heldout_rewards = build_rewards(config, task), build_rewards(config, task, is_heldout=True)
+    peft_config = choose_adapters(config, peft_config)
+    tokenizer = tokenizer or own_tokenizer(config, model, checkpoint)
+    check_prompts(config, task, tokenizer)
+    heldout = heldout_prompts(config, task, tokenizer)
+    model = build_model(config, model, peft_config, checkpoint)
+    knobs, temperature = config.knobs, config.engine.temperature or 1.0
+    learner = SkippingLearner(model, config.learner, temperature=temperature, overlap=knobs.overlap)
+    engine = build_engine(config, learner.source.module, knobs)
     stop_tokens = stop_token_ids(model, tokenizer)
     evaluator = Evaluator(
         engine=engine,
-        prompts=heldout_prompts(config, task, tokenizer),
+        prompts=heldout,
         score=SampleScorer(pool=heldout_rewards, tokenizer=tokenizer).score_all,
         stop_tokens=stop_tokens,
         budget=config.engine.max_new_tokens,
@@ -137,7 +148,7 @@ def build_run(
         knobs=knobs,
         engine=engine,
         learner=learner,
-        scorer=SampleScorer(pool=rewards, tokenizer=tokenizer),
+        scorer=SampleScorer(pool=rewards, tokenizer=tokenizer, skip=learner.skip),
         load_samples=loader.load,
         total_samples=config.run.samples,
         sampling=Sampling(temperature=config.engine.temperature, stop_tokens=stop_tokens),
@@ -146,7 +157,7 @@ def build_run(
         replay_tolerance=config.engine.replay_tolerance,
         in_flight=InFlight(config.engine.in_flight),
         score_grace_s=config.reward.grace_s,
-        should_stop=should_stop,
+        should_stop=lambda: should_stop() or rewards.failure is not None,
         pause=evaluator,
     )
     parts = RunParts(
@@ -229,7 +240,7 @@ def build_engine(config: SortedConfig, model: Any, knobs: Knobs) -> Engine:
     return Watchdog(engine, config.engine.watchdog_s)
 
 
-def build_rewards(config: SortedConfig, task: Task) -> RewardPool:
+def build_rewards(config: SortedConfig, task: Task, *, is_heldout: bool = False) -> RewardPool:
     settings = config.reward
     return RewardPool(
         task.reward_funcs,
@@ -237,7 +248,67 @@ def build_rewards(config: SortedConfig, task: Task) -> RewardPool:
         workers=settings.workers,
         memory_bytes=settings.memory_mb * 2**20,
         keep_env=settings.keep_env,
+        weights=settings.weights or None,
+        on_error="zero" if is_heldout and settings.on_error == "skip" else settings.on_error,
     )
+
+
+def choose_adapters(config: SortedConfig, peft_config: Any) -> Any:
+    """The adapters that are asked for, checked; None when all weights are to be trained."""
+    configured = peft_config_of(config.lora)
+    if configured is not None and peft_config is not None:
+        raise ConfigError("lora.rank and peft_config both ask for adapters: leave one of them out")
+    chosen = configured or peft_config
+    if chosen is not None:
+        check_peft_config(chosen)
+    return chosen
+
+
+def own_tokenizer(config: SortedConfig, model: Any, checkpoint: Path | None) -> Any:
+    """The tokenizer beside the weights, which are not read yet."""
+    if model is not None:
+        raise ConfigError("a model object needs its tokenizer: pass processing_class=tokenizer")
+    folder = check_model_folder(checkpoint or model_path(config))
+    return load_tokenizer(folder)
+
+
+def build_model(config: SortedConfig, model: Any, peft_config: Any, checkpoint: Path | None) -> Any:
+    """The model to train: the given or configured one, with adapters if any, and the weights of a checkpoint."""
+    has_adapters = peft_config is not None or is_adapted(model)
+    if checkpoint is not None and (checkpoint / ADAPTER_FOLDER).is_dir() and not has_adapters:
+        raise ConfigError(f"{checkpoint} is of a run with adapters: pass its peft_config again")
+    if model is None:
+        folder = check_model_folder(checkpoint if checkpoint is not None and not has_adapters else model_path(config))
+        check_window(config, folder)
+        model, _ = load_model(folder)
+    elif checkpoint is not None and not has_adapters:
+        model.load_state_dict(load_model(checkpoint)[0].state_dict())
+    if peft_config is not None:
+        model = adapt(model, peft_config, checkpoint=checkpoint)
+    elif checkpoint is not None and has_adapters:
+        restore_adapters(model, checkpoint)
+    if checkpoint is not None and has_adapters:
+        check_base(model, checkpoint)
+    return model
+
+
+def check_window(config: SortedConfig, folder: Path) -> None:
+    """Refuse prompts and answers that are longer together than what the model can look at."""
+    window, prompt, answer = read_window(folder), config.task.max_prompt_tokens, config.engine.max_new_tokens
+    if window is not None and prompt + answer > window:
+        raise ModelError(
+            f"task.max_prompt_tokens {prompt} and engine.max_new_tokens {answer} are {prompt + answer} together, more "
+            f"than the {window} positions of the model in {folder}: lower one of them"
+        )
+
+
+def check_prompts(config: SortedConfig, task: Task, tokenizer: Any) -> None:
+    """Encode every row of a dataset that the run will use: a bad one is to be found before training, not in it."""
+    size = task.train.size
+    num_used = config.run.samples // config.learner.group_size
+    stream = prompt_stream(config, task, tokenizer)
+    for _ in range(1 if size is None else min(size, num_used)):
+        stream.take(1)
 
 
 def model_path(config: SortedConfig) -> Path:

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -305,13 +305,13 @@ def doctor(
     config: Annotated[Path | None, typer.Argument(help="A configuration to check.")] = None, as_json: AsJson = False
 ) -> None:
     """Say what this machine can run, and whether CONFIG is sound."""
-    from sortedrl.doctor import examine
+    from sortedrl.doctor import examine, findings_table
 
     findings = examine(config)
     if as_json:
         print(json.dumps({"findings": [finding.as_dict() for finding in findings]}))
     else:
-        Console().print(_doctor_table(findings))
+        Console().print(findings_table(findings))
     if any(not finding.is_fine for finding in findings):
         raise typer.Exit(2)
 
@@ -353,15 +353,6 @@ def show(summaries: list[Summary], as_json: bool) -> None:
         out.print(comparison_table(summaries))
     elif groups := group_line(summaries[0]):
         out.print(escape(printable(groups)), highlight=False)
-
-
-def _doctor_table(findings: list[Any]) -> Any:
-    from rich.table import Table
-
-    table = Table("", "check", "finding", box=None)
-    for finding in findings:
-        table.add_row("[green]ok[/]" if finding.is_fine else "[red]no[/]", escape(finding.name), escape(finding.text))
-    return table
 
 
 def complain(message: str, *notes: str) -> None:

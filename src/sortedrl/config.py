@@ -7,7 +7,6 @@ the knobs that a preset leaves open are resolved in `schedule.py`.
 from __future__ import annotations
 
 import difflib
-import json
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,14 +14,17 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from sortedrl.config_text import parse_override, put, section_toml, toml_value
 from sortedrl.errors import ConfigError
+from sortedrl.learner.algorithms import ALGORITHMS
 from sortedrl.redact import redact
 from sortedrl.schedule import PRESETS, Knobs, Strategy, resolve_knobs
 
 Int = Annotated[int, Field(strict=True)]  # neither true nor "16" nor 16.0
 Bound = Annotated[int, Field(strict=True, ge=0)] | Literal["none"] | None
 Decay = Annotated[float, Field(ge=0, lt=1)]
-GROUPED_ALGORITHMS = ("grpo",)  # those that train the siblings of a prompt together
+# Those that train the siblings of a prompt together.
+GROUPED_ALGORITHMS = tuple(name for name, algorithm in ALGORITHMS.items() if algorithm.needs_siblings)
 
 
 class Section(BaseModel):
@@ -53,6 +55,16 @@ class ModelSection(Section):
         default="knights-tiny",
         min_length=1,
         description="A folder that from_pretrained loads, or the embedded knights-tiny.",
+    )
+
+
+class LoraSection(Section):
+    """Adapters of low rank, trained in place of all weights."""
+
+    rank: Int = Field(default=0, ge=0, description="Rank of the adapters; 0 trains all weights.")
+    alpha: float = Field(default=32.0, gt=0, description="Adapters count alpha / rank.")
+    target_modules: tuple[str, ...] = Field(
+        default=(), description="Names of the modules that get adapters; left out, all linear ones but the head."
     )
 
 
@@ -105,10 +117,18 @@ class RewardSection(Section):
     keep_env: tuple[str, ...] = Field(
         default=(), description="Environment variables that rewards need beyond the usual ones."
     )
+    weights: tuple[float, ...] = Field(default=(), description="Weight of each reward function; left out, all are 1.")
+    on_error: Literal["zero", "skip", "stop"] = Field(
+        default="zero", description="An answer that cannot be scored: reward 0, no weight in training, or the run ends."
+    )
 
 
 class LearnerSection(Section):
-    algorithm: Literal["reinforce++", "grpo"] = Field(default="grpo", description="Advantage estimator and loss.")
+    """Keys left out (or null) that a preset has are the algorithm's (see docs/learning.md)."""
+
+    algorithm: Literal["reinforce++", "reinforce++-baseline", "grpo", "dr_grpo", "rloo", "dapo", "gspo", "ppo"] = Field(
+        default="grpo", description="Advantage estimator and loss; its presets are in learning.md."
+    )
     group_size: Int = Field(default=8, ge=1, description="k: samples per prompt.")
     advantage_scope: Literal["batch", "cohort", "running"] = Field(
         default="batch", description="What statistics run over."
@@ -120,8 +140,38 @@ class LearnerSection(Section):
     warmup_samples: Int = Field(default=0, ge=0, description="Samples over which the rate rises from 0.")
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW's.")
     betas: tuple[Decay, Decay] = Field(default=(0.9, 0.95), description="AdamW's.")
-    clip_low: float = Field(default=0.2, gt=0, lt=1, description="Ratio clip below 1.")
-    clip_high: float = Field(default=0.28, gt=0, description="Ratio clip above 1.")
+    clip_low: float | None = Field(default=None, gt=0, lt=1, description="Ratio clip below 1.")
+    clip_high: float | None = Field(default=None, gt=0, description="Ratio clip above 1.")
+    ratio: Literal["token", "sequence"] | None = Field(
+        default=None, description="What is clipped: each token's ratio, or the geometric mean over its sample."
+    )
+    loss_mean: Literal["token", "sequence", "constant"] | None = Field(
+        default=None, description="Mean over tokens, over samples of their means, or over the tokens of the budget."
+    )
+    overlong: Literal["keep", "mask", "shape"] | None = Field(
+        default=None, description="Truncated answers: like any other, without gradient, or length punished smoothly."
+    )
+    overlong_buffer: float = Field(
+        default=0.2, gt=0, le=1, description="Last share of the token budget in which `shape` punishes length."
+    )
+    filter_groups: bool | None = Field(
+        default=None, description="Siblings that were all rewarded alike count in no mean."
+    )
+    importance: Literal["none", "token", "sequence"] = Field(
+        default="none", description="Weights for tokens of older policies; `none`: the clipped ratio is all there is."
+    )
+    importance_cap: Annotated[float, Field(gt=0)] | Literal["none"] = Field(
+        default=2.0, description="Largest such weight; `none`: no limit, unbiased and of high variance."
+    )
+    kl_coef: float = Field(default=0.0, ge=0, description="Weight of the KL penalty to the initial model.")
+    kl_estimator: Literal["k1", "k2", "k3"] = Field(default="k3", description="How a token's KL is estimated.")
+    kl_in: Literal["loss", "reward"] = Field(default="loss", description="Where the penalty goes.")
+    entropy_coef: float = Field(default=0.0, ge=0, description="Weight of the entropy bonus.")
+    gamma: float = Field(default=1.0, gt=0, le=1, description="ppo: discount by token.")
+    gae_lambda: float = Field(default=0.95, ge=0, le=1, description="ppo: GAE's lambda.")
+    value_coef: float = Field(default=0.1, gt=0, description="ppo: weight of the value loss.")
+    value_clip: float = Field(default=0.2, gt=0, description="ppo: how far a value may move in an update.")
+    critic_lr: float | None = Field(default=None, gt=0, description="ppo: peak rate of the value head; open: `lr`.")
     grad_clip: float = Field(default=1.0, gt=0, description="Largest gradient norm.")
     inner_steps: Int = Field(default=1, ge=1, description="Mini-batches per update.")
     inner_epochs: Int = Field(default=1, ge=1, description="Passes over a batch.")
@@ -158,6 +208,7 @@ CHANGEABLE = frozenset(
         "reward.workers",
         "reward.memory_mb",
         "reward.keep_env",
+        "reward.on_error",
         "learner.micro_tokens",
         "eval.every_samples",
         "checkpoint.save",
@@ -173,6 +224,7 @@ class SortedConfig(Section):
     run: RunSection = RunSection()
     task: TaskSection = TaskSection()
     model: ModelSection = ModelSection()
+    lora: LoraSection = LoraSection()
     schedule: ScheduleSection = ScheduleSection()
     engine: EngineSection = EngineSection()
     reward: RewardSection = RewardSection()
@@ -226,12 +278,12 @@ class SortedConfig(Section):
             raise ConfigError(f"cannot read the configuration {path}: {error.strerror or error}") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} is not valid TOML: {error}") from None
-        given = [_parse_override(text) for text in overrides]
+        given = [parse_override(text) for text in overrides]
         strategy = next((value for keys, value in given if keys == ["schedule", "strategy"]), None)
         if strategy is not None:
             _forget_defining_knobs(tree, strategy)
         for keys, value in given:
-            _put(tree, keys, value)
+            put(tree, keys, value)
         return cls(**tree)
 
     def check_resumable(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
@@ -272,7 +324,7 @@ class SortedConfig(Section):
 
     def to_toml(self) -> str:
         """The resolved configuration, without secrets."""
-        return "\n".join(_section_toml(name, section) for name, section in redact(self.in_force()).items())
+        return "\n".join(section_toml(name, section) for name, section in redact(self.in_force()).items())
 
 
 def reference() -> str:
@@ -281,39 +333,14 @@ def reference() -> str:
     for name, section in SortedConfig.model_fields.items():
         lines += [f"## [{name}]", "", "| key | default | on resume | meaning |", "| --- | --- | --- | --- |"]
         for key, field in type(section.default).model_fields.items():
-            default = "preset" if field.default is None else _toml_value(field.default)
+            default = "preset" if field.default is None else toml_value(field.default)
             on_resume = "may change" if f"{name}.{key}" in CHANGEABLE else ""
             lines.append(f"| `{key}` | `{default}` | {on_resume} | {field.description} |")
         lines.append("")
     return "\n".join(lines)
 
 
-# ---- overrides and messages -----------------------------------------------------------------------------------------
-
-# `engine=local` is short for `engine.kind=local`, and so on: the key that a section is mostly about.
-MAIN_KEYS = {"engine": "kind", "task": "name", "model": "path", "schedule": "strategy", "learner": "algorithm"}
-
-
-def _parse_override(text: str) -> tuple[list[str], Any]:
-    name, equals, value = text.partition("=")
-    if not equals or not name.strip():
-        raise ConfigError(f"cannot read the override {text!r}: write section.name=value")
-    keys = name.strip().split(".")
-    if len(keys) == 1 and keys[0] in MAIN_KEYS:
-        keys.append(MAIN_KEYS[keys[0]])
-    try:
-        return keys, tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        return keys, value.strip()
-
-
-def _put(tree: dict[str, Any], keys: list[str], value: Any) -> None:
-    *path, last = keys
-    for key in path:
-        tree = tree.setdefault(key, {})
-        if not isinstance(tree, dict):
-            raise ConfigError(f"{'.'.join(keys)}: {key} is a value, not a section")
-    tree[last] = value
+# ---- precedence and messages -----------------------------------------------------------------------------------------
 
 
 def _forget_defining_knobs(tree: dict[str, Any], strategy: str) -> None:
@@ -348,22 +375,3 @@ def _nearest(location: tuple[int | str, ...]) -> str:
     if near:
         return f": did you mean {prefix}{near[0]}?"
     return f": the keys there are {', '.join(fields)}" if fields else ""
-
-
-def _section_toml(name: str, section: Mapping[str, Any]) -> str:
-    lines = [f"{key} = {_toml_value(value)}" for key, value in section.items() if value is not None]
-    return "\n".join([f"[{name}]", *lines, ""])
-
-
-def _toml_value(value: Any) -> str:
-    match value:
-        case bool():
-            return "true" if value else "false"
-        case int() | float():
-            return repr(value)
-        case list() | tuple():
-            return f"[{', '.join(_toml_value(item) for item in value)}]"
-        case dict():
-            return "{ " + ", ".join(f"{_toml_value(k)} = {_toml_value(v)}" for k, v in value.items()) + " }"
-        case _:
-            return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")  # TOML's escapes are JSON's

@@ -11,10 +11,8 @@ waits only if nothing else is left to do). Time is the injected clock's, so a si
 
 from __future__ import annotations
 
-import hashlib
 import heapq
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 from sortedrl import schedule
 from sortedrl.buffer import Buffer
@@ -22,48 +20,18 @@ from sortedrl.clock import Clock, Timing
 from sortedrl.engine import base as engine_events
 from sortedrl.engine.base import Engine, InFlight, Request, Sampling
 from sortedrl.errors import EngineError
+from sortedrl.hooks import Pause, Save, Scorer
 from sortedrl.learner.base import Learner, Update
-from sortedrl.records import Batch, FinishReason, Mode, Sample, State
+from sortedrl.records import Batch, FinishReason, Mode, Sample, State, restart_seed
 from sortedrl.schedule import Knobs, RestartNoise
 from sortedrl.telemetry import events
 from sortedrl.telemetry.events import Emit
+from sortedrl.telemetry.harvest import batch_taken
 
 IDLE_POLL_S = 0.05  # how long to wait for one thing before looking at the others
 MAX_FAILED_UPDATES = 3  # in a row: more is no bad luck
 STOP_POLL_S = 0.5  # how long a request to stop may go unheard
 _KEPT = ("began", "update_s", "publish_s", "save_s", "num_failed_updates")  # over a resume
-
-
-class Score(Protocol):
-    @property
-    def key(self) -> tuple[int, int]: ...
-
-    @property
-    def reward(self) -> float: ...
-
-
-class Scorer(Protocol):
-    """Scores complete answers while the engine goes on."""
-
-    def submit(self, sample: Sample) -> None: ...
-
-    def poll(self, timeout: float) -> Sequence[Score]: ...
-
-
-class Pause(Protocol):
-    """Something that needs the engine to itself between two updates, such as an evaluation."""
-
-    def is_due(self, num_trained: int) -> bool: ...
-
-    def run(self, version: int, num_trained: int) -> None: ...
-
-
-class Save(Protocol):
-    """Makes a checkpoint between two updates, while nothing runs."""
-
-    def is_due(self, num_updates: int) -> bool: ...
-
-    def run(self) -> None: ...
 
 
 class Controller:
@@ -209,7 +177,7 @@ class Controller:
         )
         self.check(batch)
         num_paused = 0 if self.knobs.overlap else self.buffer.num_running
-        self.emit(_batch_taken(self.clock.now(), batch, num_interrupted=num_interrupted, num_paused=num_paused))
+        self.emit(batch_taken(self.clock.now(), batch, num_interrupted=num_interrupted, num_paused=num_paused))
         self.update_began = self.clock.now()
         self.update = self.learner.start(batch)
 
@@ -286,19 +254,17 @@ class Controller:
             attempt=sample.attempt,
             prompt=sample.prompt.tokens,
             budget=sample.budget,
-            seed=self.noise_seed(sample),
+            seed=self.seed_of(sample),
             sampling=self.sampling,
             mode=mode,
             cached=cached,
             replay_tolerance=self.replay_tolerance,
         )
 
-    def noise_seed(self, sample: Sample) -> int:
+    def seed_of(self, sample: Sample) -> int:
         """A sample's own seed, or, if restarts draw fresh noise, one for each restart."""
-        if self.knobs.restart_noise == RestartNoise.SEEDED or sample.num_restarts == 0:
-            return sample.seed
-        text = f"{sample.seed}/{sample.num_restarts}".encode()
-        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+        is_fresh = self.knobs.restart_noise == RestartNoise.FRESH and sample.num_restarts > 0
+        return restart_seed(sample.seed, sample.num_restarts) if is_fresh else sample.seed
 
     def hear(self, heard: Sequence[engine_events.Event]) -> None:
         """Write engine events into the buffer; those of attempts that are over are ignored."""
@@ -425,23 +391,3 @@ class Controller:
                 f"every answer of {MAX_FAILED_UPDATES} updates in a row failed, the last one with: {self.last_error}; "
                 "if the weights are broken, lower learner.lr and start again from an earlier checkpoint"
             )
-
-
-def _batch_taken(t: float, batch: Batch, *, num_interrupted: int, num_paused: int) -> events.BatchTaken:
-    samples = batch.samples
-    return events.BatchTaken(
-        t=t,
-        update=batch.update,
-        version=batch.version,
-        samples=[s.id for s in samples],
-        lengths=[s.num_tokens for s in samples],
-        rewards=[s.reward or 0.0 for s in samples],
-        staleness=[s.staleness(batch.version) for s in samples],
-        staleness_token_sum=[
-            sum((batch.version - segment.version) * len(segment.tokens) for segment in s.segments) for s in samples
-        ],
-        truncated=sum(s.finish_reason == FinishReason.LENGTH for s in samples),
-        num_interrupted=num_interrupted,
-        num_paused=num_paused,
-        slot_s=sum(segment.slot_s for s in samples for segment in s.segments),
-    )

@@ -11,6 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
+from rich.table import Table
+
 from sortedrl.config import SortedConfig
 from sortedrl.errors import SortedRLError
 
@@ -89,3 +92,10 @@ def _configuration(path: Path) -> list[Finding]:
     size = sum(parameter.numel() for parameter in model.parameters())
     text = f"{config.model.path}: {size:,} parameters, vocabulary {len(tokenizer):,}, fits the engine"
     return [*findings, Finding(name="model", text=text)]
+
+
+def findings_table(findings: list[Finding]) -> Table:
+    table = Table("", "check", "finding", box=None)
+    for finding in findings:
+        table.add_row("[green]ok[/]" if finding.is_fine else "[red]no[/]", escape(finding.name), escape(finding.text))
+    return table

@@ -131,3 +131,8 @@ def sample_seed(run_seed: int, epoch: int, prompt_id: str, index: int) -> int:
     """A 63-bit seed that depends on the sample's identity alone, never on when or where it runs."""
     text = f"{run_seed}/{epoch}/{index}/{prompt_id}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+def restart_seed(seed: int, num_restarts: int) -> int:
+    """The seed of a sample that draws fresh noise at its n-th restart."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{num_restarts}".encode(), digest_size=8).digest(), "little") >> 1

@@ -5,9 +5,10 @@ TRL's signature, `fn(prompts, completions, **columns) -> list[float]`; they meet
 hang, crash or return nonsense. Functions that can be imported by name are called in worker processes, others in
 threads (`reward_caller.py`).
 
-What the pool keeps true: every submission comes back from `poll` once, in no fixed order; a sample on which a function
-fails has reward 0 and an error, and no other sample suffers for it; no call lasts longer than `timeout_s`; a worker
-process that dies or runs out of memory is replaced, and what it was scoring is scored again, one by one.
+What the pool keeps true: every submission comes back from `poll` once, in no fixed order, unless failures are to stop
+the run; a sample on which a function fails has reward 0 and an error, and no other sample suffers for it; failures are
+counted by function and kind; no call lasts longer than `timeout_s`; a worker process that dies or runs out of memory is
+replaced, and what it was scoring is scored again, one by one.
 """
 
 from __future__ import annotations
@@ -19,71 +20,24 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from sortedrl.errors import RewardError
 from sortedrl.reward_caller import MEMORY_BYTES, Caller, ProcessCaller, RewardFunction, ThreadCaller, find_function
+from sortedrl.reward_ticket import Failure, Key, Row, Score, Ticket
 from sortedrl.reward_worker import CallFailed, FailureKind
+
+__all__ = ["OnError", "RewardPool", "Score"]
 
 MAX_BATCH = 64  # samples in one call
 MIN_MEMORY_BYTES = 64 << 20  # an interpreter with little else
 
 logger = logging.getLogger(__name__)
 
-Key = tuple[int, int]  # sample, attempt
-
-
-@dataclass(slots=True, kw_only=True, frozen=True)
-class Score:
-    key: Key
-    reward: float
-    error: str | None = None
-
-
-@dataclass(slots=True, kw_only=True, frozen=True)
-class _Failure:
-    kind: FailureKind
-    function: str
-    message: str
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Ticket:
-    """A submission on its way through the stages."""
-
-    key: Key
-    row: tuple[str | list[dict[str, str]], str, Mapping[str, object]]
-    line: str  # the row as JSON, where a worker process is to read it
-    values: dict[int, float] = field(default_factory=dict)  # by function
-    failure: _Failure | None = None
-    is_alone: bool = False  # a call with it failed: it is not to spoil another one's
-
-    def take(self, function: RewardFunction, outcome: float | str | CallFailed, timeout_s: float) -> None:
-        if isinstance(outcome, float | int):
-            self.values[function.index] = outcome
-            return
-        failed = outcome if isinstance(outcome, CallFailed) else CallFailed(FailureKind.NOT_A_NUMBER, outcome)
-        self.failure = _Failure(kind=failed.kind, function=function.name, message=_message(function, failed, timeout_s))
-
-
-def _message(function: RewardFunction, failed: CallFailed, timeout_s: float) -> str:
-    match failed.kind:
-        case FailureKind.TIMEOUT:
-            what = f"took longer than {timeout_s:g} s: make it quicker on such answers, or raise reward.timeout_s"
-        case FailureKind.DIED:
-            what = f"ended its worker process ({failed.detail}): see whether it exits, crashes or runs out of memory"
-        case FailureKind.MEMORY:
-            what = f"ran out of memory ({failed.detail}): make it need less on such answers, or raise reward.memory_mb"
-        case FailureKind.RAISED:
-            what = f"raised {failed.detail}: make it return a number for malformed answers too"
-        case FailureKind.MALFORMED:
-            what = f"{failed.detail}: make it return a list with one number per completion"
-        case FailureKind.NOT_A_NUMBER:
-            what = f"gave {failed.detail} as a reward: make it return finite numbers, 0.0 where none applies"
-    return f"reward function {function.name} {what}"
+OnError = Literal["zero", "skip", "stop"]
+"""What becomes of an answer that could not be scored, see `RewardPool`."""
 
 
 class _Stage:
@@ -95,7 +49,7 @@ class _Stage:
         callers: Sequence[Caller],
         *,
         timeout_s: float,
-        forward: Callable[[_Ticket], None],
+        forward: Callable[[Ticket], None],
         fail: Callable[[BaseException], None],
     ) -> None:
         self._functions = functions
@@ -103,7 +57,7 @@ class _Stage:
         self._timeout_s = timeout_s
         self._forward = forward
         self._fail = fail
-        self._waiting: deque[_Ticket] = deque()
+        self._waiting: deque[Ticket] = deque()
         self._changed = threading.Condition()
         self._max_batch = MAX_BATCH
         self._is_closed = False
@@ -121,7 +75,7 @@ class _Stage:
         for event in self._ready:
             event.wait()
 
-    def put(self, ticket: _Ticket) -> None:
+    def put(self, ticket: Ticket) -> None:
         with self._changed:
             self._waiting.append(ticket)
             self._changed.notify()
@@ -150,7 +104,7 @@ class _Stage:
             ready.set()
             caller.close()
 
-    def _take(self) -> list[_Ticket]:
+    def _take(self) -> list[Ticket]:
         """What the next call scores: one ticket that must be alone, or a fair share of those that wait."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._is_closed)
@@ -158,18 +112,18 @@ class _Stage:
                 return []
             if self._waiting[0].is_alone:
                 return [self._waiting.popleft()]
-            batch: list[_Ticket] = []
+            batch: list[Ticket] = []
             size = min(self._max_batch, math.ceil(len(self._waiting) / len(self._callers)))
             while len(batch) < size and self._waiting and not self._waiting[0].is_alone:
                 batch.append(self._waiting.popleft())
             return batch
 
-    def _score(self, caller: Caller, batch: list[_Ticket]) -> None:
+    def _score(self, caller: Caller, batch: list[Ticket]) -> None:
         for function in self._functions:
             tickets = [ticket for ticket in batch if ticket.failure is None and function.index not in ticket.values]
             if not tickets:
                 continue
-            outcomes: Sequence[float | str | CallFailed]
+            outcomes: Sequence[float | str | CallFailed | None]
             start = time.monotonic()
             try:
                 outcomes = caller.call(function, [t.row for t in tickets], [t.line for t in tickets])
@@ -185,7 +139,7 @@ class _Stage:
         for ticket in batch:
             self._forward(ticket)
 
-    def _retry(self, tickets: list[_Ticket], failed: CallFailed) -> bool:
+    def _retry(self, tickets: list[Ticket], failed: CallFailed) -> bool:
         """Put tickets back to be called one by one, unless it is known that the only one is to blame."""
         # Someone else may have killed the worker, or filled it.
         is_accident = failed.kind in (FailureKind.DIED, FailureKind.MEMORY) and not tickets[0].is_alone
@@ -204,6 +158,10 @@ class _Stage:
 class RewardPool:
     """Scores answers by the weighted sum of reward functions, in the background.
 
+    `on_error`, for answers on which a function fails or none has a say: `zero` gives them reward 0; `skip` does too,
+    and marks the score, so that they are trained with no weight; `stop` gives them no score and sets `failure`, upon
+    which the caller ends the run: when it is resumed they are scored again.
+
     Columns reach functions in worker processes as JSON carries them: tuples as lists, keys as text. Each worker may use
     `memory_bytes` of data, None for no limit. It sees the usual environment variables and none that look like secrets;
     `keep_env` names others that a function needs.
@@ -218,15 +176,19 @@ class RewardPool:
         weights: Sequence[float] | None = None,
         memory_bytes: int | None = MEMORY_BYTES,
         keep_env: Sequence[str] = (),
+        on_error: OnError = "zero",
     ) -> None:
-        functions = _check_functions(reward_funcs)
+        self._functions = functions = _check_functions(reward_funcs)
         self._weights = _check_weights(weights, functions)
         if not timeout_s > 0 or workers < 1:
             raise RewardError(f"reward.timeout_s ({timeout_s}) must be above 0, reward.workers ({workers}) at least 1")
         if memory_bytes is not None and memory_bytes < MIN_MEMORY_BYTES:
             raise RewardError(f"reward workers need at least {MIN_MEMORY_BYTES >> 20} MiB: raise reward.memory_mb")
         self.errors: Counter[str] = Counter()  # by function and kind of failure, of scores that were polled
-        self._done: SimpleQueue[_Ticket | None] = SimpleQueue()
+        self.failure: RewardError | None = None  # the first one, where failures are to stop the run
+        self.progress: dict[str, float] = {}  # what functions see as `trainer_state`; whoever trains keeps it
+        self._on_error: OnError = on_error
+        self._done: SimpleQueue[Ticket | None] = SimpleQueue()
         self._num_waiting = 0
         self._fatal: BaseException | None = None
         self._is_started = self._is_closed = False
@@ -245,7 +207,7 @@ class RewardPool:
     def _add_stage(self, functions: list[RewardFunction], callers: Sequence[Caller], timeout_s: float) -> None:
         after = self._stages[0] if self._stages else None
 
-        def forward(ticket: _Ticket) -> None:
+        def forward(ticket: Ticket) -> None:
             if after is None or ticket.failure is not None:
                 self._done.put(ticket)
             else:
@@ -264,19 +226,24 @@ class RewardPool:
             raise self._fatal
 
     def submit(
-        self, key: Key, prompt: str | list[dict[str, str]], completion: str, columns: Mapping[str, object]
+        self,
+        key: Key,
+        prompt: str | list[dict[str, str]],
+        completion: str,
+        columns: Mapping[str, object],
+        tokens: Sequence[int] = (),
     ) -> None:
         """Queue an answer for scoring and return at once."""
         assert not self._is_closed, "submit after close"
-        row = (prompt, completion, columns)
+        row = (prompt, completion, columns, tokens, dict(self.progress))
         line = _to_json(row) if self._needs_json else ""
         self._start_threads()
         self._num_waiting += 1
-        self._stages[0].put(_Ticket(key=key, row=row, line=line))
+        self._stages[0].put(Ticket(key=key, row=row, line=line))
 
     def poll(self, timeout: float = 0) -> list[Score]:
         """Scores that are there, waiting up to `timeout` seconds for the first while any is outstanding."""
-        tickets: list[_Ticket | None] = []
+        tickets: list[Ticket | None] = []
         if timeout > 0 and self._num_waiting and self._fatal is None:
             try:
                 tickets.append(self._done.get(timeout=timeout))
@@ -286,7 +253,8 @@ class RewardPool:
             tickets.append(self._done.get())
         if self._fatal is not None:
             raise self._fatal
-        return [self._count(ticket) for ticket in tickets if ticket is not None]
+        scores = [self._count(ticket) for ticket in tickets if ticket is not None]
+        return [score for score in scores if score is not None]
 
     @property
     def num_waiting(self) -> int:
@@ -322,16 +290,21 @@ class RewardPool:
         self._fatal = error
         self._done.put(None)  # wakes a poll
 
-    def _count(self, ticket: _Ticket) -> Score:
+    def _count(self, ticket: Ticket) -> Score | None:
         self._num_waiting -= 1
-        if ticket.failure is None:
-            reward = sum(weight * ticket.values[index] for index, weight in enumerate(self._weights))
-            return Score(key=ticket.key, reward=float(reward))
-        kind = f"{ticket.failure.function}: {ticket.failure.kind}"
-        if kind not in self.errors:
-            logger.warning("%s (sample %d gets reward 0; counted from here on)", ticket.failure.message, ticket.key[0])
-        self.errors[kind] += 1
-        return Score(key=ticket.key, reward=0.0, error=ticket.failure.message)
+        outcome = ticket.reward(self._functions, self._weights)
+        if not isinstance(outcome, Failure):
+            return Score(key=ticket.key, reward=outcome)
+        if outcome.name not in self.errors:
+            became = {"zero": "gets reward 0", "skip": "is trained with no weight", "stop": "stops the run"}
+            text = "%s (sample %d %s; counted from here on)"
+            logger.warning(text, outcome.message, ticket.key[0], became[self._on_error])
+        self.errors[outcome.name] += 1
+        if self._on_error == "stop":
+            remedy = "set reward.on_error to zero or skip to go on without such answers"
+            self.failure = self.failure or RewardError(f"{outcome.message}; {remedy}")
+            return None
+        return Score(key=ticket.key, reward=0.0, error=outcome.message, is_skipped=self._on_error == "skip")
 
 
 def _check_functions(given: Callable[..., Any] | Sequence[Callable[..., Any]]) -> list[RewardFunction]:
@@ -352,10 +325,10 @@ def _check_weights(weights: Sequence[float] | None, functions: list[RewardFuncti
     return list(weights)
 
 
-def _to_json(row: tuple[str | list[dict[str, str]], str, Mapping[str, object]]) -> str:
-    prompt, completion, columns = row
+def _to_json(row: Row) -> str:
+    prompt, completion, columns, tokens, progress = row
     try:
-        return json.dumps((prompt, completion, dict(columns)), default=_as_plain)
+        return json.dumps((prompt, completion, dict(columns), list(tokens), progress), default=_as_plain)
     except (TypeError, ValueError) as error:
         raise RewardError(
             f"a column among {sorted(columns)} cannot be sent to a reward worker ({error}): keep to text, numbers, "

@@ -66,7 +66,7 @@ class Caller(Protocol):
         """Get ready; raises RewardError when that cannot be."""
         ...
 
-    def call(self, function: RewardFunction, rows: Sequence[Row], lines: Sequence[str]) -> list[float | str]:
+    def call(self, function: RewardFunction, rows: Sequence[Row], lines: Sequence[str]) -> list[float | str | None]:
         """Rewards of `rows` (`lines` is their JSON), as of `call_reward`; raises CallFailed when there are none."""
         ...
 
@@ -164,7 +164,7 @@ class ProcessCaller:
                     "another process, or pass a lambda, which is called in a thread of this one"
                 )
 
-    def call(self, function: RewardFunction, rows: Sequence[Row], lines: Sequence[str]) -> list[float | str]:
+    def call(self, function: RewardFunction, rows: Sequence[Row], lines: Sequence[str]) -> list[float | str | None]:
         self.start()
         request = f'{{"function":{self._indices[function.index]},"rows":[{",".join(lines)}]}}'
         reply = self._exchange(request, self._timeout_s)
@@ -249,7 +249,7 @@ class ThreadCaller:
     def __init__(self, *, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._inbox: SimpleQueue[Callable[[], None] | None] | None = None
-        self._outbox: SimpleQueue[list[float | str] | CallFailed] = SimpleQueue()
+        self._outbox: SimpleQueue[list[float | str | None] | CallFailed] = SimpleQueue()
         self._is_stopped = False
 
     def start(self) -> None:
@@ -262,11 +262,11 @@ class ThreadCaller:
         while (task := inbox.get()) is not None:
             task()
 
-    def call(self, function: RewardFunction, rows: Sequence[Row], lines: Sequence[str]) -> list[float | str]:
+    def call(self, function: RewardFunction, rows: Sequence[Row], lines: Sequence[str]) -> list[float | str | None]:
         self.start()
         assert self._inbox is not None, "no thread to call in"
         # An outbox per call: what an abandoned thread returns in the end is nobody's reward.
-        outbox: SimpleQueue[list[float | str] | CallFailed] = SimpleQueue()
+        outbox: SimpleQueue[list[float | str | None] | CallFailed] = SimpleQueue()
         self._outbox = outbox
 
         def task() -> None:

@@ -28,14 +28,15 @@ from collections.abc import Callable, Sequence
 from enum import StrEnum
 from operator import attrgetter
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 MAX_DETAIL = 500  # characters of an exception's text that are passed on
 EXIT_GRACE_S = 0.5  # for exit handlers of the reward functions' modules
 CPU_SPARE_S = 5.0
-NOT_COLUMNS = frozenset({"prompt", "completion", "prompts", "completions"})
+NOT_COLUMNS = frozenset({"prompt", "completion", "prompts", "completions", "completion_ids"})
 
-Row = Sequence[Any]  # prompt, completion, columns
+Row = Sequence[Any]  # prompt, completion, columns, and, where they are known, tokens of the completion and progress
 
 
 class FailureKind(StrEnum):
@@ -45,6 +46,7 @@ class FailureKind(StrEnum):
     MEMORY = "out of memory"
     MALFORMED = "malformed result"
     NOT_A_NUMBER = "not a number"
+    NO_REWARD = "no reward"
 
 
 class CallFailed(Exception):
@@ -74,8 +76,11 @@ def _escape(char: str) -> str:
     return char.encode("unicode_escape", "surrogatepass").decode("ascii")
 
 
-def call_reward(function: Callable[..., Any], rows: Sequence[Row]) -> list[float | str]:
-    """One reward per row; a string stands for a bad one and shows it. Raises CallFailed when there is no such list."""
+def call_reward(function: Callable[..., Any], rows: Sequence[Row]) -> list[float | str | None]:
+    """One reward per row, None where the function has no say; a string stands for a bad one and shows it.
+
+    Raises CallFailed when there is no such list.
+    """
     try:
         result = function(**_arguments(function, rows))
         if inspect.iscoroutine(result):
@@ -92,17 +97,21 @@ def call_reward(function: Callable[..., Any], rows: Sequence[Row]) -> list[float
         raise CallFailed(FailureKind.MALFORMED, f"returned a {type(result).__name__}")
     if len(result) != len(rows):
         raise CallFailed(FailureKind.MALFORMED, f"returned {len(result)} rewards for {len(rows)} completions")
-    return [_number(value) for value in result]
+    return [None if value is None else _number(value) for value in result]
 
 
-def _arguments(function: Callable[..., Any], rows: Sequence[Row]) -> dict[str, list[Any]]:
+def _arguments(function: Callable[..., Any], rows: Sequence[Row]) -> dict[str, Any]:
     """Keyword arguments, one list each; a function without `**kwargs` gets only those that it names."""
-    names = {name for _, _, columns in rows for name in columns} - NOT_COLUMNS
-    arguments = {name: [columns.get(name) for _, _, columns in rows] for name in sorted(names)}
-    arguments["prompts"] = [prompt for prompt, _, _ in rows]
+    names = {name for row in rows for name in row[2]} - NOT_COLUMNS
+    arguments: dict[str, Any] = {name: [row[2].get(name) for row in rows] for name in sorted(names)}
+    arguments["prompts"] = [row[0] for row in rows]
     arguments["completions"] = [
-        text if isinstance(prompt, str) else [{"role": "assistant", "content": text}] for prompt, text, _ in rows
+        row[1] if isinstance(row[0], str) else [{"role": "assistant", "content": row[1]}] for row in rows
     ]
+    if all(len(row) > 4 for row in rows):
+        arguments["completion_ids"] = [list(row[3]) for row in rows]
+        arguments["trainer_state"] = SimpleNamespace(**rows[-1][4])
+        arguments["log_extra"] = arguments["log_metric"] = _not_kept
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # some builtins have none
@@ -112,8 +121,12 @@ def _arguments(function: Callable[..., Any], rows: Sequence[Row]) -> dict[str, l
     return {name: values for name, values in arguments.items() if name in parameters}
 
 
+def _not_kept(name: str, value: object) -> None:
+    """TRL's functions may log by these; there is no table here for what they log."""
+
+
 def _number(value: object) -> float | str:
-    if value is None or isinstance(value, str | bytes):  # float() would read the text of an answer as its reward
+    if isinstance(value, str | bytes):  # float() would read the text of an answer as its reward
         return printable(reprlib.repr(value))
     try:
         number = float(value)  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ the controller's; everything written here is read by nobody who decides.
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import signal
@@ -34,7 +35,10 @@ from sortedrl.telemetry.summary import Summary, summarize
 
 if TYPE_CHECKING:
     from sortedrl.build import RunParts
+    from sortedrl.callbacks import CallbackSink
     from sortedrl.runstate import RunFiles, RunSaver
+
+log = logging.getLogger(__name__)
 
 
 class SortedTrainer:
@@ -42,7 +46,8 @@ class SortedTrainer:
 
     `model`: a folder that `from_pretrained` loads, or a model object with its tokenizer as `processing_class`; left
     out, the configured one. `reward_funcs` and `train_dataset` (rows with a `prompt`) replace the configured task.
-    Every event of the run also goes to each of `sinks`.
+    `callbacks` are transformers' (see callbacks.py), `peft_config` one of peft's, to train adapters in place of all
+    weights. Every event of the run also goes to each of `sinks`.
     """
 
     def __init__(
@@ -53,6 +58,8 @@ class SortedTrainer:
         train_dataset: RowSequence | None = None,
         eval_dataset: RowSequence | None = None,
         processing_class: Any = None,
+        callbacks: Sequence[Any] | None = None,
+        peft_config: Any = None,
         *,
         sinks: Sequence[Sink] = (),
         console: Console | None = None,
@@ -71,6 +78,8 @@ class SortedTrainer:
         self.quiet = quiet
         self.run_dir = config.run_dir
         self.stop_requested = False
+        self.peft_config = peft_config
+        self.callbacks = self._call_back(callbacks) if callbacks else None
 
     def train(self, *, resume: bool = False) -> Summary:
         """Run to the end, or until it is asked to stop; the summary's `status` says which.
@@ -96,8 +105,10 @@ class SortedTrainer:
                 model=self.model,
                 tokenizer=self.tokenizer,
                 checkpoint=checkpoint,
+                peft_config=self.peft_config,
             )
             stack.callback(parts.close)
+            parts.learner.inspect_dir = self.run_dir
             if not resume:
                 # Only when all else is well: a run that cannot start leaves an earlier one of its name alone.
                 prepare_run_dir(self.run_dir)
@@ -113,6 +124,7 @@ class SortedTrainer:
             for sink in (metrics, files.events, files.metrics, shown, *self.sinks):
                 emit.add(sink)
             saver = self._saver(parts, files, clock, emit)
+            self._tell_progress(parts, files, emit)
             starting.close()
             try:
                 return self._train(parts, saver, emit, metrics, clock, is_new=checkpoint is None)
@@ -128,6 +140,42 @@ class SortedTrainer:
     @property
     def resume_command(self) -> str:
         return f"sortedrl train --resume {shlex.quote(str(self.run_dir))}"
+
+    def _call_back(self, callbacks: Sequence[Any]) -> CallbackSink:
+        from sortedrl.callbacks import CallbackSink
+
+        sink = CallbackSink(callbacks, config=self.config, epoch_samples=self._epoch_samples(), stop=self.stop)
+        sink.call("on_init_end")
+        return sink
+
+    def _epoch_samples(self) -> int | None:
+        size = None if self.task is None else self.task.train.size
+        return None if size is None else size * self.config.learner.group_size
+
+    def _tell_progress(self, parts: RunParts, files: RunFiles, emit: Fanout) -> None:
+        """Let reward functions and callbacks know how far the run is, one that is resumed included."""
+        from sortedrl.callbacks import AskedEvaluation, AskedSave, Progress, ProgressSink
+
+        progress = Progress(
+            total_samples=self.config.run.samples,
+            update_batch=self.config.schedule.update_batch,
+            epoch_samples=self._epoch_samples(),
+        )
+        told = ProgressSink(progress, [parts.rewards.progress, parts.heldout_rewards.progress])
+        told.replay(read_events(files.events.path))
+        emit.add(told)
+        sink = self.callbacks
+        if sink is None:
+            return
+        sink.attach(model=parts.model, processing_class=parts.tokenizer, optimizer=parts.learner.optimizer)
+        sink.replay(read_events(files.events.path))
+        emit.add(sink)
+        controller, evaluator = parts.controller, parts.evaluator
+        controller.pause = AskedEvaluation(
+            inner=evaluator, is_asked=lambda: sink.control.should_evaluate and bool(evaluator.prompts)
+        )
+        if controller.save is not None:
+            controller.save = AskedSave(inner=controller.save, is_asked=lambda: sink.control.should_save)
 
     def _take_up(self, stack: ExitStack) -> Path | None:
         """Lock the run that is to go on and find its checkpoint; None if it died before the first."""
@@ -204,7 +252,18 @@ class SortedTrainer:
         summary.write(self.run_dir / "summary.json")
         if self.config.run.report:
             write_report([self.run_dir], self.run_dir / "report.html")
+        self._end(parts)
         return summary
+
+    def _end(self, parts: RunParts) -> None:
+        """Once everything is saved: tell what could not be scored, and raise what ended the run."""
+        if parts.rewards.errors:
+            counts = ", ".join(f"{name} {count}" for name, count in parts.rewards.errors.most_common())
+            log.warning("answers that could not be scored, by reward function and kind of error: %s", counts)
+        if parts.rewards.failure is not None:
+            raise parts.rewards.failure
+        if self.callbacks is not None and self.callbacks.error is not None:
+            raise self.callbacks.error
 
     @contextmanager
     def _stop_on_signal(self) -> Iterator[None]:

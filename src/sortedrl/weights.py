@@ -3,12 +3,18 @@
 A learner hands out a `ModuleWeights` as its `source`; an engine's `publish` reads `.module`. An engine that was built
 on that very module has nothing to copy. A learner that goes on training while engines read hands out a snapshot
 instead, which nobody writes to.
+
+A model with adapters (peft) is trained as it is and sampled from merged weights: `.module` is then a plain copy of the
+model, into which base weights plus adapters are written anew whenever it is asked for. Base and adapters stay as they
+are: merging in place and taking it back would leave rounding behind.
 """
 
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import nn
@@ -17,11 +23,59 @@ if TYPE_CHECKING:
 class ModuleWeights:
     """The weights of a live module, or of a copy of it."""
 
-    __slots__ = ("module",)
+    __slots__ = ("_merged", "_trained")
 
     def __init__(self, module: nn.Module) -> None:
-        self.module = module
+        self._trained = module
+        self._merged: nn.Module | None = None
+
+    @property
+    def module(self) -> nn.Module:
+        """A plain module with the weights as they are at this moment; the same object at every call."""
+        if not is_adapted(self._trained):
+            return self._trained
+        if self._merged is not None:
+            merge_into(self._trained, self._merged)
+            return self._merged
+        self._merged = merged = merged_copy(self._trained)
+        return merged
 
     def snapshot(self) -> ModuleWeights:
         """A copy that later updates of the module do not reach: no gradients, tied weights still tied."""
-        return ModuleWeights(copy.deepcopy(self.module).requires_grad_(False).eval())
+        if is_adapted(self._trained):
+            return ModuleWeights(merged_copy(self._trained))
+        return ModuleWeights(copy.deepcopy(self._trained).requires_grad_(False).eval())
+
+
+def is_adapted(model: object) -> bool:
+    """Whether a model is one of peft's, which then has been imported."""
+    peft: Any = sys.modules.get("peft")
+    return peft is not None and isinstance(model, peft.PeftModel)
+
+
+def merged_copy(model: Any) -> Any:
+    """A plain model with the weights of base and adapters together: no gradients, in eval mode."""
+    return copy.deepcopy(model).merge_and_unload().requires_grad_(False).eval()
+
+
+def merge_into(model: Any, target: nn.Module) -> None:
+    """Write the weights of base and adapters together into a plain copy of the model, in place."""
+    import torch
+
+    tuner_layer: type = import_module("peft.tuners.tuners_utils").BaseTunerLayer
+    wrapper: type = import_module("peft.utils.other").AuxiliaryTrainingWrapper
+    done = ""
+    with torch.no_grad():
+        for name, layer in model.get_base_model().named_modules():
+            if not isinstance(layer, (tuner_layer, wrapper)) or (done and name.startswith(done)):
+                continue
+            done = f"{name}."  # what it consists of goes with it
+            aside: Any = copy.deepcopy(layer)  # one layer at a time: the model is not there twice
+            if isinstance(layer, tuner_layer):
+                aside.merge()
+                merged = aside.get_base_layer()
+            else:
+                merged = aside.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
+            written = dict(target.get_submodule(name).named_parameters())
+            for key, parameter in merged.named_parameters():
+                written[key].copy_(parameter)

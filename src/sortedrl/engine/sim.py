@@ -15,7 +15,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sortedrl.clock import VirtualClock
@@ -34,47 +34,10 @@ from sortedrl.engine.base import (
 )
 from sortedrl.engine.cost import DecodeCost, UnitCost
 from sortedrl.engine.script import Answers, Script, SpelledOut
+from sortedrl.engine.sim_attempt import Progress, Running
 from sortedrl.records import FinishReason, Mode
 
 RESERVE_SHARE = 1 / 64  # of the KV cache stays free when a parked sequence goes on, lest it be parked again at once
-
-
-@dataclass(slots=True)
-class Progress:
-    """Steps taken and time decoded so far; every running attempt measures itself against it."""
-
-    steps: int = 0
-    decode_s: float = 0.0
-
-
-@dataclass(slots=True, eq=False)
-class Running:
-    """An attempt. While it is parked `since_step` stands still, and so does its length."""
-
-    request: Request
-    progress: Progress
-    order: int  # of submission: answers that end in one step are told in this order
-    since_length: int  # answer tokens it had at `since_step`
-    since_step: int
-    since_s: float  # decode time at which its untold slot time began
-    end: int = 0  # answer tokens it will have under these weights
-    delivered: int = 0  # answer tokens that events have told of
-    since_mark: int = 0  # publications that events have told of
-    is_parked: bool = False
-    events: list[Event] = field(default_factory=list)  # to be told first
-
-    @property
-    def length(self) -> int:
-        """Answer tokens it has."""
-        return self.since_length if self.is_parked else self.since_length + self.progress.steps - self.since_step
-
-    @length.setter
-    def length(self, tokens: int) -> None:
-        self.since_length, self.since_step = tokens, self.progress.steps
-
-    @property
-    def context(self) -> int:
-        return len(self.request.prompt) + self.length
 
 
 @dataclass(slots=True)

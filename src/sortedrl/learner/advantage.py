@@ -80,7 +80,26 @@ def whiten(rewards: np.ndarray, moments: Moments) -> np.ndarray:
     return (rewards - moments.mean) / (moments.std + EPSILON)
 
 
-def grpo(rewards: np.ndarray, groups: Sequence[Hashable], _scope: Moments) -> np.ndarray:
+# ---- one function per estimator: rewards, their groups, and the scope's statistics, to advantages ------------------
+
+Scope = Callable[[np.ndarray], Moments]
+"""Takes the batch's values into what the scope remembers, and gives the statistics to whiten them with."""
+
+AdvantageFunction = Callable[[np.ndarray, Sequence[Hashable], Scope], np.ndarray]
+
+
+def against_scope(rewards: np.ndarray, _groups: Sequence[Hashable], scope: Scope) -> np.ndarray:
+    """Each reward against all of its scope, in units of the scope's spread."""
+    return whiten(rewards, scope(rewards))
+
+
+def centred_against_scope(rewards: np.ndarray, groups: Sequence[Hashable], scope: Scope) -> np.ndarray:
+    """Each reward less its siblings' mean, then against all of its scope."""
+    centred = against_mean(rewards, groups, scope)
+    return whiten(centred, scope(centred))
+
+
+def against_siblings(rewards: np.ndarray, groups: Sequence[Hashable], _scope: Scope) -> np.ndarray:
     """Each reward against its siblings' mean, in units of their spread."""
     advantages = np.zeros_like(rewards)
     for members in _members(groups):
@@ -88,37 +107,79 @@ def grpo(rewards: np.ndarray, groups: Sequence[Hashable], _scope: Moments) -> np
     return advantages
 
 
-def reinforce_pp(rewards: np.ndarray, _groups: Sequence[Hashable], scope: Moments) -> np.ndarray:
-    """Each reward against all of its scope."""
-    return whiten(rewards, scope)
+def against_mean(rewards: np.ndarray, groups: Sequence[Hashable], _scope: Scope) -> np.ndarray:
+    """Each reward less its siblings' mean; 0 where they do not differ."""
+    advantages = np.zeros_like(rewards)
+    for members in _members(groups):
+        if not _is_flat(rewards[members]):
+            advantages[members] = rewards[members] - rewards[members].mean()
+    return advantages
 
 
-ALGORITHMS: dict[str, Callable[[np.ndarray, Sequence[Hashable], Moments], np.ndarray]] = {
-    "grpo": grpo,
-    "reinforce++": reinforce_pp,
-}
+def against_others(rewards: np.ndarray, groups: Sequence[Hashable], _scope: Scope) -> np.ndarray:
+    """Each reward less the mean of its siblings without it; 0 where they do not differ, and for a sample alone."""
+    advantages = np.zeros_like(rewards)
+    for members in _members(groups):
+        if not _is_flat(rewards[members]):
+            others = (rewards[members].sum() - rewards[members]) / (len(members) - 1)
+            advantages[members] = rewards[members] - others
+    return advantages
+
+
+def by_critic(rewards: np.ndarray, _groups: Sequence[Hashable], _scope: Scope) -> np.ndarray:
+    """The rewards as they are: a critic turns them into advantages token by token (`critic.py`)."""
+    return rewards
+
+
+# ---- what becomes of rewards before -------------------------------------------------------------------------------
+
+
+def overlong_penalty(num_tokens: int, budget: int, buffer: float) -> float:
+    """DAPO's soft punishment: 0 until the last `buffer` share of the budget, from there linearly down to -1."""
+    room = buffer * budget
+    return -min(max(num_tokens - (budget - room), 0.0) / room, 1.0)
+
+
+def is_truncated(sample: Sample) -> bool:
+    return sample.finish_reason is FinishReason.LENGTH
+
+
+def flat_groups(samples: Sequence[Sample]) -> list[bool]:
+    """Of each sample, whether it has siblings that were all rewarded alike: DAPO leaves such groups out."""
+    rewards = np.array([reward_of(sample) for sample in samples])
+    flags = [False] * len(samples)
+    for members in _members([sample.group for sample in samples]):
+        if len(members) > 1 and _is_flat(rewards[members]):
+            for member in members:
+                flags[member] = True
+    return flags
 
 
 class AdvantageEstimator:
-    """An algorithm with the statistics that its scope remembers from earlier batches."""
+    """An advantage function with the statistics that its scope remembers from earlier batches."""
 
-    def __init__(self, algorithm: str, scope: str = "batch", *, horizon: float = RUNNING_HORIZON) -> None:
-        if algorithm not in ALGORITHMS:
-            raise ConfigError(f"learner.algorithm {algorithm!r} is unknown: use one of {', '.join(ALGORITHMS)}")
+    def __init__(self, function: AdvantageFunction, scope: str = "batch", *, horizon: float = RUNNING_HORIZON) -> None:
         if scope not in SCOPES:
             raise ConfigError(f"learner.advantage_scope {scope!r} is unknown: use one of {', '.join(SCOPES)}")
-        self.algorithm = algorithm
+        self.function = function
         self.scope = scope
         self.horizon = horizon
         self._running = Moments()
         self._cohorts: dict[int, Moments] = {}
 
-    def estimate(self, samples: Sequence[Sample]) -> tuple[list[float], dict[str, float]]:
-        """Advantages in the samples' order, and metrics on the batch. Remembers the batch: call once per update."""
-        rewards = np.array([_reward(sample) for sample in samples], dtype=np.float64)
+    def estimate(
+        self, samples: Sequence[Sample], rewards: Sequence[float] | None = None
+    ) -> tuple[list[float], dict[str, float]]:
+        """Advantages in the samples' order, and metrics on the batch. Remembers the batch: call once per update.
+
+        `rewards` are what the samples' own became by shaping or a penalty; the metrics tell of the samples' own.
+        """
+        given = np.array([reward_of(sample) for sample in samples], dtype=np.float64)
+        shaped = given if rewards is None else np.array(rewards, dtype=np.float64)
         groups = [sample.group for sample in samples]
-        advantages = ALGORITHMS[self.algorithm](rewards, groups, self._moments(samples, rewards))
-        return advantages.tolist(), self._metrics(samples, rewards, groups, advantages)
+        cohorts = [sample.cohort for sample in samples]
+        advantages = self.function(shaped, groups, lambda values: self._moments(cohorts, values))
+        return advantages.tolist(), self._metrics(samples, given, groups, advantages)
 
     def state_dict(self) -> dict[str, Any]:
         cohorts = {str(cohort): moments.as_list() for cohort, moments in self._cohorts.items()}
@@ -128,26 +189,26 @@ class AdvantageEstimator:
         self._running = Moments.from_list(state["running"])
         self._cohorts = {int(cohort): Moments.from_list(values) for cohort, values in state["cohorts"].items()}
 
-    def _moments(self, samples: Sequence[Sample], rewards: np.ndarray) -> Moments:
+    def _moments(self, cohorts: Sequence[int], values: np.ndarray) -> Moments:
         """Take the batch into what the scope remembers, and return the statistics to whiten it with."""
-        batch = Moments.of(rewards)
+        batch = Moments.of(values)
         match self.scope:
             case "running":
                 self._running.forget(math.exp(-batch.weight / self.horizon))
                 self._running.add(batch)
                 return self._running
             case "cohort":
-                return self._cohort_moments([sample.cohort for sample in samples], rewards)
+                return self._cohort_moments(cohorts, values)
             case _:
                 return batch
 
-    def _cohort_moments(self, cohorts: Sequence[int], rewards: np.ndarray) -> Moments:
+    def _cohort_moments(self, cohorts: Sequence[int], values: np.ndarray) -> Moments:
         # A batch may mix cohorts, and the first samples of one have no spread yet: what is known of all is pooled.
         pooled = Moments()
         for members in _members(cohorts):
             cohort = cohorts[members[0]]
             moments = self._cohorts.setdefault(cohort, Moments())
-            moments.add(Moments.of(rewards[members]))
+            moments.add(Moments.of(values[members]))
             pooled.add(moments)
         for cohort in sorted(self._cohorts)[:-COHORTS_KEPT]:
             del self._cohorts[cohort]
@@ -156,8 +217,8 @@ class AdvantageEstimator:
     def _metrics(
         self, samples: Sequence[Sample], rewards: np.ndarray, groups: Sequence[Hashable], advantages: np.ndarray
     ) -> dict[str, float]:
-        is_flat = bool(np.ptp(rewards) < EPSILON)
-        is_truncated = [sample.finish_reason is FinishReason.LENGTH for sample in samples]
+        is_flat = _is_flat(rewards)
+        truncated = [is_truncated(sample) for sample in samples]
         families = [rewards[members] for members in _members(groups) if len(members) > 1]
         return {
             "reward_mean": float(rewards.mean()),
@@ -166,17 +227,21 @@ class AdvantageEstimator:
             "advantage_std": float(advantages.std()),
             "advantage_max": float(np.abs(advantages).max()),
             "zero_advantage_fraction": float((advantages == 0).mean()),
-            "truncated_fraction": float(np.mean(is_truncated)),
+            "truncated_fraction": float(np.mean(truncated)),
             "degenerate_all_right": float(is_flat and rewards[0] > 0),
             "degenerate_all_wrong": float(is_flat and rewards[0] <= 0),
-            "degenerate_all_truncated": float(all(is_truncated)),
-            "degenerate_groups": float(sum(np.ptp(family) < EPSILON for family in families)),
+            "degenerate_all_truncated": float(all(truncated)),
+            "degenerate_groups": float(sum(_is_flat(family) for family in families)),
         }
 
 
-def _reward(sample: Sample) -> float:
+def reward_of(sample: Sample) -> float:
     assert sample.reward is not None, f"sample {sample.id} is in a batch without a reward"
     return sample.reward
+
+
+def _is_flat(rewards: np.ndarray) -> bool:
+    return bool(np.ptp(rewards) < EPSILON)
 
 
 def _members(keys: Sequence[Hashable]) -> list[list[int]]:

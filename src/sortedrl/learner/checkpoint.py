@@ -4,6 +4,8 @@
 aside, described by a manifest, flushed to disk, then renamed. Tensors are safetensors and everything else is JSON, so
 that loading runs no code of the file's.
 
+A model with adapters is saved twice: merged, as any other, and the adapters alone in a folder of their own.
+
 `Checkpoints` keeps those of one run, each in a folder named for its version. One process writes them, the holder of the
 run's lock; whatever moment it is killed at, `latest` finds a whole one if there was one before.
 """
@@ -27,8 +29,10 @@ from torch import Tensor
 
 from sortedrl.errors import ConfigError, RunDirError, SortedRLError
 from sortedrl.learner.folder import aside_of, remove, written_whole
+from sortedrl.learner.lora import save_adapted
 from sortedrl.learner.manifest import find_damage, num_bytes, write_manifest
 from sortedrl.learner.model import load_model, no_progress_bars
+from sortedrl.weights import is_adapted
 
 __all__ = ["Checkpoints", "HasState", "load_model", "load_state", "save_checkpoint"]
 
@@ -63,7 +67,10 @@ def save_checkpoint(
     folder = Path(folder)
     with _writing(folder), written_whole(folder) as aside:
         with no_progress_bars():
-            model.save_pretrained(aside)
+            if is_adapted(model):
+                save_adapted(model, aside)
+            else:
+                model.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
         _write_state(aside, learner.state_dict() if learner is not None else {}, extra or {})
         if add is not None:

@@ -6,6 +6,7 @@ their own are refused, and nothing is downloaded.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,8 +20,8 @@ from transformers.utils import logging
 from sortedrl.errors import ModelError
 
 
-def load_model(path: str | Path, *, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
-    """The causal language model and tokenizer of a folder, in eval mode. Nothing is downloaded, no code is run."""
+def check_model_folder(path: str | Path) -> Path:
+    """Refuse what cannot be a model's folder, before anything large is read."""
     folder = Path(path)
     if not folder.is_dir():
         raise ModelError(f"model.path {str(path)!r} is no folder: give one that from_pretrained loads, or knights-tiny")
@@ -29,6 +30,22 @@ def load_model(path: str | Path, *, dtype: torch.dtype = torch.float32) -> tuple
     if not any(folder.glob("*.safetensors")):
         remedy = "convert its pickled weights to safetensors" if any(folder.glob("*.bin")) else "save the weights there"
         raise ModelError(f"{folder} has no weights in safetensors: {remedy}")
+    return folder
+
+
+def read_window(folder: Path) -> int | None:
+    """The number of positions that a model has by its config.json; None where that does not say."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        window = config.get("text_config", config).get("max_position_embeddings")
+    except (OSError, ValueError, AttributeError):
+        return None  # loading will say what is wrong
+    return window if isinstance(window, int) else None
+
+
+def load_model(path: str | Path, *, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+    """The causal language model and tokenizer of a folder, in eval mode. Nothing is downloaded, no code is run."""
+    folder = check_model_folder(path)
     try:
         with no_progress_bars():
             loaded: Any = AutoModelForCausalLM.from_pretrained(

@@ -5,7 +5,7 @@ while engines go on, and `source` hands out snapshots so that nobody samples fro
 true:
 - advantages come from the whole batch, mini-batches are cut in the batch's order, and micro-batches change nothing;
 - a sample of 0 tokens counts in its group's statistics and nowhere else;
-- a step whose loss or gradient is not finite is not taken; three such in a row stop the run;
+- a step whose loss or gradient is not finite is not taken; three such in a row stop the run, the batch saved;
 - gradients that do not fit in memory are computed again in micro-batches of half the size, before any weight has moved;
 - the module's train or eval mode and its attention are as they were, whatever happens.
 """
@@ -16,74 +16,57 @@ import gc
 import itertools
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sortedrl.errors import ConfigError, LearnerError, ModelError
+from sortedrl.errors import ConfigError, LearnerError
 from sortedrl.learner.advantage import AdvantageEstimator
+from sortedrl.learner.algorithms import objective_of
 from sortedrl.learner.base import UpdateResult
-from sortedrl.learner.loss import METRICS, answer_logprobs, policy_loss
+from sortedrl.learner.critic import Critic, value_loss
+from sortedrl.learner.loss import answer_logprobs, divergence, entropy_bonus, policy_loss
+from sortedrl.learner.memory import first_line, is_out_of_memory
+from sortedrl.learner.optimizer import LearnerSettings, learning_rate, make_optimizer
 from sortedrl.learner.pack import MicroBatch, check_packing, pack, packed_attention, packed_logits
+from sortedrl.learner.prepare import add_values, kl_penalties, make_terms, shaped_rewards
+from sortedrl.learner.reference import Reference
+from sortedrl.learner.rejected import save_rejected
+from sortedrl.learner.tally import Found, Tally
+from sortedrl.learner.terms import ByPlace, Terms, by_place, marks
 from sortedrl.records import Batch, Sample
 from sortedrl.weights import ModuleWeights
 
 MAX_SKIPPED = 3  # steps in a row that are not finite before training stops
-# What allocators other than CUDA's say in a plain RuntimeError, or libraries under it when they could not allocate.
-MEMORY_WORDS = ("can't allocate memory", "Cannot allocate memory", "out of memory", "bad_alloc", "ALLOC_FAILED")
+
+__all__ = ["LearnerSettings", "TorchLearner", "cut", "is_out_of_memory", "learning_rate"]
 
 log = logging.getLogger(__name__)
-
-
-class LearnerSettings(Protocol):
-    """What the learner reads of the configuration's `learner` section."""
-
-    @property
-    def algorithm(self) -> str: ...
-    @property
-    def group_size(self) -> int: ...
-    @property
-    def advantage_scope(self) -> str: ...
-    @property
-    def lr(self) -> float: ...
-    @property
-    def lr_final(self) -> float: ...
-    @property
-    def warmup_samples(self) -> int: ...
-    @property
-    def weight_decay(self) -> float: ...
-    @property
-    def betas(self) -> tuple[float, float]: ...
-    @property
-    def clip_low(self) -> float: ...
-    @property
-    def clip_high(self) -> float: ...
-    @property
-    def grad_clip(self) -> float: ...
-    @property
-    def inner_steps(self) -> int: ...
-    @property
-    def inner_epochs(self) -> int: ...
-    @property
-    def micro_tokens(self) -> int: ...
 
 
 class TorchLearner:
     """Trains a transformers causal language model in place. `temperature` is the one that answers are sampled with."""
 
     def __init__(self, model: Any, settings: LearnerSettings, *, temperature: float, overlap: bool = False) -> None:
-        if settings.algorithm == "grpo" and settings.group_size < 2:
-            raise ConfigError("learner.group_size is 1: GRPO compares siblings, set it to 2 or more or use reinforce++")
+        self.objective = objective_of(settings)
+        if self.objective.algorithm.needs_siblings and settings.group_size < 2:
+            raise ConfigError(
+                f"learner.group_size is {settings.group_size}: {settings.algorithm} compares siblings, "
+                "set it to 2 or more or use reinforce++"
+            )
         check_packing(model)
         self.model = model
         self.settings = settings
         self.temperature = temperature
-        self.advantages = AdvantageEstimator(settings.algorithm, settings.advantage_scope)
-        self.optimizer = _optimizer(model, settings)
+        self.advantages = AdvantageEstimator(self.objective.algorithm.advantage, settings.advantage_scope)
+        self.critic = Critic(model) if self.objective.algorithm.has_critic else None
+        self.reference = Reference(model) if self.objective.has_reference else None
+        self.optimizer = make_optimizer(model, self.critic, settings)
+        self.inspect_dir: Path | None = None  # where a batch that stops the run is saved
         self.num_samples = 0  # trained so far
         self.num_steps = 0
         self.num_skipped = 0
@@ -117,9 +100,11 @@ class TorchLearner:
         """Everything but the weights: tensors under "optimizer", plain JSON values elsewhere."""
         assert self._update is None or self._update.done(), "an update is under way: its state cannot be saved"
         tensors: dict[str, Tensor] = {}
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self._parameters().items():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 tensors[f"{name}/{key}"] = value
+        for name, value in self._own_tensors().items():
+            tensors[f"{name}/value"] = value
         counters = {
             "num_samples": self.num_samples,
             "num_steps": self.num_steps,
@@ -129,10 +114,14 @@ class TorchLearner:
         return {"optimizer": tensors, "advantage": self.advantages.state_dict(), "counters": counters}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        parameters = dict(self.model.named_parameters())
+        parameters = self._parameters()
         loaded: dict[str, dict[str, Tensor]] = {}
+        own: dict[str, Tensor] = {}
         for path, value in state["optimizer"].items():
             name, _, key = path.rpartition("/")
+            if key == "value":
+                own[name] = value
+                continue
             if name not in parameters:
                 raise LearnerError(
                     f"the optimiser state names {name!r}, which the model lacks: load the model it is of"
@@ -140,6 +129,7 @@ class TorchLearner:
             if key != "step" and value.shape != parameters[name].shape:
                 raise LearnerError(f"the optimiser state of {name!r} has another shape: load the model it is of")
             loaded.setdefault(name, {})[key] = value
+        self._load_own(own)
         self.optimizer.state.clear()
         for name, values in loaded.items():
             device = parameters[name].device
@@ -150,6 +140,31 @@ class TorchLearner:
         self.num_skipped, self._skipped_in_row = counters["num_skipped"], counters["skipped_in_row"]
         if self._worker is not None:
             self._source = self._live.snapshot()
+
+    def _parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Everything that is trained, by name."""
+        named = dict(self.model.named_parameters())
+        if self.critic is not None:
+            named |= {f"critic.{name}": parameter for name, parameter in self.critic.named_parameters()}
+        return named
+
+    def _own_tensors(self) -> dict[str, Tensor]:
+        """Weights that are no part of the model, by name."""
+        tensors = {} if self.critic is None else {f"critic.{k}": v.data for k, v in self.critic.named_parameters()}
+        if self.reference is not None:
+            tensors |= {f"reference.{name}": value for name, value in self.reference.tensors().items()}
+        return tensors
+
+    @torch.no_grad()
+    def _load_own(self, loaded: dict[str, Tensor]) -> None:
+        mine = self._own_tensors()
+        if {name: value.shape for name, value in mine.items()} != {name: v.shape for name, v in loaded.items()}:
+            raise LearnerError(
+                "the saved critic or reference does not fit: resume with the model, learner.algorithm and "
+                "learner.kl_coef that the run began with"
+            )
+        for name, value in mine.items():
+            value.copy_(loaded[name])
 
     def _work(self, batch: Batch) -> UpdateResult:
         """One update, in whichever thread."""
@@ -167,56 +182,138 @@ class TorchLearner:
         return result
 
     def _train(self, batch: Batch) -> UpdateResult:
-        advantages, metrics = self.advantages.estimate(batch.samples)
+        terms, metrics = self._prepare(batch)
         self.num_samples += len(batch.samples)
         rate = learning_rate(self.settings, batch.progress, self.num_samples)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        tally = _Tally()
+            group["lr"] = rate * group["rate"]
+        tally = Tally()
         for _ in range(self.settings.inner_epochs):
             for start, stop in cut(len(batch.samples), self.settings.inner_steps):
-                self._step(batch.samples[start:stop], advantages[start:stop], tally)
+                self._step(batch, terms, range(start, stop), tally)
         self.num_steps += tally.num_steps
         self.num_skipped += tally.num_skipped
         num_tokens = float(sum(sample.num_tokens for sample in batch.samples))
-        metrics |= {"lr": rate, "num_tokens": num_tokens, **tally.metrics()}
+        is_degenerate = any(value for name, value in metrics.items() if name.startswith("degenerate_all"))
+        metrics |= {
+            "lr": rate,
+            "num_tokens": num_tokens,
+            "degenerate_learned": float(is_degenerate and tally.num_steps > 0),
+            "degenerate_passed_over": float(is_degenerate and tally.num_steps == 0),
+            **tally.metrics(),
+        }
         return UpdateResult(optimizer_steps=tally.num_steps, metrics=metrics)
 
-    def _step(self, samples: Sequence[Sample], advantages: Sequence[float], tally: _Tally) -> None:
-        num_tokens = sum(sample.num_tokens for sample in samples)
-        if not any(sample.num_tokens and advantage for sample, advantage in zip(samples, advantages, strict=True)):
+    def _prepare(self, batch: Batch) -> tuple[Terms, dict[str, float]]:
+        """Everything that the steps need beside the policy of the moment; the weights have not moved yet."""
+        objective, samples = self.objective, batch.samples
+        reference = self._score_reference(samples) if self.reference is not None else None
+        rewards = shaped_rewards(samples, objective)
+        penalties = kl_penalties(samples, objective, reference) if objective.kl_in == "reward" and reference else {}
+        if self.critic is None:
+            rewards = [r - float(penalties[i].sum()) if i in penalties else r for i, r in enumerate(rewards)]
+        advantages, metrics = self.advantages.estimate(samples, rewards)
+        terms = make_terms(batch, objective, advantages, reference)
+        if self.critic is not None or objective.importance != "none":
+            old, values = self._score(self.model, samples, terms.learned(range(len(samples))))
+            terms.old = old if objective.importance != "none" else None
+            if self.critic is not None:
+                add_values(terms, objective, values, rewards, penalties)
+        metrics["masked_samples"] = float(sum(terms.is_masked))
+        metrics["filtered_samples"] = float(sum(terms.is_filtered))
+        return terms, metrics
+
+    def _score_reference(self, samples: Sequence[Sample]) -> ByPlace:
+        assert self.reference is not None, "there is no reference"
+        answered = [place for place, sample in enumerate(samples) if sample.num_tokens]
+        with self.reference.module() as module, packed_attention(module):
+            return self._score(module, samples, answered, is_policy=False)[0]
+
+    @torch.no_grad()
+    def _score(
+        self, module: Any, samples: Sequence[Sample], places: Sequence[int], *, is_policy: bool = True
+    ) -> tuple[ByPlace, ByPlace]:
+        """Log-probs of the answers under a module, and the critic's values if it is the policy and there is one."""
+        logprobs: dict[int, Tensor] = {}
+        values: dict[int, Tensor] = {}
+
+        def visit(micro: MicroBatch) -> None:
+            logits_av, values_a = self._forward(module, micro, has_values=is_policy)
+            logprobs.update(by_place(micro, answer_logprobs(logits_av, micro.targets_a, self.temperature)[0]))
+            if values_a is not None:
+                values.update(by_place(micro, values_a))
+
+        self._visit(samples, places, visit, begin=logprobs.clear)
+        return logprobs, values
+
+    def _forward(self, module: Any, micro: MicroBatch, *, has_values: bool) -> tuple[Tensor, Tensor | None]:
+        if self.critic is None or not has_values:
+            return packed_logits(module, micro), None
+        with self.critic.listening():
+            logits_av = packed_logits(module, micro)
+            return logits_av, self.critic.values()
+
+    def _step(self, batch: Batch, terms: Terms, places: range, tally: Tally) -> None:
+        learned = terms.learned(places)
+        if not learned:
             return  # nothing to learn from: momentum alone must not move the weights
-        found = self._gradients(samples, advantages, num_tokens)
+        found = self._gradients(terms, places, learned)
         tally.num_computed += found.num_computed
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.grad_clip)
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters().values(), self.settings.grad_clip)
         loss_value, norm_value = torch.stack((found.loss, norm.to(found.loss.dtype))).tolist()
         if math.isfinite(loss_value) and math.isfinite(norm_value):
             self._move_weights()
             self._skipped_in_row = 0
-            tally.add(loss_value, norm_value, found.sums, found.num_learned)
+            tally.add(loss_value, norm_value, found)
         else:
-            self._skip(loss_value, norm_value, tally)
+            self._skip(batch, terms, f"loss {loss_value}, gradient norm {norm_value}", tally)
 
-    def _gradients(self, samples: Sequence[Sample], advantages: Sequence[float], num_tokens: int) -> _Found:
-        """Leave a mini-batch's gradients in the parameters, in as many micro-batches as memory asks for."""
-        while True:
+    def _gradients(self, terms: Terms, places: range, learned: Sequence[int]) -> Found:
+        """Leave a mini-batch's gradients in the parameters."""
+        divisor, num_tokens = terms.divisor(places), terms.num_tokens(places)
+        found = Found.zeros(self.model.device)
+
+        def begin() -> None:
+            nonlocal found
             self.optimizer.zero_grad()
-            found = _Found.zeros(self.model.device)
+            found = Found.zeros(self.model.device)
+
+        def visit(micro: MicroBatch) -> None:
+            self._backward(micro, terms, divisor, num_tokens, found)
+
+        self._visit(terms.samples, learned, visit, begin=begin)
+        return found
+
+    def _visit(
+        self,
+        samples: Sequence[Sample],
+        places: Sequence[int],
+        visit: Callable[[MicroBatch], None],
+        *,
+        begin: Callable[[], None],
+    ) -> None:
+        """Call `visit` on the samples at some places, in as many micro-batches as memory asks for.
+
+        Where memory runs out all of them are visited again in smaller ones, after another call of `begin`.
+        """
+        while True:
+            begin()
             size = num_rows = 0
             try:
-                for micro in pack(samples, advantages, self._micro_tokens, self.model.device):
+                for micro in pack(samples, marks(len(samples), places), self._micro_tokens, self.model.device):
                     size, num_rows = micro.num_tokens, sum(rows for rows, _ in micro.layout.shapes)
-                    self._backward(micro, num_tokens, found)
-                return found
+                    visit(micro)
+                return
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
                 if num_rows < 2:
                     raise LearnerError(
-                        f"an update does not fit in memory even one sample at a time ({size} tokens: {_short(error)}): "
+                        f"an update does not fit in memory even one sample at a time ({size} tokens: "
+                        f"{first_line(error)}): "
                         "lower engine.max_new_tokens, or take a smaller model or a larger machine"
                     ) from error
-                reason = _short(error)
+                reason = first_line(error)
             self._shrink(size, num_rows, reason)  # out of the except clause: the traceback keeps the graph alive
 
     def _shrink(self, size: int, num_rows: int, reason: str) -> None:
@@ -234,22 +331,25 @@ class TorchLearner:
             self._micro_tokens,
         )
 
-    def _backward(self, micro: MicroBatch, num_tokens: int, found: _Found) -> None:
+    def _backward(self, micro: MicroBatch, terms: Terms, divisor: int, num_tokens: int, found: Found) -> None:
         """Add one micro-batch's gradients; what it needs besides is free when it returns."""
-        logits_av = packed_logits(self.model, micro)
+        objective, tokens = self.objective, terms.tokens(micro)
+        logits_av, values_a = self._forward(self.model, micro, has_values=True)
         logprobs_a, entropy = answer_logprobs(logits_av, micro.targets_a, self.temperature)
-        partial, moved = policy_loss(
-            logprobs_a,
-            micro.behaviour_a,
-            micro.advantages_a,
-            clip_low=self.settings.clip_low,
-            clip_high=self.settings.clip_high,
-            num_tokens=num_tokens,
-        )
-        partial.backward()
-        found.loss += partial.detach()
-        found.sums += torch.cat((moved, entropy[None]))
-        found.num_learned += micro.targets_a.numel()
+        loss, moved = policy_loss(objective, tokens, logprobs_a, divisor=divisor)
+        sums = {"entropy": entropy}
+        if objective.entropy_coef > 0:
+            loss = loss - objective.entropy_coef * entropy_bonus(logits_av, self.temperature) / num_tokens
+        if tokens.reference_a is not None:
+            sums["kl_reference"] = divergence(logprobs_a.detach(), tokens.reference_a, objective.kl_estimator).sum()
+        if values_a is not None:
+            assert tokens.values_a is not None, "a critic without the values of the start"
+            assert tokens.returns_a is not None, "a critic without returns"
+            error = value_loss(values_a, tokens.values_a, tokens.returns_a, clip=objective.value_clip)
+            loss = loss + objective.value_coef * error / num_tokens
+            sums["value_loss"] = error.detach()
+        loss.backward()
+        found.add(loss.detach(), tokens, moved, **sums)
         found.num_computed += micro.num_tokens
 
     def _move_weights(self) -> None:
@@ -260,73 +360,25 @@ class TorchLearner:
                 raise
             # Not tried again: some of the weights may have moved, and smaller micro-batches would not help.
             raise LearnerError(
-                f"the optimiser's state does not fit in memory ({_short(error)}): take a smaller model or more memory, "
-                "and resume from the last checkpoint"
+                f"the optimiser's state does not fit in memory ({first_line(error)}): take a smaller model "
+                "or more memory, and resume from the last checkpoint"
             ) from error
 
-    def _skip(self, loss: float, norm: float, tally: _Tally) -> None:
+    def _skip(self, batch: Batch, terms: Terms, reason: str, tally: Tally) -> None:
         tally.num_skipped += 1
         self._skipped_in_row += 1
-        if self._skipped_in_row >= MAX_SKIPPED:
-            raise LearnerError(
-                f"{MAX_SKIPPED} steps in a row were not finite (loss {loss}, gradient norm {norm}): "
-                "lower learner.lr, or go on from an earlier checkpoint"
-            )
-
-
-@dataclass(slots=True, kw_only=True)
-class _Found:
-    """What the micro-batches of one step add up to, next to their gradients."""
-
-    loss: Tensor
-    sums: Tensor  # by METRICS
-    num_learned: int = 0
-    num_computed: int = 0
-
-    @classmethod
-    def zeros(cls, device: torch.device) -> _Found:
-        return cls(loss=torch.zeros((), device=device), sums=torch.zeros(len(METRICS), device=device))
-
-
-class _Tally:
-    """Sums over one update: over its steps that were taken, and their answer tokens that had an advantage."""
-
-    def __init__(self) -> None:
-        self.num_steps = 0
-        self.num_skipped = 0
-        self.num_computed = 0  # packed tokens that went through the model
-        self._num_learned = 0
-        self._loss = 0.0
-        self._norm = 0.0
-        self._sums = [0.0] * len(METRICS)
-
-    def add(self, loss: float, norm: float, sums: Tensor, num_learned: int) -> None:
-        self.num_steps += 1
-        self._loss += loss
-        self._norm += norm
-        self._num_learned += num_learned
-        self._sums = [total + value for total, value in zip(self._sums, sums.tolist(), strict=True)]
-
-    def metrics(self) -> dict[str, float]:
-        steps, learned = max(self.num_steps, 1), max(self._num_learned, 1)
-        return {
-            "loss": self._loss / steps,
-            "grad_norm": self._norm / steps,
-            "skipped_steps": float(self.num_skipped),
-            "learned_tokens": float(self._num_learned),
-            "computed_tokens": float(self.num_computed),
-            **{name: total / learned for name, total in zip(METRICS, self._sums, strict=True)},
-        }
-
-
-def learning_rate(settings: LearnerSettings, progress: float, num_samples: int) -> float:
-    """Linear from the peak to `lr_final` of it as the run progresses, after a linear warm-up.
-
-    `num_samples` includes the batch at hand, so that the first step is not one of rate 0.
-    """
-    decay = 1 - (1 - settings.lr_final) * min(max(progress, 0.0), 1.0)
-    warmup = min(1.0, num_samples / settings.warmup_samples) if settings.warmup_samples else 1.0
-    return settings.lr * decay * warmup
+        if self._skipped_in_row < MAX_SKIPPED:
+            return
+        saved = ""
+        if self.inspect_dir is not None:
+            try:
+                saved = f", the batch is in {save_rejected(self.inspect_dir, batch, terms.advantages, reason)}"
+            except OSError as error:  # the run stops for the better reason
+                log.warning("the batch that stopped the run could not be saved in %s: %s", self.inspect_dir, error)
+        raise LearnerError(
+            f"{MAX_SKIPPED} steps in a row were not finite ({reason}{saved}): "
+            "lower learner.lr, or go on from an earlier checkpoint"
+        )
 
 
 def cut(num_samples: int, num_parts: int) -> list[tuple[int, int]]:
@@ -334,29 +386,3 @@ def cut(num_samples: int, num_parts: int) -> list[tuple[int, int]]:
     parts = min(num_samples, num_parts)
     edges = [num_samples * part // parts for part in range(parts + 1)]
     return list(itertools.pairwise(edges))
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error of torch means that memory ran out, on whichever device."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in MEMORY_WORDS)
-
-
-def _short(error: BaseException) -> str:
-    """The first line of an error; allocators write many."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
-
-
-def _optimizer(model: Any, settings: LearnerSettings) -> torch.optim.AdamW:
-    """AdamW that decays matrices only; fused, since a small model is many tiny tensors."""
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not trainable:
-        raise ModelError("the model has no parameter that requires a gradient: call model.requires_grad_(True)")
-    groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, fused=True)

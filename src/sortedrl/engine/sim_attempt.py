@@ -1,0 +1,45 @@
+"""An attempt of the simulated engine: how long its answer is follows from how many steps were taken since it began."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sortedrl.engine.base import Event, Request
+
+
+@dataclass(slots=True)
+class Progress:
+    """Steps taken and time decoded so far; every running attempt measures itself against it."""
+
+    steps: int = 0
+    decode_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """An attempt. While it is parked `since_step` stands still, and so does its length."""
+
+    request: Request
+    progress: Progress
+    order: int  # of submission: answers that end in one step are told in this order
+    since_length: int  # answer tokens it had at `since_step`
+    since_step: int
+    since_s: float  # decode time at which its untold slot time began
+    end: int = 0  # answer tokens it will have under these weights
+    delivered: int = 0  # answer tokens that events have told of
+    since_mark: int = 0  # publications that events have told of
+    is_parked: bool = False
+    events: list[Event] = field(default_factory=list)  # to be told first
+
+    @property
+    def length(self) -> int:
+        """Answer tokens it has."""
+        return self.since_length if self.is_parked else self.since_length + self.progress.steps - self.since_step
+
+    @length.setter
+    def length(self, tokens: int) -> None:
+        self.since_length, self.since_step = tokens, self.progress.steps
+
+    @property
+    def context(self) -> int:
+        return len(self.request.prompt) + self.length

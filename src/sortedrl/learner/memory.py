@@ -1,0 +1,21 @@
+"""Telling that memory ran out from everything else that torch raises; `learner/torch.py` then tries smaller pieces."""
+
+from __future__ import annotations
+
+import torch
+
+# What allocators other than CUDA's say in a plain RuntimeError, or libraries under it when they could not allocate.
+MEMORY_WORDS = ("can't allocate memory", "Cannot allocate memory", "out of memory", "bad_alloc", "ALLOC_FAILED")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error of torch means that memory ran out, on whichever device."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in MEMORY_WORDS)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error; allocators write many."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,65 @@
+"""The optimiser of an update and its rate, and the settings that `learner/torch.py` reads for them and for itself."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from sortedrl.errors import ModelError
+from sortedrl.learner.critic import Critic
+
+
+class LearnerSettings(Protocol):
+    """What the learner reads of the configuration's `learner` section, beside what `objective_of` does."""
+
+    @property
+    def algorithm(self) -> str: ...
+    @property
+    def group_size(self) -> int: ...
+    @property
+    def advantage_scope(self) -> str: ...
+    @property
+    def lr(self) -> float: ...
+    @property
+    def lr_final(self) -> float: ...
+    @property
+    def warmup_samples(self) -> int: ...
+    @property
+    def weight_decay(self) -> float: ...
+    @property
+    def betas(self) -> tuple[float, float]: ...
+    @property
+    def grad_clip(self) -> float: ...
+    @property
+    def inner_steps(self) -> int: ...
+    @property
+    def inner_epochs(self) -> int: ...
+    @property
+    def micro_tokens(self) -> int: ...
+
+
+def learning_rate(settings: LearnerSettings, progress: float, num_samples: int) -> float:
+    """Linear from the peak to `lr_final` of it as the run progresses, after a linear warm-up.
+
+    `num_samples` includes the batch at hand, so that the first step is not one of rate 0.
+    """
+    decay = 1 - (1 - settings.lr_final) * min(max(progress, 0.0), 1.0)
+    warmup = min(1.0, num_samples / settings.warmup_samples) if settings.warmup_samples else 1.0
+    return settings.lr * decay * warmup
+
+
+def make_optimizer(model: Any, critic: Critic | None, settings: LearnerSettings) -> torch.optim.AdamW:
+    """AdamW that decays matrices only; fused, since a small model is many tiny tensors."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trainable:
+        raise ModelError("the model has no parameter that requires a gradient: call model.requires_grad_(True)")
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": settings.weight_decay, "rate": 1.0},
+        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0, "rate": 1.0},
+    ]
+    if critic is not None:  # `rate`: in units of the model's
+        rate = (getattr(settings, "critic_lr", None) or settings.lr) / settings.lr
+        groups.append({"params": list(critic.parameters()), "weight_decay": 0.0, "rate": rate})
+    groups = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, fused=True)
