@@ -255,8 +255,11 @@ BAD_INPUT = {
     "model is a file": ([*TRAIN, "model.path=file"], ["'file' is no folder", "from_pretrained"]),
     "model folder is empty": ([*TRAIN, "model.path=empty"], ["empty is no model folder", "config.json is missing"]),
     "model without weights": ([*TRAIN, "model.path=config-only"], ["config-only has no weights", "save the weights"]),
-    "model is garbage": ([*TRAIN, "model.path=garbage"], ["the model in garbage cannot be loaded"]),
-    "budget beyond the model": ([*TRAIN, "engine.max_new_tokens=9999"], ["max_length", "lower the token budget"]),
+    "model is garbage": ([*TRAIN, "model.path=garbage"], ["in garbage cannot be loaded"]),
+    "budget beyond the model": (
+        [*TRAIN, "engine.max_new_tokens=9999"],
+        ["engine.max_new_tokens 9999", "the 1024 positions of the model", "lower one of them"],
+    ),
     "run directory below a file": (
         [*TRAIN, "run.dir=file/runs"],
         ["cannot write the run directory file/runs/quickstart", "run.dir=PATH"],
