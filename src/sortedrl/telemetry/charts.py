@@ -161,8 +161,8 @@ def timeline_chart(run: RunHistory) -> Chart:
     )
     caption = (
         f"{shown}The view opens on {low:,.1f} to {high:,.1f} s; double-click for all, drag to zoom. A bar is an "
-        "attempt, its colour the version it began with (six colours in turn). Dotted: harvests. A black tick ends an "
-        "interrupted attempt."
+        "attempt, or its part between two updates, its colour the version of the weights (six colours in turn). "
+        "Dotted: harvests. A black tick ends an interrupted attempt."
     )
     return Chart(figure=_styled(figure, height=min(18 * run.slots, 620) + 110), caption=caption)
 
