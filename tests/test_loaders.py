@@ -21,7 +21,7 @@ from sortedrl.tasks.tiny import knights_tiny_path
 from sortedrl.telemetry.sinks import read_events
 from sortedrl.telemetry.summary import Summary
 
-MANY = settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+MANY = settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 TOKENIZER = load_tokenizer(knights_tiny_path())
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=12)

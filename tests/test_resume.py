@@ -21,7 +21,7 @@ UPDATES, STOP_AT = 10, 5
 def make_config(folder: Path, name: str, strategy: str, **sections: dict) -> SortedConfig:
     settings = {
         "run": {"name": name, "dir": str(folder), "samples": 16 * UPDATES, "report": False},
-        "engine": {"slots": 16, "max_new_tokens": 96},
+        "engine": {"slots": 16, "max_new_tokens": 56},
         "schedule": {"strategy": strategy, "update_batch": 16},
         "learner": {"algorithm": "reinforce++", "group_size": 1, "lr": 1e-3, "warmup_samples": 40},
         "eval": {"prompts": 8, "every_samples": 48},
