@@ -389,7 +389,7 @@ def test_defaults_take_the_plain_step_bit_by_bit(algorithm: str) -> None:
         logprobs_a, _ = answer_logprobs(packed_logits(plain, micro), micro.targets_a, 1.0)
         ratio_a = (logprobs_a - micro.behaviour_a).clamp(-20, 20).exp()
         clipped_a = ratio_a.clamp(1 - 0.2, 1 + 0.28)
-        least_a = torch.minimum(ratio_a * micro.advantages_a, clipped_a * micro.advantages_a)
+        least_a = torch.minimum(ratio_a * micro.mark_a, clipped_a * micro.mark_a)
         (-least_a.sum() / sum(LENGTHS)).backward()
     torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
     optimizer.step()

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from disks import small_disk_of
 from sortedrl.errors import ConfigError, RunDirError
 from sortedrl.learner.checkpoint import OPTIMIZER_FILE, STATE_FILE, Checkpoints, load_state
 from sortedrl.learner.manifest import MANIFEST_FILE, find_damage
@@ -248,13 +249,7 @@ def test_all_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pyte
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 512 KiB of its own."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(disk)]
-    if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode != 0:
-        pytest.skip("a file system can only be mounted by root")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
+    yield from small_disk_of("512k", tmp_path)
 
 
 def fill(disk: Path, *, leave: int) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from disks import small_disk_of
 from sortedrl.config import CHANGEABLE, SortedConfig
 from sortedrl.engine.local import LocalEngine
 from sortedrl.errors import ConfigError, EngineError, LedgerError, RunDirError
@@ -156,15 +157,7 @@ def test_two_processes_on_one_run(tmp_path: Path) -> None:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 6 MB: room for two checkpoints of the tiny model, not for three."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(folder)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("mounting a small file system needs root")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    yield from small_disk_of("6m", tmp_path)
 
 
 def test_a_full_disk(small_disk: Path) -> None:

@@ -19,10 +19,11 @@ from rich.console import Console
 import ledgers
 from ledgers import GOOD, step, tokens
 from sortedrl.errors import ConfigError, LedgerError
-from sortedrl.ledger.command import ledger_command, printable
+from sortedrl.ledger.command import ledger_command
 from sortedrl.ledger.life import Moment, life_of
 from sortedrl.ledger.reader import Answer, Ledger, Lineage
 from sortedrl.records import State
+from sortedrl.reward_worker import printable
 
 
 @pytest.fixture
@@ -206,8 +207,8 @@ HOSTILE = "[red]:smile:[/] \x1b]0;owned\x07 \x9b31m \u202egnp.exe \r\x00 end"
 
 
 def test_control_characters_become_visible() -> None:
-    assert printable(HOSTILE) == ("[red]:smile:[/] \\x1b]0;owned\\x07 \\x9b31m \\u202egnp.exe \\r\\x00 end")
-    assert printable("two\nlines, naïve 漢字") == "two\nlines, naïve 漢字"
+    assert printable(HOSTILE, keep="\n") == ("[red]:smile:[/] \\x1b]0;owned\\x07 \\x9b31m \\u202egnp.exe \\r\\x00 end")
+    assert printable("two\nlines, naïve 漢字", keep="\n") == "two\nlines, naïve 漢字"
 
 
 def test_text_of_models_and_data_reaches_no_terminal_raw(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def weigh(model: nn.Module, micros: list[MicroBatch]) -> tuple[Tensor, dict[str,
         for micro in micros:
             logprobs_av = packed_logits(model, micro).log_softmax(-1)
             logprobs_a = logprobs_av.gather(-1, micro.targets_a[:, None])[:, 0]
-            (logprobs_a * micro.advantages_a).sum().backward()
+            (logprobs_a * micro.mark_a).sum().backward()
             values.append(logprobs_a.detach())
     return torch.cat(values), gradients(model)
 
@@ -152,7 +152,7 @@ def test_layout_by_hand() -> None:
     assert micro.targets_a.tolist() == [*answers[0], *answers[1]]
     assert micro.predictor_a.tolist() == [1, 2, 3, 1, 4]
     assert micro.behaviour_a.tolist() == pytest.approx([*first.logprobs, *second.logprobs])
-    assert micro.advantages_a.tolist() == [0.5, 0.5, 0.5, -1.0, -1.0]
+    assert micro.mark_a.tolist() == [0.5, 0.5, 0.5, -1.0, -1.0]
     # Rows of 4 and 3 tokens are not similar enough to share a bucket.
     assert micro.layout.shapes == ((1, 4), (1, 3))
     assert micro.layout.index_p.tolist() == [0, 1, 2, 3, 0, 1, 4]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
 from sortedrl.engine.cost import UnitCost
-from sortedrl.simulate.costs import CostModel, Hardware, Model, RooflineCost
+from sortedrl.simulate.costs import CostModel, RooflineCost
 from sortedrl.simulate.run import simulate
 from sortedrl.simulate.traces import Trace
 from sortedrl.telemetry.events import BatchTaken, Event
 from sortedrl.telemetry.summary import Summary
+from test_costs import PLAIN, TOY
 
 
 def run(
@@ -220,20 +221,7 @@ def test_roofline_by_hand() -> None:
     # quarter in training, 0.25 s overhead. A prompt of 3: (200 x 3 + 8 x 6) / 500 + 0.25 = 1.546 s. Two tokens at
     # contexts 3 and 4: (100 + 12) / 100 + (100 + 16) / 100 + 0.5 = 2.78 s. Update 600 x 5 / 250 = 12 s; publication
     # 100 / 50 = 2 s.
-    model = Model(params=100, layers=2, heads=1, kv_heads=1, head_dim=1, bytes_per_value=1)
-    hardware = Hardware(
-        flops=1000,
-        bandwidth=100,
-        memory=1000,
-        link_bandwidth=50,
-        bandwidth_share=1,
-        decode_flops_share=1,
-        prefill_flops_share=0.5,
-        train_flops_share=0.25,
-        memory_share=1,
-        step_overhead_s=0.25,
-        reduce_s=0,
-    )
+    model, hardware = TOY, replace(PLAIN, memory_share=1, reduce_s=0)
     cost: CostModel = RooflineCost(hardware=hardware, model=model)
     summary, _ = run([2], "sync", slots=1, update_batch=1, cost=cost, prompt_tokens=3)
     assert summary.rollout_s == pytest.approx(1.546 + 2.78)

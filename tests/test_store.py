@@ -18,6 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from disks import small_disk_of
 from scripted import Run
 from sortedrl.buffer import Buffer
 from sortedrl.errors import DamagedLedgerError, DataError, LedgerError
@@ -703,16 +704,7 @@ def test_a_large_file_is_not_read_to_be_opened(tmp_path: Path, monkeypatch: pyte
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 2 MB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = shutil.which("mount")
-    if os.name != "posix" or os.geteuid() != 0 or mount is None:
-        pytest.skip("mounting a file system needs root")
-    done = subprocess.run([mount, "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)], capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    yield from small_disk_of("2m", tmp_path)
 
 
 def fill_up(folder: Path) -> Path:

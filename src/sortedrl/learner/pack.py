@@ -8,7 +8,7 @@ within each row, and puts the results back. The padding at the end of a row come
 alone keeps it out.
 
 What it keeps true: log-probs and gradients equal those of one sample at a time; every answer token is predicted exactly
-once; what cannot be learned from (no answer tokens, or advantage 0) is not computed.
+once; what cannot be learned from (no answer tokens, or mark 0) is not computed.
 
 Shapes: n packed tokens, a answer tokens, p row slots (b rows of l tokens over all buckets), h heads, d head size.
 """
@@ -55,7 +55,7 @@ class MicroBatch:
     predictor_a: Tensor  # the packed token whose logits predict each answer token
     targets_a: Tensor
     behaviour_a: Tensor
-    advantages_a: Tensor
+    mark_a: Tensor  # the number that came with each token's sample
 
     @property
     def num_tokens(self) -> int:
@@ -67,15 +67,15 @@ class _Family:
     """Samples that share one packed prompt."""
 
     prompt: tuple[int, ...]
-    members: list[tuple[Sample, float]]  # with their advantages
+    members: list[tuple[Sample, float]]  # with their marks
     num_tokens: int
 
 
 def pack(
-    samples: Sequence[Sample], advantages: Sequence[float], micro_tokens: int, device: torch.device | str = "cpu"
+    samples: Sequence[Sample], marks: Sequence[float], micro_tokens: int, device: torch.device | str = "cpu"
 ) -> list[MicroBatch]:
     """Micro-batches of at most `micro_tokens` tokens; a sample longer than that goes alone."""
-    families = _families(samples, advantages, micro_tokens)
+    families = _families(samples, marks, micro_tokens)
     bins: list[list[_Family]] = []
     room: list[int] = []
     for family in sorted(families, key=lambda family: -family.num_tokens):  # first fit, longest first
@@ -89,15 +89,15 @@ def pack(
     return [_lay_out(families, device) for families in bins]
 
 
-def _families(samples: Sequence[Sample], advantages: Sequence[float], micro_tokens: int) -> list[_Family]:
+def _families(samples: Sequence[Sample], marks: Sequence[float], micro_tokens: int) -> list[_Family]:
     """Group what is to be learned from by prompt, no family larger than the budget unless a single sample is."""
     by_prompt: dict[tuple[int, ...], list[tuple[Sample, float]]] = {}
-    for sample, advantage in zip(samples, advantages, strict=True):
-        if sample.num_tokens == 0 or advantage == 0:
+    for sample, mark in zip(samples, marks, strict=True):
+        if sample.num_tokens == 0 or mark == 0:
             continue
         if not sample.prompt.tokens:
             raise DataError(f"prompt {sample.prompt.id!r} has no tokens: give it at least a begin-of-text token")
-        by_prompt.setdefault(sample.prompt.tokens, []).append((sample, advantage))
+        by_prompt.setdefault(sample.prompt.tokens, []).append((sample, mark))
     families: list[_Family] = []
     for prompt, members in by_prompt.items():
         kept: list[tuple[Sample, float]] = []
@@ -120,13 +120,13 @@ def _lay_out(families: Sequence[_Family], device: torch.device | str) -> MicroBa
     rows: list[np.ndarray] = []
     positions: list[np.ndarray] = []
     predictors: list[np.ndarray] = []
-    advantages: list[float] = []
+    marks: list[float] = []
     repeats: list[int] = []
     for family in families:
         prompt_range = np.arange(len(tokens), len(tokens) + len(family.prompt))
         tokens.extend(family.prompt)
         positions.append(np.arange(len(family.prompt)))
-        for sample, advantage in family.members:
+        for sample, mark in family.members:
             answer, logprobs = sample.tokens, sample.logprobs
             assert len(answer) == len(logprobs), f"sample {sample.id}: {len(answer)} tokens, {len(logprobs)} log-probs"
             answer_range = np.arange(len(tokens), len(tokens) + len(answer) - 1)
@@ -136,7 +136,7 @@ def _lay_out(families: Sequence[_Family], device: torch.device | str) -> MicroBa
             predictors.append(np.concatenate((prompt_range[-1:], answer_range)))
             targets.extend(answer)
             behaviour.extend(logprobs)
-            advantages.append(advantage)
+            marks.append(mark)
             repeats.append(len(answer))
     return MicroBatch(
         tokens_n=torch.tensor(tokens, device=device),
@@ -145,7 +145,7 @@ def _lay_out(families: Sequence[_Family], device: torch.device | str) -> MicroBa
         predictor_a=torch.from_numpy(np.concatenate(predictors)).to(device),
         targets_a=torch.tensor(targets, device=device),
         behaviour_a=torch.tensor(behaviour, dtype=torch.float32, device=device),
-        advantages_a=torch.from_numpy(np.repeat(np.array(advantages, dtype=np.float32), repeats)).to(device),
+        mark_a=torch.from_numpy(np.repeat(np.array(marks, dtype=np.float32), repeats)).to(device),
     )
 
 

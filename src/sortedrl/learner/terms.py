@@ -111,7 +111,7 @@ def marks(num_samples: int, places: Iterable[int]) -> list[float]:
 
 def places_of(micro: MicroBatch) -> tuple[list[int], list[int]]:
     """The places of a micro-batch's samples in the order of their tokens, and how many tokens each has."""
-    found, lengths = torch.unique_consecutive(micro.advantages_a, return_counts=True)
+    found, lengths = torch.unique_consecutive(micro.mark_a, return_counts=True)
     return [int(mark) - 1 for mark in found.tolist()], lengths.tolist()
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import unicodedata
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -24,6 +23,7 @@ from sortedrl.ledger.reader import Ledger, Overview
 from sortedrl.ledger.verdict import proven_line
 from sortedrl.ledger.verify import verify as prove
 from sortedrl.records import State
+from sortedrl.reward_worker import printable
 
 Decode = Callable[[list[int]], str]
 
@@ -52,15 +52,6 @@ def ledger_command(
         else:
             _show_overview(ledger, console, as_json)
     return 0
-
-
-def printable(text: str) -> str:
-    """Text without anything that a terminal would obey, or that would show it in another order than it has."""
-    return "".join(c if c == "\n" or not _is_control(c) else ascii(c)[1:-1] for c in text)
-
-
-def _is_control(character: str) -> bool:
-    return unicodedata.category(character) in ("Cc", "Cf", "Co", "Cn", "Cs", "Zl", "Zp")
 
 
 # ---- the proof ------------------------------------------------------------------------------------------------------
@@ -164,8 +155,15 @@ def _life_table(life: Life) -> Table:
     for m in life.moments:
         step = m.step if m.num_rows == 1 else f"{m.step} ({m.num_rows:,} rows)"
         figures = [f"{n:,}" if n else "" for n in (m.gained, m.kept, m.thrown)]
-        cells = (f"{m.seq:,}", Text(printable(step)), str(m.attempt), str(m.version), *figures, f"{m.held:,}")
-        table.add_row(*cells, Text(printable(m.note)))
+        cells = (
+            f"{m.seq:,}",
+            Text(printable(step, keep="\n")),
+            str(m.attempt),
+            str(m.version),
+            *figures,
+            f"{m.held:,}",
+        )
+        table.add_row(*cells, Text(printable(m.note, keep="\n")))
     return table
 
 
@@ -185,7 +183,7 @@ def _coloured(runs: list[tuple[int, int]], tokens: list[int], decode: Decode | N
             reached = len(whole) if end == len(tokens) else len(decode(tokens[:end]).rstrip("\ufffd"))
             reached = min(max(reached, shown), len(whole))
             piece, shown = whole[shown:reached], reached
-        answer.append(printable(piece), style=style[version])
+        answer.append(printable(piece, keep="\n"), style=style[version])
         begin = end
     return legend, answer
 
@@ -194,7 +192,7 @@ def _coloured(runs: list[tuple[int, int]], tokens: list[int], decode: Decode | N
 
 
 def _write(console: Console, line: str) -> None:
-    console.print(printable(line), markup=False, highlight=False, emoji=False, soft_wrap=True)
+    console.print(printable(line, keep="\n"), markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
 def _write_json(console: Console, record: dict[str, Any]) -> None:
