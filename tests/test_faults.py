@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import logging
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from disks import small_disk_of
@@ -110,24 +110,16 @@ class KillWorker:
     def emit(self, event: Any) -> None:
         if event.kind != "UpdateDone" or self.num_killed:
             return
-        for pid in children():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-                self.num_killed += 1
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if any("reward_worker" in part for part in child.cmdline()):
+                    child.kill()
+                    self.num_killed += 1
 
     def close(self) -> None:
         pass
 
 
-def children() -> list[int]:
-    """Direct children of this process that run a reward worker."""
-    listed = subprocess.run(
-        ["ps", "-o", "pid=,args=", "--ppid", str(os.getpid())], capture_output=True, text=True, check=False
-    ).stdout
-    return [int(line.split()[0]) for line in listed.splitlines() if "reward_worker" in line]
-
-
-@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs ps with --ppid")
 def test_a_reward_worker_that_is_killed(tmp_path: Path) -> None:
     config, killer = make_config(tmp_path), KillWorker()
     summary = SortedTrainer(args=config, sinks=[killer], quiet=True).train()

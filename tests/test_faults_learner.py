@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -82,34 +83,67 @@ def train(shapes: list[list[Shape]], *, micro_tokens: int, extra_mib: int = 0, *
     }
 
 
-def train_in_little_memory(out: Path, **arguments: Any) -> subprocess.CompletedProcess[str]:
+HALVES = {
+    # A long prompt goes first, being the longest, and needs little: logits are for answers only.
+    "shapes": [[(8, 100)] * 5 + [(2000, 20)] + [(8, 500)] * 4, [(8, 500)] * 8],
+    "inner_steps": 2,
+    "lr": 1e-3,
+}
+CASES: dict[str, dict[str, Any]] = {
+    "halves": {**HALVES, "micro_tokens": 2100, "extra_mib": 125},
+    "alone": {"shapes": [[(8, 4000), (8, 500)]], "micro_tokens": 100_000, "extra_mib": 200},
+}
+
+
+@dataclass(kw_only=True, frozen=True)
+class Done:
+    exit_code: int
+    stderr: str
+    result: Path
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
+    """What became of each case, in a process of its own; one parent imports torch for all of them, then forks."""
+    folder = tmp_path_factory.mktemp("little-memory")
     # A fixed threshold: large blocks go back to the system when freed, so that what fits does not depend on history.
     env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"}
-    command = [sys.executable, __file__, json.dumps(arguments), str(out)]
-    return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    codes = subprocess.run([sys.executable, __file__, str(folder)], env=env, stdout=subprocess.PIPE, check=True).stdout
+    return {
+        name: Done(exit_code=code, stderr=(folder / f"{name}.err").read_text(), result=folder / f"{name}.json")
+        for name, code in json.loads(codes).items()
+    }
+
+
+def run_cases(folder: Path) -> dict[str, int]:
+    codes = {}
+    for name, arguments in CASES.items():
+        if (child := os.fork()) == 0:
+            os.dup2(os.open(folder / f"{name}.err", os.O_WRONLY | os.O_CREAT), 2)
+            (folder / f"{name}.json").write_text(json.dumps(train(**arguments)))
+            sys.exit()
+        codes[name] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return codes
 
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and needs a kernel that keeps RLIMIT_AS")
 
 
 @linux_only
-def test_what_does_not_fit_is_done_in_halves(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_done_in_halves(done: dict[str, Done]) -> None:
     """Memory runs out in the second step of an update, when the first of its two micro-batches is done.
 
     Then the first step must not be taken again, nor the first micro-batch's gradients be counted twice.
     """
-    # A long prompt goes first, being the longest, and needs little: logits are for answers only.
-    first = [(8, 100)] * 5 + [(2000, 20)] + [(8, 500)] * 4
-    settings = {"shapes": [first, [(8, 500)] * 8], "inner_steps": 2, "lr": 1e-3}
-    done = train_in_little_memory(tmp_path / "out.json", micro_tokens=2100, extra_mib=125, **settings)
-    assert done.returncode == 0, done.stderr
+    halves = done["halves"]
+    assert halves.exit_code == 0, halves.stderr
     # Four prompts of 8 tokens and answers of 500, of which the last token predicts nothing: 4 x 507 = 2028.
-    assert done.stderr.count("out of memory") == 1
-    assert "out of memory in a micro-batch of 4 samples, 2028 tokens" in done.stderr
-    assert "can't allocate memory" in done.stderr
-    assert "learner.micro_tokens = 1014," in done.stderr
-    ours = json.loads((tmp_path / "out.json").read_text())
-    theirs = train(micro_tokens=1014, **settings)
+    assert halves.stderr.count("out of memory") == 1
+    assert "out of memory in a micro-batch of 4 samples, 2028 tokens" in halves.stderr
+    assert "can't allocate memory" in halves.stderr
+    assert "learner.micro_tokens = 1014," in halves.stderr
+    ours = json.loads(halves.result.read_text())
+    theirs = train(micro_tokens=1014, **HALVES)
     assert ours["steps"] == theirs["steps"] == [2, 2]
     # What the failed try computed is not counted: 5 x 107 + 2019 + 4 x 507 tokens, then 8 x 507.
     assert ours["computed"] == theirs["computed"] == [4582, 4056]
@@ -120,18 +154,16 @@ def test_what_does_not_fit_is_done_in_halves(tmp_path: Path) -> None:
 
 
 @linux_only
-def test_a_sample_that_does_not_fit_alone_stops_the_run(tmp_path: Path) -> None:
-    done = train_in_little_memory(
-        tmp_path / "out.json", shapes=[[(8, 4000), (8, 500)]], micro_tokens=100_000, extra_mib=200
-    )
-    assert done.returncode == 1
-    assert "in a micro-batch of 2 samples, 4514 tokens" in done.stderr
-    message = done.stderr.strip().splitlines()[-1]
+def test_a_sample_that_does_not_fit_alone_stops_the_run(done: dict[str, Done]) -> None:
+    alone = done["alone"]
+    assert alone.exit_code == 1
+    assert "in a micro-batch of 2 samples, 4514 tokens" in alone.stderr
+    message = alone.stderr.strip().splitlines()[-1]
     assert message.startswith(
         "sortedrl.errors.LearnerError: an update does not fit in memory even one sample at a time (4007 tokens: "
     )
     assert message.endswith("lower engine.max_new_tokens, or take a smaller model or a larger machine")
-    assert not (tmp_path / "out.json").exists()
+    assert not alone.result.exists()
 
 
 def test_errors_of_memory_are_told_from_others() -> None:
@@ -150,5 +182,4 @@ if __name__ == "__main__":
     import logging
 
     logging.basicConfig(format="%(message)s")
-    arguments = json.loads(sys.argv[1])
-    Path(sys.argv[2]).write_text(json.dumps(train(**arguments)))
+    print(json.dumps(run_cases(Path(sys.argv[1]))))

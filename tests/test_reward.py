@@ -18,6 +18,7 @@ from queue import SimpleQueue
 from types import ModuleType
 
 import numpy as np
+import psutil
 import pytest
 
 from sortedrl.errors import RewardError
@@ -146,8 +147,10 @@ def score_texts(pool: RewardPool, texts: list[str]) -> list[Score]:
 
 def is_alive(pid: int) -> bool:
     """Whether a process runs; a zombie, which its parent has yet to collect, does not."""
-    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout.strip()
-    return state != "" and not state.startswith("Z")
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def wait_until(condition, seconds: float = 5.0) -> bool:
