@@ -1,0 +1,114 @@
+"""`train` and `compare`: the runs themselves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+
+from sortedrl.cli.app import AsJson, ConfigPath, Overrides, app, err, stdout_console
+from sortedrl.config import SortedConfig
+from sortedrl.errors import ConfigError, RunDirError
+from sortedrl.reward_worker import printable
+from sortedrl.schedule import Strategy
+
+if TYPE_CHECKING:
+    from sortedrl.telemetry.summary import Summary
+
+
+@app.command()
+def train(
+    config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="A TOML file, see configs/.")] = None,
+    overrides: Overrides = None,
+    resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Go on with the run in this directory.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train as CONFIG says; the run directory gets events, metrics, ledger, checkpoints, summary and report."""
+    from sortedrl.trainer import SortedTrainer
+
+    settings = load_config(config, overrides or [], resume)
+    trainer = SortedTrainer(args=settings, console=err, quiet=as_json)
+    summary = trainer.train(resume=resume is not None)
+    show([summary], as_json)
+    files = {"report": "report.html", "summary": "summary.json", "weights": "checkpoints"}
+    paths = {name: trainer.run_dir / file for name, file in files.items()}
+    kept = ", ".join(f"{name} {path}" for name, path in paths.items() if path.exists())
+    if summary.status == "complete":
+        err.print(escape(f"done: {kept}"), highlight=False, soft_wrap=True)
+        return
+    trained = f"{summary.updates} updates, {summary.samples} samples trained"
+    err.print(escape(f"stopped after {trained}; kept: {kept}"), highlight=False, soft_wrap=True)
+    if settings.checkpoint.save:
+        err.print(escape(f"go on with: {trainer.resume_command}"), highlight=False, soft_wrap=True)
+
+
+def load_config(config: Path | None, overrides: list[str], resume: Path | None) -> SortedConfig:
+    """The configuration of a run from its file, or, to resume it, from its directory."""
+    if resume is None:
+        if config is None:
+            raise ConfigError("name the CONFIG to train, or a run to go on with: --resume RUN")
+        return SortedConfig.load(config, overrides)
+    if config is not None:
+        if "=" not in str(config):
+            raise ConfigError(f"--resume takes the run's own configuration: leave out {config}, or give KEY=VALUE")
+        overrides = [str(config), *overrides]
+    if not (resume / "config.toml").is_file():
+        raise RunDirError(f"{resume} holds no run to resume: it has no config.toml")
+    here = resume if resume.name not in ("", "..") else resume.resolve()
+    settings = SortedConfig.load(resume / "config.toml", overrides)
+    return settings.moved(here.parent, here.name)  # it may have been since
+
+
+@app.command()
+def compare(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    strategies: Annotated[str, typer.Option(help="Comma-separated presets.")] = "sync,sorted-partial,sorted-replay",
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds 0, 1, ... for each strategy.")] = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Train once per strategy and seed, on the same slots, update batch, samples and seeds."""
+    from sortedrl.telemetry.report import write_report
+    from sortedrl.trainer import SortedTrainer
+
+    base = SortedConfig.load(config, overrides or [])
+    names = [name.strip() for name in strategies.split(",") if name.strip()]
+    unknown = [name for name in names if name not in list(Strategy)]
+    if unknown or not names:
+        raise ConfigError(f"unknown strategy {unknown[0] if unknown else ''!r}: choose from {', '.join(Strategy)}")
+    configs = [  # all of them first: one that cannot be kept is refused before the others are trained
+        base.with_strategy(name, seed=seed, name=f"{base.run.name}-{name}-seed{seed}")
+        for seed in range(base.run.seed, base.run.seed + seeds)
+        for name in names
+    ]
+    summaries: list[Summary] = []
+    directories: list[Path] = []
+    for run in configs:
+        trainer = SortedTrainer(args=run, console=err, quiet=as_json)
+        if not as_json:
+            err.print(f"[bold]{escape(run.run.name)}[/]")
+        summaries.append(trainer.train())
+        directories.append(trainer.run_dir)
+        if trainer.stop_requested:
+            show(summaries, as_json)
+            raise typer.Exit(130)
+    report = write_report(directories, Path(base.run.dir) / f"{base.run.name}-compare.html")
+    show(summaries, as_json)
+    err.print(f"report: {report}", highlight=False)
+
+
+def show(summaries: list[Summary], as_json: bool) -> None:
+    from sortedrl.telemetry.summary import comparison_table, group_line, summary_table
+
+    if as_json:
+        print(json.dumps({"runs": [summary.model_dump(mode="json") for summary in summaries]}))
+        return
+    out = stdout_console()
+    out.print(summary_table(summaries))
+    if len(summaries) > 1:
+        out.print(comparison_table(summaries))
+    elif groups := group_line(summaries[0]):
+        out.print(escape(printable(groups)), highlight=False)
