@@ -1,7 +1,8 @@
-"""The nouns that every part shares: prompts, samples, their segments, and update batches.
+"""The nouns that every part shares: prompts, samples, their segments, cohorts, groups and update batches.
 
 Standard library only, so that buffer, schedule and a user's own tools can hold them without torch. A sample lives
-through states and is mutable, but only `buffer.py` changes it; everything else is frozen.
+through states and is mutable, and so are cohorts and groups, but only `buffer.py` changes them; the rest is frozen.
+What a simulation makes by the million can be made without keywords: Python does that several times as fast.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class FinishReason(StrEnum):
     FAILED = "failed"  # the engine failed on it too often; it is scored as it is
 
 
-@dataclass(slots=True, kw_only=True, frozen=True)
+@dataclass(slots=True, frozen=True)
 class Prompt:
     """One task instance. `content` is what reward functions see: text, or a list of chat messages."""
 
@@ -46,7 +47,7 @@ class Prompt:
     columns: Mapping[str, object] = field(default_factory=dict)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Segment:
     """Consecutive answer tokens that one version of the weights sampled, or last verified by replay; never empty."""
 
@@ -55,8 +56,20 @@ class Segment:
     logprobs: list[float]
     slot_s: float = 0.0  # slot-seconds spent on decoding these tokens
 
+    def extend(self, more: Segment) -> None:
+        """Take in what the same version wrote next."""
+        self.tokens.extend(more.tokens)
+        if self.logprobs is not self.tokens:  # in a simulation, where neither says anything, they are one
+            self.logprobs.extend(more.logprobs)
+        self.slot_s += more.slot_s
 
-@dataclass(slots=True, kw_only=True)
+    def cut(self, keep: int) -> None:
+        """Keep only the first tokens."""
+        self.slot_s *= keep / len(self.tokens)
+        del self.tokens[keep:], self.logprobs[keep:]
+
+
+@dataclass(slots=True)
 class Sample:
     """One answer to a prompt, from load to training."""
 
@@ -113,8 +126,57 @@ class Sample:
 
     def staleness(self, version: int) -> int:
         """By how many versions the oldest token lags behind `version`."""
-        oldest = self.oldest_version
-        return 0 if oldest is None else version - oldest
+        return version - self.segments[0].version if self.segments else 0
+
+    def cut(self, start: int, again: int) -> float:
+        """Drop the tokens from `start` on; returns the slot time of the first `again` of them."""
+        slot_s, position = 0.0, 0
+        kept: list[Segment] = []
+        for segment in self.segments:
+            length = len(segment.tokens)
+            keep = min(max(start - position, 0), length)
+            slot_s += segment.slot_s * (min(max(start + again - position, 0), length) - keep) / length
+            if keep:
+                segment.cut(keep)
+                kept.append(segment)
+            position += length
+        self.segments = kept
+        return slot_s
+
+
+@dataclass(slots=True, kw_only=True)
+class Cohort:
+    """Samples loaded together, and how many of them are still to be trained."""
+
+    id: int
+    loaded_update: int  # updates started before it was loaded
+    num_samples: int
+    num_left: int
+
+
+@dataclass(slots=True)
+class Group:
+    """Siblings that must be trained together; a group of one where the algorithm needs no siblings."""
+
+    samples: list[Sample] = field(default_factory=list)
+    num_scored: int = 0
+
+    @property
+    def is_ready(self) -> bool:
+        return self.num_scored == len(self.samples)
+
+    @property
+    def known_length(self) -> int:
+        if len(self.samples) == 1:  # as where siblings train apart: then there are as many groups as samples
+            return self.samples[0].known_length
+        return max(sample.known_length for sample in self.samples)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of its longest answer."""
+        if len(self.samples) == 1:
+            return self.samples[0].num_tokens
+        return max(sample.num_tokens for sample in self.samples)
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

@@ -157,7 +157,7 @@ def _apply_step(buffer: Buffer, sample: Sample, step: str, value: Any) -> None:
         case "interrupt":
             Buffer.interrupt(buffer, sample)
         case "cut":
-            buffer._move(sample, State.PENDING, State.RUNNING)
+            buffer.cut_off(sample)
         case "fail":
             Buffer.fail(buffer, sample)
         case "give-up":
@@ -202,8 +202,9 @@ def _set_counters(buffer: Buffer, connection: sqlite3.Connection) -> None:
         "SELECT prompt, sum(length), count(*) FROM trained JOIN samples ON samples.id = trained.sample GROUP BY prompt"
     )
     buffer.lengths = LengthEstimator.from_state_dict({prompt: [total, count] for prompt, total, count in lengths})
-    for state in buffer.in_state:
-        buffer.in_state[state] = {s.id: s for s in buffer.samples.values() if s.state == state}
+    for state, held in buffer.in_state.items():
+        held.clear()
+        held.update((s.id, s) for s in buffer.samples.values() if s.state == state)
     buffer.ready = {key: group for key, group in buffer.groups.items() if group.is_ready}
 
 

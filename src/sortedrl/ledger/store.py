@@ -19,12 +19,12 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from sortedrl.buffer import Buffer, Cohort
+from sortedrl.buffer import Buffer
 from sortedrl.errors import DamagedLedgerError, DataError, LedgerError
 from sortedrl.ledger import schema
 from sortedrl.ledger.rows import Packed, PromptRow, fill, pack, pack_prompt, unpack_prompt, version_in_force
 from sortedrl.ledger.schema import INSERT, JOURNAL, closed_on_error, named_errors
-from sortedrl.records import FinishReason, Mode, Prompt, Sample
+from sortedrl.records import Cohort, FinishReason, Mode, Prompt, Sample, Segment
 
 COMMIT_ROWS = 20_000
 COMMIT_BYTES = 8 * 1024**2
@@ -324,6 +324,18 @@ class DurableBuffer(Buffer):
         )
         self.store.add_segment(sample, packed, start=start, verified=verified, version=version, slot_s=float(slot_s))
         return discarded
+
+    def extend(self, sample: Sample, segments: Sequence[Segment], *, start: int) -> None:
+        for segment in segments:
+            self.append(
+                sample,
+                start=start,
+                tokens=segment.tokens,
+                logprobs=segment.logprobs,
+                version=segment.version,
+                slot_s=segment.slot_s,
+            )
+            start += len(segment.tokens)
 
     def finish(self, sample: Sample, reason: FinishReason) -> None:
         super().finish(sample, reason)
