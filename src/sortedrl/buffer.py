@@ -34,12 +34,8 @@ class Buffer:
         self.running: dict[int, Sample] = {}
         self.finished: dict[int, Sample] = {}
         self.scored: dict[int, Sample] = {}
-        self.in_state: dict[State, dict[int, Sample]] = {
-            State.PENDING: self.pending,
-            State.RUNNING: self.running,
-            State.FINISHED: self.finished,
-            State.SCORED: self.scored,
-        }
+        held = (self.pending, self.running, self.finished, self.scored)
+        self.in_state: dict[State, dict[int, Sample]] = dict(zip(State, held, strict=False))  # in the order of states
         self.unstarted: dict[int, Sample] = {}  # the pending ones that never ran, in load order
         self.waiting: dict[int, Sample] = {}  # the pending ones that have run before, with or without tokens
         self.groups: dict[object, Group] = {}
@@ -142,7 +138,8 @@ class Buffer:
     ) -> int:
         """Put tokens at position `start`, in place of what is there; returns how many tokens that threw away.
 
-        The first `verified` of them repeat what is there: they were decoded once, and keep the slot time it took.
+        The first `verified` of them repeat what is there: they were decoded once, and keep the slot time it took; those
+        that were fed stay masked.
         """
         assert sample.state == State.RUNNING, f"sample {sample.id} gets tokens while {sample.state}"
         held, count = sample.num_tokens, len(tokens)
@@ -151,15 +148,18 @@ class Buffer:
         assert start + verified <= held, f"sample {sample.id}: tokens at {start + verified}, but it holds {held}"
         assert verified <= count, f"sample {sample.id}: {verified} of {count} tokens verified"
         assert end <= sample.budget, f"sample {sample.id} exceeds its budget of {sample.budget}"
+        masked: list[range] = []
         if start < held:
+            masked = sample.masked(start, start + verified)
             slot_s += sample.cut(start, verified)
         last = sample.segments[-1] if sample.segments else None
         assert last is None or last.version <= version, f"sample {sample.id}: version {version} after {last.version}"
-        written = Segment(version, tokens, logprobs, slot_s)
-        if last is not None and last.version == version:
-            last.extend(written)
-        elif count:
-            sample.segments.append(written)
+        for part in Segment(version, tokens, logprobs, slot_s).parted(masked):
+            if last is not None and (last.version, last.is_masked) == (version, part.is_masked):
+                last.extend(part)
+            elif count:
+                sample.segments.append(part)
+                last = part
         sample.mode = Mode.RESUME
         if end > sample.known_length:
             sample.known_length = end
@@ -182,7 +182,7 @@ class Buffer:
             version = segment.version
             end += count
         assert end <= sample.budget, f"sample {sample.id} exceeds its budget of {sample.budget}"
-        if held and segments and held[-1].version == segments[0].version:
+        if held and segments and held[-1].version == segments[0].version and not held[-1].is_masked:
             held[-1].extend(segments[0])
             held.extend(segments[1:])
         else:
@@ -220,6 +220,21 @@ class Buffer:
         discarded = sample.num_tokens
         sample.segments.clear()
         return discarded
+
+    def feed(self, sample: Sample, tokens: Sequence[int]) -> None:
+        """FINISHED -> PENDING: what ended was a turn. These tokens, sampled by nobody, follow, and the answer goes on.
+
+        They count against the budget, and must leave room for a token; an answer without that room is complete.
+        """
+        end = sample.num_tokens + len(tokens)
+        assert tokens, f"sample {sample.id} is fed nothing"
+        assert sample.finish_reason == FinishReason.STOP, f"sample {sample.id} is fed after {sample.finish_reason}"
+        assert end < sample.budget, f"sample {sample.id} is fed beyond its budget of {sample.budget}"
+        self._move(sample, State.PENDING, self.finished, self.pending)
+        self.waiting[sample.id] = sample
+        sample.segments.append(Segment(self.version, list(tokens), [0.0] * len(tokens), 0.0, True))
+        sample.mode, sample.finish_reason = Mode.RESUME, None
+        sample.known_length = max(sample.known_length, end)
 
     def score(self, sample_id: int, attempt: int, reward: float) -> Sample | None:
         """FINISHED -> SCORED; None if the answer that was scored is gone."""

@@ -244,7 +244,7 @@ class Controller:
         self.buffer.start(sample)
         cached, spans = (), ()
         if mode != Mode.FRESH:
-            cached, spans = sample.tokens, [Span(s.version, len(s.tokens)) for s in sample.segments]
+            cached, spans = sample.tokens, [Span(s.version, len(s.tokens), s.is_masked) for s in sample.segments]
         number, attempt = sample.id, sample.attempt
         if self.follows_attempts:
             now, version = self.clock.now(), self.buffer.version

@@ -8,7 +8,7 @@ What a simulation makes by the million can be made without keywords: Python does
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -49,12 +49,18 @@ class Prompt:
 
 @dataclass(slots=True)
 class Segment:
-    """Consecutive answer tokens that one version of the weights sampled, or last verified by replay; never empty."""
+    """Consecutive answer tokens that one version of the weights sampled, or last verified by replay; never empty.
+
+    Masked ones were sampled by nobody, but fed into the answer between two turns, as a tool's output is: they are
+    context, with log-prob 0, and nothing is learned from them. Their version is that in force when they were fed or
+    last replayed.
+    """
 
     version: int
     tokens: list[int]
     logprobs: list[float]
     slot_s: float = 0.0  # slot-seconds spent on decoding these tokens
+    is_masked: bool = False
 
     def extend(self, more: Segment) -> None:
         """Take in what the same version wrote next."""
@@ -67,6 +73,23 @@ class Segment:
         """Keep only the first tokens."""
         self.slot_s *= keep / len(self.tokens)
         del self.tokens[keep:], self.logprobs[keep:]
+
+    def parted(self, masked: Sequence[range]) -> list[Segment]:
+        """The same tokens, with those at these places, counted from its first, masked; slot time goes to the others."""
+        if not masked:
+            return [self]
+        parts: list[Segment] = []
+        end, num_sampled = 0, len(self.tokens) - sum(map(len, masked))
+        for fed in (*masked, range(len(self.tokens), len(self.tokens))):
+            if fed.start > end:
+                slot_s = self.slot_s * (fed.start - end) / num_sampled
+                parts.append(
+                    Segment(self.version, self.tokens[end : fed.start], self.logprobs[end : fed.start], slot_s)
+                )
+            if fed:
+                parts.append(Segment(self.version, self.tokens[fed.start : fed.stop], [0.0] * len(fed), 0.0, True))
+            end = fed.stop
+        return parts
 
 
 @dataclass(slots=True)
@@ -118,6 +141,26 @@ class Sample:
     @property
     def versions(self) -> list[int]:
         return [segment.version for segment in self.segments for _ in segment.tokens]
+
+    @property
+    def is_sampled(self) -> list[bool]:
+        """Of each token, whether the policy wrote it: not so those that are masked."""
+        return [not segment.is_masked for segment in self.segments for _ in segment.tokens]
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(len(segment.tokens) for segment in self.segments if not segment.is_masked)
+
+    def masked(self, start: int, stop: int) -> list[range]:
+        """Where masked tokens stand between two positions, counted from the first of these."""
+        found: list[range] = []
+        position = 0
+        for segment in self.segments:
+            end = position + len(segment.tokens)
+            if segment.is_masked and position < stop and end > start:
+                found.append(range(max(position, start) - start, min(end, stop) - start))
+            position = end
+        return found
 
     @property
     def oldest_version(self) -> int | None:

@@ -9,6 +9,8 @@ What an engine keeps true:
 - the version of a token is that of the weights that sampled it, or that verified it by replay;
 - log-probs are of the distribution really sampled from (temperature included);
 - a request's answer never exceeds its budget, cached tokens included;
+- masked cached tokens are context: a replay keeps them as given, with log-prob 0, unless it rejects a token before; a
+  stop token before or among them ends a turn, not the answer, and sampling goes on behind them;
 - `interrupt` returns within one decode step and loses no token.
 
 Requests and events can be made without keywords, which Python does several times as fast: a simulation makes millions.
@@ -33,10 +35,22 @@ class Sampling:
 
 
 class Span(NamedTuple):
-    """So many tokens in a row that one version wrote."""
+    """So many tokens in a row that one version wrote, or, masked, that nobody sampled: they were fed in."""
 
     version: int
     num_tokens: int
+    is_masked: bool = False
+
+
+def masked_places(spans: Iterable[Span]) -> list[range]:
+    """Where masked tokens stand."""
+    places: list[range] = []
+    end = 0
+    for span in spans:
+        if span.is_masked:
+            places.append(range(end, end + span.num_tokens))
+        end += span.num_tokens
+    return places
 
 
 @dataclass(slots=True)

@@ -174,6 +174,14 @@ class Store:
         self._num_bytes += len(packed.tokens) + len(packed.logprobs)
         self._commit_if_due(began)
 
+    def add_feed(self, sample: Sample, packed: Packed, *, start: int, version: int) -> None:
+        """Two rows: that the answer goes on, and what it was fed."""
+        began = perf_counter()
+        self._add("steps", sample.id, sample.attempt, "feed", packed.num_tokens)
+        self._add("segments", sample.id, sample.attempt, start, 0, version, 0.0, *packed)
+        self._num_bytes += len(packed.tokens) + len(packed.logprobs)
+        self._commit_if_due(began)
+
     def add_cohort(self, cohort: Cohort, samples: Sequence[Sample], prompts: Mapping[str, PromptRow]) -> None:
         """`prompts`: those that `pack_prompts` found not to be in the file."""
         began = perf_counter()
@@ -353,6 +361,12 @@ class DurableBuffer(Buffer):
         discarded = super().give_up(sample)
         self.store.add_step(sample, "give-up")
         return discarded
+
+    def feed(self, sample: Sample, tokens: Sequence[int]) -> None:
+        start = sample.num_tokens
+        packed, _ = self.store.pack_tokens(list(tokens), [0.0] * len(tokens))
+        super().feed(sample, tokens)
+        self.store.add_feed(sample, packed, start=start, version=self.version)
 
     def score(self, sample_id: int, attempt: int, reward: float) -> Sample | None:
         reward = float(reward)

@@ -61,8 +61,8 @@ class TraceAnswers:
         # One draw for the whole prefix: the amount of hazard after which the first difference comes.
         room = -math.log(_uniform(request.seed, version)) / self.hazard
         accepted = 0
-        for written, count in request.spans:
-            age = version - written
+        for written, count, is_masked in request.spans:
+            age = 0 if is_masked else version - written
             if age * count > room:
                 accepted += int(room / age)
                 break

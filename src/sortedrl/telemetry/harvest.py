@@ -14,7 +14,8 @@ def batch_taken(t: float, batch: Batch, *, num_interrupted: int, num_paused: int
         for segment in sample.segments:
             count = len(segment.tokens)
             length += count
-            token_sum += (version - segment.version) * count
+            if not segment.is_masked:
+                token_sum += (version - segment.version) * count
             slot_s += segment.slot_s
         lengths.append(length)
         token_sums.append(token_sum)
