@@ -191,6 +191,43 @@ def test_tokens_are_appended_by_version() -> None:
     assert (sample.oldest_version, sample.staleness(3), sample.known_length) == (0, 3, 4)
 
 
+def test_what_several_versions_wrote_comes_in_one_piece() -> None:
+    def spelled(version: int, tokens: list[int]) -> Segment:
+        return Segment(version=version, tokens=tokens, logprobs=[-1.0] * len(tokens), slot_s=float(len(tokens)))
+
+    buffer, (sample,) = loaded()
+    buffer.start(sample)
+    buffer.extend(sample, [spelled(0, [1, 2]), spelled(2, [3])], start=0)
+    buffer.extend(sample, [spelled(2, [4, 5]), spelled(3, [6])], start=3)
+    held = [(s.version, s.tokens, s.logprobs, s.slot_s) for s in sample.segments]
+    assert held == [(0, [1, 2], [-1.0] * 2, 2.0), (2, [3, 4, 5], [-1.0] * 3, 3.0), (3, [6], [-1.0], 1.0)]
+    assert (sample.num_tokens, sample.known_length, sample.mode) == (6, 6, Mode.RESUME)
+
+
+@pytest.mark.parametrize(
+    ("start", "versions", "count", "num_logprobs", "message"),
+    [
+        (2, [1], 1, 1, "tokens at 2, but it holds 3"),
+        (3, [1, 2], 4, 4, "exceeds its budget of 10"),
+        (3, [1], 2, 1, "2 tokens, 1 log-probs"),
+        (3, [1], 0, 0, "0 tokens, 0 log-probs"),
+        (3, [2, 1], 1, 1, "version 1 after 2"),
+        (3, [0], 1, 1, "version 0 after 1"),
+    ],
+)
+def test_segments_that_do_not_fit_are_refused(
+    start: int, versions: list[int], count: int, num_logprobs: int, message: str
+) -> None:
+    buffer, (sample,) = loaded()
+    buffer.version = 1
+    buffer.start(sample)
+    write(buffer, sample, [1, 2, 3])
+    segments = [Segment(version=v, tokens=[1] * count, logprobs=[0.0] * num_logprobs) for v in versions]
+    with pytest.raises(AssertionError, match=message):
+        buffer.extend(sample, segments, start=start)
+    assert sample.tokens == [1, 2, 3]
+
+
 @pytest.mark.parametrize(
     ("start", "tokens", "num_logprobs", "message"),
     [

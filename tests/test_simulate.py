@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from scripted import ScriptedPolicy, scripted_run
 from sortedrl import cli
 from sortedrl.engine.base import Event as EngineEvent
-from sortedrl.engine.base import Request, Sampling
+from sortedrl.engine.base import Request, Sampling, Span
 from sortedrl.engine.cost import UnitCost
 from sortedrl.engine.sim import SimEngine
 from sortedrl.errors import ConfigError
 from sortedrl.records import Mode
 from sortedrl.schedule import Strategy
-from sortedrl.simulate.answers import Count, TraceAnswers
+from sortedrl.simulate.answers import TraceAnswers
 from sortedrl.simulate.occupancy import OccupancyCurve
 from sortedrl.simulate.run import knobs_for, simulate
 from sortedrl.simulate.traces import Trace, load_trace
@@ -140,23 +140,8 @@ def test_a_small_kv_cache_loses_nothing(question: tuple[list[int], dict[str, obj
 # ---- answers --------------------------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.tuples(st.sampled_from(["extend", "cut", "copy"]), st.integers(0, 9), st.integers(0, 3))))
-def test_a_count_does_what_a_list_does(steps: list[tuple[str, int, int]]) -> None:
-    count, spelled = Count(), []
-    for what, number, version in steps:
-        if what == "extend":
-            count.extend(Count([(version, number)]))
-            spelled.extend([version] * number)
-        elif what == "cut":
-            del count[number:]
-            del spelled[number:]
-        else:
-            count, spelled = count[:number], spelled[:number]
-        assert len(count) == len(spelled)
-        assert [v for v, n in count.runs for _ in range(n)] == spelled
-
-
-def request(sample: int, seed: int, cached: Count, mode: Mode = Mode.REPLAY) -> Request:
+def request(sample: int, seed: int, runs: list[tuple[int, int]], mode: Mode = Mode.REPLAY) -> Request:
+    """An attempt that holds so many tokens of these versions."""
     return Request(
         sample=sample,
         attempt=1,
@@ -165,7 +150,8 @@ def request(sample: int, seed: int, cached: Count, mode: Mode = Mode.REPLAY) -> 
         seed=seed,
         sampling=Sampling(),
         mode=mode,
-        cached=cached,  # type: ignore[arg-type]
+        cached=bytearray(sum(count for _, count in runs)),
+        spans=[Span(version, count) for version, count in runs],
     )
 
 
@@ -175,26 +161,26 @@ def test_the_accepted_prefix_is_geometric_in_age_and_length(runs: list[tuple[int
     divergence, number = 1e-3, 4000
     seeds = random.Random(0).sample(range(10**9), number)
     answers = TraceAnswers([5000] * number, seeds, divergence=divergence, cap=5000)
-    kept = [answers.accepted(request(i, seeds[i], Count(runs)), 5) for i in range(number)]
+    kept = [answers.accepted(request(i, seeds[i], runs), 5) for i in range(number)]
     expected = sum((1 - divergence) ** (age * i) for i in range(1, 1001))
     assert sum(kept) / number == pytest.approx(expected, rel=0.03)
-    assert kept == [answers.accepted(request(i, seeds[i], Count(runs)), 5) for i in range(number)]
+    assert kept == [answers.accepted(request(i, seeds[i], runs), 5) for i in range(number)]
 
 
 def test_tokens_of_the_present_version_never_differ() -> None:
     answers = TraceAnswers([100], [7], divergence=0.999, cap=100)
-    assert answers.accepted(request(0, 7, Count([(5, 60)])), 5) == 60
+    assert answers.accepted(request(0, 7, [(5, 60)]), 5) == 60
 
 
 def test_fresh_noise_takes_another_length_of_the_same_prompt() -> None:
     lengths = [1, 2, 3, 40, 50, 60]
     siblings = [range(3)] * 3 + [range(3, 6)] * 3
     answers = TraceAnswers(lengths, list(range(6)), siblings=siblings, cap=60)
-    drawn = {answers.length(request(4, seed, Count(), Mode.FRESH), 0) for seed in range(100, 160)}
+    drawn = {answers.length(request(4, seed, [], Mode.FRESH), 0) for seed in range(100, 160)}
     assert drawn == {40, 50, 60}
     alone = TraceAnswers(lengths, list(range(6)), cap=60)
-    assert {alone.length(request(4, seed, Count(), Mode.FRESH), 0) for seed in range(100, 200)} == set(lengths)
-    assert alone.length(request(4, 4, Count(), Mode.FRESH), 0) == 50
+    assert {alone.length(request(4, seed, [], Mode.FRESH), 0) for seed in range(100, 200)} == set(lengths)
+    assert alone.length(request(4, 4, [], Mode.FRESH), 0) == 50
 
 
 def test_fresh_noise_shortens_what_is_trained_and_seeded_noise_does_not() -> None:
@@ -205,6 +191,17 @@ def test_fresh_noise_shortens_what_is_trained_and_seeded_noise_does_not() -> Non
     )
     assert seeded.trained_tokens == sum(trace.lengths)
     assert fresh.trained_tokens < 0.9 * seeded.trained_tokens
+
+
+@pytest.mark.parametrize("strategy", list(Strategy))
+@pytest.mark.parametrize("noise", ["seeded", "fresh"])
+def test_the_summary_is_the_same_whoever_listens(strategy: Strategy, noise: str) -> None:
+    trace = load_trace("lognormal(40, 1.0, 200)", samples=192, seed=5)
+    options = {"strategy": strategy, "slots": 12, "update_batch": 16, "divergence": 0.01, "drift": 0.97}
+    told: list[Event] = []
+    heard = simulate(trace, restart_noise=noise, update_s=3.5, emit=told.append, **options)
+    assert simulate(trace, restart_noise=noise, update_s=3.5, **options) == heard
+    assert sum(isinstance(event, AttemptStarted) for event in told) >= 192
 
 
 def test_a_simulation_repeats_itself() -> None:

@@ -11,37 +11,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 from sortedrl.lengths import LengthEstimator
-from sortedrl.records import FinishReason, Mode, Prompt, Sample, Segment, State
-
-
-@dataclass(slots=True, kw_only=True)
-class Cohort:
-    """Samples loaded together, and how many of them are still to be trained."""
-
-    id: int
-    loaded_update: int  # updates started before it was loaded
-    num_samples: int
-    num_left: int
-
-
-@dataclass(slots=True, kw_only=True)
-class Group:
-    """Siblings that must be trained together; a group of one where the algorithm needs no siblings."""
-
-    samples: list[Sample] = field(default_factory=list)
-    num_scored: int = 0
-
-    @property
-    def is_ready(self) -> bool:
-        return self.num_scored == len(self.samples)
-
-    @property
-    def known_length(self) -> int:
-        return max(sample.known_length for sample in self.samples)
+from sortedrl.records import Cohort, FinishReason, Group, Mode, Prompt, Sample, Segment, State
 
 
 class Buffer:
@@ -56,7 +30,12 @@ class Buffer:
         self.num_started = 0  # attempts started since the last batch was taken
         self.samples: dict[int, Sample] = {}  # in load order
         self.cohorts: dict[int, Cohort] = {}  # those with samples left, oldest first
-        self.in_state: dict[State, dict[int, Sample]] = {state: {} for state in State if state != State.TRAINED}
+        self.pending: dict[int, Sample] = {}  # samples by id and state: each is in one of these four
+        self.running: dict[int, Sample] = {}
+        self.finished: dict[int, Sample] = {}
+        self.scored: dict[int, Sample] = {}
+        held = (self.pending, self.running, self.finished, self.scored)
+        self.in_state: dict[State, dict[int, Sample]] = dict(zip(State, held, strict=False))  # in the order of states
         self.unstarted: dict[int, Sample] = {}  # the pending ones that never ran, in load order
         self.waiting: dict[int, Sample] = {}  # the pending ones that have run before, with or without tokens
         self.groups: dict[object, Group] = {}
@@ -70,18 +49,18 @@ class Buffer:
 
     @property
     def num_pending(self) -> int:
-        return len(self.in_state[State.PENDING])
+        return len(self.pending)
 
     @property
     def num_running(self) -> int:
-        return len(self.in_state[State.RUNNING])
+        return len(self.running)
 
     @property
     def num_ready_soon(self) -> int:
         """Samples whose groups lack nothing but scores."""
         if not self.grouped:
-            return len(self.in_state[State.FINISHED])
-        groups = {self._group_key(sample): self.group_of(sample) for sample in self.in_state[State.FINISHED].values()}
+            return len(self.finished)
+        groups = {self._group_key(sample): self.group_of(sample) for sample in self.finished.values()}
         complete = (State.FINISHED, State.SCORED)
         return sum(len(group.samples) for group in groups.values() if all(s.state in complete for s in group.samples))
 
@@ -122,10 +101,8 @@ class Buffer:
         for sample in samples:
             assert sample.id not in self.samples, f"sample {sample.id} is loaded already"
             assert sample.cohort == cohort.id, f"sample {sample.id} belongs to cohort {sample.cohort}, not {cohort.id}"
-            self.samples[sample.id] = sample
-            self.in_state[State.PENDING][sample.id] = sample
-            self.unstarted[sample.id] = sample
-            self.groups.setdefault(self._group_key(sample), Group()).samples.append(sample)
+            self.samples[sample.id] = self.pending[sample.id] = self.unstarted[sample.id] = sample
+            self._join_group(sample)
         self.cohorts[cohort.id] = cohort
         self.next_cohort += 1
         self.num_loaded += len(samples)
@@ -133,17 +110,19 @@ class Buffer:
 
     def start(self, sample: Sample) -> None:
         """PENDING -> RUNNING, as a new attempt."""
-        self._move(sample, State.RUNNING, State.PENDING)
+        self._move(sample, State.RUNNING, self.pending, self.running)
         if sample.attempt == 0:
-            self.lengths.start(sample.id, sample.prompt.id, self._finished_siblings(sample))
-        (self.waiting if sample.attempt else self.unstarted).pop(sample.id)
+            del self.unstarted[sample.id]
+            self.lengths.start(sample.id, sample.prompt.id, self._finished_siblings(sample) if self.grouped else ())
+        else:
+            del self.waiting[sample.id]
         sample.attempt += 1
         self.attempt_version[sample.id] = self.version
         self.num_started += 1
 
     def find(self, sample_id: int, attempt: int) -> Sample | None:
         """The running sample that an event speaks of, or None if that attempt is over."""
-        sample = self.in_state[State.RUNNING].get(sample_id)
+        sample = self.running.get(sample_id)
         return sample if sample is not None and sample.attempt == attempt else None
 
     def append(
@@ -159,7 +138,8 @@ class Buffer:
     ) -> int:
         """Put tokens at position `start`, in place of what is there; returns how many tokens that threw away.
 
-        The first `verified` of them repeat what is there: they were decoded once, and keep the slot time it took.
+        The first `verified` of them repeat what is there: they were decoded once, and keep the slot time it took; those
+        that were fed stay masked.
         """
         assert sample.state == State.RUNNING, f"sample {sample.id} gets tokens while {sample.state}"
         held, count = sample.num_tokens, len(tokens)
@@ -168,57 +148,107 @@ class Buffer:
         assert start + verified <= held, f"sample {sample.id}: tokens at {start + verified}, but it holds {held}"
         assert verified <= count, f"sample {sample.id}: {verified} of {count} tokens verified"
         assert end <= sample.budget, f"sample {sample.id} exceeds its budget of {sample.budget}"
+        masked: list[range] = []
         if start < held:
-            slot_s += _cut(sample, start, verified)
+            masked = sample.masked(start, start + verified)
+            slot_s += sample.cut(start, verified)
         last = sample.segments[-1] if sample.segments else None
         assert last is None or last.version <= version, f"sample {sample.id}: version {version} after {last.version}"
-        if last is not None and last.version == version:
-            last.tokens.extend(tokens)
-            last.logprobs.extend(logprobs)
-            last.slot_s += slot_s
-        elif count:
-            sample.segments.append(Segment(version=version, tokens=tokens, logprobs=logprobs, slot_s=slot_s))
+        for part in Segment(version, tokens, logprobs, slot_s).parted(masked):
+            if last is not None and (last.version, last.is_masked) == (version, part.is_masked):
+                last.extend(part)
+            elif count:
+                sample.segments.append(part)
+                last = part
         sample.mode = Mode.RESUME
         if end > sample.known_length:
             sample.known_length = end
         return held - start - verified
 
+    def extend(self, sample: Sample, segments: Sequence[Segment], *, start: int) -> None:
+        """Put what several versions wrote, each a segment, behind the `start` tokens that the sample holds.
+
+        Does what an `append` for each would do; the segments are the sample's from here on.
+        """
+        assert sample.state == State.RUNNING, f"sample {sample.id} gets tokens while {sample.state}"
+        held = sample.segments
+        end, version = (sample.num_tokens, held[-1].version) if held else (0, 0)
+        assert start == end, f"sample {sample.id}: tokens at {start}, but it holds {end}"
+        for segment in segments:
+            count = len(segment.tokens)
+            num_logprobs = len(segment.logprobs)
+            assert 0 < count == num_logprobs, f"sample {sample.id}: {count} tokens, {num_logprobs} log-probs"
+            assert segment.version >= version, f"sample {sample.id}: version {segment.version} after {version}"
+            version = segment.version
+            end += count
+        assert end <= sample.budget, f"sample {sample.id} exceeds its budget of {sample.budget}"
+        if held and segments and held[-1].version == segments[0].version and not held[-1].is_masked:
+            held[-1].extend(segments[0])
+            held.extend(segments[1:])
+        else:
+            held.extend(segments)
+        sample.mode = Mode.RESUME
+        if end > sample.known_length:
+            sample.known_length = end
+
     def finish(self, sample: Sample, reason: FinishReason) -> None:
         """RUNNING -> FINISHED."""
-        self._move(sample, State.FINISHED, State.RUNNING)
+        self._move(sample, State.FINISHED, self.running, self.finished)
+        del self.attempt_version[sample.id]
         sample.finish_reason = reason
 
     def interrupt(self, sample: Sample) -> None:
         """RUNNING -> PENDING; tokens are kept until `requeue` decides."""
-        self._move(sample, State.PENDING, State.RUNNING)
+        self.cut_off(sample)
         sample.num_interrupts += 1
 
     def fail(self, sample: Sample) -> None:
         """RUNNING -> PENDING after a failed attempt; tokens are kept."""
-        self._move(sample, State.PENDING, State.RUNNING)
+        self.cut_off(sample)
         sample.num_failures += 1
+
+    def cut_off(self, sample: Sample) -> None:
+        """RUNNING -> PENDING, because whoever ran it ended; tokens are kept, and nobody is to blame."""
+        self._move(sample, State.PENDING, self.running, self.pending)
+        del self.attempt_version[sample.id]
+        self.waiting[sample.id] = sample
 
     def give_up(self, sample: Sample) -> int:
         """RUNNING -> FINISHED with an empty answer, after too many failures; returns discarded tokens."""
-        self._move(sample, State.FINISHED, State.RUNNING)
+        Buffer.finish(self, sample, FinishReason.FAILED)
         sample.num_failures += 1
-        sample.finish_reason = FinishReason.FAILED
         discarded = sample.num_tokens
         sample.segments.clear()
         return discarded
 
+    def feed(self, sample: Sample, tokens: Sequence[int]) -> None:
+        """FINISHED -> PENDING: what ended was a turn. These tokens, sampled by nobody, follow, and the answer goes on.
+
+        They count against the budget, and must leave room for a token; an answer without that room is complete.
+        """
+        end = sample.num_tokens + len(tokens)
+        assert tokens, f"sample {sample.id} is fed nothing"
+        assert sample.finish_reason == FinishReason.STOP, f"sample {sample.id} is fed after {sample.finish_reason}"
+        assert end < sample.budget, f"sample {sample.id} is fed beyond its budget of {sample.budget}"
+        self._move(sample, State.PENDING, self.finished, self.pending)
+        self.waiting[sample.id] = sample
+        sample.segments.append(Segment(self.version, list(tokens), [0.0] * len(tokens), 0.0, True))
+        sample.mode, sample.finish_reason = Mode.RESUME, None
+        sample.known_length = max(sample.known_length, end)
+
     def score(self, sample_id: int, attempt: int, reward: float) -> Sample | None:
         """FINISHED -> SCORED; None if the answer that was scored is gone."""
-        sample = self.in_state[State.FINISHED].get(sample_id)
+        sample = self.finished.get(sample_id)
         if sample is None or sample.attempt != attempt:
             return None
-        self._move(sample, State.SCORED, State.FINISHED)
+        self._move(sample, State.SCORED, self.finished, self.scored)
         sample.reward = reward
-        group = self.group_of(sample)
+        key = sample.group if self.grouped else sample_id
+        group = self.groups[key]
         group.num_scored += 1
-        if group.is_ready:
-            self.ready[self._group_key(sample)] = group
-            self.num_ready += len(group.samples)
+        if group.num_scored == len(group.samples):
+            self.ready[key] = group
+            self.num_ready += group.num_scored
         return sample
 
     def requeue(self, sample: Sample, mode: Mode) -> int:
@@ -227,7 +257,11 @@ class Buffer:
             self._unready(sample)
             self.group_of(sample).num_scored -= 1
         if sample.state != State.PENDING:
-            self._move(sample, State.PENDING, State.FINISHED, State.SCORED)
+            assert sample.state in (State.FINISHED, State.SCORED), (
+                f"sample {sample.id} cannot go back from {sample.state}"
+            )
+            self._move(sample, State.PENDING, self.in_state[sample.state], self.pending)
+            self.waiting[sample.id] = sample
         sample.mode, sample.reward, sample.finish_reason = mode, None, None
         if mode != Mode.FRESH:
             return 0
@@ -239,13 +273,8 @@ class Buffer:
     def take(self, samples: Iterable[Sample]) -> list[Sample]:
         """SCORED -> TRAINED: the samples leave the buffer for good, as one update batch."""
         batch = list(samples)
-        taken = {sample.id for sample in batch}
         for sample in batch:
-            self._move(sample, State.TRAINED, State.SCORED)
-            self._unready(sample)
-            key = self._group_key(sample)
-            group = self.groups.pop(key, None)
-            assert group is None or all(s.id in taken for s in group.samples), f"half of group {key} is trained"
+            self._move(sample, State.TRAINED, self.scored)
             sample.trained_version = self.version
             del self.samples[sample.id]
             self.lengths.learn(sample.id, sample.prompt.id, sample.num_tokens)
@@ -253,6 +282,7 @@ class Buffer:
             cohort.num_left -= 1
             if cohort.num_left == 0:
                 del self.cohorts[cohort.id]
+        self._retire_groups(batch)
         self.num_trained += len(batch)
         self.num_updates += 1
         self.num_started = 0
@@ -297,9 +327,7 @@ class Buffer:
             buffer.in_state[sample.state][sample.id] = sample
             if sample.state == State.PENDING:
                 (buffer.waiting if sample.attempt else buffer.unstarted)[sample.id] = sample
-            group = buffer.groups.setdefault(buffer._group_key(sample), Group())
-            group.samples.append(sample)
-            group.num_scored += sample.state == State.SCORED
+            buffer._join_group(sample).num_scored += sample.state == State.SCORED
         buffer.ready = {key: group for key, group in buffer.groups.items() if group.is_ready}
         buffer.num_ready = sum(len(group.samples) for group in buffer.ready.values())
         return buffer
@@ -308,6 +336,27 @@ class Buffer:
 
     def _group_key(self, sample: Sample) -> object:
         return sample.group if self.grouped else sample.id
+
+    def _join_group(self, sample: Sample) -> Group:
+        key = sample.group if self.grouped else sample.id
+        group = self.groups.get(key)
+        if group is None:
+            group = self.groups[key] = Group([sample])
+        else:
+            group.samples.append(sample)
+        return group
+
+    def _retire_groups(self, batch: Sequence[Sample]) -> None:
+        """Forget the groups of samples that are trained: each must be in the batch as a whole."""
+        for sample in batch:
+            key = sample.group if self.grouped else sample.id
+            group = self.groups.pop(key, None)
+            if group is None:
+                continue  # a sibling came before
+            for sibling in group.samples:
+                assert sibling.state is State.TRAINED, f"half of group {key} is trained"
+            del self.ready[key]
+            self.num_ready -= len(group.samples)
 
     def _finished_siblings(self, sample: Sample) -> list[int]:
         """Lengths of the answers in its group that are complete."""
@@ -320,35 +369,15 @@ class Buffer:
         group = self.ready.pop(self._group_key(sample), None)
         self.num_ready -= len(group.samples) if group is not None else 0
 
-    def _move(self, sample: Sample, to: State, *allowed: State) -> None:
-        assert sample.state in allowed, f"sample {sample.id} cannot go from {sample.state} to {to}"
-        assert sample.id in self.samples, f"sample {sample.id} is not in the buffer"
-        del self.in_state[sample.state][sample.id]
-        if sample.state == State.RUNNING:
-            del self.attempt_version[sample.id]
+    def _move(
+        self, sample: Sample, to: State, source: dict[int, Sample], target: dict[int, Sample] | None = None
+    ) -> None:
+        """From one state's samples to another's; the trained ones are not kept."""
+        found = source.pop(sample.id, None)
+        assert found is sample, f"sample {sample.id} cannot go from {sample.state} to {to}"
         sample.state = to
-        if to != State.TRAINED:
-            self.in_state[to][sample.id] = sample
-        if to == State.PENDING:
-            self.waiting[sample.id] = sample
-
-
-def _cut(sample: Sample, start: int, verified: int) -> float:
-    """Cut the sample at `start`; returns the slot time of the first `verified` tokens behind the cut."""
-    kept_slot_s, position = 0.0, 0
-    segments: list[Segment] = []
-    for segment in sample.segments:
-        length = len(segment.tokens)
-        keep = min(max(start - position, 0), length)
-        again = min(max(start + verified - position, 0), length) - keep
-        kept_slot_s += segment.slot_s * again / length
-        if keep:
-            segment.slot_s *= keep / length
-            del segment.tokens[keep:], segment.logprobs[keep:]
-            segments.append(segment)
-        position += length
-    sample.segments = segments
-    return kept_slot_s
+        if target is not None:
+            target[sample.id] = sample
 
 
 def _sample_from(record: dict[str, Any]) -> Sample:

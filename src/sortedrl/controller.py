@@ -18,24 +18,29 @@ from sortedrl import schedule
 from sortedrl.buffer import Buffer
 from sortedrl.clock import Clock, Timing
 from sortedrl.engine import base as engine_events
-from sortedrl.engine.base import Engine, InFlight, Request, Sampling
+from sortedrl.engine.base import Engine, InFlight, Request, Sampling, Span
 from sortedrl.errors import EngineError
 from sortedrl.hooks import Pause, Save, Scorer
 from sortedrl.learner.base import Learner, Update
-from sortedrl.records import Batch, FinishReason, Mode, Sample, State, restart_seed
+from sortedrl.records import Batch, FinishReason, Mode, Sample, restart_seed
 from sortedrl.schedule import Knobs, RestartNoise
 from sortedrl.telemetry import events
 from sortedrl.telemetry.events import Emit
 from sortedrl.telemetry.harvest import batch_taken
 
 IDLE_POLL_S = 0.05  # how long to wait for one thing before looking at the others
+COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
 MAX_FAILED_UPDATES = 3  # in a row: more is no bad luck
 STOP_POLL_S = 0.5  # how long a request to stop may go unheard
 _KEPT = ("began", "update_s", "publish_s", "save_s", "num_failed_updates")  # over a resume
 
 
 class Controller:
-    """`load_samples(cohort, count)` gives the next samples, fewer or none when the data is used up."""
+    """`load_samples(cohort, count)` gives the next samples, fewer or none when the data is used up.
+
+    `follows_attempts`: whether anybody wants to hear of every attempt and every score. For a simulation that ends in a
+    summary nobody does; then, of these events, only those of attempts that end without an answer are made.
+    """
 
     def __init__(
         self,
@@ -50,6 +55,7 @@ class Controller:
         sampling: Sampling,
         clock: Clock,
         emit: Emit = events.ignore,
+        follows_attempts: bool = True,
         replay_tolerance: float = 0.0,
         in_flight: InFlight = InFlight.REPREFILL,
         score_grace_s: float = 0.25,
@@ -68,6 +74,7 @@ class Controller:
         self.sampling = sampling
         self.clock = clock
         self.emit = emit
+        self.follows_attempts = follows_attempts
         self.replay_tolerance = replay_tolerance
         self.in_flight = in_flight
         self.score_grace_s = score_grace_s
@@ -91,7 +98,7 @@ class Controller:
         """Train on everything; returns False if it was told to stop before."""
         if self.began is None:
             self.began = self.clock.now()
-        for sample in self.buffer.in_state[State.FINISHED].values():
+        for sample in self.buffer.finished.values():
             self.scorer.submit(sample)  # of a buffer that was read back: nobody is scoring them
         while self.has_data or self.buffer.samples or self.update is not None:
             self.load()
@@ -140,8 +147,8 @@ class Controller:
 
     def listen(self) -> None:
         """Wait for the engine, or for scores when nothing runs, and write down what happened."""
-        if self.buffer.num_running:
-            is_expecting = self.update is not None or bool(self.buffer.in_state[State.FINISHED])
+        if self.buffer.running:
+            is_expecting = self.update is not None or bool(self.buffer.finished)
             self.hear(self.engine.poll(IDLE_POLL_S if is_expecting else STOP_POLL_S))
         while True:
             scores = self.scorer.poll(self.patience())
@@ -151,7 +158,7 @@ class Controller:
                 return
 
     def hinges_on_scores(self) -> bool:
-        return self.update is None and schedule.hinges_on_scores(self.buffer, self.knobs)
+        return self.update is None and bool(self.buffer.finished) and schedule.hinges_on_scores(self.buffer, self.knobs)
 
     def patience(self) -> float:
         """How long to wait for scores.
@@ -175,9 +182,10 @@ class Controller:
         batch = Batch(
             update=self.buffer.num_updates - 1, version=self.buffer.version, samples=samples, progress=progress
         )
-        self.check(batch)
         num_paused = 0 if self.knobs.overlap else self.buffer.num_running
-        self.emit(batch_taken(self.clock.now(), batch, num_interrupted=num_interrupted, num_paused=num_paused))
+        taken = batch_taken(self.clock.now(), batch, num_interrupted=num_interrupted, num_paused=num_paused)
+        self.check(batch, taken)
+        self.emit(taken)
         self.update_began = self.clock.now()
         self.update = self.learner.start(batch)
 
@@ -209,9 +217,7 @@ class Controller:
             self.hear(self.engine.interrupt())
         for sample, fate in schedule.fates(self.buffer, self.knobs):
             discarded = self.buffer.requeue(sample, fate.mode)
-            self.emit(
-                events.SampleRequeued(t=self.clock.now(), sample=sample.id, decision=fate.value, discarded=discarded)
-            )
+            self.emit(events.SampleRequeued(self.clock.now(), sample.id, fate, discarded))
         if is_evaluation:
             self.evaluate()
         if is_save:
@@ -236,29 +242,25 @@ class Controller:
         """Mark a sample as running and make the request for its attempt."""
         mode = sample.mode if sample.segments else Mode.FRESH
         self.buffer.start(sample)
-        row = self.row_of[sample.id] = heapq.heappop(self.rows)
-        cached = [] if mode == Mode.FRESH else sample.tokens
-        self.emit(
-            events.AttemptStarted(
-                t=self.clock.now(),
-                sample=sample.id,
-                attempt=sample.attempt,
-                mode=mode.value,
-                cached=len(cached),
-                slot=row,
-                version=self.buffer.version,
-            )
-        )
+        cached, spans = (), ()
+        if mode != Mode.FRESH:
+            cached, spans = sample.tokens, [Span(s.version, len(s.tokens), s.is_masked) for s in sample.segments]
+        number, attempt = sample.id, sample.attempt
+        if self.follows_attempts:
+            now, version = self.clock.now(), self.buffer.version
+            row = self.row_of[number] = heapq.heappop(self.rows)
+            self.emit(events.AttemptStarted(now, number, attempt, mode, len(cached), row, version))
         return Request(
-            sample=sample.id,
-            attempt=sample.attempt,
-            prompt=sample.prompt.tokens,
-            budget=sample.budget,
-            seed=self.seed_of(sample),
-            sampling=self.sampling,
-            mode=mode,
-            cached=cached,
-            replay_tolerance=self.replay_tolerance,
+            number,
+            attempt,
+            sample.prompt.tokens,
+            sample.budget,
+            self.seed_of(sample) if sample.num_restarts else sample.seed,
+            self.sampling,
+            mode,
+            cached,
+            spans,
+            self.replay_tolerance,
         )
 
     def seed_of(self, sample: Sample) -> int:
@@ -268,12 +270,19 @@ class Controller:
 
     def hear(self, heard: Sequence[engine_events.Event]) -> None:
         """Write engine events into the buffer; those of attempts that are over are ignored."""
-        buffer = self.buffer
+        buffer, running, now = self.buffer, self.buffer.running, self.clock.now()
         for event in heard:
-            sample = buffer.find(event.sample, event.attempt)
-            if sample is None:
+            sample = running.get(event.sample)
+            if sample is None or sample.attempt != event.attempt:
                 continue
-            match event:
+            match event:  # the most frequent in a simulation come first
+                case engine_events.Written(start=start, segments=segments):
+                    buffer.extend(sample, segments, start=start)
+                case engine_events.Finished(reason=reason):
+                    buffer.finish(sample, reason)
+                    self.ended(sample, reason, now)
+                    self.scorer.submit(sample)
+                    self.last_finish = now
                 case engine_events.Delta():
                     buffer.append(
                         sample,
@@ -285,58 +294,39 @@ class Controller:
                         verified=event.verified,
                     )
                 case engine_events.Verified(cached=cached, accepted=accepted):
-                    self.emit(
-                        events.AttemptVerified(
-                            t=self.clock.now(),
-                            sample=sample.id,
-                            attempt=sample.attempt,
-                            cached=cached,
-                            accepted=accepted,
-                        )
-                    )
-                case engine_events.Finished(reason=reason):
-                    self.buffer.finish(sample, reason)
-                    self.ended(sample, reason.value)
-                    self.scorer.submit(sample)
-                    self.last_finish = self.clock.now()
+                    self.emit(events.AttemptVerified(now, sample.id, sample.attempt, cached, accepted))
                 case engine_events.Partial():
-                    self.buffer.interrupt(sample)
-                    self.ended(sample, "interrupted")
+                    buffer.interrupt(sample)
+                    self.ended(sample, "interrupted", now)
                 case engine_events.Failed(error=error):
-                    self.fail(sample, error)
+                    self.fail(sample, error, now)
                 case _:
                     raise AssertionError(f"unknown engine event {event}")
 
-    def fail(self, sample: Sample, error: str) -> None:
+    def fail(self, sample: Sample, error: str, now: float) -> None:
         """One failed sample is data: tried again, and in the end trained as an empty answer without reward."""
         self.last_error = error
         if sample.num_failures + 1 < self.max_failures:
             self.buffer.fail(sample)
-            self.ended(sample, "failed", error)
+            self.ended(sample, "failed", now, error)
             return
         discarded = self.buffer.give_up(sample)
-        self.ended(sample, "failed", error)
-        self.emit(events.SampleRequeued(t=self.clock.now(), sample=sample.id, decision="give-up", discarded=discarded))
+        self.ended(sample, "failed", now, error)
+        self.emit(events.SampleRequeued(now, sample.id, "give-up", discarded))
         self.score(sample.id, sample.attempt, 0.0)
 
-    def ended(self, sample: Sample, outcome: str, error: str = "") -> None:
-        row = self.row_of.pop(sample.id)
-        heapq.heappush(self.rows, row)
-        self.emit(
-            events.AttemptEnded(
-                t=self.clock.now(),
-                sample=sample.id,
-                attempt=sample.attempt,
-                outcome=outcome,
-                num_tokens=sample.num_tokens,
-                slot=row,
-                error=error,
-            )
-        )
+    def ended(self, sample: Sample, outcome: str, now: float, error: str = "") -> None:
+        row = -1
+        if self.follows_attempts:
+            row = self.row_of.pop(sample.id)
+            heapq.heappush(self.rows, row)
+        elif sample.finish_reason in COMPLETE:
+            return
+        self.emit(events.AttemptEnded(now, sample.id, sample.attempt, outcome, sample.num_tokens, row, error))
 
     def score(self, sample_id: int, attempt: int, reward: float) -> None:
-        if self.buffer.score(sample_id, attempt, reward) is not None:
-            self.emit(events.SampleScored(t=self.clock.now(), sample=sample_id, attempt=attempt, reward=reward))
+        if self.buffer.score(sample_id, attempt, reward) is not None and self.follows_attempts:
+            self.emit(events.SampleScored(self.clock.now(), sample_id, attempt, reward))
 
     def publish(self, version: int) -> None:
         began = self.clock.now()
@@ -376,14 +366,13 @@ class Controller:
         for name in _KEPT:
             setattr(self, name, state[name])
 
-    def check(self, batch: Batch) -> None:
+    def check(self, batch: Batch, taken: events.BatchTaken) -> None:
         """The guarantees, once more, on what is about to be trained."""
         bound = self.knobs.max_staleness
-        for sample in batch.samples:
-            staleness = sample.staleness(batch.version)
+        for sample, length, staleness in zip(batch.samples, taken.lengths, taken.staleness, strict=True):
             assert bound is None or staleness <= bound, f"sample {sample.id} is {staleness} versions old"
             assert staleness >= 0, f"sample {sample.id} has tokens of a version that does not exist yet"
-            assert sample.num_tokens <= sample.budget, f"sample {sample.id} exceeds its budget"
+            assert length <= sample.budget, f"sample {sample.id} exceeds its budget"
         is_failed = all(sample.finish_reason == FinishReason.FAILED for sample in batch.samples)
         self.num_failed_updates = self.num_failed_updates + 1 if is_failed else 0
         if self.num_failed_updates >= MAX_FAILED_UPDATES:

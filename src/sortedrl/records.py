@@ -1,13 +1,14 @@
-"""The nouns that every part shares: prompts, samples, their segments, and update batches.
+"""The nouns that every part shares: prompts, samples, their segments, cohorts, groups and update batches.
 
 Standard library only, so that buffer, schedule and a user's own tools can hold them without torch. A sample lives
-through states and is mutable, but only `buffer.py` changes it; everything else is frozen.
+through states and is mutable, and so are cohorts and groups, but only `buffer.py` changes them; the rest is frozen.
+What a simulation makes by the million can be made without keywords: Python does that several times as fast.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -36,7 +37,7 @@ class FinishReason(StrEnum):
     FAILED = "failed"  # the engine failed on it too often; it is scored as it is
 
 
-@dataclass(slots=True, kw_only=True, frozen=True)
+@dataclass(slots=True, frozen=True)
 class Prompt:
     """One task instance. `content` is what reward functions see: text, or a list of chat messages."""
 
@@ -46,17 +47,52 @@ class Prompt:
     columns: Mapping[str, object] = field(default_factory=dict)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Segment:
-    """Consecutive answer tokens that one version of the weights sampled, or last verified by replay; never empty."""
+    """Consecutive answer tokens that one version of the weights sampled, or last verified by replay; never empty.
+
+    Masked ones were sampled by nobody, but fed into the answer between two turns, as a tool's output is: they are
+    context, with log-prob 0, and nothing is learned from them. Their version is that in force when they were fed or
+    last replayed.
+    """
 
     version: int
     tokens: list[int]
     logprobs: list[float]
     slot_s: float = 0.0  # slot-seconds spent on decoding these tokens
+    is_masked: bool = False
+
+    def extend(self, more: Segment) -> None:
+        """Take in what the same version wrote next."""
+        self.tokens.extend(more.tokens)
+        if self.logprobs is not self.tokens:  # in a simulation, where neither says anything, they are one
+            self.logprobs.extend(more.logprobs)
+        self.slot_s += more.slot_s
+
+    def cut(self, keep: int) -> None:
+        """Keep only the first tokens."""
+        self.slot_s *= keep / len(self.tokens)
+        del self.tokens[keep:], self.logprobs[keep:]
+
+    def parted(self, masked: Sequence[range]) -> list[Segment]:
+        """The same tokens, with those at these places, counted from its first, masked; slot time goes to the others."""
+        if not masked:
+            return [self]
+        parts: list[Segment] = []
+        end, num_sampled = 0, len(self.tokens) - sum(map(len, masked))
+        for fed in (*masked, range(len(self.tokens), len(self.tokens))):
+            if fed.start > end:
+                slot_s = self.slot_s * (fed.start - end) / num_sampled
+                parts.append(
+                    Segment(self.version, self.tokens[end : fed.start], self.logprobs[end : fed.start], slot_s)
+                )
+            if fed:
+                parts.append(Segment(self.version, self.tokens[fed.start : fed.stop], [0.0] * len(fed), 0.0, True))
+            end = fed.stop
+        return parts
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Sample:
     """One answer to a prompt, from load to training."""
 
@@ -107,14 +143,83 @@ class Sample:
         return [segment.version for segment in self.segments for _ in segment.tokens]
 
     @property
+    def is_sampled(self) -> list[bool]:
+        """Of each token, whether the policy wrote it: not so those that are masked."""
+        return [not segment.is_masked for segment in self.segments for _ in segment.tokens]
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(len(segment.tokens) for segment in self.segments if not segment.is_masked)
+
+    def masked(self, start: int, stop: int) -> list[range]:
+        """Where masked tokens stand between two positions, counted from the first of these."""
+        found: list[range] = []
+        position = 0
+        for segment in self.segments:
+            end = position + len(segment.tokens)
+            if segment.is_masked and position < stop and end > start:
+                found.append(range(max(position, start) - start, min(end, stop) - start))
+            position = end
+        return found
+
+    @property
     def oldest_version(self) -> int | None:
         """Version of the oldest token, or None before there is one."""
         return self.segments[0].version if self.segments else None
 
     def staleness(self, version: int) -> int:
         """By how many versions the oldest token lags behind `version`."""
-        oldest = self.oldest_version
-        return 0 if oldest is None else version - oldest
+        return version - self.segments[0].version if self.segments else 0
+
+    def cut(self, start: int, again: int) -> float:
+        """Drop the tokens from `start` on; returns the slot time of the first `again` of them."""
+        slot_s, position = 0.0, 0
+        kept: list[Segment] = []
+        for segment in self.segments:
+            length = len(segment.tokens)
+            keep = min(max(start - position, 0), length)
+            slot_s += segment.slot_s * (min(max(start + again - position, 0), length) - keep) / length
+            if keep:
+                segment.cut(keep)
+                kept.append(segment)
+            position += length
+        self.segments = kept
+        return slot_s
+
+
+@dataclass(slots=True, kw_only=True)
+class Cohort:
+    """Samples loaded together, and how many of them are still to be trained."""
+
+    id: int
+    loaded_update: int  # updates started before it was loaded
+    num_samples: int
+    num_left: int
+
+
+@dataclass(slots=True)
+class Group:
+    """Siblings that must be trained together; a group of one where the algorithm needs no siblings."""
+
+    samples: list[Sample] = field(default_factory=list)
+    num_scored: int = 0
+
+    @property
+    def is_ready(self) -> bool:
+        return self.num_scored == len(self.samples)
+
+    @property
+    def known_length(self) -> int:
+        if len(self.samples) == 1:  # as where siblings train apart: then there are as many groups as samples
+            return self.samples[0].known_length
+        return max(sample.known_length for sample in self.samples)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of its longest answer."""
+        if len(self.samples) == 1:
+            return self.samples[0].num_tokens
+        return max(sample.num_tokens for sample in self.samples)
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

@@ -14,9 +14,9 @@ from enum import StrEnum
 from itertools import islice
 from typing import Any
 
-from sortedrl.buffer import Buffer, Cohort, Group
+from sortedrl.buffer import Buffer
 from sortedrl.errors import ConfigError
-from sortedrl.records import Mode, Sample, State
+from sortedrl.records import Cohort, Group, Mode, Sample
 
 
 class Strategy(StrEnum):
@@ -208,12 +208,14 @@ def wants_cohort(buffer: Buffer, knobs: Knobs, slots: int) -> bool:
 
 def admit(buffer: Buffer, knobs: Knobs, slots: int) -> list[Sample]:
     """The pending samples that get a slot now, in order."""
+    if not buffer.pending:
+        return []
     free = slots - buffer.num_running
-    if free <= 0 or buffer.num_pending == 0:
+    if free <= 0:
         return []
     is_due = _due(buffer, knobs)
     if is_due is not None:
-        pending = _arrange(buffer, knobs, buffer.in_state[State.PENDING].values())
+        pending = _arrange(buffer, knobs, buffer.pending.values())
         waits = knobs.on_bound == Fate.WAIT and knobs.max_staleness == 0
         if waits and buffer.num_ready >= knobs.update_batch:
             pending = [s for s in pending if is_due(s)]  # any other would have to be waited for as well
@@ -222,7 +224,7 @@ def admit(buffer: Buffer, knobs: Knobs, slots: int) -> list[Sample]:
         return _admit_tail_last(buffer, knobs, free)
     if knobs.admission == Admission.LOAD_ORDER:
         return _admit_in_load_order(buffer, knobs, free)
-    return _arrange(buffer, knobs, buffer.in_state[State.PENDING].values())[:free]
+    return _arrange(buffer, knobs, buffer.pending.values())[:free]
 
 
 def harvest(buffer: Buffer, knobs: Knobs) -> list[Sample] | None:
@@ -231,8 +233,7 @@ def harvest(buffer: Buffer, knobs: Knobs) -> list[Sample] | None:
         return _deal(buffer, knobs)
     if not buffer.ready:
         return None
-    in_work = buffer.num_pending + buffer.num_running + len(buffer.in_state[State.FINISHED])
-    if buffer.num_ready < knobs.update_batch and in_work:
+    if buffer.num_ready < knobs.update_batch and (buffer.running or buffer.pending or buffer.finished):
         return None
     if _is_held_back(buffer, knobs):  # asked last: it looks at every sample
         return None
@@ -241,7 +242,7 @@ def harvest(buffer: Buffer, knobs: Knobs) -> list[Sample] | None:
 
 def hinges_on_scores(buffer: Buffer, knobs: Knobs) -> bool:
     """Whether the next batch lacks nothing but scores that are under way."""
-    finished, scored = buffer.in_state[State.FINISHED], buffer.in_state[State.SCORED]
+    finished, scored = buffer.finished, buffer.scored
     if not finished:
         return False
     if knobs.harvest == Harvest.DRAIN:
@@ -252,17 +253,17 @@ def hinges_on_scores(buffer: Buffer, knobs: Knobs) -> bool:
     if soon == 0 or buffer.num_ready + soon < knobs.update_batch:
         return False
     is_due = _due(buffer, knobs)
-    under_way = (buffer.in_state[State.PENDING], buffer.in_state[State.RUNNING])
-    return is_due is None or not any(is_due(s) for held in under_way for s in held.values())
+    return is_due is None or not any(is_due(s) for held in (buffer.pending, buffer.running) for s in held.values())
 
 
 def interrupts_at_publication(buffer: Buffer, knobs: Knobs) -> list[Sample]:
     """Running samples that cannot simply go on under the next version."""
-    return [
-        sample
-        for sample in buffer.in_state[State.RUNNING].values()
-        if knobs.interrupted != Fate.RESUME or _exceeds(buffer, knobs, sample, buffer.version + 1)
-    ]
+    running = buffer.running.values()
+    if knobs.interrupted != Fate.RESUME:
+        return list(running)
+    if knobs.max_staleness is None:
+        return []
+    return [sample for sample in running if _exceeds(buffer, knobs, sample, buffer.version + 1)]
 
 
 def fates(buffer: Buffer, knobs: Knobs) -> list[tuple[Sample, Fate]]:
@@ -272,9 +273,8 @@ def fates(buffer: Buffer, knobs: Knobs) -> list[tuple[Sample, Fate]]:
         if sample.segments:
             exceeds = _exceeds(buffer, knobs, sample, buffer.version)
             decisions.append((sample, knobs.on_bound if exceeds else knobs.interrupted))
-    for state in (State.FINISHED, State.SCORED):
-        waiting = buffer.in_state[state].values()
-        decisions += [(s, knobs.on_bound) for s in waiting if _exceeds(buffer, knobs, s, buffer.version)]
+    for complete in (buffer.finished, buffer.scored) if knobs.max_staleness is not None else ():
+        decisions += [(s, knobs.on_bound) for s in complete.values() if _exceeds(buffer, knobs, s, buffer.version)]
     assert all(fate != Fate.WAIT for _, fate in decisions), "a sample at the bound was not waited for"
     return decisions
 
@@ -385,7 +385,7 @@ def _ranked(groups: list[Group], order: Order) -> list[Group]:
     if order == Order.SHUFFLED:
         return sorted(groups, key=lambda group: (group.samples[0].seed, group.samples[0].id))
     sign = -1 if order == Order.LONGEST_FIRST else 1
-    return sorted(groups, key=lambda group: (sign * max(s.num_tokens for s in group.samples), group.samples[0].id))
+    return sorted(groups, key=lambda group: (sign * group.num_tokens, group.samples[0].id))
 
 
 def _in_order(groups: list[Group], order: Order) -> list[Sample]:

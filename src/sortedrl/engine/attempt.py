@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from sortedrl.engine.base import Delta, Request
+from sortedrl.engine.base import Delta, Request, Span, masked_places
 from sortedrl.engine.sampling import Draw
 from sortedrl.records import FinishReason, Mode
 
@@ -26,21 +26,37 @@ class Attempt:
     verified: int = 0  # tokens that a replay kept and the caller has not heard of
     is_cut: bool = False  # the caller holds more than `tokens`, and must hear of it
     slot_mark: float = 0.0  # the engine's decode seconds at the last delivery
+    spans: Sequence[Span] = ()  # of the cached tokens, as far as they are kept
+    turn: int = 0  # where the turn under way begins: behind the last token that was fed
 
     @classmethod
     def begin(cls, request: Request) -> Attempt:
         """Cached tokens past the budget, or past a stop token, are no part of the answer."""
         stops = frozenset(request.sampling.stop_tokens)
         cached = [] if request.mode is Mode.FRESH else list(request.cached[: request.budget])
-        end = next((index + 1 for index, token in enumerate(cached) if token in stops), len(cached))
+        turn = _turn(request.spans)
+        end = next((index + 1 for index in range(turn, len(cached)) if cached[index] in stops), len(cached))
         tokens = cached[:end]
-        is_cut = end < len(request.cached)
-        return cls(request=request, tokens=tokens, stops=stops, delivered=len(tokens), is_cut=is_cut)
+        return cls(
+            request=request,
+            tokens=tokens,
+            stops=stops,
+            delivered=len(tokens),
+            is_cut=end < len(request.cached),
+            spans=request.spans,
+            turn=turn,
+        )
 
     @property
     def length(self) -> int:
         """Positions in the cache once the last token has been fed."""
         return len(self.request.prompt) + len(self.tokens)
+
+    @property
+    def is_masked(self) -> list[bool]:
+        """Of each token, whether it was fed."""
+        flags = [span.is_masked for span in self.spans for _ in range(span.num_tokens)][: len(self.tokens)]
+        return flags + [False] * (len(self.tokens) - len(flags))
 
     @property
     def next_draw(self) -> Draw:
@@ -49,7 +65,7 @@ class Attempt:
     @property
     def ending(self) -> FinishReason | None:
         """Why the answer is complete, if it is."""
-        if self.tokens and self.tokens[-1] in self.stops:
+        if len(self.tokens) > self.turn and self.tokens[-1] in self.stops:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.tokens) >= self.request.budget else None
 
@@ -66,6 +82,8 @@ class Attempt:
         if not all(map(math.isfinite, logprobs)):
             return False
         del self.tokens[accepted:]
+        self.spans = _cut(self.spans, accepted)
+        self.turn = _turn(self.spans)
         self.logprobs = list(logprobs)
         self.delivered = 0
         self.verified = accepted
@@ -91,3 +109,19 @@ class Attempt:
         self.verified = 0
         self.delivered, self.is_cut, self.logprobs, self.slot_mark = len(self.tokens), False, [], decode_s
         return delta
+
+
+def _turn(spans: Sequence[Span]) -> int:
+    """Where the last turn begins."""
+    places = masked_places(spans)
+    return places[-1].stop if places else 0
+
+
+def _cut(spans: Sequence[Span], length: int) -> list[Span]:
+    """The spans of the first tokens."""
+    kept: list[Span] = []
+    for span in spans:
+        if length > 0:
+            kept.append(span._replace(num_tokens=min(span.num_tokens, length)))
+        length -= span.num_tokens
+    return kept

@@ -1,14 +1,19 @@
 """The protocol between the controller and whatever samples tokens.
 
 An engine has a fixed number of slots and no queue of its own: the controller submits at most as many requests as there
-are free slots. Tokens arrive in `Delta` events only; `Finished`, `Partial` and `Failed` end an attempt. Every event
-carries (sample, attempt), so that an event of an attempt that is over can be told and ignored, and the engine's clock.
+are free slots. Tokens arrive in `Delta` or `Written` events only; `Finished`, `Partial` and `Failed` end an attempt.
+Every event carries (sample, attempt), so that an event of an attempt that is over can be told and ignored, and the
+engine's clock.
 
 What an engine keeps true:
 - the version of a token is that of the weights that sampled it, or that verified it by replay;
 - log-probs are of the distribution really sampled from (temperature included);
 - a request's answer never exceeds its budget, cached tokens included;
+- masked cached tokens are context: a replay keeps them as given, with log-prob 0, unless it rejects a token before; a
+  stop token before or among them ends a turn, not the answer, and sampling goes on behind them;
 - `interrupt` returns within one decode step and loses no token.
+
+Requests and events can be made without keywords, which Python does several times as fast: a simulation makes millions.
 """
 
 from __future__ import annotations
@@ -16,9 +21,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from sortedrl.records import FinishReason, Mode
+from sortedrl.records import FinishReason, Mode, Segment
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -29,9 +34,29 @@ class Sampling:
     stop_tokens: tuple[int, ...] = ()
 
 
-@dataclass(slots=True, kw_only=True)
+class Span(NamedTuple):
+    """So many tokens in a row that one version wrote, or, masked, that nobody sampled: they were fed in."""
+
+    version: int
+    num_tokens: int
+    is_masked: bool = False
+
+
+def masked_places(spans: Iterable[Span]) -> list[range]:
+    """Where masked tokens stand."""
+    places: list[range] = []
+    end = 0
+    for span in spans:
+        if span.is_masked:
+            places.append(range(end, end + span.num_tokens))
+        end += span.num_tokens
+    return places
+
+
+@dataclass(slots=True)
 class Request:
-    """One attempt at one sample. `cached` holds the answer so far; it is empty for a fresh attempt."""
+    """One attempt at one sample. `cached` holds the answer so far, and `spans` who wrote it; both are empty for a fresh
+    attempt."""
 
     sample: int
     attempt: int
@@ -41,17 +66,18 @@ class Request:
     sampling: Sampling
     mode: Mode = Mode.FRESH
     cached: Sequence[int] = ()
+    spans: Sequence[Span] = ()
     replay_tolerance: float = 0.0
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Event:
     sample: int
     attempt: int
     clock: float
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Delta(Event):
     """Answer tokens from position `start` on; what the sample held from there is replaced.
 
@@ -67,25 +93,34 @@ class Delta(Event):
     verified: int = 0
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
+class Written(Event):
+    """What one version after the other wrote behind the `start` tokens of the answer, in one event in place of a Delta
+    for each. The segments are the receiver's from here on."""
+
+    start: int
+    segments: list[Segment]
+
+
+@dataclass(slots=True)
 class Verified(Event):
-    """A replay has checked `cached` tokens and kept the first `accepted`. Comes before the attempt's first Delta."""
+    """A replay has checked `cached` tokens and kept the first `accepted`. Comes before the attempt's first tokens."""
 
     cached: int
     accepted: int
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Finished(Event):
     reason: FinishReason
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Partial(Event):
     """The attempt was interrupted; its tokens have been delivered."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Failed(Event):
     """The attempt failed; the engine lives on."""
 
@@ -155,7 +190,7 @@ class Engine(Protocol):
         ...
 
     def interrupt(self, samples: Iterable[int] | None = None) -> list[Event]:
-        """Stop these samples, or all, and return what they wrote: their last Delta, if any, and a Partial each."""
+        """Stop these samples, or all, and return what they wrote: their last tokens, if any, and a Partial each."""
         ...
 
     def publish(self, version: int, source: Any, in_flight: InFlight = InFlight.ABORT) -> Handle:

@@ -205,7 +205,7 @@ class LocalEngine:
 
     def _begin_again(self) -> None:
         """Let all that runs go on as if it were resumed: the next poll prefills it, with what comes in meanwhile."""
-        resumed = [replace(a.request, mode=Mode.RESUME, cached=a.tokens) for a in self._active]
+        resumed = [replace(a.request, mode=Mode.RESUME, cached=a.tokens, spans=a.spans) for a in self._active]
         self._pending = [*map(Attempt.begin, resumed), *self._pending]
         self._active = []
 

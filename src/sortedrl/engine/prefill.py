@@ -37,6 +37,7 @@ class Check:
 
     attempt: Attempt
     cached: list[int]
+    is_masked: list[bool]  # of each of these, whether it stands unverified
     rows: range
 
     @property
@@ -97,8 +98,9 @@ def checks_of(pack: Sequence[Prefill]) -> list[Check]:
     for prefill in pack:
         rows = range(start, start + prefill.num_rows)
         for attempt in prefill.attempts:
-            cached = attempt.tokens[:] if attempt.request.mode is Mode.REPLAY else []
-            checks.append(Check(attempt=attempt, cached=cached, rows=rows))
+            is_replay = attempt.request.mode is Mode.REPLAY
+            cached, is_masked = (attempt.tokens[:], attempt.is_masked) if is_replay else ([], [])
+            checks.append(Check(attempt=attempt, cached=cached, is_masked=is_masked, rows=rows))
         start = rows.stop
     return checks
 
@@ -125,15 +127,20 @@ def draw_first(checks: Sequence[Check], logits_rv: torch.Tensor) -> list[Outcome
         logits_rv = logits_rv[torch.tensor(rows, device=device)]
     noise_rv = draw_noise(draws, vocab, device).squeeze(1)
     verdict = verify(scale_logits(logits_rv, [draw.temperature for draw in draws]), noise_rv, cached, tolerances)
+    is_kept, cached_logprobs = verdict.is_kept, verdict.cached_logprobs
+    is_masked = [flag for check in checks for flag in (*check.is_masked, False)]
+    if any(is_masked):
+        is_kept = [kept or masked for kept, masked in zip(is_kept, is_masked, strict=True)]
+        cached_logprobs = [0.0 if masked else lp for lp, masked in zip(cached_logprobs, is_masked, strict=True)]
     outcomes: list[Outcome] = []
     start = 0
     for check in checks:
-        end = verdict.is_kept.index(False, start)  # the row behind the cached ones is never kept
+        end = is_kept.index(False, start)  # the row behind the cached ones is never kept
         outcomes.append(
             Outcome(
                 check=check,
                 accepted=end - start,
-                logprobs=verdict.cached_logprobs[start:end],
+                logprobs=cached_logprobs[start:end],
                 token=verdict.drawn.tokens[end],
                 logprob=verdict.drawn.logprobs[end],
             )

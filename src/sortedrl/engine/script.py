@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from sortedrl.engine.base import Request
+from sortedrl.engine.base import Request, masked_places
 
 
 class Script(Protocol):
@@ -63,10 +63,14 @@ class SpelledOut:
     is_steady: bool = False
 
     def accepted(self, request: Request, version: int) -> int:
+        places = masked_places(request.spans)
+        turn = places[-1].stop if places else 0
         for position, token in enumerate(request.cached):
+            if any(position in fed for fed in places):
+                continue
             if position == request.budget or self.script.token(request.seed, position, version) != token:
                 return position
-            if self.script.is_last(request.seed, position, version):
+            if position >= turn and self.script.is_last(request.seed, position, version):
                 return position + 1
         return len(request.cached)
 
@@ -78,7 +82,8 @@ class SpelledOut:
 
     def written(self, request: Request, start: int, count: int, version: int) -> tuple[list[int], list[float]]:
         positions, seed = range(start, start + count), request.seed
-        return (
-            [self.script.token(seed, position, version) for position in positions],
-            [self.script.logprob(seed, position, version) for position in positions],
-        )
+        tokens = [self.script.token(seed, position, version) for position in positions]
+        logprobs = [self.script.logprob(seed, position, version) for position in positions]
+        for position in (place for fed in masked_places(request.spans) for place in fed if place in positions):
+            tokens[position - start], logprobs[position - start] = request.cached[position], 0.0
+        return tokens, logprobs

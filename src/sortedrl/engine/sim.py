@@ -31,11 +31,12 @@ from sortedrl.engine.base import (
     Partial,
     Request,
     Verified,
+    Written,
 )
 from sortedrl.engine.cost import DecodeCost, UnitCost
 from sortedrl.engine.script import Answers, Script, SpelledOut
 from sortedrl.engine.sim_attempt import Progress, Running
-from sortedrl.records import FinishReason, Mode
+from sortedrl.records import FinishReason, Mode, Segment
 
 RESERVE_SHARE = 1 / 64  # of the KV cache stays free when a parked sequence goes on, lest it be parked again at once
 
@@ -73,11 +74,12 @@ class SimEngine:
         self.step_s = step_s
         self.cost: DecodeCost = cost or UnitCost(step_s=step_s)
         self.fails = fails
+        self._limit = self.cost.kv_tokens  # of the KV cache, if it has one
         self.version = 0
         self.running: dict[int, Running] = {}  # by sample, in order of submission; the parked ones too
         self.parked: deque[Running] = deque()  # those that the KV cache has no room for, oldest first
         self._progress_made = Progress()
-        self._ends: list[tuple[int, int, int, Running]] = []  # heap of (step, order, serial, attempt); some are void
+        self._ends: list[tuple[int, int, int, Running]] = []  # heap of (step, order, entry, attempt); some are void
         self._serial = 0
         self._context = 0  # tokens of all that decode, prompts included
         self._prompts = 0  # of these, those of prompts
@@ -93,29 +95,26 @@ class SimEngine:
 
     def submit(self, requests: Iterable[Request]) -> None:
         prefilled: list[int] = []
+        made, stats = self._progress_made, self._stats
         for request in requests:
             assert len(self.running) < self.slots, "more requests than free slots"
-            length = len(request.cached)
-            self._stats.prompt_tokens += len(request.prompt)
-            has_room = self._has_room(len(request.prompt) + length)
+            length, context = len(request.cached), len(request.prompt) + len(request.cached)
+            stats.prompt_tokens += len(request.prompt)
+            has_room = self._limit is None or self._has_room(context)
             if has_room:
-                self._stats.recomputed_tokens += length
-                prefilled.append(len(request.prompt) + length)
-            told = self._verify(request) if request.mode == Mode.REPLAY else None
+                stats.recomputed_tokens += length
+                prefilled.append(context)
+            told = self._verify(request) if request.mode is Mode.REPLAY else None
             if told is not None:
                 length = told[0].accepted
             self._serial += 1
-            made = self._progress_made
-            running = Running(
-                request, made, self._serial, length, made.steps, made.decode_s, 0, length, len(self._marks)
-            )
-            running.end = self._end(running, is_verified=told is not None)
+            running = Running(request, made, self._serial, length, made.steps, made.decode_s, length, len(self._marks))
+            running.end = self._end(request, length, is_verified=told is not None)
             if told is not None:
-                running.events += told
+                running.events = told
                 self._tellers.append(running)
             self.running[request.sample] = running
             if has_room:
-                self._push(running)
                 self._join(running)
             else:
                 running.is_parked = True
@@ -125,24 +124,25 @@ class SimEngine:
     def poll(self, timeout: float | None = None) -> list[Event]:
         if not self.running:
             return []
-        timer = self.clock.next_timer()
+        timer, made, ends = self.clock.next_timer(), self._progress_made, self._ends
         while True:
-            if not self._pay_stall(timer):
+            if self._stall_s and not self._pay_stall(timer):
                 return []
             self._decode(self._next_stop(timer))
-            if self._ends[0][0] <= self._progress_made.steps or (timer is not None and self.clock.now() >= timer):
+            if ends[0][0] <= made.steps or (timer is not None and self.clock.now() >= timer):
                 break
             self._make_room()
         events: list[Event] = []
         for running in self._tellers:
             events += running.events
-            running.events.clear()
+            running.events = ()
         self._tellers.clear()
-        while self._ends and (self._is_void(self._ends[0]) or self._ends[0][0] <= self._progress_made.steps):
-            entry = heapq.heappop(self._ends)
-            if not self._is_void(entry):
-                events += self._progress(entry[3])
-        self._unpark()
+        while ends and (ends[0][0] <= made.steps or ends[0][3].entry != ends[0][2]):
+            _, _, entry, running = heapq.heappop(ends)
+            if running.entry == entry:
+                events += self._progress(running)
+        if self.parked:
+            self._unpark()
         return events
 
     def interrupt(self, samples: Iterable[int] | None = None) -> list[Event]:
@@ -152,10 +152,11 @@ class SimEngine:
             if running is not None:
                 events += self._flush(running)
                 self._leave(running)
-                events.append(Partial(sample=sample, attempt=running.request.attempt, clock=self.clock.now()))
+                events.append(Partial(sample, running.request.attempt, self.clock.now()))
         if not self.running:
             self._ends.clear()
-        self._unpark()
+        if self.parked:
+            self._unpark()
         return events
 
     def publish(self, version: int, source: Any, in_flight: InFlight = InFlight.ABORT) -> Handle:
@@ -166,7 +167,7 @@ class SimEngine:
         if not self.answers.is_steady:
             self._ends.clear()
             for running in self.running.values():
-                running.end = self._end(running)
+                running.end = self._end(running.request, running.length)
                 if not running.is_parked:
                     self._push(running)
         if self.running and in_flight == InFlight.REPREFILL:
@@ -200,12 +201,13 @@ class SimEngine:
 
     def _next_stop(self, timer: float | None) -> int:
         """Steps until an attempt ends, the KV cache is full, or the timer is reached."""
-        while self._is_void(self._ends[0]):
-            heapq.heappop(self._ends)
+        ends = self._ends
+        while ends[0][3].entry != ends[0][2]:
+            heapq.heappop(ends)
         count = self._num_decoding
-        steps = self._ends[0][0] - self._progress_made.steps
-        if self.cost.kv_tokens is not None and count > 1:
-            steps = min(steps, max(self.cost.kv_tokens - self._context, 0) // count)
+        steps = ends[0][0] - self._progress_made.steps
+        if self._limit is not None and count > 1:
+            steps = min(steps, max(self._limit - self._context, 0) // count)
         if timer is None or steps == 0:
             return steps
         left, low = timer - self.clock.now(), 1
@@ -220,28 +222,27 @@ class SimEngine:
     def _decode(self, steps: int) -> None:
         if steps == 0:
             return
-        count = self._num_decoding
+        count, made, stats = self._num_decoding, self._progress_made, self._stats
         seconds = self.cost.decode_s(count, self._context, steps)
         self._context += steps * count
-        self._progress_made.steps += steps
-        self._progress_made.decode_s += seconds
-        self._stats.decode_steps += steps
-        self._stats.decoded_tokens += steps * count
-        self._stats.busy_slot_s += seconds * count
+        made.steps += steps
+        made.decode_s += seconds
+        stats.decode_steps += steps
+        stats.decoded_tokens += steps * count
+        stats.busy_slot_s += seconds * count
         self.clock.advance(self.clock.now() + seconds)
 
     # ---- memory -----------------------------------------------------------------------------------------------------
 
     def _has_room(self, context: int) -> bool:
         """Whether a sequence can be taken in now; those that were parked before come first."""
-        limit = self.cost.kv_tokens
-        if limit is None or not self.running:
+        if self._limit is None or not self.running:
             return True
-        return not self.parked and self._context + context <= limit
+        return not self.parked and self._context + context <= self._limit
 
     def _make_room(self) -> None:
         """Park the youngest until one more step fits; the last one decodes whatever happens."""
-        limit = self.cost.kv_tokens
+        limit = self._limit
         if limit is None:
             return
         youngest = reversed(self.running.values())
@@ -256,7 +257,7 @@ class SimEngine:
     def _unpark(self) -> None:
         """Let parked attempts go on, oldest first, as far as there is room; they are prefilled again."""
         prefilled: list[int] = []
-        limit = self.cost.kv_tokens
+        limit = self._limit
         while self.parked and limit is not None:
             running = self.parked[0]
             needed = self._context + running.context + RESERVE_SHARE * limit
@@ -267,7 +268,6 @@ class SimEngine:
             running.since_step, running.since_s = self._progress_made.steps, self._progress_made.decode_s
             running.since_mark = len(self._marks)
             self._join(running)
-            self._push(running)
             prefilled.append(running.context)
             self._stats.recomputed_tokens += running.length
         if prefilled:
@@ -276,16 +276,11 @@ class SimEngine:
     # ---- attempts ---------------------------------------------------------------------------------------------------
 
     def _push(self, running: Running) -> None:
+        """Enter where it ends; what was entered for it before is void."""
         self._serial += 1
-        step = self._progress_made.steps + running.end - running.length
+        running.entry = self._serial
+        step = running.since_step + running.end - running.since_length
         heapq.heappush(self._ends, (step, running.order, self._serial, running))
-
-    def _is_void(self, entry: tuple[int, int, int, Running]) -> bool:
-        """Whether the attempt has left, or will end at another step than this."""
-        step, _, _, running = entry
-        if running.is_parked or self.running.get(running.request.sample) is not running:
-            return True
-        return step != running.since_step + running.end - running.since_length
 
     def _leave(self, running: Running) -> None:
         del self.running[running.request.sample]
@@ -295,26 +290,34 @@ class SimEngine:
             self._part(running)
 
     def _join(self, running: Running) -> None:
-        self._context += running.context
-        self._prompts += len(running.request.prompt)
+        """It decodes from here on."""
+        prompt = len(running.request.prompt)
+        self._context += prompt + running.since_length
+        self._prompts += prompt
+        self._push(running)
 
     def _part(self, running: Running) -> None:
-        self._context -= running.context
-        self._prompts -= len(running.request.prompt)
+        """It decodes no longer."""
+        prompt = len(running.request.prompt)
+        self._context -= prompt + running.length
+        self._prompts -= prompt
+        running.entry = -1
 
     def _verify(self, request: Request) -> tuple[Verified, Delta]:
         """Check the cached tokens: how many are kept, and these once more under the present version."""
         cached, accepted = len(request.cached), self.answers.accepted(request, self.version)
+        tokens, logprobs = self.answers.written(request, 0, accepted, self.version)
         stamp = {"sample": request.sample, "attempt": request.attempt, "clock": self.clock.now()}
-        verified = Verified(cached=cached, accepted=accepted, **stamp)
-        return verified, self._delta(request, 0, accepted, self.version, slot_s=0.0, verified=accepted)
+        again = Delta(
+            start=0, tokens=tokens, logprobs=logprobs, version=self.version, slot_s=0.0, verified=accepted, **stamp
+        )
+        return Verified(cached=cached, accepted=accepted, **stamp), again
 
-    def _end(self, running: Running, *, is_verified: bool = False) -> int:
-        """Where the attempt ends: by itself, at its budget, or by a failure.
+    def _end(self, request: Request, length: int, *, is_verified: bool = False) -> int:
+        """Where an attempt with `length` tokens ends: by itself, at its budget, or by a failure.
 
         Only what a replay has just verified may be complete as it is; whatever runs on writes at least one token more.
         """
-        request, length = running.request, running.length
         if is_verified and length > 0 and self.answers.is_complete(request, length, self.version):
             return length
         end = min(self.answers.end(request, length, self.version), request.budget)
@@ -329,38 +332,29 @@ class SimEngine:
         sample, attempt, clock = request.sample, request.attempt, self.clock.now()
         failure = None if self.fails is None else self.fails(request)
         if failure is not None and length >= failure:
-            return [*events, Failed(sample=sample, attempt=attempt, clock=clock, error="scripted failure")]
+            events.append(Failed(sample, attempt, clock, "scripted failure"))
+            return events
         is_stop = length < request.budget or self.answers.is_complete(request, length, self.version)
         reason = FinishReason.STOP if is_stop else FinishReason.LENGTH
-        events.append(Finished(sample=sample, attempt=attempt, clock=clock, reason=reason))
+        events.append(Finished(sample, attempt, clock, reason))
         return events
 
     def _flush(self, running: Running) -> list[Event]:
-        """Everything not yet told of an attempt: a Delta for each version that wrote some of it."""
-        events, running.events = running.events, []
+        """Everything not yet told of an attempt: a segment for each version that wrote some of it."""
+        events = [*running.events]
+        running.events = ()
         if running.is_parked:
             return events  # it told all when it was parked
-        made = self._progress_made
+        request, made, first = running.request, self._progress_made, running.delivered
+        ahead = running.since_length - running.since_step  # of its length over the steps taken
+        segments: list[Segment] = []
         for steps, decode_s, version in (*self._marks[running.since_mark :], (made.steps, made.decode_s, self.version)):
-            start, stop = running.delivered, running.since_length + steps - running.since_step
+            start, stop = running.delivered, ahead + steps
             if stop > start:
+                tokens, logprobs = self.answers.written(request, start, stop - start, version)
                 slot_s, running.since_s, running.delivered = decode_s - running.since_s, decode_s, stop
-                events.append(self._delta(running.request, start, stop - start, version, slot_s=slot_s))
+                segments.append(Segment(version, tokens, logprobs, slot_s))
         running.since_s, running.since_mark = made.decode_s, len(self._marks)
+        if segments:
+            events.append(Written(request.sample, request.attempt, self.clock.now(), first, segments))
         return events
-
-    def _delta(
-        self, request: Request, start: int, count: int, version: int, *, slot_s: float, verified: int = 0
-    ) -> Delta:
-        tokens, logprobs = self.answers.written(request, start, count, version)
-        return Delta(
-            sample=request.sample,
-            attempt=request.attempt,
-            clock=self.clock.now(),
-            start=start,
-            tokens=tokens,
-            logprobs=logprobs,
-            version=version,
-            slot_s=slot_s,
-            verified=verified,
-        )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from sortedrl.engine.base import Event, Request
 
@@ -25,11 +26,12 @@ class Running:
     since_length: int  # answer tokens it had at `since_step`
     since_step: int
     since_s: float  # decode time at which its untold slot time began
+    delivered: int  # answer tokens that events have told of
+    since_mark: int  # publications that events have told of
     end: int = 0  # answer tokens it will have under these weights
-    delivered: int = 0  # answer tokens that events have told of
-    since_mark: int = 0  # publications that events have told of
+    entry: int = -1  # the number under which its end is entered; any other entry of it is void
     is_parked: bool = False
-    events: list[Event] = field(default_factory=list)  # to be told first
+    events: Sequence[Event] = ()  # to be told first
 
     @property
     def length(self) -> int:

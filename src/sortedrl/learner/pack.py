@@ -7,10 +7,12 @@ transformers under the name `PACKED`: it lays the samples out as rows, rows of s
 within each row, and puts the results back. The padding at the end of a row comes after every real token, so causality
 alone keeps it out.
 
-What it keeps true: log-probs and gradients equal those of one sample at a time; every answer token is predicted exactly
-once; what cannot be learned from (no answer tokens, or mark 0) is not computed.
+What it keeps true: log-probs and gradients equal those of one sample at a time; every answer token that the policy
+sampled is predicted exactly once, and those that were fed into the answer are context alone; what cannot be learned
+from (no answer tokens, or mark 0) is not computed.
 
-Shapes: n packed tokens, a answer tokens, p row slots (b rows of l tokens over all buckets), h heads, d head size.
+Shapes: n packed tokens, a sampled answer tokens, p row slots (b rows of l tokens over all buckets), h heads, d head
+size.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -93,7 +96,7 @@ def _families(samples: Sequence[Sample], marks: Sequence[float], micro_tokens: i
     """Group what is to be learned from by prompt, no family larger than the budget unless a single sample is."""
     by_prompt: dict[tuple[int, ...], list[tuple[Sample, float]]] = {}
     for sample, mark in zip(samples, marks, strict=True):
-        if sample.num_tokens == 0 or mark == 0:
+        if sample.num_sampled == 0 or mark == 0:
             continue
         if not sample.prompt.tokens:
             raise DataError(f"prompt {sample.prompt.id!r} has no tokens: give it at least a begin-of-text token")
@@ -133,11 +136,12 @@ def _lay_out(families: Sequence[_Family], device: torch.device | str) -> MicroBa
             tokens.extend(answer[:-1])
             positions.append(np.arange(len(family.prompt), len(family.prompt) + len(answer) - 1))
             rows.append(np.concatenate((prompt_range, answer_range)))
-            predictors.append(np.concatenate((prompt_range[-1:], answer_range)))
-            targets.extend(answer)
-            behaviour.extend(logprobs)
+            is_sampled = np.array(sample.is_sampled)
+            predictors.append(np.concatenate((prompt_range[-1:], answer_range))[is_sampled])
+            targets.extend(compress(answer, is_sampled))
+            behaviour.extend(compress(logprobs, is_sampled))
             marks.append(mark)
-            repeats.append(len(answer))
+            repeats.append(int(is_sampled.sum()))
     return MicroBatch(
         tokens_n=torch.tensor(tokens, device=device),
         positions_n=torch.from_numpy(np.concatenate(positions)).to(device),

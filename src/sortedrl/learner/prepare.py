@@ -3,7 +3,7 @@
 `learner/torch.py` calls these once per update, in order, before any weight has moved. The samples themselves are left
 as they are.
 
-Shapes: t tokens of one sample.
+Shapes: t sampled tokens of one sample.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def kl_penalties(samples: Sequence[Sample], objective: Objective, reference: ByP
     """What KL to the reference takes from the reward, at tokens that the behaviour policy wrote."""
     found: dict[int, Tensor] = {}
     for place, reference_t in reference.items():
-        behaviour_t = torch.tensor(samples[place].logprobs, device=reference_t.device)
+        sampled = [value for s in samples[place].segments if not s.is_masked for value in s.logprobs]
+        behaviour_t = torch.tensor(sampled, device=reference_t.device)
         found[place] = objective.kl_coef * divergence(behaviour_t, reference_t, objective.kl_estimator)
     return found
 

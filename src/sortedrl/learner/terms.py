@@ -5,9 +5,9 @@ sample is known by its place in the batch: `pack` carries one number per sample 
 is the place, so that whatever is known of a sample or of its tokens can be looked up.
 
 What it keeps true: divisors depend on the mini-batch alone, never on how it is split; a sample without tokens counts
-nowhere.
+nowhere, and neither do tokens that the policy did not sample.
 
-Shapes: a answer tokens, t tokens of one sample.
+Shapes: a sampled answer tokens, t sampled tokens of one sample.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Terms:
         return [
             place
             for place in places
-            if self.samples[place].num_tokens
+            if self.samples[place].num_sampled
             and not (self.is_masked[place] or self.is_filtered[place])
             and (self.learns_from_all or self.advantages[place] != 0)
         ]
@@ -55,14 +55,16 @@ class Terms:
     def num_tokens(self, places: Iterable[int]) -> int:
         """Answer tokens that count in a mean over tokens."""
         return sum(
-            self.samples[place].num_tokens for place in places if not (self.is_masked[place] or self.is_filtered[place])
+            self.samples[place].num_sampled
+            for place in places
+            if not (self.is_masked[place] or self.is_filtered[place])
         )
 
     def divisor(self, places: Iterable[int]) -> int:
         """What the loss of a mini-batch is divided by."""
         if self.loss_mean == "token":
             return self.num_tokens(places)
-        counted = [place for place in places if self.samples[place].num_tokens and not self.is_filtered[place]]
+        counted = [place for place in places if self.samples[place].num_sampled and not self.is_filtered[place]]
         if self.loss_mean == "sequence":
             return len(counted)
         return sum(self.samples[place].budget for place in counted)
@@ -96,7 +98,7 @@ class Terms:
     def _staleness(self, places: Sequence[int]) -> list[int]:
         ages: list[int] = []
         for place in places:
-            for segment in self.samples[place].segments:
+            for segment in (s for s in self.samples[place].segments if not s.is_masked):
                 ages += [self.version - segment.version] * len(segment.tokens)
         return ages
 

@@ -225,7 +225,7 @@ class TorchLearner:
 
     def _score_reference(self, samples: Sequence[Sample]) -> ByPlace:
         assert self.reference is not None, "there is no reference"
-        answered = [place for place, sample in enumerate(samples) if sample.num_tokens]
+        answered = [place for place, sample in enumerate(samples) if sample.num_sampled]
         with self.reference.module() as module, packed_attention(module):
             return self._score(module, samples, answered, is_policy=False)[0]
 

@@ -32,6 +32,7 @@ STATE_AFTER: Mapping[str, State] = {
     "interrupt": State.PENDING,
     "fail": State.PENDING,
     "give-up": State.FINISHED,
+    "feed": State.PENDING,
     "score": State.SCORED,
     "requeue": State.PENDING,
     "cut": State.PENDING,

@@ -12,6 +12,7 @@ import math
 import sqlite3
 import struct
 import zlib
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -134,10 +135,17 @@ def _live_through(buffer: Buffer, sample: Sample, connection: sqlite3.Connection
         (sample.id,),
     )
     rows: list[tuple[Any, ...]] = sorted([*steps, *segments])
+    is_fed = False  # by the next row
     for seq, attempt, *row in rows:
         try:
-            if len(row) == 2:
+            if row[0] == "feed":
+                is_fed = True
+            elif len(row) == 2:
                 _apply_step(buffer, sample, *row)
+            elif is_fed:
+                Buffer.feed(buffer, sample, unpack(_packed(row[4:]))[0])
+                sample.segments[-1].version = row[2]  # the buffer's own is that of the last row
+                is_fed = False
             else:
                 _apply_segment(buffer, sample, *row)
         except (AssertionError, TypeError, ValueError) as error:
@@ -157,7 +165,7 @@ def _apply_step(buffer: Buffer, sample: Sample, step: str, value: Any) -> None:
         case "interrupt":
             Buffer.interrupt(buffer, sample)
         case "cut":
-            buffer._move(sample, State.PENDING, State.RUNNING)
+            buffer.cut_off(sample)
         case "fail":
             Buffer.fail(buffer, sample)
         case "give-up":
@@ -174,10 +182,7 @@ def _apply_step(buffer: Buffer, sample: Sample, step: str, value: Any) -> None:
 def _apply_segment(
     buffer: Buffer, sample: Sample, start: int, verified: int, version: int, slot_s: float, *packed: Any
 ) -> None:
-    row = Packed(*packed)
-    if row.tokens is None:
-        raise ValueError("its tokens were left out of this copy, which was made after it was trained")
-    tokens, logprobs = unpack(row)
+    tokens, logprobs = unpack(_packed(packed))
     Buffer.append(
         buffer,
         sample,
@@ -188,6 +193,13 @@ def _apply_segment(
         slot_s=slot_s,
         verified=verified,
     )
+
+
+def _packed(columns: Sequence[Any]) -> Packed:
+    row = Packed(*columns)
+    if row.tokens is None:
+        raise ValueError("its tokens were left out of this copy, which was made after it was trained")
+    return row
 
 
 def _set_counters(buffer: Buffer, connection: sqlite3.Connection) -> None:
@@ -202,8 +214,9 @@ def _set_counters(buffer: Buffer, connection: sqlite3.Connection) -> None:
         "SELECT prompt, sum(length), count(*) FROM trained JOIN samples ON samples.id = trained.sample GROUP BY prompt"
     )
     buffer.lengths = LengthEstimator.from_state_dict({prompt: [total, count] for prompt, total, count in lengths})
-    for state in buffer.in_state:
-        buffer.in_state[state] = {s.id: s for s in buffer.samples.values() if s.state == state}
+    for state, held in buffer.in_state.items():
+        held.clear()
+        held.update((s.id, s) for s in buffer.samples.values() if s.state == state)
     buffer.ready = {key: group for key, group in buffer.groups.items() if group.is_ready}
 
 

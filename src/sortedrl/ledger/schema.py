@@ -64,8 +64,9 @@ CREATE TABLE steps (
     seq INTEGER PRIMARY KEY,
     sample INTEGER NOT NULL,
     attempt INTEGER NOT NULL,  -- the one that the step begins, ends or judges
-    step TEXT NOT NULL,  -- start, finish, interrupt, fail, give-up, score, requeue; cut: it ran when a process ended
-    value ANY  -- of finish: the reason; of score: the reward (null: not a number); of requeue: the mode
+    step TEXT NOT NULL,  -- start, finish, interrupt, fail, give-up, feed, score, requeue; cut: its process ended
+    value ANY  -- of finish: the reason; of feed: how many tokens, which the next row holds; of score: the reward
+        -- (null: not a number); of requeue: the mode
 ) STRICT;
 CREATE TABLE segments (  -- a row for each delivery of tokens; the first `verified` repeat what stood there
     seq INTEGER PRIMARY KEY,

@@ -19,12 +19,12 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from sortedrl.buffer import Buffer, Cohort
+from sortedrl.buffer import Buffer
 from sortedrl.errors import DamagedLedgerError, DataError, LedgerError
 from sortedrl.ledger import schema
 from sortedrl.ledger.rows import Packed, PromptRow, fill, pack, pack_prompt, unpack_prompt, version_in_force
 from sortedrl.ledger.schema import INSERT, JOURNAL, closed_on_error, named_errors
-from sortedrl.records import FinishReason, Mode, Prompt, Sample
+from sortedrl.records import Cohort, FinishReason, Mode, Prompt, Sample, Segment
 
 COMMIT_ROWS = 20_000
 COMMIT_BYTES = 8 * 1024**2
@@ -171,6 +171,14 @@ class Store:
     ) -> None:
         began = perf_counter()
         self._add("segments", sample.id, sample.attempt, start, verified, version, slot_s, *packed)
+        self._num_bytes += len(packed.tokens) + len(packed.logprobs)
+        self._commit_if_due(began)
+
+    def add_feed(self, sample: Sample, packed: Packed, *, start: int, version: int) -> None:
+        """Two rows: that the answer goes on, and what it was fed."""
+        began = perf_counter()
+        self._add("steps", sample.id, sample.attempt, "feed", packed.num_tokens)
+        self._add("segments", sample.id, sample.attempt, start, 0, version, 0.0, *packed)
         self._num_bytes += len(packed.tokens) + len(packed.logprobs)
         self._commit_if_due(began)
 
@@ -325,6 +333,18 @@ class DurableBuffer(Buffer):
         self.store.add_segment(sample, packed, start=start, verified=verified, version=version, slot_s=float(slot_s))
         return discarded
 
+    def extend(self, sample: Sample, segments: Sequence[Segment], *, start: int) -> None:
+        for segment in segments:
+            self.append(
+                sample,
+                start=start,
+                tokens=segment.tokens,
+                logprobs=segment.logprobs,
+                version=segment.version,
+                slot_s=segment.slot_s,
+            )
+            start += len(segment.tokens)
+
     def finish(self, sample: Sample, reason: FinishReason) -> None:
         super().finish(sample, reason)
         self.store.add_step(sample, "finish", reason.value)
@@ -341,6 +361,12 @@ class DurableBuffer(Buffer):
         discarded = super().give_up(sample)
         self.store.add_step(sample, "give-up")
         return discarded
+
+    def feed(self, sample: Sample, tokens: Sequence[int]) -> None:
+        start = sample.num_tokens
+        packed, _ = self.store.pack_tokens(list(tokens), [0.0] * len(tokens))
+        super().feed(sample, tokens)
+        self.store.add_feed(sample, packed, start=start, version=self.version)
 
     def score(self, sample_id: int, attempt: int, reward: float) -> Sample | None:
         reward = float(reward)

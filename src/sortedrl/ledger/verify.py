@@ -28,6 +28,7 @@ _ALLOWED: Mapping[str, tuple[State, ...]] = {
     "interrupt": (State.RUNNING,),
     "fail": (State.RUNNING,),
     "give-up": (State.RUNNING,),
+    "feed": (State.FINISHED,),
     "score": (State.FINISHED,),
     "requeue": (State.PENDING, State.FINISHED, State.SCORED),
     "cut": (State.RUNNING,),  # by the process that goes on, first of all
@@ -67,6 +68,7 @@ class _Track:
     is_given_up: bool = False
     is_replay: bool = False  # what it holds is yet to be verified
     is_blank: bool = False  # rows of it lack their tokens
+    num_fed: object = None  # tokens of its next row, where that feeds it
 
 
 @dataclass(slots=True, kw_only=True)
@@ -188,6 +190,8 @@ class _Proof:
             self.broken("transition", sample, f"it finishes in row {self.seq} for the reason {value!r}")
         elif step == "requeue":
             self._requeue(sample, track, value)
+        elif step == "feed":
+            track.num_fed = value
         elif step == "give-up":
             track.answer.cut(0)
             track.is_given_up = True
@@ -219,7 +223,10 @@ class _Proof:
         elif fault := tokens_fault(num_tokens, tokens, logprobs, crc):
             self.broken("integrity", sample, f"row {self.seq} {fault}")
         held = track.answer.num_tokens
-        if track.state != State.RUNNING:
+        fed, track.num_fed = track.num_fed, None
+        if fed is not None and (fed, start) != (num_tokens, held):
+            self.broken("segments", sample, f"row {self.seq} feeds {num_tokens} tokens at {start}, not {fed} at {held}")
+        elif fed is None and track.state != State.RUNNING:
             self.broken("transition", sample, f"tokens in row {self.seq} while it is {track.state}")
         if attempt != track.attempt:
             self.broken("attempt", sample, f"tokens in row {self.seq} are of attempt {attempt}, not {track.attempt}")

@@ -1,4 +1,4 @@
-"""Simulated answers: how long each is under which version, without any token.
+"""Simulated answers: how long each is under which version; every token is 0.
 
 `run.py` gives one `TraceAnswers` to the simulated engine. What it keeps true: an answer's length depends on its sample,
 its noise and the version alone, so every strategy meets the same answers; a replay keeps each cached token with
@@ -8,64 +8,12 @@ probability (1 - divergence) per version since it was written or last verified.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any
 
 from sortedrl.engine.base import Request
 
 _MASK = (1 << 64) - 1
-
-
-class Count:
-    """Stands in for a list of tokens or log-probs: how many there are, and which version wrote how many of them.
-
-    It can what the buffer asks of a list: `len`, `extend`, a copy by slicing, and cutting the end off.
-    """
-
-    __slots__ = ("_length", "runs")
-
-    def __init__(self, runs: Iterable[tuple[int, int]] = ()) -> None:
-        self.runs = [(version, count) for version, count in runs if count]
-        self._length = sum(count for _, count in self.runs)
-
-    @classmethod
-    def of(cls, version: int, count: int) -> Count:
-        """One run; there are millions of these, so nothing is checked."""
-        self = cls.__new__(cls)
-        self.runs, self._length = ([(version, count)] if count else []), count
-        return self
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, part: slice) -> Count:
-        assert part.start in (None, 0), "only a beginning can be copied"
-        copy = Count.__new__(Count)
-        copy.runs, copy._length = self.runs.copy(), self._length
-        if part.stop is not None and part.stop < self._length:
-            del copy[part.stop :]
-        return copy
-
-    def __delitem__(self, part: slice) -> None:
-        start = min(part.start, self._length)
-        assert part.stop is None, "only the end can be cut off"
-        surplus = self._length - start
-        while surplus:
-            version, count = self.runs.pop()
-            if count > surplus:
-                self.runs.append((version, count - surplus))
-                break
-            surplus -= count
-        self._length = start
-
-    def extend(self, more: Count) -> None:
-        if self.runs and more.runs and self.runs[-1][0] == more.runs[0][0]:
-            version, count = self.runs[-1]
-            self.runs[-1] = (version, count + more.runs[0][1])
-            self.runs += more.runs[1:]
-        else:
-            self.runs += more.runs
-        self._length += len(more)
 
 
 class TraceAnswers:
@@ -107,15 +55,14 @@ class TraceAnswers:
     # ---- what the engine asks ---------------------------------------------------------------------------------------
 
     def accepted(self, request: Request, version: int) -> int:
-        cached = cast(Count, request.cached)
-        limit = min(len(cached), self.length(request, version), request.budget)
+        limit = min(len(request.cached), self.length(request, version), request.budget)
         if self.hazard == 0.0:
             return limit
         # One draw for the whole prefix: the amount of hazard after which the first difference comes.
         room = -math.log(_uniform(request.seed, version)) / self.hazard
         accepted = 0
-        for written, count in cached.runs:
-            age = version - written
+        for written, count, is_masked in request.spans:
+            age = 0 if is_masked else version - written
             if age * count > room:
                 accepted += int(room / age)
                 break
@@ -130,7 +77,8 @@ class TraceAnswers:
         return max(self.length(request, version), length + 1)
 
     def written(self, request: Request, start: int, count: int, version: int) -> tuple[Any, Any]:
-        return Count.of(version, count), Count.of(version, count)
+        zeros = bytearray(count)  # does what a list does, at an eighth of its memory and a tenth of its time
+        return zeros, zeros
 
 
 def _mix(number: int) -> int:

@@ -43,7 +43,7 @@ OWN_KNOBS: Mapping[Strategy, frozenset[str]] = {
 }
 
 
-@dataclass(slots=True, kw_only=True, frozen=True)
+@dataclass(slots=True)
 class GivenScore:
     key: tuple[int, int]
     reward: float = 0.0
@@ -56,7 +56,7 @@ class InstantScorer:
     scores: list[GivenScore] = field(default_factory=list)
 
     def submit(self, sample: Sample) -> None:
-        self.scores.append(GivenScore(key=(sample.id, sample.attempt)))
+        self.scores.append(GivenScore((sample.id, sample.attempt)))
 
     def poll(self, timeout: float) -> list[GivenScore]:
         done, self.scores = self.scores, []
@@ -88,8 +88,10 @@ class SimLearner:
 
     def start(self, batch: Batch) -> SimUpdate:
         seconds = self.seconds
-        if seconds is None:
-            seconds = self.cost.update_s(sum(len(s.prompt.tokens) + s.num_tokens for s in batch.samples))
+        if seconds is None and isinstance(self.cost, UnitCost):
+            seconds = 0.0  # not worth adding up the tokens of millions
+        elif seconds is None:
+            seconds = self.cost.update_s(sum([len(s.prompt.tokens) + s.num_tokens for s in batch.samples]))
         ready_at = self.clock.now() + seconds
         if seconds:
             self.clock.set_timer(ready_at)
@@ -107,23 +109,14 @@ class TraceLoader:
         self.prompt: Prompt | None = None
 
     def load(self, cohort: int, count: int) -> list[Sample]:
-        trace, samples = self.trace, []
+        trace, samples, epoch = self.trace, [], 0
         first, self.num_loaded = self.num_loaded, min(self.num_loaded + count, self.trace.num_samples)
         for number in range(first, self.num_loaded):
             prompt_id = str(trace.prompts[number])
             if self.prompt is None or self.prompt.id != prompt_id:
-                self.prompt = Prompt(id=prompt_id, tokens=self.prompt_tokens, content="")
-            samples.append(
-                Sample(
-                    id=number,
-                    prompt=self.prompt,
-                    index=number,
-                    epoch=0,
-                    cohort=cohort,
-                    seed=self.seeds[number],
-                    budget=trace.cap,
-                )
-            )
+                self.prompt = Prompt(prompt_id, self.prompt_tokens, "", {})
+            # A sample's id is its place in the trace, and so is its index: siblings are told apart by their seeds.
+            samples.append(Sample(number, self.prompt, number, epoch, cohort, self.seeds[number], trace.cap))
         return samples
 
 
@@ -181,6 +174,7 @@ def simulate(
         sampling=Sampling(),
         clock=clock,
         emit=tell if emit is not None else metrics.emit,
+        follows_attempts=emit is not None,
         in_flight=in_flight,
     )
     tell(

@@ -1,6 +1,7 @@
 """The events of a run, one record each; `t` is seconds on the run's clock (virtual in a simulation).
 
-Nobody changes a record; they are not frozen only because that makes them three times as dear, and there are millions.
+Nobody changes a record; they are not frozen, and can be made without keywords, only because that makes them several
+times as cheap, and there are millions.
 
 The controller makes them and hands them to an injected `emit`; nothing that decides reads them back. `kind` names the
 class in `events.jsonl`. A new field needs a default, so that older files stay readable.
@@ -15,7 +16,7 @@ from typing import Any
 SCHEMA_VERSION = 1
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Event:
     t: float
 
@@ -27,7 +28,7 @@ class Event:
         return {"kind": self.kind, **asdict(self)}
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class RunStarted(Event):
     strategy: str
     seed: int
@@ -37,14 +38,14 @@ class RunStarted(Event):
     schema_version: int = SCHEMA_VERSION
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class CohortLoaded(Event):
     cohort: int
     update: int  # updates done so far
     samples: list[int]
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class AttemptStarted(Event):
     sample: int
     attempt: int
@@ -54,7 +55,7 @@ class AttemptStarted(Event):
     version: int
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class AttemptVerified(Event):
     sample: int
     attempt: int
@@ -62,7 +63,7 @@ class AttemptVerified(Event):
     accepted: int
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class AttemptEnded(Event):
     sample: int
     attempt: int
@@ -72,14 +73,14 @@ class AttemptEnded(Event):
     error: str = ""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class SampleScored(Event):
     sample: int
     attempt: int
     reward: float
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class SampleRequeued(Event):
     """What became of a sample that was not in the batch: resume, replay or restart."""
 
@@ -88,7 +89,7 @@ class SampleRequeued(Event):
     discarded: int  # answer tokens thrown away
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class BatchTaken(Event):
     """A harvest. The lists run over the batch's samples in training order."""
 
@@ -105,7 +106,7 @@ class BatchTaken(Event):
     num_paused: int = 0  # samples that wait in their slots until the weights are published
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class UpdateDone(Event):
     update: int
     version: int  # that the update made
@@ -114,13 +115,13 @@ class UpdateDone(Event):
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class WeightsPublished(Event):
     version: int
     seconds: float
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Evaluated(Event):
     version: int
     samples_trained: int
@@ -130,20 +131,20 @@ class Evaluated(Event):
     by_group: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class CheckpointSaved(Event):
     version: int
     seq: int  # of the ledger
     seconds: float
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class RunResumed(Event):
     version: int
     lineage: int  # how often the run was resumed
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class RunEnded(Event):
     reason: str  # complete | stopped
 

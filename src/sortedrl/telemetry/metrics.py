@@ -167,6 +167,7 @@ class RunMetrics:
                 pass
             case SampleRequeued():
                 self.discarded_tokens += event.discarded
+                self._reached(event.sample, event.discarded)
                 self._held[event.sample] = max(self._held.get(event.sample, 0) - event.discarded, 0)
             case AttemptVerified():
                 self._fold_verified(event)
@@ -197,6 +198,7 @@ class RunMetrics:
 
     def _fold_verified(self, event: AttemptVerified) -> None:
         self._held[event.sample] = event.accepted
+        self._reached(event.sample, event.cached)
         if event.cached == 0:
             return
         self.num_replays += 1
@@ -209,9 +211,14 @@ class RunMetrics:
     def _fold_ended(self, event: AttemptEnded) -> None:
         self.occupancy.running -= 1
         self._held[event.sample] = event.num_tokens
-        self._longest[event.sample] = max(self._longest.get(event.sample, 0), event.num_tokens)
+        self._reached(event.sample, event.num_tokens)
         self.num_interrupted += event.outcome == "interrupted"
         self.num_failed += event.outcome == "failed"
+
+    def _reached(self, sample: int, num_tokens: int) -> None:
+        """An attempt at the sample got so far: told by its end, and again by whatever takes the tokens up or away."""
+        if num_tokens > self._longest.get(sample, 0):
+            self._longest[sample] = num_tokens
 
     def _fold_batch(self, event: BatchTaken) -> None:
         self.last_batch = event
