@@ -5,7 +5,7 @@
 
 Two studies, paired by seed (same prompts, same noise):
 - scopes: configs/quickstart.toml as it is, three scopes, seeds 0 to 4: held-out accuracy and length over samples;
-- tail: strict cohorts (lookahead 0), a budget of 128 tokens, which cuts many answers off, 1,024 samples, three scopes
+- tail: strict cohorts (lookahead 0), a budget of 128 tokens, which cuts many answers off, 512 samples, three scopes
   times three ways with overlong answers, seeds 0 to 2: what the last batch of a cohort is made of, and gives to learn.
 A difference is the mean over seeds of arm minus base on the same seed, with Student's 95 % interval.
 """
@@ -38,7 +38,7 @@ STUDENT_95 = {2: 4.303, 3: 3.182, 4: 2.776}  # by degrees of freedom: the t beyo
 TAIL = (
     "schedule.lookahead=0",
     "engine.max_new_tokens=128",
-    "run.samples=1024",
+    "run.samples=512",
     "eval.every_samples=0",
 )
 QUIET = ("run.report=false", "checkpoint.save=false")
