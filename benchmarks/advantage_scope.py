@@ -4,7 +4,8 @@
     python benchmarks/draw_scopes.py docs/advantage_scope.svg            # the chart, from the result file
 
 Two studies, paired by seed (same prompts, same noise):
-- scopes: configs/quickstart.toml as it is, three scopes, seeds 0 to 4: held-out accuracy and length over samples;
+- scopes: configs/quickstart.toml on 1,024 samples, half of what it has, three scopes, seeds 0 to 4: held-out accuracy and
+  length over samples;
 - tail: strict cohorts (lookahead 0), a budget of 128 tokens, which cuts many answers off, 512 samples, three scopes
   times three ways with overlong answers, seeds 0 to 2: what the last batch of a cohort is made of, and gives to learn.
 A difference is the mean over seeds of arm minus base on the same seed, with Student's 95 % interval.
@@ -56,7 +57,7 @@ class Arm:
         return f"{self.study}-{self.scope}-{self.overlong}-{self.seed}"
 
     def config(self, folder: Path) -> SortedConfig:
-        own = TAIL if self.study == "tail" else ("eval.every_samples=512",)
+        own = TAIL if self.study == "tail" else ("run.samples=1024", "eval.every_samples=256")
         keys = (
             f"run.dir={folder}",
             f"run.name={self.name}",
