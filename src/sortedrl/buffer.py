@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from sortedrl.lengths import LengthEstimator
-from sortedrl.records import FinishReason, Mode, Prompt, Sample, Segment, State
+from sortedrl.records import FinishReason, Mode, Prompt, Sample, Segment, State, is_flat
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,6 +42,12 @@ class Group:
     @property
     def known_length(self) -> int:
         return max(sample.known_length for sample in self.samples)
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether it is siblings that were all rewarded alike."""
+        rewards = [sample.reward for sample in self.samples if sample.reward is not None]
+        return len(rewards) > 1 and is_flat(rewards)
 
 
 class Buffer:
@@ -75,6 +81,18 @@ class Buffer:
     @property
     def num_running(self) -> int:
         return len(self.in_state[State.RUNNING])
+
+    @property
+    def num_in_work(self) -> int:
+        """Samples that are on their way to being ready."""
+        return self.num_pending + self.num_running + len(self.in_state[State.FINISHED])
+
+    def num_counted(self, flat_extra: int) -> int:
+        """Ready samples that make an update: up to `flat_extra` of groups without signal come on top."""
+        if not flat_extra:
+            return self.num_ready
+        num_flat = sum(len(group.samples) for group in self.ready.values() if group.is_flat)
+        return self.num_ready - min(num_flat, flat_extra)
 
     @property
     def num_ready_soon(self) -> int:

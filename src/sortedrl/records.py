@@ -7,9 +7,11 @@ through states and is mutable, but only `buffer.py` changes it; everything else 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+
+SAME_REWARD = 1e-6  # rewards that differ by less are alike
 
 
 class State(StrEnum):
@@ -125,6 +127,11 @@ class Batch:
     version: int  # in force when the batch was taken
     samples: tuple[Sample, ...]
     progress: float = 0.0  # share of the run's samples trained before this batch, for schedules
+
+
+def is_flat(rewards: Sequence[float]) -> bool:
+    """Whether rewards do not differ, so that comparing them teaches nothing."""
+    return max(rewards) - min(rewards) < SAME_REWARD
 
 
 def sample_seed(run_seed: int, epoch: int, prompt_id: str, index: int) -> int:
