@@ -4,8 +4,8 @@
     python benchmarks/draw_scopes.py docs/advantage_scope.svg            # the chart, from the result file
 
 Two studies, paired by seed (same prompts, same noise):
-- scopes: configs/quickstart.toml on 1,024 samples, half of what it has, three scopes, seeds 0 to 4: held-out accuracy and
-  length over samples;
+- scopes: configs/quickstart.toml on 1,024 samples, half of its own, three scopes, seeds 0 to 4: held-out accuracy, and
+  length and reward over samples;
 - tail: strict cohorts (lookahead 0), a budget of 128 tokens, which cuts many answers off, 512 samples, three scopes
   times three ways with overlong answers, seeds 0 to 2: what the last batch of a cohort is made of, and gives to learn.
 A difference is the mean over seeds of arm minus base on the same seed, with Student's 95 % interval.
@@ -34,7 +34,7 @@ from sortedrl.trainer import SortedTrainer
 CONFIG = Path(__file__).parent.parent / "configs" / "quickstart.toml"
 SCOPES = ("batch", "cohort", "running")
 OVERLONG = ("keep", "mask", "shape")
-WINDOW = 256  # trained samples per point of a curve
+WINDOW = 128  # trained samples per point of a curve
 STUDENT_95 = {2: 4.303, 3: 3.182, 4: 2.776}  # by degrees of freedom: the t beyond which 5 % lie on both sides
 TAIL = (
     "schedule.lookahead=0",
@@ -57,7 +57,7 @@ class Arm:
         return f"{self.study}-{self.scope}-{self.overlong}-{self.seed}"
 
     def config(self, folder: Path) -> SortedConfig:
-        own = TAIL if self.study == "tail" else ("run.samples=1024", "eval.every_samples=256")
+        own = TAIL if self.study == "tail" else ("run.samples=1024", "eval.every_samples=512")
         keys = (
             f"run.dir={folder}",
             f"run.name={self.name}",
@@ -82,7 +82,10 @@ def arms(study: str) -> list[Arm]:
 
 def make(arm: Arm, folder: Path) -> None:
     if not (folder / arm.name / "summary.json").exists():
-        SortedTrainer(args=arm.config(folder), quiet=True).train()
+        trainer = SortedTrainer(args=arm.config(folder), quiet=True)
+        trainer.train()
+        if trainer.stop_requested:
+            raise SystemExit(130)
 
 
 def read(arm: Arm, folder: Path) -> dict[str, Any]:
