@@ -6,7 +6,7 @@
 Two studies, paired by seed (same prompts, same noise):
 - scopes: configs/quickstart.toml on 1,024 samples, half of its own, three scopes, seeds 0 to 4: held-out accuracy, and
   length and reward over samples;
-- tail: strict cohorts (lookahead 0), a budget of 128 tokens, which cuts many answers off, 512 samples, three scopes
+- tail: strict cohorts (lookahead 0), a budget of 128 tokens, which cuts many answers off, 256 samples, three scopes
   times three ways with overlong answers, seeds 0 to 2: what the last batch of a cohort is made of, and gives to learn.
 A difference is the mean over seeds of arm minus base on the same seed, with Student's 95 % interval.
 """
@@ -29,6 +29,7 @@ from rich.progress import track
 from sortedrl.config import SortedConfig
 from sortedrl.telemetry.events import BatchTaken, CohortLoaded, Evaluated, UpdateDone
 from sortedrl.telemetry.sinks import read_events
+from sortedrl.telemetry.summary import Summary
 from sortedrl.trainer import SortedTrainer
 
 CONFIG = Path(__file__).parent.parent / "configs" / "quickstart.toml"
@@ -39,8 +40,9 @@ STUDENT_95 = {2: 4.303, 3: 3.182, 4: 2.776}  # by degrees of freedom: the t beyo
 TAIL = (
     "schedule.lookahead=0",
     "engine.max_new_tokens=128",
-    "run.samples=512",
+    "run.samples=256",
     "eval.every_samples=0",
+    "eval.prompts=128",
 )
 QUIET = ("run.report=false", "checkpoint.save=false")
 
@@ -57,7 +59,7 @@ class Arm:
         return f"{self.study}-{self.scope}-{self.overlong}-{self.seed}"
 
     def config(self, folder: Path) -> SortedConfig:
-        own = TAIL if self.study == "tail" else ("run.samples=1024", "eval.every_samples=512")
+        own = TAIL if self.study == "tail" else ("run.samples=1024", "eval.every_samples=512", "eval.prompts=128")
         keys = (
             f"run.dir={folder}",
             f"run.name={self.name}",
@@ -80,8 +82,13 @@ def arms(study: str) -> list[Arm]:
     ]
 
 
+def is_made(arm: Arm, folder: Path) -> bool:
+    path = folder / arm.name / "summary.json"
+    return path.exists() and Summary.read(path).status == "complete"
+
+
 def make(arm: Arm, folder: Path) -> None:
-    if not (folder / arm.name / "summary.json").exists():
+    if not is_made(arm, folder):
         trainer = SortedTrainer(args=arm.config(folder), quiet=True)
         trainer.train()
         if trainer.stop_requested:
@@ -219,9 +226,9 @@ def main() -> None:
     parser.add_argument("--read", action="store_true", help="make no runs: tabulate and save those that are there")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    chosen = [arm for study in ("scopes", "tail") if options.only in (None, study) for arm in arms(study)]
+    chosen = [arm for study in ("tail", "scopes") if options.only in (None, study) for arm in arms(study)]
     if options.read:
-        chosen = [arm for arm in chosen if (options.runs / arm.name / "summary.json").exists()]
+        chosen = [arm for arm in chosen if is_made(arm, options.runs)]
     else:
         for arm in track(chosen, "runs", console=Console(stderr=True)):
             make(arm, options.runs)
