@@ -4,7 +4,7 @@
     python benchmarks/draw_scopes.py docs/advantage_scope.svg            # the chart, from the result file
 
 Two studies, paired by seed (same prompts, same noise):
-- scopes: configs/quickstart.toml on 1,024 samples, half of its own, three scopes, seeds 0 to 4: held-out accuracy, and
+- scopes: configs/quickstart.toml on 512 samples, a quarter of its own, three scopes, seeds 0 to 4: held-out accuracy, and
   length and reward over samples;
 - tail: strict cohorts (lookahead 0), a budget of 128 tokens, which cuts many answers off, 256 samples, three scopes
   times three ways with overlong answers, seeds 0 to 2: what the last batch of a cohort is made of, and gives to learn.
@@ -35,7 +35,7 @@ from sortedrl.trainer import SortedTrainer
 CONFIG = Path(__file__).parent.parent / "configs" / "quickstart.toml"
 SCOPES = ("batch", "cohort", "running")
 OVERLONG = ("keep", "mask", "shape")
-WINDOW = 128  # trained samples per point of a curve
+WINDOW = 64  # trained samples per point of a curve
 STUDENT_95 = {2: 4.303, 3: 3.182, 4: 2.776}  # by degrees of freedom: the t beyond which 5 % lie on both sides
 TAIL = (
     "schedule.lookahead=0",
@@ -59,7 +59,7 @@ class Arm:
         return f"{self.study}-{self.scope}-{self.overlong}-{self.seed}"
 
     def config(self, folder: Path) -> SortedConfig:
-        own = TAIL if self.study == "tail" else ("run.samples=1024", "eval.every_samples=512", "eval.prompts=128")
+        own = TAIL if self.study == "tail" else ("run.samples=512", "eval.every_samples=256", "eval.prompts=128")
         keys = (
             f"run.dir={folder}",
             f"run.name={self.name}",
