@@ -4,8 +4,8 @@
     python benchmarks/draw_scopes.py docs/advantage_scope.svg            # the chart, from the result file
 
 Two studies, paired by seed (same prompts, same noise):
-- scopes: configs/quickstart.toml on 512 samples, a quarter of its own, three scopes, seeds 0 to 4: held-out accuracy, and
-  length and reward over samples;
+- scopes: configs/quickstart.toml on 512 samples, a quarter of its own, three scopes, seeds 0 to 4: accuracy and length
+  over samples, on what is trained and held out;
 - tail: strict cohorts (lookahead 0), a budget of 128 tokens, which cuts many answers off, 256 samples, three scopes
   times three ways with overlong answers, seeds 0 to 2: what the last batch of a cohort is made of, and gives to learn.
 A difference is the mean over seeds of arm minus base on the same seed, with Student's 95 % interval.
