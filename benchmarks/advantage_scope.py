@@ -27,6 +27,10 @@ from rich.console import Console
 from rich.progress import track
 
 from sortedrl.config import SortedConfig
+from sortedrl.learner.advantage import AdvantageEstimator, is_truncated
+from sortedrl.learner.algorithms import ALGORITHMS, objective_of
+from sortedrl.learner.prepare import shaped_rewards
+from sortedrl.records import FinishReason, Prompt, Sample, Segment
 from sortedrl.telemetry.events import BatchTaken, CohortLoaded, Evaluated, UpdateDone
 from sortedrl.telemetry.sinks import read_events
 from sortedrl.telemetry.summary import Summary
@@ -97,6 +101,8 @@ def make(arm: Arm, folder: Path) -> None:
 
 def read(arm: Arm, folder: Path) -> dict[str, Any]:
     """A run's curves, and its updates apart by whether they end a cohort."""
+    config = arm.config(folder)
+    estimator = AdvantageEstimator(ALGORITHMS[config.learner.algorithm].advantage, arm.scope)
     cohort_of: dict[int, int] = {}
     left: dict[int, int] = {}
     evaluations, lengths, rewards = [], [], []
@@ -117,7 +123,9 @@ def read(arm: Arm, folder: Path) -> dict[str, Any]:
                 for sample in batch.samples:
                     left[cohort_of[sample]] -= 1
                 ends = any(left[cohort_of[sample]] == 0 for sample in batch.samples)
-                (last if ends else others).append(figures(batch, event))
+                samples = trained(batch, cohort_of, config.engine.max_new_tokens)
+                advantages, _ = estimator.estimate(samples, shaped_rewards(samples, objective_of(config.learner)))
+                (last if ends else others).append(figures(batch, event, samples, advantages))
             case Evaluated():
                 evaluations.append([event.samples_trained, event.sampled_accuracy, event.mean_length])
             case _:
@@ -135,22 +143,54 @@ def read(arm: Arm, folder: Path) -> dict[str, Any]:
     }
 
 
-def figures(batch: BatchTaken, done: UpdateDone) -> dict[str, float]:
-    found = done.metrics
+def trained(batch: BatchTaken, cohort_of: dict[int, int], budget: int) -> list[Sample]:
+    """The batch's samples, as far as advantages depend on them."""
+    return [
+        Sample(
+            id=number,
+            prompt=Prompt(id=str(number), tokens=(), content=""),
+            index=0,
+            epoch=0,
+            cohort=cohort_of[number],
+            seed=0,
+            budget=budget,
+            segments=[Segment(version=0, tokens=[0] * length, logprobs=[0.0] * length)],
+            finish_reason=FinishReason.LENGTH if length == budget else FinishReason.STOP,
+            reward=reward,
+        )
+        for number, length, reward in zip(batch.samples, batch.lengths, batch.rewards, strict=True)
+    ]
+
+
+def figures(
+    batch: BatchTaken, done: UpdateDone, samples: Sequence[Sample], advantages: Sequence[float]
+) -> dict[str, float]:
+    """What an update was made of; advantages are computed again, since only their mean is recorded."""
+    assert math.isclose(mean(advantages), done.metrics["advantage_mean"], abs_tol=1e-6), "these are not the run's own"
+    by_end: dict[bool, list[float]] = {True: [], False: []}
+    for sample, advantage in zip(samples, advantages, strict=True):
+        by_end[is_truncated(sample)].append(advantage)
     return {
+        "samples": float(len(samples)),
         "length": mean(batch.lengths),
         "reward": mean(batch.rewards),
-        "truncated": batch.truncated / len(batch.samples),
+        "truncated": len(by_end[True]) / len(samples),
         "flat": float(len(set(batch.rewards)) == 1),
-        "advantage_mean": found["advantage_mean"],
-        "advantage_max": found["advantage_max"],
+        "advantage": mean(advantages),
+        "advantage, truncated": mean(by_end[True]) if by_end[True] else math.nan,
+        "advantage, finished": mean(by_end[False]) if by_end[False] else math.nan,
         "stepped": float(done.optimizer_steps > 0),
-        "grad_norm": found.get("grad_norm", 0.0) if done.optimizer_steps else 0.0,
+        "gradient": done.metrics["grad_norm"],
     }
 
 
-def averages(rows: Sequence[dict[str, float]]) -> dict[str, float]:
-    return {"count": float(len(rows))} | {name: mean(row[name] for row in rows) for name in (rows[0] if rows else ())}
+def averages(rows: Sequence[dict[str, float]]) -> dict[str, float | None]:
+    """Means by name, over the rows that have a number there."""
+    found: dict[str, float | None] = {"count": float(len(rows))}
+    for name in rows[0] if rows else ():
+        known = [row[name] for row in rows if not math.isnan(row[name])]
+        found[name] = mean(known) if known else None
+    return found
 
 
 def windows(values: Sequence[float]) -> list[float]:
@@ -198,9 +238,8 @@ def tail_rows(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             mine = [run for run in runs if (run["scope"], run["overlong"]) == (scope, overlong)]
             for kind in ("last_batches", "other_batches"):
                 if mine:
-                    rows.append(
-                        {"scope": scope, "overlong": overlong, "batches": kind, **averages([r[kind] for r in mine])}
-                    )
+                    found = averages([{k: math.nan if v is None else v for k, v in run[kind].items()} for run in mine])
+                    rows.append({"scope": scope, "overlong": overlong, "batches": kind, **found})
     return rows
 
 

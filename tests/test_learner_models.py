@@ -80,16 +80,15 @@ def test_a_model_with_adapters_is_its_own_reference() -> None:
     assert all(torch.equal(value, weights(model)[name]) for name, value in frozen.items())
 
 
-def says_little(completions: list[str], **_: Any) -> list[float]:
-    return [1 - len(text) / 200 for text in completions]
-
-
 @pytest.mark.slow
 def test_adapters_on_a_real_model(tmp_path: Path) -> None:
     """One small cohort on SmolLM2-135M: adapters are trained, saved, loaded again, and give the same log-probs."""
     peft = pytest.importorskip("peft")
     pytest.importorskip("gguf")
     from sortedrl.learner.smollm2 import smollm2_path
+
+    def brief(completions: list[Any], **_: Any) -> list[float]:
+        return [1 - len(messages[0]["content"]) / 200 for messages in completions]
 
     questions = ("What is 3 + 4?", "Name a colour.", "Is water wet?", "Say hello.")
     rows = [{"prompt": [{"role": "user", "content": question}]} for question in questions]
@@ -103,9 +102,10 @@ def test_adapters_on_a_real_model(tmp_path: Path) -> None:
         reward={"grace_s": 60.0},
         eval={"prompts": 0},
     )
-    trainer = SortedTrainer(reward_funcs=says_little, args=config, train_dataset=rows, quiet=True)
+    trainer = SortedTrainer(reward_funcs=brief, args=config, train_dataset=rows, quiet=True)
     summary = trainer.train()
     assert (summary.status, summary.samples) == ("complete", 16)
+    assert summary.optimizer_steps
     assert summary.ledger is not None
     assert (summary.ledger.lost, summary.ledger.duplicated) == (0, 0)
     folder = Checkpoints(trainer.run_dir / "checkpoints").latest()
