@@ -1,12 +1,12 @@
 """What `advantage_scope` and `overlong` do to learning from sorted batches, on the quickstart task with REINFORCE++.
 
-    python benchmarks/advantage_scope.py RUNS_DIR [--only scopes|tail]   # makes what runs are missing, a minute each
-    python benchmarks/draw_scopes.py docs/advantage_scope.svg            # the chart, from the result file
+    python benchmarks/advantage_scope.py RUNS_DIR [--only scopes|tail] [--samples 256]   # makes the runs that are missing
+    python benchmarks/draw_scopes.py docs/advantage_scope.svg   # the chart, from the result file
 
 Two studies, paired by seed (same prompts, same noise):
-- scopes: configs/quickstart.toml on 512 samples, a quarter of its own, three scopes, seeds 0 to 4: accuracy and length
-  over samples, on what is trained and held out;
-- tail: strict cohorts (lookahead 0), a budget of 128 tokens, which cuts many answers off, 256 samples, three scopes
+- scopes: configs/quickstart.toml, three scopes, seeds 0 to 4: accuracy and length over samples, on what is trained, and
+  held out before and after;
+- tail: strict cohorts (lookahead 0), a budget of 128 tokens, which cuts many answers off, three scopes
   times three ways with overlong answers, seeds 0 to 2: what the last batch of a cohort is made of, and gives to learn.
 A difference is the mean over seeds of arm minus base on the same seed, with Student's 95 % interval.
 """
@@ -39,12 +39,11 @@ from sortedrl.trainer import SortedTrainer
 CONFIG = Path(__file__).parent.parent / "configs" / "quickstart.toml"
 SCOPES = ("batch", "cohort", "running")
 OVERLONG = ("keep", "mask", "shape")
-WINDOW = 64  # trained samples per point of a curve
+WINDOW = 32  # trained samples per point of a curve
 STUDENT_95 = {2: 4.303, 3: 3.182, 4: 2.776}  # by degrees of freedom: the t beyond which 5 % lie on both sides
 TAIL = (
     "schedule.lookahead=0",
     "engine.max_new_tokens=128",
-    "run.samples=256",
     "eval.every_samples=0",
     "eval.prompts=128",
 )
@@ -57,29 +56,35 @@ class Arm:
     scope: str
     overlong: str
     seed: int
+    samples: int
 
     @property
     def name(self) -> str:
-        return f"{self.study}-{self.scope}-{self.overlong}-{self.seed}"
+        return f"{self.study}-{self.scope}-{self.overlong}-{self.samples}-{self.seed}"
 
     def config(self, folder: Path) -> SortedConfig:
-        own = TAIL if self.study == "tail" else ("run.samples=512", "eval.every_samples=256", "eval.prompts=128")
+        own = TAIL if self.study == "tail" else ("eval.every_samples=0", "eval.prompts=128")
         keys = (
             f"run.dir={folder}",
             f"run.name={self.name}",
             f"run.seed={self.seed}",
+            f"run.samples={self.samples}",
             f"learner.advantage_scope={self.scope}",
             f"learner.overlong={self.overlong}",
         )
         return SortedConfig.load(CONFIG, [*keys, *own, *QUIET])
 
 
-def arms(study: str) -> list[Arm]:
+def arms(study: str, samples: int) -> list[Arm]:
     """Seed by seed, so that what is there at any time is paired."""
     if study == "scopes":
-        return [Arm(study=study, scope=scope, overlong="keep", seed=seed) for seed in range(5) for scope in SCOPES]
+        return [
+            Arm(study=study, scope=scope, overlong="keep", seed=seed, samples=samples)
+            for seed in range(5)
+            for scope in SCOPES
+        ]
     return [
-        Arm(study=study, scope=scope, overlong=overlong, seed=seed)
+        Arm(study=study, scope=scope, overlong=overlong, seed=seed, samples=samples)
         for seed in range(3)
         for scope in SCOPES
         for overlong in OVERLONG
@@ -262,10 +267,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="advantage_scope and overlong on sorted batches")
     parser.add_argument("runs", type=Path)
     parser.add_argument("--only", choices=("scopes", "tail"))
+    parser.add_argument("--samples", type=int, default=256, help="trained in each run")
     parser.add_argument("--read", action="store_true", help="make no runs: tabulate and save those that are there")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    chosen = [arm for study in ("tail", "scopes") if options.only in (None, study) for arm in arms(study)]
+    chosen = [
+        arm for study in ("tail", "scopes") if options.only in (None, study) for arm in arms(study, options.samples)
+    ]
     if options.read:
         chosen = [arm for arm in chosen if is_made(arm, options.runs)]
     else:
@@ -275,6 +283,7 @@ def main() -> None:
     base = {"scope": "batch", "overlong": "keep"}
     scopes, tail = ([run for run in runs if run["study"] == study] for study in ("scopes", "tail"))
     record = {
+        "samples": options.samples,
         "scopes": differences(scopes, base) if scopes else [],
         "tail": differences(tail, base) if tail else [],
         "tail_batches": tail_rows(tail),

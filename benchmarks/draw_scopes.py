@@ -38,7 +38,7 @@ def axes(place: Place, samples: int, marks: Sequence[float], label: Callable[[fl
         x, y = place(0, mark)
         parts.append(f'<line x1="{x}" x2="{x + PLOT_W}" y1="{y:.1f}" y2="{y:.1f}" stroke="#e4e4e4"/>')
         parts.append(text(x - 8, y + 4, label(mark), "end"))
-    for at in range(0, samples + 1, 128):
+    for at in range(0, samples + 1, samples // 4):
         x, y = place(at, marks[0])
         parts.append(text(x, y + 18, f"{at:,}"))
     x, y = place(samples / 2, marks[0])

@@ -81,6 +81,7 @@ def test_a_model_with_adapters_is_its_own_reference() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_adapters_on_a_real_model(tmp_path: Path) -> None:
     """One small cohort on SmolLM2-135M: adapters are trained, saved, loaded again, and give the same log-probs."""
     peft = pytest.importorskip("peft")
@@ -90,21 +91,21 @@ def test_adapters_on_a_real_model(tmp_path: Path) -> None:
     def brief(completions: list[Any], **_: Any) -> list[float]:
         return [1 - len(messages[0]["content"]) / 200 for messages in completions]
 
-    questions = ("What is 3 + 4?", "Name a colour.", "Is water wet?", "Say hello.")
+    questions = ("What is 3 + 4?", "Name a colour.")
     rows = [{"prompt": [{"role": "user", "content": question}]} for question in questions]
     config = SortedConfig(
-        run={"dir": str(tmp_path), "samples": 16, "report": False},
+        run={"dir": str(tmp_path), "samples": 8, "report": False},
         model={"path": "smollm2-135m"},
         lora={"rank": 4, "alpha": 8.0},
-        engine={"slots": 8, "max_new_tokens": 24},
-        schedule={"strategy": "sorted-replay", "update_batch": 8, "cohort_batches": 2},
+        engine={"slots": 4, "max_new_tokens": 16},
+        schedule={"strategy": "sorted-replay", "update_batch": 4, "cohort_batches": 2},
         learner={"algorithm": "grpo", "group_size": 4, "lr": 1e-3},
         reward={"grace_s": 60.0},
         eval={"prompts": 0},
     )
     trainer = SortedTrainer(reward_funcs=brief, args=config, train_dataset=rows, quiet=True)
     summary = trainer.train()
-    assert (summary.status, summary.samples) == ("complete", 16)
+    assert (summary.status, summary.samples) == ("complete", 8)
     assert summary.optimizer_steps
     assert summary.ledger is not None
     assert (summary.ledger.lost, summary.ledger.duplicated) == (0, 0)
