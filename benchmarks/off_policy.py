@@ -32,18 +32,29 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch import Tensor
-from toy_policy import COHORT, COHORT_BATCHES, Bools, Drawn, Floats, exact, train_cohorts, trajectory
+from toy_policy import COHORT, COHORT_BATCHES, Bools, Drawn, Floats, Ints, exact, train_cohorts, trajectory
 
+from sortedrl.learner.algorithms import ALGORITHMS
 from sortedrl.learner.loss import importance_weights
 
 CAP, CLIP = 2.0, 0.2
+GSPO = "gspo"
 
 
-def clipped(log_ratio_a: Tensor, advantages_a: Tensor) -> Tensor:
-    """What PPO's clipped ratio against the behaviour policy makes of each token: its derivative by the log-prob."""
+def clipped(log_ratio_a: Tensor, advantages_a: Tensor, low: float, high: float) -> Tensor:
+    """What a clipped ratio against the behaviour policy makes of each token: its derivative by the log-prob.
+
+    A ratio that all tokens of a sample share, their geometric mean, has the same form once they are added up.
+    """
     ratio_a = log_ratio_a.exp()
-    is_stopped_a = torch.where(advantages_a > 0, ratio_a > 1 + CLIP, ratio_a < 1 - CLIP)
+    is_stopped_a = torch.where(advantages_a > 0, ratio_a > 1 + high, ratio_a < 1 - low)
     return torch.where(is_stopped_a, 0.0, ratio_a * advantages_a)
+
+
+def sample_means(values_a: Tensor, rows_a: Ints) -> Tensor:
+    """Of each token, the mean over all tokens of its sample."""
+    sums_n, counts_n = np.bincount(rows_a, weights=values_a.numpy()), np.bincount(rows_a)
+    return torch.from_numpy((sums_n / np.maximum(counts_n, 1))[rows_a])
 
 
 # How each estimator weighs advantage x gradient of a token's log-prob.
@@ -53,7 +64,7 @@ WEIGHTED: Mapping[str, tuple[Literal["token", "sequence"], float | None]] = {
     "token": ("token", None),
     f"token, cap {CAP:g}": ("token", CAP),
 }
-ESTIMATORS = (*WEIGHTED, f"clip {CLIP:g}", "none")
+ESTIMATORS = (*WEIGHTED, f"clip {CLIP:g}", GSPO, "none")
 
 
 def coefficients(name: str, drawn: Drawn, weights_sk: Floats) -> Floats:
@@ -68,8 +79,11 @@ def coefficients(name: str, drawn: Drawn, weights_sk: Floats) -> Floats:
         factors_a = importance_weights(log_ratio_a, sample_a, level=level, cap=cap) * advantages_a
     elif name == "none":
         factors_a = advantages_a
+    elif name == GSPO:
+        gspo = ALGORITHMS[GSPO]
+        factors_a = clipped(sample_means(log_ratio_a, rows_a), advantages_a, gspo.clip_low, gspo.clip_high)
     else:
-        factors_a = clipped(log_ratio_a, advantages_a)
+        factors_a = clipped(log_ratio_a, advantages_a, CLIP, CLIP)
     factors_nl = np.zeros(is_token_nl.shape)
     factors_nl[is_token_nl] = factors_a.numpy()
     return factors_nl

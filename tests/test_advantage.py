@@ -8,6 +8,7 @@ import math
 import pytest
 
 from sortedrl.errors import ConfigError
+from sortedrl.learner import algorithms
 from sortedrl.learner.advantage import AdvantageEstimator, Moments
 from sortedrl.learner.algorithms import ALGORITHMS
 from sortedrl.records import FinishReason, Prompt, Sample
@@ -166,3 +167,27 @@ def test_degenerate_batches_are_counted(rewards: list[float], reason: FinishReas
 def test_unknown_scopes_are_refused() -> None:
     with pytest.raises(ConfigError, match="cohort"):
         estimator_of("grpo", "epoch")
+
+
+def test_samples_without_siblings_are_compared_with_all_others_so_far() -> None:
+    function, scope = algorithms.estimator_of(ALGORITHMS["rloo"], group_size=1, scope="batch")
+    estimator = AdvantageEstimator(function, scope, horizon=4)
+    first, _ = estimator.estimate(make([1.0, 0.0, 0.0]))
+    assert first == pytest.approx([1.0 - 0.0, 0.0 - 0.5, 0.0 - 0.5])  # the mean of the other two
+    saved = estimator.state_dict()
+    # Two samples later the three before count exp(-2/4) each, and no sample is in its own baseline.
+    kept = math.exp(-0.5)
+    expected = [1.0 - (kept * 1.0 + 0.0) / (3 * kept + 1), 0.0 - (kept * 1.0 + 1.0) / (3 * kept + 1)]
+    second = make([1.0, 0.0])
+    assert estimator.estimate(second)[0] == pytest.approx(expected)
+    again = AdvantageEstimator(function, scope, horizon=4)
+    again.load_state_dict(json.loads(json.dumps(saved)))
+    assert again.estimate(second)[0] == pytest.approx(expected)
+
+
+def test_samples_without_siblings_that_were_all_rewarded_alike_give_nothing() -> None:
+    function, scope = algorithms.estimator_of(ALGORITHMS["rloo"], group_size=1, scope="batch")
+    estimator = AdvantageEstimator(function, scope)
+    assert estimator.estimate(make([1.0]))[0] == [0.0]
+    assert estimator.estimate(make([1.0, 1.0]))[0] == [0.0, 0.0]
+    assert estimator.estimate(make([0.0]))[0] == pytest.approx([-1.0], abs=1e-12)

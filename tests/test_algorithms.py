@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sortedrl.config import GROUPED_ALGORITHMS, LearnerSection, SortedConfig
+from sortedrl.config import LearnerSection, SortedConfig
 from sortedrl.errors import ConfigError, LearnerError
 from sortedrl.learner.advantage import overlong_penalty
 from sortedrl.learner.algorithms import ALGORITHMS, Objective, objective_of
@@ -36,8 +36,9 @@ def train(settings: Settings, batch: Batch | None = None, **options: Any) -> tup
 
 def test_the_configuration_knows_the_table() -> None:
     assert get_args(LearnerSection.model_fields["algorithm"].annotation) == tuple(ALGORITHMS)
-    assert set(ALGORITHMS) - set(GROUPED_ALGORITHMS) == {"reinforce++", "ppo"}
-    assert SortedConfig(learner={"algorithm": "rloo"}).is_grouped
+    single = [name for name in ALGORITHMS if not SortedConfig(learner={"algorithm": name}).is_grouped]
+    assert single == ["reinforce++", "ppo"]
+    assert not SortedConfig(learner={"algorithm": "rloo", "group_size": 1}).is_grouped
     with pytest.raises(ConfigError, match="compares siblings"):
         SortedConfig(learner={"algorithm": "dr_grpo", "group_size": 1})
 
@@ -58,8 +59,8 @@ def test_keys_override_the_algorithm() -> None:
     assert (changed.ratio, changed.loss_mean, changed.clip_low, changed.clip_high) == ("sequence", "token", 3e-4, 0.1)
     assert changed.weight_cap is None
     dapo = objective_of(LearnerSection(algorithm="dapo"))
-    assert (dapo.overlong, dapo.filter_groups) == ("shape", True)
-    assert not objective_of(LearnerSection(algorithm="dapo", filter_groups=False)).filter_groups
+    assert (dapo.overlong, dapo.flat_groups) == ("shape", "zero")
+    assert objective_of(LearnerSection(algorithm="dapo", flat_groups="keep")).flat_groups == "keep"
 
 
 def test_settings_without_the_keys_have_their_defaults() -> None:
@@ -164,10 +165,11 @@ def test_filtered_groups_count_in_no_mean() -> None:
     batch = make_batch(model)
     batch.samples[0].reward = batch.samples[1].reward = 1.0
     signs = [0, 0, -1, 1, 1, -1, -1, 1]
-    for filter_groups, num_tokens in ((True, sum(LENGTHS) - 12), (False, sum(LENGTHS))):
-        gradients, metrics = train(Settings(algorithm="grpo", filter_groups=filter_groups), batch)
+    for flat_groups in ("keep", "zero", "replace"):
+        num_filtered, num_tokens = (0, sum(LENGTHS)) if flat_groups == "keep" else (2, sum(LENGTHS) - 12)
+        gradients, metrics = train(Settings(algorithm="grpo", flat_groups=flat_groups), batch)
         assert_same(gradients, plain_gradient([1 / num_tokens] * 8, signs), 1e-4)
-        assert metrics["filtered_samples"] == 2 * filter_groups
+        assert metrics["filtered_samples"] == num_filtered
         assert metrics["degenerate_groups"] == 1
 
 

@@ -14,14 +14,14 @@ from sortedrl.telemetry.sinks import read_events
 from sortedrl.trainer import SortedTrainer
 
 
-@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
-def test_every_algorithm_trains_saves_and_goes_on(algorithm: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("algorithm", "siblings"), [*((name, 4) for name in ALGORITHMS), ("rloo", 1)])
+def test_every_algorithm_trains_saves_and_goes_on(algorithm: str, siblings: int, tmp_path: Path) -> None:
     def config(samples: int) -> SortedConfig:
         return SortedConfig(
             run={"dir": str(tmp_path), "samples": samples, "report": False},
             engine={"slots": 16, "max_new_tokens": 40},
             schedule={"strategy": "sorted-partial", "update_batch": 16},
-            learner={"algorithm": algorithm, "group_size": 4, "importance": "sequence", "kl_coef": 0.01},
+            learner={"algorithm": algorithm, "group_size": siblings, "importance": "sequence", "kl_coef": 0.01},
             eval={"prompts": 0},
         )
 

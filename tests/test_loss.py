@@ -28,7 +28,7 @@ PLAIN = Objective(
     clip_low=0.2,
     clip_high=0.28,
     overlong="keep",
-    filter_groups=False,
+    flat_groups="keep",
 )
 
 

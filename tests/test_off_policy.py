@@ -31,7 +31,7 @@ NUM_COHORTS = 834  # of 24 samples
 RATE = 8.0
 VERSIONS = toy_policy.trajectory(RATE)
 TARGET = VERSIONS[-1]
-SEQUENCE, CAPPED_SEQUENCE, TOKEN, CAPPED_TOKEN, CLIPPED, NONE = off_policy.ESTIMATORS
+SEQUENCE, CAPPED_SEQUENCE, TOKEN, CAPPED_TOKEN, CLIPPED, GSPO, NONE = off_policy.ESTIMATORS
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +109,10 @@ def plain_factors(name: str, logprobs: list[float], behaviour: list[float], adva
     if name == CLIPPED:
         is_stopped = [ratio > 1.2 if advantage > 0 else ratio < 0.8 for ratio in ratios]
         return [0.0 if stop else ratio * advantage for stop, ratio in zip(is_stopped, ratios, strict=True)]
+    if name == GSPO:
+        ratio = math.prod(ratios) ** (1 / len(ratios))
+        is_clipped = ratio > 1.0004 if advantage > 0 else ratio < 0.9997
+        return [0.0 if is_clipped else ratio * advantage] * len(ratios)
     weights = {
         NONE: [1.0] * len(ratios),
         TOKEN: ratios,
@@ -136,13 +140,14 @@ SETTINGS = {
     TOKEN: {"importance": "token", "importance_cap": "none"},
     CAPPED_TOKEN: {"importance": "token", "importance_cap": 2.0},
     CLIPPED: {"importance": "none"},
+    GSPO: {"ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4},
 }
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_loss_gives_each_token_that_factor(name: str, drawn: Drawn) -> None:
     """At the start of an update, where the policy is the one that old log-probs are of."""
-    settings = LearnerSection(algorithm="reinforce++", clip_low=0.2, clip_high=0.2, **SETTINGS[name])
+    settings = LearnerSection(**{"algorithm": "reinforce++", "clip_low": 0.2, "clip_high": 0.2, **SETTINGS[name]})
     is_token_nl = drawn.answers.is_token_nl
     rows_a = np.nonzero(is_token_nl)[0]
     logprobs_a = torch.from_numpy(drawn.answers.logprobs(TARGET)[is_token_nl])
@@ -151,7 +156,7 @@ def test_loss_gives_each_token_that_factor(name: str, drawn: Drawn) -> None:
         behaviour_a=torch.from_numpy(drawn.behaviour_nl[is_token_nl]),
         advantages_a=torch.from_numpy((drawn.rewards_n - toy_policy.exact(TARGET)[0])[rows_a]),
         staleness_a=torch.zeros(len(rows_a)),
-        old_a=None if name == CLIPPED else logprobs_a,
+        old_a=None if name in (CLIPPED, GSPO) else logprobs_a,
     )
     leaf_a = logprobs_a.clone().requires_grad_()
     loss, _ = policy_loss(objective_of(settings), tokens, leaf_a, divisor=1.0)

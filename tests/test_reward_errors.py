@@ -20,6 +20,7 @@ from sortedrl.reward import RewardPool, Score
 from sortedrl.tasks.tiny import knights_tiny_path
 from sortedrl.telemetry import events
 from sortedrl.telemetry.sinks import read_events
+from sortedrl.telemetry.summary import Summary
 
 ROWS = [{"prompt": "Ann says Bob-knave . Bob says Ann-knight . ?"}, {"prompt": "Eve says Fay-knave . ?"}]
 CHAT = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
@@ -165,6 +166,9 @@ def test_a_run_that_cannot_score_at_all_learns_nothing_under_skip(
     counted = re.search(r"kind of error: .*<lambda>: no reward (\d+)", caplog.text)
     assert counted is not None
     assert int(counted[1]) >= 32  # more where an answer was scored, replayed and scored again
+    ((name, count),) = Summary.read(trainer.run_dir / "summary.json").reward_errors.items()
+    assert name.endswith("<lambda>: no reward")
+    assert count == int(counted[1])
 
 
 def test_skipped_samples_have_no_say_in_what_others_learn() -> None:
@@ -231,6 +235,8 @@ def test_stop_saves_the_run_which_goes_on_once_the_function_is_mended(tmp_path: 
     trainer = make_trainer(config, breaks)
     summary = trainer.train(resume=True)
     assert (summary.status, summary.samples) == ("complete", 32)
+    assert summary.reward_errors is not None  # those from before it was resumed are not forgotten
+    assert [name.split(": ")[-1] for name in summary.reward_errors] == ["exception"]
     rewards = [e.reward for e in read_events(trainer.run_dir / "events.jsonl") if isinstance(e, events.SampleScored)]
     assert all(reward > 0 for reward in rewards)
 

@@ -180,6 +180,9 @@ def test_every_figure_of_the_hand_worked_run():
         "mean_longest": 4.25,
         "length_in_order": None,  # nobody guessed
         "length_log_error": None,
+        "flat_groups": None,
+        "filtered_samples": None,
+        "reward_errors": None,
         "accuracy_before": 0.25,
         "accuracy_after": 0.5,
         "greedy_accuracy_before": 0.125,

@@ -35,12 +35,14 @@ class Settings:
     loss_mean: str | None = None
     overlong: str | None = None
     overlong_buffer: float = 0.2
-    filter_groups: bool | None = None
+    flat_groups: str | None = None
+    flat_extra: int = 2
     importance: str = "none"
     importance_cap: float | str = 2.0
     kl_coef: float = 0.0
     kl_estimator: str = "k3"
     kl_in: str = "loss"
+    kl_weighted: bool = False
     entropy_coef: float = 0.0
     gamma: float = 1.0
     gae_lambda: float = 0.95

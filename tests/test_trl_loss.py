@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,8 +110,9 @@ def test_loss_and_gradients_equal_trl(tmp_path: Path, loss_type: str, level: str
     compare(trainer, trl_inputs(batch, advantages), TorchLearner(model, settings, temperature=1.0), batch)
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
-def test_kl_and_entropy_equal_trl(tmp_path: Path, loss_type: str) -> None:
+@pytest.mark.parametrize("is_weighted", [False, True])
+@pytest.mark.parametrize(("loss_type", "level"), [("grpo", "token"), ("dapo", "token"), ("grpo", "sequence")])
+def test_kl_and_entropy_equal_trl(tmp_path: Path, loss_type: str, level: str, is_weighted: bool) -> None:
     # Entropy, KL and clipped ratio at once; a group without signal is learned from for the first two.
     reference = make_model(seed=1)
     trainer = trl_trainer(
@@ -122,13 +122,21 @@ def test_kl_and_entropy_equal_trl(tmp_path: Path, loss_type: str) -> None:
         epsilon_high=0.28,
         beta=0.0,
         entropy_coef=0.05,
-        use_bias_correction_kl=False,
+        importance_sampling_level=level,
+        use_bias_correction_kl=is_weighted,
     )
     trainer.beta = 0.3  # set late: its own reference would be loaded from a path, ours is in the inputs
     model = make_model()
     batch = make_batch(model, off_policy=0.4)
     batch.samples[2].reward = batch.samples[3].reward = 1.0
-    settings = replace(Settings(algorithm="grpo"), kl_coef=0.3, entropy_coef=0.05, loss_mean=LOSS_MEANS[loss_type])
+    settings = Settings(
+        algorithm="grpo",
+        kl_coef=0.3,
+        kl_weighted=is_weighted,
+        entropy_coef=0.05,
+        ratio=level,
+        loss_mean=LOSS_MEANS[loss_type],
+    )
     learner = TorchLearner(model, settings, temperature=1.0)
     learner.load_state_dict(
         learner.state_dict()

@@ -56,6 +56,18 @@ class Buffer:
         return len(self.running)
 
     @property
+    def num_in_work(self) -> int:
+        """Samples that are on their way to being ready."""
+        return len(self.pending) + len(self.running) + len(self.finished)
+
+    def num_counted(self, flat_extra: int) -> int:
+        """Ready samples that make an update: up to `flat_extra` of groups without signal come on top."""
+        if not flat_extra:
+            return self.num_ready
+        num_flat = sum(len(group.samples) for group in self.ready.values() if group.is_flat)
+        return self.num_ready - min(num_flat, flat_extra)
+
+    @property
     def num_ready_soon(self) -> int:
         """Samples whose groups lack nothing but scores."""
         if not self.grouped:

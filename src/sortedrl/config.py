@@ -29,12 +29,9 @@ from sortedrl.config_sections import (
 )
 from sortedrl.config_text import parse_override, put, section_toml, toml_value
 from sortedrl.errors import ConfigError
-from sortedrl.learner.algorithms import ALGORITHMS
+from sortedrl.learner.algorithms import is_grouped, needs_more_siblings, objective_of
 from sortedrl.redact import redact
-from sortedrl.schedule import PRESETS, Knobs, Strategy, resolve_knobs
-
-# Those that train the siblings of a prompt together.
-GROUPED_ALGORITHMS = tuple(name for name, algorithm in ALGORITHMS.items() if algorithm.needs_siblings)
+from sortedrl.schedule import PRESETS, Harvest, Knobs, Strategy, resolve_knobs
 
 # Keys that may differ when a run is resumed: they change neither what was done so far nor what it means.
 CHANGEABLE = frozenset(
@@ -88,24 +85,35 @@ class SortedConfig(Section):
             raise ValueError(
                 f"schedule.update_batch {batch} is larger than the cohort: run.samples loads only {self.run.samples}"
             )
-        if self.learner.algorithm in GROUPED_ALGORITHMS and group < 2:
+        if needs_more_siblings(self.learner.algorithm, group):
             raise ValueError(f"learner.group_size {group}: {self.learner.algorithm} compares siblings, set 2 or more")
         if self.run.samples % group:
             raise ValueError(f"run.samples {self.run.samples} must be a multiple of learner.group_size {group}")
         if batch % group:
             raise ValueError(f"schedule.update_batch {batch} must be a multiple of learner.group_size {group}")
-        _ = self.knobs
+        if self.knobs.flat_extra and self.knobs.harvest == Harvest.DRAIN:
+            raise ValueError(
+                "learner.flat_groups = replace needs schedule.harvest = batch: a drained cohort has no other groups to "
+                "wait for; choose a sorted strategy, or learner.flat_groups = zero"
+            )
+        if self.knobs.flat_extra and not self.is_grouped:
+            raise ValueError(
+                f"learner.flat_groups = replace is for siblings, which {self.learner.algorithm} with "
+                f"learner.group_size {group} does not compare: leave it out"
+            )
         return self
 
     @property
     def knobs(self) -> Knobs:
         """The schedule's settings with the preset filled in."""
         explicit = self.schedule.model_dump(exclude={"strategy"})
-        return resolve_knobs(self.schedule.strategy, **explicit)
+        replaces = objective_of(self.learner).flat_groups == "replace"
+        flat_extra = self.learner.flat_extra * self.schedule.update_batch if replaces else 0
+        return resolve_knobs(self.schedule.strategy, flat_extra=flat_extra, **explicit)
 
     @property
     def is_grouped(self) -> bool:
-        return self.learner.algorithm in GROUPED_ALGORITHMS
+        return is_grouped(self.learner.algorithm, self.learner.group_size)
 
     @property
     def run_dir(self) -> Path:

@@ -144,8 +144,12 @@ class LearnerSection(Section):
     overlong_buffer: float = Field(
         default=0.2, gt=0, le=1, description="Last share of the token budget in which `shape` punishes length."
     )
-    filter_groups: bool | None = Field(
-        default=None, description="Siblings that were all rewarded alike count in no mean."
+    flat_groups: Literal["keep", "zero", "replace"] | None = Field(
+        default=None,
+        description="Siblings all rewarded alike: they count in the mean, in none, or others are waited for as well.",
+    )
+    flat_extra: Int = Field(
+        default=2, ge=1, description="`replace`: flat groups that an update takes at most on top of U, in units of U."
     )
     importance: Literal["none", "token", "sequence"] = Field(
         default="none", description="Weights for tokens of older policies; `none`: the clipped ratio is all there is."
@@ -156,6 +160,9 @@ class LearnerSection(Section):
     kl_coef: float = Field(default=0.0, ge=0, description="Weight of the KL penalty to the initial model.")
     kl_estimator: Literal["k1", "k2", "k3"] = Field(default="k3", description="How a token's KL is estimated.")
     kl_in: Literal["loss", "reward"] = Field(default="loss", description="Where the penalty goes.")
+    kl_weighted: bool = Field(
+        default=False, description="The penalty in the loss counts by the ratio: right for tokens of older policies."
+    )
     entropy_coef: float = Field(default=0.0, ge=0, description="Weight of the entropy bonus.")
     gamma: float = Field(default=1.0, gt=0, le=1, description="ppo: discount by token.")
     gae_lambda: float = Field(default=0.95, ge=0, le=1, description="ppo: GAE's lambda.")

@@ -173,7 +173,7 @@ class Controller:
         """Take an update batch if there is one, and start the update."""
         if self.update is not None:
             return
-        chosen = schedule.harvest(self.buffer, self.knobs)
+        chosen = schedule.harvest(self.buffer, self.knobs, has_data=self.has_data)
         if chosen is None:
             return
         num_interrupted = 0 if self.knobs.overlap else self.halt()

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+SAME_REWARD = 1e-6  # rewards that differ by less are alike
+
 
 class State(StrEnum):
     """Where a sample is on its way into an update."""
@@ -221,6 +223,12 @@ class Group:
             return self.samples[0].num_tokens
         return max(sample.num_tokens for sample in self.samples)
 
+    @property
+    def is_flat(self) -> bool:
+        """Whether it is siblings that were all rewarded alike."""
+        rewards = [sample.reward for sample in self.samples if sample.reward is not None]
+        return len(rewards) > 1 and is_flat(rewards)
+
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Batch:
@@ -230,6 +238,11 @@ class Batch:
     version: int  # in force when the batch was taken
     samples: tuple[Sample, ...]
     progress: float = 0.0  # share of the run's samples trained before this batch, for schedules
+
+
+def is_flat(rewards: Sequence[float]) -> bool:
+    """Whether rewards do not differ, so that comparing them teaches nothing."""
+    return max(rewards) - min(rewards) < SAME_REWARD
 
 
 def sample_seed(run_seed: int, epoch: int, prompt_id: str, index: int) -> int:

@@ -109,6 +109,7 @@ class RunSaver:
             "loader": parts.loader.state_dict(),
             "evaluated_at": parts.evaluator.last_run,
             "stats": asdict(parts.stats()),
+            "reward_errors": dict(parts.rewards.errors),
             "rng": rng_state(),
             **synced,
         }
@@ -144,6 +145,7 @@ def restore(parts: RunParts, files: RunFiles, metrics: RunMetrics, checkpoint: P
     parts.loader.load_state_dict(state["loader"])
     parts.evaluator.last_run = state["evaluated_at"]
     parts.carried = EngineStats(**state["stats"])
+    parts.rewards.errors.update(state.get("reward_errors", {}))
     parts.engine.publish(controller.buffer.version, parts.learner.source).wait()
     set_rng_state(state["rng"])
 

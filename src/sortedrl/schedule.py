@@ -81,6 +81,7 @@ class Knobs:
     admission: Admission = Admission.LOAD_ORDER
     overlap: bool = False
     restart_noise: RestartNoise = RestartNoise.SEEDED
+    flat_extra: int = 0  # samples of groups without signal that an update waits beyond; 0: they count like any other
 
     @property
     def cohort_samples(self) -> int:
@@ -202,6 +203,8 @@ def wants_cohort(buffer: Buffer, knobs: Knobs, slots: int) -> bool:
         return True
     if buffer.num_pending + buffer.num_running >= slots:
         return False
+    if knobs.flat_extra and not buffer.num_in_work and buffer.num_counted(knobs.flat_extra) < knobs.update_batch:
+        return True  # groups without signal are made up for, whatever the lookahead
     oldest = next(iter(buffer.cohorts))
     return knobs.lookahead is None or buffer.next_cohort - oldest <= knobs.lookahead
 
@@ -217,7 +220,7 @@ def admit(buffer: Buffer, knobs: Knobs, slots: int) -> list[Sample]:
     if is_due is not None:
         pending = _arrange(buffer, knobs, buffer.pending.values())
         waits = knobs.on_bound == Fate.WAIT and knobs.max_staleness == 0
-        if waits and buffer.num_ready >= knobs.update_batch:
+        if waits and buffer.num_counted(knobs.flat_extra) >= knobs.update_batch:
             pending = [s for s in pending if is_due(s)]  # any other would have to be waited for as well
         return sorted(pending, key=lambda s: not is_due(s))[:free]
     if knobs.admission == Admission.TAIL_LAST:
@@ -227,13 +230,14 @@ def admit(buffer: Buffer, knobs: Knobs, slots: int) -> list[Sample]:
     return _arrange(buffer, knobs, buffer.pending.values())[:free]
 
 
-def harvest(buffer: Buffer, knobs: Knobs) -> list[Sample] | None:
-    """The next update batch, in training order, or None while there is reason to wait."""
+def harvest(buffer: Buffer, knobs: Knobs, *, has_data: bool = False) -> list[Sample] | None:
+    """The next update batch, in training order, or None while there is reason to wait, be it for data still to load."""
     if knobs.harvest == Harvest.DRAIN:
         return _deal(buffer, knobs)
     if not buffer.ready:
         return None
-    if buffer.num_ready < knobs.update_batch and (buffer.running or buffer.pending or buffer.finished):
+    may_grow = buffer.num_in_work or (has_data and knobs.flat_extra)
+    if may_grow and buffer.num_counted(knobs.flat_extra) < knobs.update_batch:
         return None
     if _is_held_back(buffer, knobs):  # asked last: it looks at every sample
         return None
@@ -250,7 +254,7 @@ def hinges_on_scores(buffer: Buffer, knobs: Knobs) -> bool:
         complete = sum(s.cohort == cohort.id for held in (finished, scored) for s in held.values())
         return complete == cohort.num_left
     soon = buffer.num_ready_soon
-    if soon == 0 or buffer.num_ready + soon < knobs.update_batch:
+    if soon == 0 or buffer.num_counted(knobs.flat_extra) + soon < knobs.update_batch:
         return False
     is_due = _due(buffer, knobs)
     return is_due is None or not any(is_due(s) for held in (buffer.pending, buffer.running) for s in held.values())

@@ -336,6 +336,7 @@ def summary_of(
         lookahead="none" if knobs.lookahead is None else knobs.lookahead,
         calibration=parts.controller.buffer.lengths.calibration,
         ledger_s=ledger_s,
+        reward_errors=parts.rewards.errors,
     )
 
 

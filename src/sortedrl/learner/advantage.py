@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from sortedrl.errors import ConfigError
-from sortedrl.records import FinishReason, Sample
+from sortedrl.records import SAME_REWARD, FinishReason, Sample, is_flat
 
-EPSILON = 1e-6  # a spread below this is none, and it keeps divisions finite
+EPSILON = SAME_REWARD  # a spread below this is none, and it keeps divisions finite
 RUNNING_HORIZON = (
     1024.0  # samples after which a reward counts 1/e in `running`: several cohorts, so all lengths are seen
 )
@@ -111,7 +111,7 @@ def against_mean(rewards: np.ndarray, groups: Sequence[Hashable], _scope: Scope)
     """Each reward less its siblings' mean; 0 where they do not differ."""
     advantages = np.zeros_like(rewards)
     for members in _members(groups):
-        if not _is_flat(rewards[members]):
+        if not is_flat(rewards[members].tolist()):
             advantages[members] = rewards[members] - rewards[members].mean()
     return advantages
 
@@ -120,10 +120,18 @@ def against_others(rewards: np.ndarray, groups: Sequence[Hashable], _scope: Scop
     """Each reward less the mean of its siblings without it; 0 where they do not differ, and for a sample alone."""
     advantages = np.zeros_like(rewards)
     for members in _members(groups):
-        if not _is_flat(rewards[members]):
+        if not is_flat(rewards[members].tolist()):
             others = (rewards[members].sum() - rewards[members]) / (len(members) - 1)
             advantages[members] = rewards[members] - others
     return advantages
+
+
+def against_others_so_far(rewards: np.ndarray, _groups: Sequence[Hashable], scope: Scope) -> np.ndarray:
+    """Each reward less the mean of all others of its scope; 0 where none differ, and for the very first alone."""
+    seen = scope(rewards)
+    if seen.std < EPSILON:
+        return np.zeros_like(rewards)
+    return rewards - (seen.weight * seen.mean - rewards) / (seen.weight - 1)
 
 
 def by_critic(rewards: np.ndarray, _groups: Sequence[Hashable], _scope: Scope) -> np.ndarray:
@@ -149,7 +157,7 @@ def flat_groups(samples: Sequence[Sample]) -> list[bool]:
     rewards = np.array([reward_of(sample) for sample in samples])
     flags = [False] * len(samples)
     for members in _members([sample.group for sample in samples]):
-        if len(members) > 1 and _is_flat(rewards[members]):
+        if len(members) > 1 and is_flat(rewards[members].tolist()):
             for member in members:
                 flags[member] = True
     return flags
@@ -217,7 +225,7 @@ class AdvantageEstimator:
     def _metrics(
         self, samples: Sequence[Sample], rewards: np.ndarray, groups: Sequence[Hashable], advantages: np.ndarray
     ) -> dict[str, float]:
-        is_flat = _is_flat(rewards)
+        without_spread = is_flat(rewards.tolist())
         truncated = [is_truncated(sample) for sample in samples]
         families = [rewards[members] for members in _members(groups) if len(members) > 1]
         return {
@@ -228,20 +236,16 @@ class AdvantageEstimator:
             "advantage_max": float(np.abs(advantages).max()),
             "zero_advantage_fraction": float((advantages == 0).mean()),
             "truncated_fraction": float(np.mean(truncated)),
-            "degenerate_all_right": float(is_flat and rewards[0] > 0),
-            "degenerate_all_wrong": float(is_flat and rewards[0] <= 0),
+            "degenerate_all_right": float(without_spread and rewards[0] > 0),
+            "degenerate_all_wrong": float(without_spread and rewards[0] <= 0),
             "degenerate_all_truncated": float(all(truncated)),
-            "degenerate_groups": float(sum(_is_flat(family) for family in families)),
+            "degenerate_groups": float(sum(is_flat(family.tolist()) for family in families)),
         }
 
 
 def reward_of(sample: Sample) -> float:
     assert sample.reward is not None, f"sample {sample.id} is in a batch without a reward"
     return sample.reward
-
-
-def _is_flat(rewards: np.ndarray) -> bool:
-    return bool(np.ptp(rewards) < EPSILON)
 
 
 def _members(keys: Sequence[Hashable]) -> list[list[int]]:

@@ -80,7 +80,8 @@ def policy_loss(objective: Objective, tokens: Tokens, logprobs_a: Tensor, *, div
         loss_a = loss_a * weight_a
     if objective.has_loss_kl:
         assert tokens.reference_a is not None, "a KL penalty needs the log-probs of the reference"
-        loss_a = loss_a + objective.kl_coef * divergence(logprobs_a, tokens.reference_a, objective.kl_estimator)
+        penalty_a = divergence(logprobs_a, tokens.reference_a, objective.kl_estimator)
+        loss_a = loss_a + objective.kl_coef * (penalty_a * ratio_a if objective.kl_weighted else penalty_a)
     if tokens.scale_a is not None:
         loss_a = loss_a * tokens.scale_a
     with torch.no_grad():

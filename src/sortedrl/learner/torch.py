@@ -26,7 +26,7 @@ from torch import Tensor
 
 from sortedrl.errors import ConfigError, LearnerError
 from sortedrl.learner.advantage import AdvantageEstimator
-from sortedrl.learner.algorithms import objective_of
+from sortedrl.learner.algorithms import estimator_of, needs_more_siblings, objective_of
 from sortedrl.learner.base import UpdateResult
 from sortedrl.learner.critic import Critic, value_loss
 from sortedrl.learner.loss import answer_logprobs, divergence, entropy_bonus, policy_loss
@@ -53,7 +53,7 @@ class TorchLearner:
 
     def __init__(self, model: Any, settings: LearnerSettings, *, temperature: float, overlap: bool = False) -> None:
         self.objective = objective_of(settings)
-        if self.objective.algorithm.needs_siblings and settings.group_size < 2:
+        if needs_more_siblings(settings.algorithm, settings.group_size):
             raise ConfigError(
                 f"learner.group_size is {settings.group_size}: {settings.algorithm} compares siblings, "
                 "set it to 2 or more or use reinforce++"
@@ -62,7 +62,9 @@ class TorchLearner:
         self.model = model
         self.settings = settings
         self.temperature = temperature
-        self.advantages = AdvantageEstimator(self.objective.algorithm.advantage, settings.advantage_scope)
+        self.advantages = AdvantageEstimator(
+            *estimator_of(self.objective.algorithm, settings.group_size, settings.advantage_scope)
+        )
         self.critic = Critic(model) if self.objective.algorithm.has_critic else None
         self.reference = Reference(model) if self.objective.has_reference else None
         self.optimizer = make_optimizer(model, self.critic, settings)

@@ -136,6 +136,8 @@ class RunMetrics:
     num_failed: int = 0  # attempts
     num_without_spread: int = 0  # batches whose rewards are all equal
     num_all_truncated: int = 0  # batches
+    num_flat_groups: int | None = None  # siblings that were all rewarded alike; None: no learner told
+    num_filtered: int | None = None  # samples that were trained without weight for that
 
     num_replays: int = 0
     num_rejected: int = 0  # replays that found a difference
@@ -176,6 +178,9 @@ class RunMetrics:
             case UpdateDone():
                 self.updates += 1
                 self.optimizer_steps += event.optimizer_steps
+                if "filtered_samples" in event.metrics:
+                    self.num_flat_groups = (self.num_flat_groups or 0) + int(event.metrics["degenerate_groups"])
+                    self.num_filtered = (self.num_filtered or 0) + int(event.metrics["filtered_samples"])
                 self._done = self._batches.pop(event.update, None)
             case WeightsPublished():
                 self.occupancy.paused = 0

@@ -7,7 +7,7 @@ apply is null. The table shows the main figures to people.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -73,6 +73,9 @@ class Summary(BaseModel):
     mean_longest: float | None = None  # of the same samples, the longest answer seen in any attempt
     length_in_order: float | None = None  # pairs of answers whose expected lengths are in the order of the true ones
     length_log_error: float | None = None  # mean |log(expected / true)|
+    flat_groups: int | None = None  # siblings that were all rewarded alike
+    filtered_samples: int | None = None  # of them, samples trained without weight
+    reward_errors: dict[str, int] | None = None  # answers that could not be scored, by function and kind
     accuracy_before: float | None = None
     accuracy_after: float | None = None
     greedy_accuracy_before: float | None = None
@@ -120,6 +123,7 @@ def summarize(
     lookahead: int | Literal["none"] | None = None,
     calibration: Calibration | None = None,
     ledger_s: float | None = None,
+    reward_errors: Mapping[str, int] | None = None,
 ) -> Summary:
     """The summary of a run whose events `metrics` has folded.
 
@@ -164,6 +168,9 @@ def summarize(
         length_in_order=calibration.in_order if calibration else None,
         length_log_error=calibration.log_error if calibration else None,
         mean_longest=metrics.mean_longest,
+        flat_groups=metrics.num_flat_groups,
+        filtered_samples=metrics.num_filtered,
+        reward_errors=None if reward_errors is None else dict(reward_errors),
         accuracy_before=before.sampled_accuracy if before else None,
         accuracy_after=after.sampled_accuracy if after else None,
         greedy_accuracy_before=before.greedy_accuracy if before else None,
