@@ -55,9 +55,9 @@ def score(completion: str, origin: Mapping[str, Any]) -> float:
     answer = tagged(after_thought(completion))
     if not answer or len(answer) > MAX_ANSWER or not is_harmless(origin["name"], answer):
         return 0.0
-    dataset = _dataset(origin["name"], origin["seed"], origin["options"])
+    dataset, item = make_item(origin["name"], origin["seed"], json.dumps(origin["options"]), origin["item"])
     with contextlib.redirect_stdout(io.StringIO()):  # some scorers print
-        return float(dataset.score_answer(answer, dataset[origin["item"]]))
+        return float(dataset.score_answer(answer, item))
 
 
 def reference_answer(name: str, item: Mapping[str, Any]) -> str | None:
@@ -143,12 +143,13 @@ def check_generator(name: str, options: Mapping[str, Any]) -> None:
 
 
 @lru_cache(maxsize=64)
-def _dataset_of(name: str, seed: str, options_json: str, size: int) -> Any:
+def make_dataset(name: str, seed: str, options_json: str = "{}") -> Any:
+    """The items of one block."""
     cls, config_cls = _registry()[name]
     number = int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=4).digest(), "little")
     options = {key: tuple(v) if isinstance(v, list) else v for key, v in json.loads(options_json).items()}
     try:
-        config = config_cls(seed=number, size=size, **options)
+        config = config_cls(seed=number, size=BLOCK * TRIES, **options)
         config.validate()
         return cls(config=config)
     except (AssertionError, TypeError, ValueError) as error:
@@ -156,8 +157,11 @@ def _dataset_of(name: str, seed: str, options_json: str, size: int) -> Any:
         raise ConfigError(f"reasoning-gym cannot make {name} with task.options {options}: {why}; mend them") from error
 
 
-def _dataset(name: str, seed: str, options: Mapping[str, Any]) -> Any:
-    return _dataset_of(name, seed, json.dumps(options, sort_keys=True), BLOCK * TRIES)
+@lru_cache(maxsize=1024)  # siblings are scored one by one, and some generators take seconds for an item
+def make_item(name: str, seed: str, options_json: str, number: int) -> tuple[Any, Mapping[str, Any]]:
+    """An item of a block, with the dataset that scores it."""
+    dataset = make_dataset(name, seed, options_json)
+    return dataset, dataset[number]
 
 
 def is_heldout(question: str) -> bool:
@@ -190,7 +194,7 @@ class GymRows:
 
     def item(self, block: int, number: int) -> Row:
         seed = f"{self.seed}/{block}"
-        item = _dataset(self.generator, seed, self.options)[number]
+        _, item = make_item(self.generator, seed, json.dumps(dict(self.options)), number)
         origin = {"name": self.generator, "seed": seed, "item": number, "options": dict(self.options)}
         return {"prompt": item["question"], "answer": reference_answer(self.generator, item), "gym": origin}
 
@@ -208,7 +212,7 @@ class GymTask:
 
     def __post_init__(self) -> None:
         check_generator(self.generator, self.options)
-        _dataset(self.generator, f"{self.seed}/0", self.options)
+        make_dataset(self.generator, f"{self.seed}/0", json.dumps(dict(self.options)))
 
     @property
     def name(self) -> str:
