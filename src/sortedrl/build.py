@@ -1,4 +1,4 @@
-"""From a configuration to the objects of a run: the only place that names concrete classes.
+"""From a configuration to the objects of a run: with `build_task.py`, the only place that names concrete classes.
 
 `trainer.py` calls `build_run`. Everything that can be wrong with the configuration, the task or the model is found
 here, before the first token is sampled.
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from sortedrl.buffer import Buffer
+from sortedrl.build_task import build_task
 from sortedrl.clock import Clock
 from sortedrl.config import SortedConfig
 from sortedrl.controller import Controller
@@ -31,7 +32,6 @@ from sortedrl.records import Prompt, Sample, sample_seed
 from sortedrl.reward import RewardPool, Score
 from sortedrl.schedule import Fate, Knobs
 from sortedrl.tasks.base import PromptStream, Task, make_prompt
-from sortedrl.tasks.knights import KnightsTask
 from sortedrl.tasks.tiny import knights_tiny_path
 from sortedrl.telemetry.events import Emit
 from sortedrl.weights import is_adapted
@@ -211,14 +211,6 @@ class SampleLoader:
         self.stream.load_state_dict(state["stream"])
 
 
-def build_task(config: SortedConfig) -> Task:
-    match config.task.name:
-        case "knights":
-            return KnightsTask(seed=config.run.seed, people=_people(config))
-        case unknown:
-            raise ConfigError(f"task.name {unknown!r} is not known: the tasks are knights")
-
-
 def build_engine(config: SortedConfig, model: Any, knobs: Knobs) -> Engine:
     length = config.task.max_prompt_tokens + config.engine.max_new_tokens
     match config.engine.kind:
@@ -340,13 +332,6 @@ def stop_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     named = [tokenizer.eos_token_id, getattr(getattr(model, "generation_config", None), "eos_token_id", None)]
     flat = [token for entry in named for token in (entry if isinstance(entry, list) else [entry])]
     return tuple(sorted({int(token) for token in flat if token is not None}))
-
-
-def _people(config: SortedConfig) -> dict[int, float]:
-    try:
-        return {int(number): weight for number, weight in config.task.people.items()}
-    except ValueError:
-        raise ConfigError(f"task.people must map numbers of people to weights, not {config.task.people}") from None
 
 
 def _private_copy(model: Any) -> Any:

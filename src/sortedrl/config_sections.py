@@ -14,6 +14,7 @@ from sortedrl.schedule import Strategy
 
 Int = Annotated[int, Field(strict=True)]  # neither true nor "16" nor 16.0
 Bound = Annotated[int, Field(strict=True, ge=0)] | Literal["none"] | None
+Option = bool | Int | float | str | list[bool | Int | float | str]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -33,7 +34,32 @@ class RunSection(Section):
 
 
 class TaskSection(Section):
-    name: str = Field(default="knights", description="The task: where prompts, rewards and held-out prompts come from.")
+    name: str = Field(
+        default="knights",
+        description="knights (tiny tokens), logic (the same in words), math, dataset, or reasoning_gym:NAME.",
+    )
+    path: str = Field(
+        default="", description="Rows of math, dataset or logic: a file, a folder or a dataset's name on the hub."
+    )
+    split: str = Field(default="", description="Which part of it; left out, train where there is one.")
+    eval_path: str = Field(default="", description="Held-out rows; left out, `path` has them.")
+    eval_split: str = Field(default="", description="Which part of those.")
+    eval_share: float = Field(
+        default=0.05, ge=0, lt=1, description="Share of the rows held out when neither of those two is given."
+    )
+    columns: dict[str, str] = Field(
+        default={}, description="Names of the file's columns by ours, such as { prompt = 'question' }."
+    )
+    reward: str = Field(
+        default="",
+        description="Reward functions, module:function, math or logic, between commas; open: the task's own.",
+    )
+    template: str = Field(
+        default="", description="Text around a text prompt, with {prompt} in it; open: the task's own instruction."
+    )
+    system: str = Field(default="", description="A system message; with it text prompts become chats.")
+    chat: bool = Field(default=False, description="Text prompts become a user's message, in the model's chat template.")
+    options: dict[str, Option] = Field(default={}, description="reasoning_gym: the generator's own settings.")
     max_prompt_tokens: Int = Field(default=256, ge=1, description="A longer prompt is refused.")
     people: dict[str, float] = Field(
         default={"2": 4, "3": 3, "4": 2, "5": 1}, description="Knights and Knaves: weight of each number of people."

@@ -26,8 +26,7 @@ from sortedrl.learner.pack import check_packing
 from sortedrl.learner.sft import Example, OnStep, SftRates, SftResult, finetune, length_batches
 from sortedrl.tasks.base import Row, Task, encode_prompt
 from sortedrl.tasks.files import read_rows
-from sortedrl.tasks.knights import KnightsTask, teach
-from sortedrl.tasks.math import reference_answer
+from sortedrl.tasks.knights import KnightsRows, teach
 
 
 def tune(config: SortedConfig, out: Path, on_step: OnStep | None = None, on_start: Any = None) -> SftResult:
@@ -113,14 +112,18 @@ def own_traces(task: Task, num: int) -> Iterator[Row]:
 
 
 def _accepted(task: Task, index: int, row: Row, rng: random.Random) -> str:
-    if isinstance(task, KnightsTask):
+    if isinstance(task.train, KnightsRows):
         return teach(task.train.puzzle(index), rng)
     answer = row.get("answer")
     if answer in (None, ""):
         raise DataError(
             f"row {index} of task {task.name} has neither completion nor answer: give it one, or set sft.path"
         )
-    return f"\\boxed{{{reference_answer(answer)}}}" if task.name == "math" else f"<answer>{answer}</answer>"
+    if task.name != "math":
+        return f"<answer>{answer}</answer>"
+    from sortedrl.tasks.math import reference_answer  # needs a package that the others do not
+
+    return f"\\boxed{{{reference_answer(answer)}}}"
 
 
 def _epochs(examples: Sequence[Example], seed: int) -> Iterator[Example]:

@@ -70,9 +70,14 @@ class DatasetRows:
     def size(self) -> int:
         return len(self.rows)
 
+    @property
+    def numbers(self) -> Sequence[int]:
+        """What each row is called: its place in its file, also when only some of them are used."""
+        return getattr(self.rows, "indices", range(len(self.rows)))
+
     def row(self, index: int) -> Row:
         row = dict(self.rows[index])
-        check_row(row, f"{self.name}/{index}")
+        check_row(row, f"{self.name}/{self.numbers[index]}")
         return row
 
 
@@ -155,9 +160,10 @@ class PromptStream:
     def _at(self, position: int) -> tuple[int, Prompt]:
         size = self.task.train.size
         epoch, index = (0, position) if size is None else self._shuffled(*divmod(position, size), size)
-        row = self.task.train.row(index)
+        rows = self.task.train
+        number = rows.numbers[index] if isinstance(rows, DatasetRows) else index
         return epoch, make_prompt(
-            row, self.tokenizer, prompt_id=f"{self.task.name}/{index}", max_tokens=self.max_prompt_tokens
+            rows.row(index), self.tokenizer, prompt_id=f"{self.task.name}/{number}", max_tokens=self.max_prompt_tokens
         )
 
     def _shuffled(self, epoch: int, offset: int, size: int) -> tuple[int, int]:

@@ -16,10 +16,11 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from sortedrl.errors import ConfigError, DataError
-from sortedrl.tasks import knights, logic, math
+from sortedrl.tasks import knights, logic
 from sortedrl.tasks.answers import only_tagged
 from sortedrl.tasks.base import Row
 from sortedrl.tasks.files import SUFFIXES, read_rows
@@ -88,6 +89,8 @@ def load_suite(suite: Suite, *, data: Path | None, limit: int | None, is_chat: b
     if suite.verifier == "knights":
         rows = knights.KnightsTask().heldout(limit or 256)
         return [{**row, "suite": suite.name, "verifier": suite.verifier} for row in rows]
+    if suite.verifier == "math":
+        math_verifier()  # says what to install, before anything is answered
     source = None if data is None else find_files(suite, data)
     if source is None and data is not None:
         stems = " or ".join(suite.stems)
@@ -160,8 +163,9 @@ def suite_mark(
 
     Half of it is a fingerprint of what the answer says in the end, 0 where it says nothing: equal answers share it.
     """
-    rows = zip(prompts, completions, answer, verifier, strict=True)
-    return [_mark(prompt, math.text_of(completion), wanted, kind) for prompt, completion, wanted, kind in rows]
+    texts = [given if isinstance(given, str) else given[-1]["content"] for given in completions]
+    rows = zip(prompts, texts, answer, verifier, strict=True)
+    return [_mark(prompt, text, wanted, kind) for prompt, text, wanted, kind in rows]
 
 
 def read_mark(mark: float) -> tuple[bool, str | None]:
@@ -173,6 +177,7 @@ def read_mark(mark: float) -> tuple[bool, str | None]:
 def _mark(prompt: Any, completion: str, wanted: Any, verifier: str) -> float:
     match verifier:
         case "math":
+            math = math_verifier()
             given = math.extract_answer(completion) or last_number(completion)
             is_right = given is not None and math.is_equal(given, math.reference_answer(wanted))
             vote = None if given is None else math.canonical(given)
@@ -185,6 +190,13 @@ def _mark(prompt: Any, completion: str, wanted: Any, verifier: str) -> float:
             said = completion.partition(" answer ")[2]
             vote = said or None
     return float(2 * (0 if vote is None else _fingerprint(vote)) + is_right)
+
+
+def math_verifier() -> ModuleType:
+    """Imported where it is needed: puzzles do without the package that it is made of."""
+    from sortedrl.tasks import math
+
+    return math
 
 
 def last_number(text: str) -> str | None:

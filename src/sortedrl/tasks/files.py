@@ -1,0 +1,330 @@
+"""Rows from files: JSONL, JSON, CSV, Parquet, folders of them, datasets saved to disk, and names on the hub.
+
+`build_task.py` and the commands read a task's rows here, training and held-out alike. Nothing of what is read is run,
+and whatever is wrong with it is a DataError that names file, line or row, and column.
+
+What this module keeps true: rows come in the order of the files, files in the order of their names; `columns` maps this
+package's name of a column to the file's; the columns that are asked for are in every row, each of one type.
+"""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+from sortedrl.errors import DataError
+from sortedrl.tasks.base import Row, RowSequence
+
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
+SMALL_TABLE = 1 << 28  # bytes; a larger one stays on disk and gives its rows one by one, ten times as slowly
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")  # a configuration of a dataset comes after the colon
+KINDS = {str: "text", bool: "true or false", int: "a number", float: "a number", list: "a list", NoneType: "nothing"}
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class FileRows:
+    """Rows under this package's column names, made when they are asked for."""
+
+    name: str
+    rows: RowSequence
+    columns: Mapping[str, str] = field(default_factory=dict)  # our name -> the file's, with dots into nested columns
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int, /) -> Row:
+        row = dict(self.rows[index])
+        if not self.columns:
+            return row
+        found = {ours: _look_up(row, theirs) for ours, theirs in self.columns.items()}
+        rest = {name: value for name, value in row.items() if name not in self.columns.values()}
+        return rest | {name: value for name, value in found.items() if value is not _MISSING}
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class TableRows:
+    """The rows of an Arrow table, one at a time."""
+
+    table: Any
+
+    def __len__(self) -> int:
+        return self.table.num_rows
+
+    def __getitem__(self, index: int, /) -> Row:
+        return self.table.slice(index, 1).to_pylist()[0]
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class ChosenRows:
+    """Some rows of others, in a given order."""
+
+    rows: RowSequence
+    indices: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int, /) -> Any:
+        return self.rows[self.indices[index]]
+
+
+_MISSING = object()
+
+
+def read_rows(
+    source: str | Path,
+    *,
+    columns: Mapping[str, str] | None = None,
+    split: str | None = None,
+    required: Iterable[str] = ("prompt",),
+) -> FileRows:
+    """Rows of a file, a folder or a dataset of the hub; those that are `required` are checked in every row.
+
+    `split` chooses the files of a folder whose names begin with it, or the part of a dataset; left out, it is `train`
+    where there is one.
+    """
+    rows = FileRows(name=str(source), rows=_read(str(source), split or None), columns=dict(columns or {}))
+    if len(rows) == 0:
+        raise DataError(f"{source} has no rows; give it at least one")
+    check_columns(rows, {*required, *rows.columns})
+    return rows
+
+
+def check_columns(rows: FileRows, required: Iterable[str]) -> None:
+    """Refuse rows without these columns, and columns of several types."""
+    for column in sorted(required):
+        kinds: dict[str, int] = {}
+        for index in range(len(rows)):
+            row = rows[index]
+            if column not in row:
+                raise DataError(_missing(rows, column, index, row))
+            kind = KINDS.get(type(row[column]), "an object")
+            if kind == "nothing":
+                raise DataError(f"row {index} of {rows.name} has nothing in column {column!r}; fill it or leave it out")
+            kinds.setdefault(kind, index)
+            if len(kinds) > 1:
+                told = " and ".join(f"{kind} in row {first}" for kind, first in kinds.items())
+                raise DataError(f"column {column!r} of {rows.name} is {told}; make it one type")
+
+
+def split_off(rows: RowSequence, share: float) -> tuple[list[int], list[int]]:
+    """The numbers of training rows and of held-out ones: a share of the distinct prompts, chosen by a hash of them.
+
+    Rows with the same prompt stay together, and which prompts are held out does not depend on their order.
+    """
+    digests = [
+        hashlib.blake2b(json.dumps(rows[i]["prompt"]).encode(), digest_size=8).digest() for i in range(len(rows))
+    ]
+    distinct = sorted(set(digests))
+    num_heldout = min(max(round(share * len(distinct)), 1), len(distinct) - 1) if share else 0
+    heldout = set(distinct[:num_heldout])
+    train, held = ([i for i, digest in enumerate(digests) if (digest in heldout) == side] for side in (False, True))
+    return train, held
+
+
+# ---- where rows come from --------------------------------------------------------------------------------------------
+
+
+def _read(source: str, split: str | None) -> RowSequence:
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return _read_folder(path, split)
+    if path.is_file():
+        return _read_files([path])
+    looks_local = path.suffix in SUFFIXES or source.startswith((".", "/", "~")) or not HUB_NAME.fullmatch(source)
+    if looks_local or (path.parent.is_dir() and path.parent != Path()):
+        raise DataError(f"there is no file or folder {source}{_nearest_path(path)}")
+    return _read_hub(source, split)
+
+
+def _nearest_path(path: Path) -> str:
+    there = sorted(entry.name for entry in path.parent.iterdir()) if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, there, n=1)
+    return f"; did you mean {path.parent / near[0]}?" if near else "; check the path"
+
+
+def _read_folder(folder: Path, split: str | None) -> RowSequence:
+    if (folder / "dataset_dict.json").is_file():
+        parts = _checked(folder / "dataset_dict.json", lambda text: list(json.loads(text)["splits"]))
+        return _read_saved(folder / _choose_split(folder, parts, split))
+    if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
+        return _read_saved(folder)
+    files = sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES and not _is_hidden(path, folder))
+    if not files:
+        raise DataError(f"the folder {folder} has no file ending in {', '.join(SUFFIXES)}; give it one")
+    chosen = [path for path in files if _is_of(path, folder, split or "train")]
+    if split and not chosen:
+        names = ", ".join(str(path.relative_to(folder)) for path in files[:8])
+        raise DataError(f"the folder {folder} has no file of split {split!r}; it has {names}")
+    return _read_files(chosen or files)
+
+
+def _is_hidden(path: Path, folder: Path) -> bool:
+    return any(part.startswith(".") for part in path.relative_to(folder).parts)
+
+
+def _is_of(path: Path, folder: Path, split: str) -> bool:
+    """`train.parquet`, `train-00000-of-00004.parquet`, `train/0.parquet` are of the split `train`."""
+    return any(re.match(rf"{re.escape(split)}([-_.]|$)", part) for part in path.relative_to(folder).parts)
+
+
+def _choose_split(folder: Path, parts: Sequence[str], split: str | None) -> str:
+    wanted = split or ("train" if "train" in parts else "")
+    if wanted not in parts:
+        raise DataError(f"{folder} has the splits {', '.join(parts)}; name one of them, not {split or 'none'}")
+    return wanted
+
+
+def _read_saved(folder: Path) -> RowSequence:
+    datasets = _import_datasets(str(folder))
+    try:
+        return datasets.load_from_disk(str(folder))
+    except Exception as error:  # of any kind: Arrow, the file system and datasets have their own
+        raise DataError(f"{folder} is no dataset that can be read ({_brief(error)}); save it again") from error
+
+
+def _read_hub(name: str, split: str | None) -> RowSequence:
+    datasets = _import_datasets(name)
+    path, _, configuration = name.partition(":")
+    try:
+        return datasets.load_dataset(path, configuration or None, split=split or "train")
+    except Exception as error:  # of any kind: no connection, no such name, no such split
+        raise DataError(
+            f"{name!r} is no local file or folder, and could not be had from the hub ({_brief(error)}); to use local "
+            f"files, fetch it where there is a connection (hf download --repo-type dataset {path} --local-dir DIR) and "
+            "give the path of DIR"
+        ) from error
+
+
+def _import_datasets(what: str) -> Any:
+    try:
+        import datasets
+    except ImportError:
+        raise DataError(f"reading {what} needs the package datasets: pip install 'sortedrl[data]'") from None
+    return datasets
+
+
+# ---- formats ---------------------------------------------------------------------------------------------------------
+
+
+def _read_files(paths: Sequence[Path]) -> RowSequence:
+    if all(path.suffix == ".parquet" for path in paths):
+        return _read_parquet(paths)
+    return [row for path in paths for row in _rows_of(path)]
+
+
+def _rows_of(path: Path) -> Iterable[Row]:
+    match path.suffix:
+        case ".jsonl" | ".ndjson":
+            return _read_jsonl(path)
+        case ".json":
+            return _read_json(path)
+        case ".csv":
+            return _read_csv(path)
+        case ".parquet":
+            table = _read_parquet([path])
+            return (table[index] for index in range(len(table)))
+        case other:
+            raise DataError(f"{path} ends in {other!r}; rows are read from {', '.join(SUFFIXES)}")
+
+
+def _read_jsonl(path: Path) -> Iterator[Row]:
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield _json_row(line, f"line {number} of {path}")
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _json_row(line: bytes, where: str) -> Row:
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where} is not valid JSON ({_brief(error)}); mend or remove it") from None
+    if not isinstance(row, dict):
+        raise DataError(f"{where} is {KINDS.get(type(row), 'something else')}, not an object with columns; mend it")
+    return row
+
+
+def _read_json(path: Path) -> list[Row]:
+    rows = _checked(path, json.loads)
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise DataError(f"{path} must hold a list of objects with columns; with one object a line, name it .jsonl")
+    return rows
+
+
+def _read_csv(path: Path) -> list[Row]:
+    return _checked(path, lambda text: list(_csv_rows(text, path)))
+
+
+def _csv_rows(text: str, path: Path) -> Iterator[Row]:
+    reader = csv.reader(text.splitlines(keepends=True), strict=True)
+    names = next(reader, [])
+    for cells in reader:
+        if not cells:
+            continue
+        if len(cells) != len(names):
+            raise DataError(
+                f"line {reader.line_num} of {path} has {len(cells)} cells, the header {len(names)}; mend it"
+            )
+        yield dict(zip(names, cells, strict=True))
+
+
+def _checked(path: Path, read: Any) -> Any:
+    try:
+        return read(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+    except DataError:
+        raise
+    except (ValueError, KeyError, TypeError, RecursionError, csv.Error) as error:
+        raise DataError(f"{path} cannot be read as {path.suffix} ({_brief(error)}); mend or remove it") from None
+
+
+def _read_parquet(paths: Sequence[Path]) -> RowSequence:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise DataError(f"reading {paths[0]} needs the package pyarrow: pip install 'sortedrl[data]'") from None
+    try:
+        table = pyarrow.concat_tables(parquet.read_table(path, memory_map=True) for path in paths)
+        return table.to_pylist() if table.nbytes < SMALL_TABLE else TableRows(table=table)
+    except (pyarrow.ArrowException, OSError) as error:
+        told = paths[0] if len(paths) == 1 else paths[0].parent
+        raise DataError(f"{told} cannot be read as Parquet ({_brief(error)}); mend or remove it") from None
+
+
+# ---- columns and messages --------------------------------------------------------------------------------------------
+
+
+def _look_up(row: Mapping[str, Any], name: str) -> Any:
+    if name in row:
+        return row[name]
+    head, dot, rest = name.partition(".")
+    inner = row.get(head)
+    return _look_up(inner, rest) if dot and isinstance(inner, Mapping) else _MISSING
+
+
+def _missing(rows: FileRows, column: str, index: int, row: Row) -> str:
+    wanted = rows.columns.get(column, column)
+    there = list(rows.rows[index])
+    where = rows.name if index == 0 else f"row {index} of {rows.name}"
+    near = difflib.get_close_matches(wanted, there, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else "; name the right one with"
+    advice = f"{hint} task.columns.{column}=NAME" if not near else f"{hint} Then set task.columns.{column}={near[0]}"
+    return f"{where} has no column {wanted!r}; it has: {', '.join(map(repr, there)) or 'none'}{advice}"
+
+
+def _brief(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
