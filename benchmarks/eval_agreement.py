@@ -1,4 +1,4 @@
-"""`sortedrl eval` against a direct script: transformers' generate, one prompt at a time, marked by math-verify itself.
+"""`sortedrl eval` against a direct script: transformers' generate in plain batches, marked by math-verify itself.
 
     python benchmarks/eval_agreement.py --data ../shared/data [--limit 64] [--max-tokens 160]
 
@@ -21,6 +21,7 @@ from typing import Any
 from record import save
 
 MODEL = "smollm2-135m"
+BATCH = 16
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 
 
@@ -85,14 +86,20 @@ def directly(given: argparse.Namespace) -> list[dict[str, Any]]:
     model: Any = AutoModelForCausalLM.from_pretrained(smollm2_path(), dtype=torch.float32)
     tokenizer: Any = AutoTokenizer.from_pretrained(smollm2_path())
     lines = next(given.data.rglob("gsm8k.jsonl")).read_text(encoding="utf-8").splitlines()[: given.limit]
+    rows = [json.loads(line) for line in lines]
+    tokenizer.padding_side, tokenizer.pad_token = "left", tokenizer.eos_token
     answers = []
-    for row in map(json.loads, lines):
-        chat = [{"role": "user", "content": f"{row['question']}\n{INSTRUCTION}"}]
-        prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-        output = model.generate(**prompt, do_sample=False, max_new_tokens=given.max_tokens)
-        text = tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
-        gold = parse(row["answer"].rpartition("####")[2].strip())
-        answers.append({"text": text, "is_right": bool(verify(gold, parse(text)))})
+    for start in range(0, len(rows), BATCH):
+        batch = rows[start : start + BATCH]
+        chats = [[{"role": "user", "content": f"{row['question']}\n{INSTRUCTION}"}] for row in batch]
+        prompts = tokenizer.apply_chat_template(
+            chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
+        )
+        output = model.generate(**prompts, do_sample=False, max_new_tokens=given.max_tokens)
+        for row, tokens in zip(batch, output[:, prompts["input_ids"].shape[1] :], strict=True):
+            text = tokenizer.decode(tokens, skip_special_tokens=True)
+            gold = parse(row["answer"].rpartition("####")[2].strip())
+            answers.append({"text": text, "is_right": bool(verify(gold, parse(text)))})
     return answers
 
 

@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from sortedrl.config import SortedConfig
-from sortedrl.errors import SortedRLError
+from sortedrl.errors import DataError, SortedRLError
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -91,6 +91,10 @@ def _configuration(path: Path, target: Target) -> list[Finding]:
 
     try:
         build_task(config)
+    except DataError as error:
+        if target.hardware is None:
+            return [*findings, Finding(name="task", text=str(error), is_fine=False)]
+        findings.append(Finding(name="task", text=f"{config.task.path}: not on this machine, so not read"))
     except SortedRLError as error:
         return [*findings, Finding(name="task", text=str(error), is_fine=False)]
     needs = _needs(config, target)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from sortedrl.build import SampleScorer, build_engine, build_rewards, load_model, model_path, stop_token_ids
+from sortedrl.build import SampleScorer, build_engine, build_rewards, load_model, named_model_path, stop_token_ids
 from sortedrl.config import SortedConfig
 from sortedrl.errors import DataError, ModelError
 from sortedrl.evaluate import Answer, answer_all
@@ -188,7 +188,7 @@ def find_model(name: str) -> Path:
         if checkpoint is None:
             raise ModelError(f"the run in {path} has no whole checkpoint: name a model's folder")
         return check_model_folder(checkpoint)
-    return check_model_folder(model_path(SortedConfig(model={"path": name})))
+    return check_model_folder(named_model_path(name))
 
 
 def _prompts(suite: Suite, settings: ExamSettings, tokenizer: Any) -> list[Prompt]:
