@@ -100,6 +100,13 @@ def test_time_by_hand() -> None:
     assert found.total_s == pytest.approx(8 * (2 * one_round + found.update_s + found.publish_s) + 3 * one_round)
 
 
+def test_siblings_share_their_prompt() -> None:
+    cost = RooflineCost(hardware=PLAIN, model=TOY)
+    found = estimate_time(config(learner={"algorithm": "grpo", "group_size": 4}), cost, length=6)
+    assert found.update_s == pytest.approx(6 * 10 * (8 * 6 + 2 * 2) / 250)
+    assert found.rollout_s == pytest.approx(2 * (cost.decode_s(4, 8, 6) + cost.prefill_s([2])))
+
+
 def test_a_forecast_says_what_does_not_fit() -> None:
     wanted = config(model={"path": "Qwen2.5-32B"}, engine={"max_new_tokens": 8192}, learner={"micro_tokens": 8192})
     one = forecast_run(wanted, Path("nowhere"), hardware="h100", devices=1, from_run=None)

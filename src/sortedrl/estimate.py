@@ -174,7 +174,9 @@ def estimate_time(config: SortedConfig, cost: CostModel, length: int) -> Duratio
     return Duration(
         length=length,
         rollout_s=_rollout_s(config, cost, batch, prompt, length),
-        update_s=cost.update_s(batch * (prompt + length)) * config.learner.inner_epochs,
+        # Siblings share their prompt, in the update as in the prefill.
+        update_s=cost.update_s(batch * length + batch // config.learner.group_size * prompt)
+        * config.learner.inner_epochs,
         publish_s=cost.publish_s(),
         num_updates=num_updates,
         eval_s=_rollout_s(config, cost, config.eval.prompts * (config.eval.samples + 1), prompt, length),
@@ -186,8 +188,8 @@ def _rollout_s(config: SortedConfig, cost: CostModel, num_samples: int, prompt: 
     if not num_samples:
         return 0.0
     slots = min(config.engine.slots, num_samples)
-    rounds = num_samples / slots
-    return rounds * (cost.decode_s(slots, slots * prompt, length) + cost.prefill_s([prompt] * slots))
+    rounds, num_prompts = num_samples / slots, max(1, slots // config.learner.group_size)
+    return rounds * (cost.decode_s(slots, slots * prompt, length) + cost.prefill_s([prompt] * num_prompts))
 
 
 def measured_hardware(cpu: Hardware) -> Hardware:
