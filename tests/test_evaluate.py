@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
-from sortedrl.build import RunParts, build_run
+from sortedrl.build import RunParts, SampleScorer, build_run
 from sortedrl.clock import WallClock
 from sortedrl.config import SortedConfig
 from sortedrl.engine.base import Request, Sampling
 from sortedrl.engine.local import LocalEngine
-from sortedrl.evaluate import Evaluator
+from sortedrl.errors import RewardError
+from sortedrl.evaluate import Answer, Evaluator, answer_all
+from sortedrl.learner.model import load_tokenizer
 from sortedrl.records import FinishReason, Prompt, sample_seed
+from sortedrl.reward import RewardPool
+from sortedrl.reward_ticket import Score
 from sortedrl.tasks.knights import KnightsTask, verify
+from sortedrl.tasks.tiny import knights_tiny_path
 from sortedrl.telemetry.events import Evaluated, Event
 from tiny_models import Caller
 
@@ -140,11 +145,27 @@ def test_evaluations_amid_training_stay_apart() -> None:
 # ---- on its own -----------------------------------------------------------------------------------------------------
 
 
+class LengthScorer:
+    """An answer's reward is its length."""
+
+    failure: Exception | None = None
+
+    def __init__(self) -> None:
+        self.scores: list[Score] = []
+
+    def submit_answer(self, key: tuple[int, int], prompt: Prompt, tokens: Sequence[int]) -> None:
+        self.scores.append(Score(key=key, reward=float(len(tokens))))
+
+    def poll(self, timeout: float) -> list[Score]:
+        scores, self.scores = self.scores, []
+        return scores
+
+
 def make_evaluator(engine: Any, prompts: list[Prompt], heard: list[Event], **more: Any) -> Evaluator:
     return Evaluator(
         engine=engine,
         prompts=prompts,
-        score=lambda given, answers: [float(len(tokens)) for tokens in answers],
+        scorer=LengthScorer(),
         stop_tokens=(),
         budget=3,
         seed=0,
@@ -172,7 +193,7 @@ def test_without_prompts_it_is_never_due_and_says_nothing() -> None:
 
 
 class HalfFailing:
-    """Ends even requests at once with three tokens, and fails odd ones after one."""
+    """Ends requests at once with three tokens, but fails those with an odd prompt after one."""
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
@@ -197,7 +218,7 @@ class HalfFailing:
 
         request = self.requests.pop(0)
         stamp = {"sample": request.sample, "attempt": request.attempt, "clock": 0.0}
-        if request.sample % 2:
+        if request.prompt[0] % 2:
             one = Delta(start=0, tokens=[9], logprobs=[0.0], version=0, **stamp)
             return [one, Failed(error="broken", **stamp)]
         three = Delta(start=0, tokens=[9] * 3, logprobs=[0.0] * 3, version=0, **stamp)
@@ -206,9 +227,40 @@ class HalfFailing:
 
 def test_a_failed_answer_is_scored_as_it_is() -> None:
     heard: list[Event] = []
-    prompts = [Prompt(id=f"p{n}", tokens=(1,), content="", columns={"kind": "ab"[n // 2]}) for n in range(4)]
+    prompts = [Prompt(id=f"p{n}", tokens=(n,), content="", columns={"kind": "ab"[n // 2]}) for n in range(4)]
     make_evaluator(HalfFailing(), prompts, heard, group_column="kind").run(7, 40)
     (event,) = heard
     assert isinstance(event, Evaluated)
     assert (event.version, event.samples_trained, event.sampled_accuracy, event.mean_length) == (7, 40, 2.0, 2.0)
     assert event.by_group["a"] == {"sampled_accuracy": 2.0, "greedy_accuracy": 2.0, "mean_length": 2.0, "count": 2.0}
+    # Rewards are 3, 1, 3, 1: their variance is 4/3, over four prompts.
+    assert event.sampled_accuracy_se == pytest.approx((4 / 3 / 4) ** 0.5)
+    assert event.truncation_rate == 0.5
+
+
+def test_answers_are_scored_while_the_engine_goes_on() -> None:
+    order: list[str] = []
+    engine, scorer = HalfFailing(), LengthScorer()
+    answers = [Answer(prompt=Prompt(id=f"p{n}", tokens=(0,), content=""), temperature=1.0) for n in range(5)]
+    submit, submit_answer = engine.submit, scorer.submit_answer
+    engine.submit = lambda requests: (order.extend("s" for _ in requests), submit(requests))[1]  # type: ignore[method-assign]
+    scorer.submit_answer = lambda *given: (order.append("a"), submit_answer(*given))[1]  # type: ignore[method-assign]
+    seen: list[Answer] = []
+    answer_all(engine, scorer, answers, stop_tokens=(), budget=3, seed=0, on_scored=seen.append)
+    # Two slots: each answer that ends is handed on and its slot refilled before the next one ends.
+    assert "".join(order) == "ssasasasaa"
+    assert seen == answers
+    assert all(answer.reason is FinishReason.LENGTH and answer.reward == 3.0 for answer in answers)
+
+
+def no_number(prompts: list[str], completions: list[str], **columns: Any) -> list[Any]:
+    raise ValueError("no")
+
+
+def test_a_reward_that_is_to_stop_the_run_stops_an_evaluation() -> None:
+    tokenizer = load_tokenizer(knights_tiny_path())
+    with RewardPool(no_number, timeout_s=5.0, workers=1, on_error="stop") as pool:
+        scorer = SampleScorer(pool=pool, tokenizer=tokenizer)
+        answers = [Answer(prompt=Prompt(id="p", tokens=(0,), content=""), temperature=1.0)]
+        with pytest.raises(RewardError, match=r"set reward\.on_error to zero or skip"):
+            answer_all(HalfFailing(), scorer, answers, stop_tokens=(), budget=3, seed=0)

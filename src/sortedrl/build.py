@@ -21,7 +21,7 @@ from sortedrl.controller import Controller
 from sortedrl.engine.base import Engine, EngineStats, InFlight, Sampling
 from sortedrl.engine.local import LocalEngine
 from sortedrl.engine.watchdog import Watchdog
-from sortedrl.errors import ConfigError, ModelError
+from sortedrl.errors import ConfigError, ModelError, RewardError
 from sortedrl.evaluate import Evaluator
 from sortedrl.learner.checkpoint import load_model
 from sortedrl.learner.lora import ADAPTER_FOLDER, adapt, check_base, check_peft_config, peft_config_of, restore_adapters
@@ -87,16 +87,10 @@ class SampleScorer:
                     self.skip(*score.key)
         return scores
 
-    def score_all(self, prompts: Sequence[Prompt], answers: Sequence[Sequence[int]]) -> list[float]:
-        """Score answers and wait for the result; nothing else may be under way in the pool."""
-        for number, (prompt, tokens) in enumerate(zip(prompts, answers, strict=True)):
-            self.submit_answer((number, 0), prompt, tokens)
-        rewards: dict[int, float] = {}
-        while len(rewards) < len(prompts):
-            rewards.update({score.key[0]: score.reward for score in self.poll(0.1)})
-            if self.pool.failure is not None:
-                raise self.pool.failure
-        return [rewards[number] for number in range(len(prompts))]
+    @property
+    def failure(self) -> RewardError | None:
+        """Why scoring is to end, where failures are to stop it."""
+        return self.pool.failure
 
 
 def build_run(
@@ -132,7 +126,7 @@ def build_run(
     evaluator = Evaluator(
         engine=engine,
         prompts=heldout,
-        score=SampleScorer(pool=heldout_rewards, tokenizer=tokenizer).score_all,
+        scorer=SampleScorer(pool=heldout_rewards, tokenizer=tokenizer),
         stop_tokens=stop_tokens,
         budget=config.engine.max_new_tokens,
         seed=config.run.seed,

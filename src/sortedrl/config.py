@@ -25,6 +25,7 @@ from sortedrl.config_sections import (
     RunSection,
     ScheduleSection,
     Section,
+    SftSection,
     TaskSection,
 )
 from sortedrl.config_text import parse_override, put, section_toml, toml_value
@@ -70,6 +71,7 @@ class SortedConfig(Section):
     learner: LearnerSection = LearnerSection()
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    sft: SftSection = SftSection()
 
     def __init__(self, **sections: Any) -> None:
         try:

@@ -215,3 +215,20 @@ class CheckpointSection(Section):
         default=25, ge=0, description="Updates from one checkpoint to the next; 0: only at the end or when stopped."
     )
     keep: Int = Field(default=2, ge=1, description="Checkpoints that stay; older ones are removed.")
+
+
+class SftSection(Section):
+    """Supervised fine-tuning, for `sortedrl sft`; reinforcement reads none of it."""
+
+    path: str = Field(
+        default="",
+        description="Rows with prompt and completion, or messages: as task.path. Open: the task's own traces.",
+    )
+    split: str = Field(default="", description="Which part of it; left out, train where there is one.")
+    columns: dict[str, str] = Field(default={}, description="Names of the file's columns by ours.")
+    examples: Int = Field(default=1024, ge=1, description="How many of them at most.")
+    epochs: Int = Field(default=1, ge=1, description="Passes over them.")
+    steps: Int = Field(default=0, ge=0, description="Stop after so many batches; 0: when the epochs are over.")
+    batch_tokens: Int = Field(default=4096, ge=1, description="Tokens of a batch, prompts included.")
+    lr: float = Field(default=2e-5, gt=0, description="AdamW's peak rate; it decays linearly to 5 %.")
+    warmup_steps: Int = Field(default=10, ge=0, description="Batches over which the rate rises.")

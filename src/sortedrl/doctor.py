@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from sortedrl.config import SortedConfig
-from sortedrl.errors import SortedRLError
+from sortedrl.errors import DataError, SortedRLError
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -28,7 +28,16 @@ class Finding:
         return asdict(self)
 
 
-def examine(config_path: Path | None = None) -> list[Finding]:
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Target:
+    """Where the run is meant to go: accelerators by the name of their preset, or, left out, this machine."""
+
+    hardware: str | None = None
+    devices: int = 1
+    from_run: Path | None = None  # an earlier run whose times stand for those to come
+
+
+def examine(config_path: Path | None = None, target: Target | None = None) -> list[Finding]:
     """Everything worth knowing, in the order in which a run would trip over it."""
     findings = [
         Finding(name="python", text=platform.python_version(), is_fine=sys.version_info >= (3, 11)),
@@ -37,7 +46,7 @@ def examine(config_path: Path | None = None) -> list[Finding]:
         Finding(name="engine local", text="in process, float32: exact replay"),
         _disk(Path("runs")),
     ]
-    return findings if config_path is None else [*findings, *_configuration(config_path)]
+    return findings if config_path is None else [*findings, *_configuration(config_path, target or Target())]
 
 
 def _package(name: str) -> Finding:
@@ -63,7 +72,7 @@ def _disk(folder: Path) -> Finding:
     return Finding(name="disk", text=text, is_fine=free >= 1)
 
 
-def _configuration(path: Path) -> list[Finding]:
+def _configuration(path: Path, target: Target) -> list[Finding]:
     try:
         config = SortedConfig.load(path)
         knobs = config.knobs
@@ -78,20 +87,55 @@ def _configuration(path: Path) -> list[Finding]:
             f"cohorts of {knobs.cohort_samples} consumed within {bound}, staleness {staleness}",
         )
     ]
-    from sortedrl.build import build_engine, build_task, load_model, model_path
+    from sortedrl.build import build_task
 
     try:
         build_task(config)
+    except DataError as error:
+        if target.hardware is None:
+            return [*findings, Finding(name="task", text=str(error), is_fine=False)]
+        findings.append(Finding(name="task", text=f"{config.task.path}: not on this machine, so not read"))
     except SortedRLError as error:
         return [*findings, Finding(name="task", text=str(error), is_fine=False)]
+    needs = _needs(config, target)
+    if any(not need.is_fine for need in needs):  # a model that does not fit is not loaded either
+        return [*findings, *needs]
+    return [*findings, _model(config, target), *needs]
+
+
+def _model(config: SortedConfig, target: Target) -> Finding:
+    from sortedrl.build import build_engine, load_model, model_path
+
     try:
+        if target.hardware is not None and not model_path(config).is_dir():
+            return Finding(name="model", text=f"{config.model.path}: not on this machine, so not tried")
         model, tokenizer = load_model(model_path(config))
-        build_engine(config, model, knobs)
+        build_engine(config, model, config.knobs)
     except SortedRLError as error:
-        return [*findings, Finding(name="model", text=str(error), is_fine=False)]
+        return Finding(name="model", text=str(error), is_fine=False)
     size = sum(parameter.numel() for parameter in model.parameters())
     text = f"{config.model.path}: {size:,} parameters, vocabulary {len(tokenizer):,}, fits the engine"
-    return [*findings, Finding(name="model", text=text)]
+    return Finding(name="model", text=text)
+
+
+def _needs(config: SortedConfig, target: Target) -> list[Finding]:
+    """Memory and time; nothing where the model's shape is not known, since then the model itself is the trouble."""
+    from sortedrl.build import model_path
+    from sortedrl.estimate import forecast_run
+
+    try:
+        folder = model_path(config)
+        if target.hardware is None and not folder.is_dir():
+            return []
+        forecast = forecast_run(
+            config, folder, hardware=target.hardware, devices=target.devices, from_run=target.from_run
+        )
+    except SortedRLError as error:
+        return [Finding(name="estimate", text=str(error), is_fine=False)]
+    return [
+        Finding(name="memory", text=forecast.memory_text, is_fine=forecast.fits),
+        Finding(name="time", text=forecast.time_text),
+    ]
 
 
 def findings_table(findings: list[Finding]) -> Table:

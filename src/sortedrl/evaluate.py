@@ -1,31 +1,103 @@
-"""Evaluation on held-out prompts: sampled and greedy accuracy, by group, and the length of answers.
+"""Evaluation: answers to a set of prompts, scored while the engine goes on, and their figures.
 
-Used before, after and at intervals of a training run, on the run's own engine while it has nothing else to do. The
-whole set is one oversubscribed batch: a slot that gets free takes the next answer at once.
+`Evaluator` runs before, after and at intervals of a training run, on the run's own engine while it has nothing else to
+do; `exam.py` runs the suites of `sortedrl eval`. Both call `answer_all`: all that is to be answered is one
+oversubscribed batch, so a slot that gets free takes the next answer at once, whichever suite or temperature it has.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from sortedrl.clock import Clock
 from sortedrl.engine.base import Delta, Engine, EngineStats, Failed, Finished, Request, Sampling
-from sortedrl.records import Prompt, sample_seed
+from sortedrl.hooks import Score
+from sortedrl.records import FinishReason, Prompt, sample_seed
+from sortedrl.scores import Figures, Graded, figures
 from sortedrl.telemetry.events import Emit, Evaluated
 
-ScoreAnswers = Callable[[Sequence[Prompt], Sequence[Sequence[int]]], list[float]]
-"""Rewards of answers, given as tokens."""
-
 HELDOUT_EPOCH = -1  # sets the seeds of evaluation apart from those of training
+SCORE_POLL_S = 0.1  # how long to wait for a score when nothing is left to generate
+
+
+class AnswerScorer(Protocol):
+    """Scores answers in the background; nothing but the evaluation may be under way in it."""
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why scoring is to end, if it is."""
+        ...
+
+    def submit_answer(self, key: tuple[int, int], prompt: Prompt, tokens: Sequence[int]) -> None: ...
+
+    def poll(self, timeout: float) -> Sequence[Score]: ...
 
 
 @dataclass(slots=True, kw_only=True)
 class Answer:
+    """One answer that is wanted, and what became of it. `index` counts the sampled answers to one prompt."""
+
     prompt: Prompt
+    temperature: float
+    index: int = 0
     tokens: list[int] = field(default_factory=list)
+    reason: FinishReason | None = None
     reward: float = 0.0
+
+    def graded(self, vote: str | None = None) -> Graded:
+        is_truncated = self.reason is FinishReason.LENGTH
+        return Graded(reward=self.reward, length=len(self.tokens), is_truncated=is_truncated, vote=vote)
+
+
+def answer_all(
+    engine: Engine,
+    scorer: AnswerScorer,
+    answers: Sequence[Answer],
+    *,
+    stop_tokens: tuple[int, ...],
+    budget: int,
+    seed: int,
+    on_scored: Callable[[Answer], None] | None = None,
+) -> None:
+    """Have every answer written and scored. One on which the engine fails is scored as it is."""
+    waiting = deque(_request(number, answer, stop_tokens, budget, seed) for number, answer in enumerate(answers))
+    num_running = num_scored = 0
+    while num_scored < len(answers):
+        num_free = min(engine.capabilities.slots - num_running, len(waiting))
+        engine.submit([waiting.popleft() for _ in range(num_free)])
+        num_running += num_free
+        for event in engine.poll() if num_running else ():
+            answer = answers[event.sample]
+            match event:
+                case Delta():
+                    answer.tokens[event.start :] = event.tokens
+                case Finished() | Failed():
+                    num_running -= 1
+                    answer.reason = event.reason if isinstance(event, Finished) else FinishReason.FAILED
+                    scorer.submit_answer((event.sample, 0), answer.prompt, answer.tokens)
+                case _:
+                    pass
+        for score in scorer.poll(0.0 if num_running or waiting else SCORE_POLL_S):
+            num_scored += 1
+            answers[score.key[0]].reward = score.reward
+            if on_scored is not None:
+                on_scored(answers[score.key[0]])
+        if scorer.failure is not None:
+            raise scorer.failure
+
+
+def _request(number: int, answer: Answer, stop_tokens: tuple[int, ...], budget: int, seed: int) -> Request:
+    return Request(
+        sample=number,
+        attempt=0,
+        prompt=answer.prompt.tokens,
+        budget=budget,
+        seed=sample_seed(seed, HELDOUT_EPOCH, answer.prompt.id, answer.index),
+        sampling=Sampling(temperature=answer.temperature, stop_tokens=stop_tokens),
+    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,7 +106,7 @@ class Evaluator:
 
     engine: Engine
     prompts: Sequence[Prompt]
-    score: ScoreAnswers
+    scorer: AnswerScorer
     stop_tokens: tuple[int, ...]
     budget: int
     seed: int
@@ -54,73 +126,52 @@ class Evaluator:
         if not self.prompts or num_trained == self.last_run:
             return
         before = self.engine.stats()
-        sampled = self.answers(self.temperature, self.num_samples)
-        greedy = self.answers(0.0, 1)
+        sampled, greedy = self.answers()
         self.used = self.used.plus(self.engine.stats().minus(before))
         self.last_run = num_trained
+        found = _figures(sampled)
         self.emit(
             Evaluated(
                 t=self.clock.now(),
                 version=version,
                 samples_trained=num_trained,
-                sampled_accuracy=_mean(answer.reward for answer in sampled),
-                greedy_accuracy=_mean(answer.reward for answer in greedy),
-                mean_length=_mean(len(answer.tokens) for answer in sampled),
+                sampled_accuracy=found.mean_at_k,
+                greedy_accuracy=_figures(greedy).mean_at_k,
+                mean_length=found.mean_length,
                 by_group=self._by_group(sampled, greedy),
+                sampled_accuracy_se=found.mean_at_k_se,
+                pass_at_k=found.pass_at_k,
+                truncation_rate=found.truncation_rate,
             )
         )
 
-    def answers(self, temperature: float, num_samples: int) -> list[Answer]:
-        """Answer and score every prompt `num_samples` times."""
-        answers = [Answer(prompt=prompt) for prompt in self.prompts for _ in range(num_samples)]
-        sampling = Sampling(temperature=temperature, stop_tokens=self.stop_tokens)
-        waiting = deque(
-            Request(
-                sample=number,
-                attempt=0,
-                prompt=answer.prompt.tokens,
-                budget=self.budget,
-                seed=sample_seed(self.seed, HELDOUT_EPOCH, answer.prompt.id, number % num_samples),
-                sampling=sampling,
-            )
-            for number, answer in enumerate(answers)
-        )
-        running = 0
-        while waiting or running:
-            free = min(self.engine.capabilities.slots - running, len(waiting))
-            self.engine.submit([waiting.popleft() for _ in range(free)])
-            running += free
-            for event in self.engine.poll():
-                match event:
-                    case Delta():
-                        answers[event.sample].tokens[event.start :] = event.tokens
-                    case Finished() | Failed():
-                        running -= 1
-                    case _:
-                        pass
-        rewards = self.score([answer.prompt for answer in answers], [answer.tokens for answer in answers])
-        for answer, reward in zip(answers, rewards, strict=True):
-            answer.reward = reward
-        return answers
+    def answers(self) -> tuple[list[list[Answer]], list[list[Answer]]]:
+        """Sampled answers to every prompt, and a greedy one: by prompt, scored."""
+        indices = range(self.num_samples)
+        sampled = [[Answer(prompt=p, temperature=self.temperature, index=i) for i in indices] for p in self.prompts]
+        greedy = [[Answer(prompt=prompt, temperature=0.0)] for prompt in self.prompts]
+        # Those of one prompt follow each other: an engine may then read the prompt once for all of them.
+        every = [answer for pair in zip(sampled, greedy, strict=True) for answers in pair for answer in answers]
+        answer_all(self.engine, self.scorer, every, stop_tokens=self.stop_tokens, budget=self.budget, seed=self.seed)
+        return sampled, greedy
 
-    def _by_group(self, sampled: list[Answer], greedy: list[Answer]) -> dict[str, dict[str, float]]:
+    def _by_group(self, sampled: list[list[Answer]], greedy: list[list[Answer]]) -> dict[str, dict[str, float]]:
         if self.group_column is None:
             return {}
-        groups: dict[str, dict[str, list[Answer]]] = defaultdict(lambda: {"sampled": [], "greedy": []})
-        for kind, answers in (("sampled", sampled), ("greedy", greedy)):
-            for answer in answers:
-                groups[str(answer.prompt.columns.get(self.group_column))][kind].append(answer)
-        return {
-            name: {
-                "sampled_accuracy": _mean(answer.reward for answer in group["sampled"]),
-                "greedy_accuracy": _mean(answer.reward for answer in group["greedy"]),
-                "mean_length": _mean(len(answer.tokens) for answer in group["sampled"]),
-                "count": float(len(group["sampled"])),
+        groups: dict[str, list[int]] = defaultdict(list)
+        for number, prompt in enumerate(self.prompts):
+            groups[str(prompt.columns.get(self.group_column))].append(number)
+        found: dict[str, dict[str, float]] = {}
+        for name, numbers in sorted(groups.items()):
+            of_group = _figures([sampled[number] for number in numbers])
+            found[name] = {
+                "sampled_accuracy": of_group.mean_at_k,
+                "greedy_accuracy": _figures([greedy[number] for number in numbers]).mean_at_k,
+                "mean_length": of_group.mean_length,
+                "count": float(of_group.num_samples),
             }
-            for name, group in sorted(groups.items())
-        }
+        return found
 
 
-def _mean(values: Iterable[float]) -> float:
-    numbers = list(values)
-    return sum(numbers) / len(numbers) if numbers else 0.0
+def _figures(answers: Sequence[Sequence[Answer]]) -> Figures:
+    return figures([[answer.graded() for answer in of_prompt] for of_prompt in answers])

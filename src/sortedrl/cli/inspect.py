@@ -53,12 +53,18 @@ def answer_decoder(run: Path) -> Callable[[list[int]], str] | None:
 
 @app.command()
 def doctor(
-    config: Annotated[Path | None, typer.Argument(help="A configuration to check.")] = None, as_json: AsJson = False
+    config: Annotated[Path | None, typer.Argument(help="A configuration to check.")] = None,
+    hardware: Annotated[
+        str | None, typer.Option(help="Estimate for h100, a100 or cpu in place of this machine.")
+    ] = None,
+    devices: Annotated[int, typer.Option(min=1, help="How many of them.")] = 1,
+    from_run: Annotated[Path | None, typer.Option(help="Estimate time from what this finished run took.")] = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Say what this machine can run, and whether CONFIG is sound."""
-    from sortedrl.doctor import examine, findings_table
+    """Say what this machine can run, whether CONFIG is sound, and what memory and time it will need."""
+    from sortedrl.doctor import Target, examine, findings_table
 
-    findings = examine(config)
+    findings = examine(config, Target(hardware=hardware, devices=devices, from_run=from_run))
     if as_json:
         print(json.dumps({"findings": [finding.as_dict() for finding in findings]}))
     else:

@@ -4,35 +4,81 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from sortedrl.cli.app import AsJson, app, err
+from sortedrl.cli.app import AsJson, Overrides, app, err
+from sortedrl.config import SortedConfig
+from sortedrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sortedrl.learner.sft import SftResult
 
 
 @app.command()
 def sft(
-    out: Annotated[Path, typer.Argument(help="Folder for the model.")],
-    seed: Annotated[int, typer.Option(min=0)] = 0,
-    steps: Annotated[int | None, typer.Option(min=1, help="Left out: those of the shipped model.")] = None,
+    target: Annotated[
+        Path, typer.Argument(metavar="CONFIG|OUT", help="A TOML file; or a folder for the embedded model.")
+    ],
+    overrides: Overrides = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the tuned model; left out: sft in the run's.")] = None,
+    rebuild_tiny: Annotated[
+        bool, typer.Option("--rebuild-tiny", help="Rebuild the embedded model in OUT; so does any OUT but a .toml.")
+    ] = False,
+    seed: Annotated[int | None, typer.Option(min=0, help="Left out: the configuration's, or 0.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Left out: what CONFIG or the shipped model takes.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Rebuild the embedded model: SFT of a tiny Llama on demonstrations of Knights and Knaves."""
+    """Fine-tune as the [sft] section of CONFIG says, or rebuild the embedded model in the folder OUT."""
+    if target.suffix == ".toml" and not rebuild_tiny:
+        given = [f"run.seed={seed}"] * (seed is not None) + [f"sft.steps={steps}"] * (steps is not None)
+        tune_as(SortedConfig.load(target, [*(overrides or []), *given]), out, as_json)
+        return
+    if overrides or out is not None:
+        raise ConfigError("KEY=VALUE and --out go with a CONFIG that ends in .toml; the embedded model has its own")
+    rebuild_into(target, seed or 0, steps, as_json)
+
+
+def tune_as(config: SortedConfig, out: Path | None, as_json: bool) -> None:
+    from sortedrl.tuning import tune
+
+    folder = out or config.run_dir / "sft"
+    with progress_bar(as_json) as progress:
+        bar = progress.add_task("sft", total=None, loss="")
+        result = tune(
+            config,
+            folder,
+            on_step=lambda step, loss: progress.update(bar, completed=step, loss=f"loss {loss:.3f}"),
+            on_start=lambda total: progress.update(bar, total=total),
+        )
+    tell(folder, result, as_json)
+
+
+def rebuild_into(folder: Path, seed: int, steps: int | None, as_json: bool) -> None:
     import torch
 
     from sortedrl.tasks.tiny import STEPS, rebuild
 
     torch.set_num_threads(1)
-    loss_column = TextColumn("{task.fields[loss]}")
-    columns = (TextColumn("SFT"), BarColumn(), MofNCompleteColumn(), loss_column, TimeRemainingColumn())
-    with Progress(*columns, console=err, disable=as_json) as progress:
+    with progress_bar(as_json) as progress:
         bar = progress.add_task("sft", total=steps or STEPS, loss="")
+        result = rebuild(
+            folder,
+            seed=seed,
+            steps=steps or STEPS,
+            on_step=lambda step, loss: progress.update(bar, completed=step, loss=f"loss {loss:.3f}"),
+        )
+    tell(folder, result, as_json)
 
-        def on_step(step: int, loss: float) -> None:
-            progress.update(bar, completed=step, loss=f"loss {loss:.3f}")
 
-        result = rebuild(out, seed=seed, steps=steps or STEPS, on_step=on_step)
-    record = {"path": str(out), "steps": result.steps, "num_tokens": result.num_tokens, "loss": result.loss}
-    print(json.dumps(record)) if as_json else err.print(f"saved {out}: loss {result.loss:.4f}", highlight=False)
+def progress_bar(as_json: bool) -> Progress:
+    loss = TextColumn("{task.fields[loss]}")
+    columns = (TextColumn("SFT"), BarColumn(), MofNCompleteColumn(), loss, TimeRemainingColumn())
+    return Progress(*columns, console=err, disable=as_json)
+
+
+def tell(folder: Path, result: SftResult, as_json: bool) -> None:
+    record = {"path": str(folder), "steps": result.steps, "num_tokens": result.num_tokens, "loss": result.loss}
+    print(json.dumps(record)) if as_json else err.print(f"saved {folder}: loss {result.loss:.4f}", highlight=False)

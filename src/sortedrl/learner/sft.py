@@ -1,7 +1,9 @@
 """Supervised fine-tuning: the cold start that gives a model the skill which reinforcement then puts to use.
 
-`tasks/tiny.py` calls it to build the embedded checkpoint; any causal model and any stream of (prompt, answer) token
-lists will do. Matrices learn by Muon, the rest by AdamW; batches hold answers of about the same length.
+`tasks/tiny.py` calls it to build the embedded checkpoint, `tuning.py` to tune any causal model; any stream of (prompt,
+answer) token lists will do. Matrices learn by Muon and the rest by AdamW, or all by AdamW. Batches hold answers of
+about the same length. They are padded, or packed as in reinforcement, which a large vocabulary wants: logits are then
+computed where an answer is predicted, and nowhere else.
 
 What it keeps true: the loss covers answer tokens only; batches, and on one machine and one thread the weights, depend
 on the arguments alone. Progress goes to an injected callback.
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -22,6 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from sortedrl.errors import DataError, RunDirError
+from sortedrl.learner.pack import pack, packed_attention, packed_logits
+from sortedrl.records import Prompt, Sample, Segment
 
 Example = tuple[Sequence[int], Sequence[int]]
 """Tokens of a prompt and of its answer, end token included."""
@@ -43,9 +48,12 @@ class SftResult:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class SftRates:
-    """Peak rates, and the schedule that both optimisers share: linear warm-up, then linear decay."""
+    """Peak rates, and the schedule that both optimisers share: linear warm-up, then linear decay.
 
-    muon: float = 8e-3
+    Without a rate of Muon's, AdamW moves the matrices too.
+    """
+
+    muon: float | None = 8e-3
     adamw: float = 3e-3
     warmup_steps: int = 20
     final_share: float = 0.05
@@ -88,20 +96,21 @@ def finetune(
     seed: int,
     batch_tokens: int,
     rates: SftRates,
+    is_packed: bool = False,
     on_step: OnStep | None = None,
 ) -> SftResult:
     """Train for `steps` batches; the stream of examples must last that long."""
-    muon, adamw = _optimizers(model)
+    muon, adamw = _optimizers(model, has_muon=rates.muon is not None)
     losses: list[float] = []
     num_tokens = 0
     model.train()
     for batch in islice(length_batches(examples, batch_tokens=batch_tokens, seed=seed), steps):
-        tokens_nl, labels_nl = pad_batch(batch)
-        loss = answer_loss(model, tokens_nl, labels_nl)
-        loss.backward()
+        with packed_attention(model) if is_packed else nullcontext():
+            loss = packed_loss(model, batch) if is_packed else answer_loss(model, *pad_batch(batch))
+            loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scale = rates.scale(len(losses), steps)
-        muon.step(rates.muon * scale)
+        muon.step((rates.muon or 0.0) * scale)
         for group in adamw.param_groups:
             group["lr"] = rates.adamw * scale
         adamw.step()
@@ -162,10 +171,29 @@ def answer_loss(model: nn.Module, tokens_nl: Tensor, labels_nl: Tensor) -> Tenso
     )
 
 
-def _optimizers(model: nn.Module) -> tuple[GroupedMuon, torch.optim.AdamW]:
-    """Muon for the matrices inside the network, AdamW for embeddings and gains."""
+def packed_loss(model: Any, batch: Sequence[Example]) -> Tensor:
+    """The same, without padding, and with logits of the labelled tokens only; within `packed_attention(model)`."""
+    samples = [
+        Sample(
+            id=number,
+            prompt=Prompt(id=str(number), tokens=tuple(prompt), content=""),
+            index=0,
+            epoch=0,
+            cohort=0,
+            seed=0,
+            budget=len(answer),
+            segments=[Segment(version=0, tokens=list(answer), logprobs=[0.0] * len(answer))],
+        )
+        for number, (prompt, answer) in enumerate(batch)
+    ]
+    (micro,) = pack(samples, [1.0] * len(samples), sum(_length(example) for example in batch), model.device)
+    return nn.functional.cross_entropy(packed_logits(model, micro).float(), micro.targets_a)
+
+
+def _optimizers(model: nn.Module, *, has_muon: bool) -> tuple[GroupedMuon, torch.optim.AdamW]:
+    """Muon for the matrices inside the network, if at all, AdamW for embeddings, gains and what else there is."""
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    matrices = [p for p in model.parameters() if p.ndim == 2 and id(p) not in tables]
+    matrices = [p for p in model.parameters() if p.ndim == 2 and id(p) not in tables] if has_muon else []
     inner = {id(p) for p in matrices}
     rest = [p for p in model.parameters() if id(p) not in inner]
     return GroupedMuon(matrices), torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0.0)

@@ -55,6 +55,9 @@ class Model:
     kv_heads: int
     head_dim: int
     bytes_per_value: float
+    hidden: int = 0  # these three are for memory only, see estimate.py
+    intermediate: int = 0
+    vocab: int = 0
 
     @property
     def weight_bytes(self) -> float:
@@ -153,8 +156,8 @@ def load_cost(
     if kind == "unit":
         return UnitCost()
     cost = RooflineCost(
-        hardware=Hardware(**_preset("hardware", hardware)),
-        model=Model(**_preset("models", model)),
+        hardware=load_hardware(hardware),
+        model=load_shape(model),
         tensor_parallel=tensor_parallel,
         replicas=replicas,
     )
@@ -165,6 +168,14 @@ def load_cost(
             f"may need {longest:,}: raise --tensor-parallel, lower --cap, or choose other hardware"
         )
     return cost
+
+
+def load_hardware(name: str) -> Hardware:
+    return Hardware(**_preset("hardware", name))
+
+
+def load_shape(name: str) -> Model:
+    return Model(**_preset("models", name))
 
 
 def preset_names(table: str) -> list[str]:

@@ -89,6 +89,13 @@ def is_equal(given: str, reference: str) -> bool:
     return _in_time(lambda: _is_same_expression(given, reference))
 
 
+def canonical(answer: str) -> str:
+    """A form that equal numbers, and texts that differ in their setting alone, have in common."""
+    text = _plain(answer)
+    number = _number(text)
+    return _squeezed(text) if number is None else str(number)
+
+
 # ---- plain text and numbers ------------------------------------------------------------------------------------------
 
 FENCES = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))

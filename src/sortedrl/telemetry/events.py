@@ -129,6 +129,9 @@ class Evaluated(Event):
     greedy_accuracy: float
     mean_length: float
     by_group: dict[str, dict[str, float]] = field(default_factory=dict)
+    sampled_accuracy_se: float | None = None  # over prompts; one prompt has none
+    pass_at_k: float | None = None  # a reward above one half among a prompt's sampled answers
+    truncation_rate: float | None = None
 
 
 @dataclass(slots=True)
