@@ -6,6 +6,7 @@ here, before the first token is sampled.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +33,7 @@ from sortedrl.schedule import Fate, Knobs
 from sortedrl.tasks.base import PromptStream, Task, make_prompt
 from sortedrl.tasks.knights import KnightsTask
 from sortedrl.tasks.tiny import knights_tiny_path
-from sortedrl.telemetry.events import Emit
+from sortedrl.telemetry.events import Emit, RewardCalled, ignore
 from sortedrl.weights import is_adapted
 
 
@@ -70,6 +71,8 @@ class SampleScorer:
     pool: RewardPool
     tokenizer: Any
     skip: Callable[[int, int], None] | None = None  # told of samples that are to have no weight
+    emit: Emit = ignore
+    clock: Clock | None = None  # of the events
 
     def submit(self, sample: Sample) -> None:
         self.submit_answer((sample.id, sample.attempt), sample.prompt, sample.tokens)
@@ -84,7 +87,16 @@ class SampleScorer:
             for score in scores:
                 if score.is_skipped:
                     self.skip(*score.key)
+        if self.clock is not None:
+            self.tell_calls(self.clock.now())
         return scores
+
+    def tell_calls(self, t: float) -> None:
+        for call in self.pool.take_calls():
+            lag_s = time.monotonic() - call.ended
+            self.emit(
+                RewardCalled(t=t, worker=call.worker, seconds=call.seconds, lag_s=lag_s, num_samples=call.num_samples)
+            )
 
     def score_all(self, prompts: Sequence[Prompt], answers: Sequence[Sequence[int]]) -> list[float]:
         """Score answers and wait for the result; nothing else may be under way in the pool."""
@@ -148,7 +160,7 @@ def build_run(
         knobs=knobs,
         engine=engine,
         learner=learner,
-        scorer=SampleScorer(pool=rewards, tokenizer=tokenizer, skip=learner.skip),
+        scorer=SampleScorer(pool=rewards, tokenizer=tokenizer, skip=learner.skip, emit=emit, clock=clock),
         load_samples=loader.load,
         total_samples=config.run.samples,
         sampling=Sampling(temperature=config.engine.temperature, stop_tokens=stop_tokens),

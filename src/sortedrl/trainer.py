@@ -248,7 +248,7 @@ class SortedTrainer:
                 if self.config.checkpoint.save:
                     saver.run()
         emit(RunEnded(t=clock.now(), reason="complete" if complete else "stopped"))
-        summary = summary_of(parts, metrics, stats, timing, ledger_s=saver.files.store.seconds)
+        summary = summary_of(parts, metrics, stats, timing, ledger_s=saver.files.store.seconds, emit_s=emit.seconds)
         summary.write(self.run_dir / "summary.json")
         if self.config.run.report:
             write_report([self.run_dir], self.run_dir / "report.html")
@@ -324,7 +324,7 @@ def run_started(config: SortedConfig, t: float) -> RunStarted:
 
 
 def summary_of(
-    parts: RunParts, metrics: RunMetrics, stats: EngineStats, timing: Timing, *, ledger_s: float | None = None
+    parts: RunParts, metrics: RunMetrics, stats: EngineStats, timing: Timing, *, ledger_s: float, emit_s: float
 ) -> Summary:
     knobs = parts.controller.knobs
     return summarize(
@@ -336,6 +336,7 @@ def summary_of(
         lookahead="none" if knobs.lookahead is None else knobs.lookahead,
         calibration=parts.controller.buffer.lengths.calibration,
         ledger_s=ledger_s,
+        emit_s=emit_s,
     )
 
 

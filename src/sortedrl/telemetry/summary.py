@@ -64,6 +64,8 @@ class Summary(BaseModel):
     tokens_per_s: float | None = None
     bubble_ratio: float | None = None
     goodput: float | None = None
+    slot_time: dict[str, float] | None = None  # shares by cause (causes.py): they add up to 1
+    emit_s: float | None = None  # telling events, since the last resume
     staleness_mean: float | None = None
     staleness_token_mean: float | None = None
     staleness_max: int | None = None
@@ -120,6 +122,7 @@ def summarize(
     lookahead: int | Literal["none"] | None = None,
     calibration: Calibration | None = None,
     ledger_s: float | None = None,
+    emit_s: float | None = None,
 ) -> Summary:
     """The summary of a run whose events `metrics` has folded.
 
@@ -155,6 +158,8 @@ def summarize(
         tokens_per_s=metrics.tokens_per_s(timing) if timing else None,
         bubble_ratio=metrics.bubble_ratio(stats, timing) if stats and timing else None,
         goodput=metrics.goodput(timing) if timing else None,
+        slot_time=metrics.slot_time(),
+        emit_s=emit_s,
         staleness_mean=metrics.staleness_mean,
         staleness_token_mean=metrics.staleness_token_mean,
         staleness_max=metrics.staleness_max,
