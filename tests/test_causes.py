@@ -69,7 +69,7 @@ def taken(t: float, update: int, sample: int, length: int, **engine: float) -> B
 #  7 to  8 s: 0's score is awaited, and the engine stands still                                     reward       3
 #  8 to 10 s: update;  10 to 10.5 s: weights;  10.5 to 11 s: a checkpoint           update 6, publish 1.5, save 1.5
 # 11 to 15 s: 1 goes on, reads its 4 tokens and its prompt again in 2 s (a prompt has 4 tokens too: 1 s each), writes 2;
-#             2 starts again, reads its prompt in 1 s, stands still for 1 s while the loop works, writes 2. A slot is free.
+#             2 starts again, reads its prompt in 1 s, stands still for 1 s while the loop works, writes 2. One is free.
 RUN: list[Event] = [
     RunStarted(t=1.0, strategy="sorted", seed=0, slots=3, update_batch=1, total_samples=3),
     CohortLoaded(t=1.5, cohort=0, update=0, samples=[0, 1, 2]),
@@ -166,6 +166,8 @@ def test_the_causes_of_simulated_runs_agree_with_their_summary(
     )
     check_whole(summary, tolerance=1e-6)
     found, wall = summary.slot_time, summary.wall_s
+    working = sum(found[cause] for cause in Cause if cause not in (*WAITING, Cause.OVERHEAD))
+    assert working == pytest.approx((1.0 - summary.bubble_ratio) * summary.rollout_s / wall, abs=1e-6)
     if strategy is not Strategy.ASYNC:  # nothing runs during an update: the parts of the wall clock are known
         assert found["update"] == pytest.approx(summary.update_s / wall, abs=1e-6)
         assert found["publish"] == pytest.approx(summary.publish_s / wall, abs=1e-6)

@@ -34,6 +34,7 @@ from sortedrl.tasks.base import PromptStream, Task, make_prompt
 from sortedrl.tasks.knights import KnightsTask
 from sortedrl.tasks.tiny import knights_tiny_path
 from sortedrl.telemetry.events import Emit, RewardCalled, ignore
+from sortedrl.telemetry.trackers import check_trackers
 from sortedrl.weights import is_adapted
 
 
@@ -127,6 +128,7 @@ def build_run(
     `checkpoint`: the folder whose weights are taken instead, those of a given model included. `peft_config`: adapters
     to train in place of all weights, other than those that the configuration may ask for.
     """
+    check_trackers(config.track.to)
     torch.set_num_threads(config.run.threads)
     torch.manual_seed(config.run.seed)
     task = task or build_task(config)

@@ -26,6 +26,7 @@ from sortedrl.config_sections import (
     ScheduleSection,
     Section,
     TaskSection,
+    TrackSection,
 )
 from sortedrl.config_text import parse_override, put, section_toml, toml_value
 from sortedrl.errors import ConfigError
@@ -56,6 +57,9 @@ CHANGEABLE = frozenset(
         "checkpoint.save",
         "checkpoint.every_updates",
         "checkpoint.keep",
+        "track.to",
+        "track.project",
+        "track.mode",
     }
 )
 
@@ -73,6 +77,7 @@ class SortedConfig(Section):
     learner: LearnerSection = LearnerSection()
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    track: TrackSection = TrackSection()
 
     def __init__(self, **sections: Any) -> None:
         try:

@@ -182,3 +182,15 @@ class CheckpointSection(Section):
         default=25, ge=0, description="Updates from one checkpoint to the next; 0: only at the end or when stopped."
     )
     keep: Int = Field(default=2, ge=1, description="Checkpoints that stay; older ones are removed.")
+
+
+class TrackSection(Section):
+    """Where a run's scalars go besides the run directory."""
+
+    to: tuple[Literal["tensorboard", "wandb"], ...] = Field(
+        default=(), description="Trackers, each an extra of this package: `tensorboard`, `wandb`."
+    )
+    project: str = Field(default="sortedrl", min_length=1, description="wandb: the project.")
+    mode: Literal["offline", "online"] = Field(
+        default="offline", description="wandb: keep the run in its directory, or send it as it goes."
+    )

@@ -24,6 +24,7 @@ from sortedrl.clock import WallClock
 from sortedrl.config import SortedConfig
 from sortedrl.engine.base import EngineStats
 from sortedrl.errors import ConfigError, RunDirError, SortedRLError
+from sortedrl.redact import redact
 from sortedrl.rundir import RunLock, check_writable, prepare_run_dir
 from sortedrl.tasks.base import DatasetTask, RewardFunc, RowSequence, Task
 from sortedrl.telemetry.console import ConsoleSink
@@ -32,6 +33,7 @@ from sortedrl.telemetry.metrics import RunMetrics, Timing
 from sortedrl.telemetry.report import write_report
 from sortedrl.telemetry.sinks import Fanout, Sink, read_events
 from sortedrl.telemetry.summary import Summary, summarize
+from sortedrl.telemetry.trackers import TrackSettings, open_trackers
 
 if TYPE_CHECKING:
     from sortedrl.build import RunParts
@@ -121,7 +123,12 @@ class SortedTrainer:
             )
             stack.callback(emit.close)
             shown = ConsoleSink(self.console, metrics, quiet=self.quiet)
-            for sink in (metrics, files.events, files.metrics, shown, *self.sinks):
+            track = self.config.track
+            settings = TrackSettings(
+                project=track.project, name=self.config.run.name, mode=track.mode, config=redact(self.config.in_force())
+            )
+            trackers = open_trackers(track.to, self.run_dir, metrics, settings)
+            for sink in (metrics, files.events, files.metrics, shown, *trackers, *self.sinks):
                 emit.add(sink)
             saver = self._saver(parts, files, clock, emit)
             self._tell_progress(parts, files, emit)

@@ -36,9 +36,9 @@ from sortedrl.telemetry.events import (
     WeightsPublished,
 )
 
-# Before the first two the slots waited for something, and the third is told in between; the others may come after the
-# last step of training.
-_APART = frozenset({ScoresAwaited, CheckpointSaved, RewardCalled, Evaluated, RunEnded})
+# Before the first three the slots stood still, and the next is told in between; the others may come after the last step
+# of training.
+_APART = frozenset({ScoresAwaited, WeightsPublished, CheckpointSaved, RewardCalled, Evaluated, RunEnded})
 
 Probe = Callable[[], tuple[EngineStats, Timing]]
 """What engine and controller have measured so far."""
@@ -183,11 +183,14 @@ class RunMetrics:
         """Nothing is held open."""
 
     def _stood_still(self, event: Event) -> None:
+        slots = self.occupancy
         match event:
             case ScoresAwaited():
-                self.occupancy.stood_still(event.t, Cause.REWARD, seconds=event.seconds, paused=event.num_paused)
+                slots.stood_still(event.t, Cause.REWARD, seconds=event.seconds, paused=event.num_paused)
+            case WeightsPublished():
+                slots.stood_still(event.t, Cause.PUBLISH, seconds=event.seconds, paused=slots.running)
             case CheckpointSaved():
-                self.occupancy.stood_still(event.t, Cause.SAVE, seconds=event.seconds, paused=0)
+                slots.stood_still(event.t, Cause.SAVE, seconds=event.seconds, paused=0)
             case _:
                 pass
 
