@@ -536,8 +536,8 @@ def test_plain_lines_where_there_is_no_terminal():
         "sorted: 8 samples, 2 an update, 4 slots, seed 7",
         "held-out accuracy after 0 samples: 0.250 sampled, 0.125 greedy, mean length 4.0",
     ]
-    first = "reward 0.500, length 2.5, staleness 0.00 (max 0), bubble 25.0%, tokens/s 1"
-    second = "reward 1.000, length 5.5, staleness 0.25 (max 1), bubble 25.0%, tokens/s 1"
+    first = "reward 0.500, length 2.5, staleness 0.00 (max 0), bubble 25.0%, goodput 25.0%, tokens/s 1"
+    second = "reward 1.000, length 5.5, staleness 0.25 (max 1), bubble 25.0%, goodput 50.0%, tokens/s 1"
     assert lines[2:] == [
         f"update 1, 2/8 samples (25%): {first}, 0:21 left",  # 2 of 8 samples took 7 s: 6 more take 21 s
         f"update 2, 4/8 samples (50%): {second}, 0:12 left",
@@ -567,8 +567,8 @@ def test_a_terminal_gets_a_live_panel():
 
 def test_slots_bar_and_time_left():
     metrics = folded(RUN[:6])
-    assert slots_bar(metrics).plain == "slots ■■■· 3/4"
-    assert slots_bar(metrics, is_ascii=True).plain == "slots ###. 3/4"
+    assert slots_bar(metrics).plain.rstrip() == "slots ■■■· 3/4"
+    assert slots_bar(metrics, is_ascii=True).plain.rstrip() == "slots ###. 3/4"
     assert time_left(metrics) == "–:––"
 
 
