@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -177,6 +178,27 @@ def test_the_causes_of_simulated_runs_agree_with_their_summary(
         assert found["recomputed"] == 0.0
     if not summary.discarded_tokens:
         assert found["discarded"] == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("strategy", [strategy for strategy in Strategy if strategy is not Strategy.ASYNC])
+def test_without_attempts_the_engine_tells_how_busy_slots_were(strategy: Strategy):
+    events: list[Event] = []
+    summary = simulate(
+        load_trace("lognormal(40, 1.0, 400)", samples=96),
+        strategy=strategy,
+        slots=8,
+        update_batch=8,
+        cost=load_cost("roofline", hardware="cpu", model="smollm2-135m"),
+        divergence=0.01,
+        emit=events.append,
+    )
+    told = [event for event in events if not isinstance(event, AttemptStarted | SampleScored)]
+    few = [
+        replace(event, slot=-1) if isinstance(event, AttemptEnded) else event
+        for event in told
+        if not isinstance(event, AttemptEnded) or event.outcome == "interrupted"
+    ]
+    assert folded(few).slot_time() == pytest.approx(summary.slot_time, abs=1e-6)
 
 
 def check_whole(summary: Summary, *, tolerance: float) -> None:

@@ -75,6 +75,7 @@ class SlotTime:
     prompt_tokens: int = 0
     recomputed_tokens: int = 0
     harvested_s: float = 0.0
+    started_up_s: float = 0.0  # of `waited`, until the last harvest
 
     def begin(self, t: float, slots: int) -> None:
         """A run starts."""
@@ -103,12 +104,31 @@ class SlotTime:
         self, *, busy_s: float | None, prefill_s: float, prompt_tokens: int, recomputed_tokens: int, paused: int
     ) -> None:
         """An update batch is taken; the figures are the engine's since the last time, None if it told nothing."""
-        self.computed_s += self.busy_slot_s - self.harvested_s if busy_s is None else busy_s
+        seen_s = self.busy_slot_s - self.harvested_s
+        if busy_s and not seen_s:
+            self._trust(busy_s)
+        self.computed_s += seen_s if busy_s is None else busy_s
         self.prefill_s += prefill_s
         self.prompt_tokens += prompt_tokens
         self.recomputed_tokens += recomputed_tokens
-        self.harvested_s = self.busy_slot_s
-        self.paused, self.waiting_for = paused, Cause.UPDATE
+        self.harvested_s, self.started_up_s = self.busy_slot_s, self.waited[Cause.START_UP]
+        self.paused, self.waiting_for = min(paused, self.running), Cause.UPDATE
+
+    def _trust(self, busy_s: float) -> None:
+        """Nobody told of attempts, as in a simulation that only wants its summary: the engine's account stands in.
+
+        What looked like starting up was work, and for the rest the tail of the harvest; work beyond it was done while
+        an update was waited for.
+        """
+        idle_s = self.waited[Cause.START_UP] - self.started_up_s
+        left_s = max(busy_s - idle_s, 0.0)
+        self.waited[Cause.START_UP] -= idle_s
+        self.waited[Cause.TAIL] += max(idle_s - busy_s, 0.0)
+        for cause in (Cause.UPDATE, Cause.PUBLISH):
+            part_s = min(left_s, self.waited[cause])
+            self.waited[cause] -= part_s
+            left_s -= part_s
+        self.busy_slot_s += busy_s - left_s
 
     @property
     def wall_s(self) -> float:
