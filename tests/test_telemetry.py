@@ -27,11 +27,13 @@ from sortedrl.telemetry.events import (
     CohortLoaded,
     Evaluated,
     Event,
+    RewardCalled,
     RunEnded,
     RunResumed,
     RunStarted,
     SampleRequeued,
     SampleScored,
+    ScoresAwaited,
     UpdateDone,
     WeightsPublished,
 )
@@ -104,6 +106,8 @@ RUN: list[Event] = [
     AttemptVerified(t=8.0, sample=12, attempt=2, cached=5, accepted=1),
     started(8.0, 14, 2, 1),
     ended(10.0, 11, 0, "stop", 7, attempt=2),
+    RewardCalled(t=10.0, worker=0, seconds=0.01, lag_s=0.0, num_samples=1),
+    ScoresAwaited(t=10.0, seconds=0.0),
     SampleScored(t=10.0, sample=11, attempt=2, reward=1.0),
     started(10.0, 15, 0, 1),
     ended(11.0, 12, 1, "length", 4, attempt=2),
@@ -134,6 +138,24 @@ RUN: list[Event] = [
 ]
 STATS = EngineStats(decode_steps=8, decoded_tokens=24, recomputed_tokens=10, busy_slot_s=24.0)
 TIMING = Timing(rollout_s=8.0, update_s=3.0, publish_s=2.0, wall_s=16.0)
+
+
+# Of 4 x 13 slot-seconds. Running: 24, of which 16 wrote what was trained, 7 what was discarded, 1 what 15 holds.
+# One slot idles in both rollouts (5 + 3 s); the updates take 2 + 1 s, the publications 1 + 1 s, of all four.
+SLOT_TIME = {
+    "trained": 16 / 52,
+    "in_flight": 1 / 52,
+    "discarded": 7 / 52,
+    "recomputed": 0.0,
+    "prefill": 0.0,
+    "overhead": 0.0,
+    "tail": 8 / 52,
+    "reward": 0.0,
+    "update": 12 / 52,
+    "publish": 8 / 52,
+    "save": 0.0,
+    "start_up": 0.0,
+}
 
 
 def folded(events: list[Event]) -> RunMetrics:
@@ -171,6 +193,8 @@ def test_every_figure_of_the_hand_worked_run():
         "tokens_per_s": 1.0,  # 16 tokens in 16 s
         "bubble_ratio": 0.25,  # 24 of 4 x 8 slot-seconds were busy
         "goodput": 0.5,  # (5 + 11) of 32 decoded what was trained
+        "slot_time": SLOT_TIME,
+        "emit_s": None,
         "staleness_mean": 0.25,  # one of four samples lags by one
         "staleness_token_mean": 5 / 16,
         "staleness_max": 1,
@@ -375,9 +399,41 @@ def test_unknown_kinds_and_fields_are_left_out_and_counted(tmp_path: Path, caplo
     assert "2 events of unknown kind" in caplog.text
 
 
+def test_an_older_schema_is_named_with_what_it_lacks(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    older = json.dumps({**RUN[0].as_dict(), "schema_version": 1})
+    path = write_lines(tmp_path / "events.jsonl", older)
+    with caplog.at_level(logging.WARNING):
+        assert list(read_events(path)) == [replace(RUN[0], schema_version=1)]
+    assert "of event schema 1, older than 2: slot time cannot be told by cause" in caplog.text
+
+
+def test_a_harvest_of_an_older_schema_counts_as_decoding(tmp_path: Path):
+    batch = next(event for event in RUN if isinstance(event, BatchTaken)).as_dict()
+    for name in ("busy_s", "prefill_s", "prompt_tokens", "recomputed_tokens"):
+        del batch[name]
+    (event,) = read_events(write_lines(tmp_path / "events.jsonl", json.dumps(batch)))
+    assert isinstance(event, BatchTaken)
+    assert event.busy_s is None
+
+
+def test_a_file_longer_than_a_chunk_is_read_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sortedrl.telemetry.sinks._CHUNK_CHARS", 100)
+    path = tmp_path / "events.jsonl"
+    sink = JsonlSink(path)
+    for event in RUN * 3:
+        sink.emit(event)
+    sink.close()
+    assert list(read_events(path)) == RUN * 3
+    lines = path.read_text().splitlines()
+    write_lines(path, *lines[:40], "{broken", *lines[40:])
+    with pytest.raises(RunDirError, match="line 41: not JSON"):
+        list(read_events(path))
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
+        ([STARTED.replace('"schema_version": 2', '"schema_version": 99')], "event schema 99, this package reads 2"),
         (["no json", STARTED], "line 1: not JSON"),
         (["[1, 2]"], "names no kind"),
         ([STARTED, '{"kind":"RunEnded"}'], "line 2: an incomplete RunEnded"),
@@ -416,6 +472,13 @@ def test_metrics_file_has_a_line_per_update(tmp_path: Path):
         "bubble_ratio": 0.25,  # 15 of 4 x 5 slot-seconds
         "goodput": 0.25,  # 5 of 20
         "tokens_per_s": 5 / 7,
+        "slot_time": {
+            **dict.fromkeys(SLOT_TIME, 0.0),
+            "trained": 5 / 28,  # of 4 x 7 slot-seconds
+            "in_flight": 10 / 28,  # what 11 and 12 wrote
+            "tail": 5 / 28,
+            "update": 8 / 28,
+        },
         "learner": {"loss": 0.5},
     }
     assert (second["samples_trained"], second["reward_mean"], second["staleness_max"]) == (4, 1.0, 1)
@@ -476,8 +539,8 @@ def test_plain_lines_where_there_is_no_terminal():
         "sorted: 8 samples, 2 an update, 4 slots, seed 7",
         "held-out accuracy after 0 samples: 0.250 sampled, 0.125 greedy, mean length 4.0",
     ]
-    first = "reward 0.500, length 2.5, staleness 0.00 (max 0), bubble 25.0%, tokens/s 1"
-    second = "reward 1.000, length 5.5, staleness 0.25 (max 1), bubble 25.0%, tokens/s 1"
+    first = "reward 0.500, length 2.5, staleness 0.00 (max 0), bubble 25.0%, goodput 25.0%, tokens/s 1"
+    second = "reward 1.000, length 5.5, staleness 0.25 (max 1), bubble 25.0%, goodput 50.0%, tokens/s 1"
     assert lines[2:] == [
         f"update 1, 2/8 samples (25%): {first}, 0:21 left",  # 2 of 8 samples took 7 s: 6 more take 21 s
         f"update 2, 4/8 samples (50%): {second}, 0:12 left",
@@ -507,8 +570,8 @@ def test_a_terminal_gets_a_live_panel():
 
 def test_slots_bar_and_time_left():
     metrics = folded(RUN[:6])
-    assert slots_bar(metrics).plain == "slots ■■■· 3/4"
-    assert slots_bar(metrics, is_ascii=True).plain == "slots ###. 3/4"
+    assert slots_bar(metrics).plain.rstrip() == "slots ■■■· 3/4"
+    assert slots_bar(metrics, is_ascii=True).plain.rstrip() == "slots ###. 3/4"
     assert time_left(metrics) == "–:––"
 
 

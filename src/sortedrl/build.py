@@ -6,6 +6,7 @@ here, before the first token is sampled.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +34,8 @@ from sortedrl.reward import RewardPool, Score
 from sortedrl.schedule import Fate, Knobs
 from sortedrl.tasks.base import PromptStream, Task, make_prompt
 from sortedrl.tasks.tiny import knights_tiny_path
-from sortedrl.telemetry.events import Emit
+from sortedrl.telemetry.events import Emit, RewardCalled, ignore
+from sortedrl.telemetry.trackers import check_trackers
 from sortedrl.weights import is_adapted
 
 
@@ -71,6 +73,8 @@ class SampleScorer:
     pool: RewardPool
     tokenizer: Any
     skip: Callable[[int, int], None] | None = None  # told of samples that are to have no weight
+    emit: Emit = ignore
+    clock: Clock | None = None  # of the events
 
     def submit(self, sample: Sample) -> None:
         self.submit_answer((sample.id, sample.attempt), sample.prompt, sample.tokens)
@@ -85,12 +89,21 @@ class SampleScorer:
             for score in scores:
                 if score.is_skipped:
                     self.skip(*score.key)
+        if self.clock is not None:
+            self.tell_calls(self.clock.now())
         return scores
 
     @property
     def failure(self) -> RewardError | None:
         """Why scoring is to end, where failures are to stop it."""
         return self.pool.failure
+
+    def tell_calls(self, t: float) -> None:
+        for call in self.pool.take_calls():
+            lag_s = time.monotonic() - call.ended
+            self.emit(
+                RewardCalled(t=t, worker=call.worker, seconds=call.seconds, lag_s=lag_s, num_samples=call.num_samples)
+            )
 
 
 def build_run(
@@ -110,6 +123,7 @@ def build_run(
     `checkpoint`: the folder whose weights are taken instead, those of a given model included. `peft_config`: adapters
     to train in place of all weights, other than those that the configuration may ask for.
     """
+    check_trackers(config.track.to)
     torch.set_num_threads(config.run.threads)
     torch.manual_seed(config.run.seed)
     task = task or build_task(config)
@@ -143,7 +157,7 @@ def build_run(
         knobs=knobs,
         engine=engine,
         learner=learner,
-        scorer=SampleScorer(pool=rewards, tokenizer=tokenizer, skip=learner.skip),
+        scorer=SampleScorer(pool=rewards, tokenizer=tokenizer, skip=learner.skip, emit=emit, clock=clock),
         load_samples=loader.load,
         total_samples=config.run.samples,
         sampling=Sampling(temperature=config.engine.temperature, stop_tokens=stop_tokens),

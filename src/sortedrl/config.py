@@ -27,6 +27,7 @@ from sortedrl.config_sections import (
     Section,
     SftSection,
     TaskSection,
+    TrackSection,
 )
 from sortedrl.config_text import parse_override, put, section_toml, toml_value
 from sortedrl.errors import ConfigError
@@ -54,6 +55,9 @@ CHANGEABLE = frozenset(
         "checkpoint.save",
         "checkpoint.every_updates",
         "checkpoint.keep",
+        "track.to",
+        "track.project",
+        "track.mode",
     }
 )
 
@@ -72,6 +76,7 @@ class SortedConfig(Section):
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
     sft: SftSection = SftSection()
+    track: TrackSection = TrackSection()
 
     def __init__(self, **sections: Any) -> None:
         try:

@@ -232,3 +232,15 @@ class SftSection(Section):
     batch_tokens: Int = Field(default=4096, ge=1, description="Tokens of a batch, prompts included.")
     lr: float = Field(default=2e-5, gt=0, description="AdamW's peak rate; it decays linearly to 5 %.")
     warmup_steps: Int = Field(default=10, ge=0, description="Batches over which the rate rises.")
+
+
+class TrackSection(Section):
+    """Where a run's scalars go besides the run directory."""
+
+    to: tuple[Literal["tensorboard", "wandb"], ...] = Field(
+        default=(), description="Trackers, each an extra of this package: `tensorboard`, `wandb`."
+    )
+    project: str = Field(default="sortedrl", min_length=1, description="wandb: the project.")
+    mode: Literal["offline", "online"] = Field(
+        default="offline", description="wandb: keep the run in its directory, or send it as it goes."
+    )

@@ -20,18 +20,19 @@ from sortedrl.clock import Clock, Timing
 from sortedrl.engine import base as engine_events
 from sortedrl.engine.base import Engine, InFlight, Request, Sampling, Span
 from sortedrl.errors import EngineError
-from sortedrl.hooks import Pause, Save, Scorer
+from sortedrl.hooks import Pause, Save, Score, Scorer
 from sortedrl.learner.base import Learner, Update
 from sortedrl.records import Batch, FinishReason, Mode, Sample, restart_seed
 from sortedrl.schedule import Knobs, RestartNoise
 from sortedrl.telemetry import events
 from sortedrl.telemetry.events import Emit
-from sortedrl.telemetry.harvest import batch_taken
+from sortedrl.telemetry.harvest import EngineAccount, batch_taken
 
 IDLE_POLL_S = 0.05  # how long to wait for one thing before looking at the others
 COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
 MAX_FAILED_UPDATES = 3  # in a row: more is no bad luck
 STOP_POLL_S = 0.5  # how long a request to stop may go unheard
+TOLD_WAIT_S = 1e-4  # a shorter wait for scores is not worth an event
 _KEPT = ("began", "update_s", "publish_s", "save_s", "num_failed_updates")  # over a resume
 
 
@@ -87,10 +88,8 @@ class Controller:
         self.slots = engine.capabilities.slots
         self.has_data = True
         self.update: Update | None = None
-        self.update_began = 0.0
-        self.last_finish = 0.0
-        self.last_error = ""
-        self.num_failed_updates = 0
+        self.update_began = self.last_finish = 0.0
+        self.last_error, self.num_failed_updates = "", 0
         self.rows = list(range(self.slots))  # free rows of the timeline, a heap
         self.row_of: dict[int, int] = {}
 
@@ -98,6 +97,7 @@ class Controller:
         """Train on everything; returns False if it was told to stop before."""
         if self.began is None:
             self.began = self.clock.now()
+        self.account = EngineAccount(self.engine)
         for sample in self.buffer.finished.values():
             self.scorer.submit(sample)  # of a buffer that was read back: nobody is scoring them
         while self.has_data or self.buffer.samples or self.update is not None:
@@ -151,11 +151,18 @@ class Controller:
             is_expecting = self.update is not None or bool(self.buffer.finished)
             self.hear(self.engine.poll(IDLE_POLL_S if is_expecting else STOP_POLL_S))
         while True:
-            scores = self.scorer.poll(self.patience())
+            scores = self.await_scores(self.patience())
             for score in scores:
                 self.score(*score.key, score.reward)
             if not scores or not self.hinges_on_scores():
                 return
+
+    def await_scores(self, timeout: float) -> Sequence[Score]:
+        began, scores = self.clock.now(), self.scorer.poll(timeout)
+        if timeout > 0.0 and (waited := self.clock.now() - began) > TOLD_WAIT_S:
+            num_paused = self.buffer.num_running if self.engine.capabilities.waits else 0
+            self.emit(events.ScoresAwaited(t=began + waited, seconds=waited, num_paused=num_paused))
+        return scores
 
     def hinges_on_scores(self) -> bool:
         return self.update is None and bool(self.buffer.finished) and schedule.hinges_on_scores(self.buffer, self.knobs)
@@ -183,7 +190,7 @@ class Controller:
             update=self.buffer.num_updates - 1, version=self.buffer.version, samples=samples, progress=progress
         )
         num_paused = 0 if self.knobs.overlap else self.buffer.num_running
-        taken = batch_taken(self.clock.now(), batch, num_interrupted=num_interrupted, num_paused=num_paused)
+        taken = batch_taken(self.clock.now(), batch, self.account.since_last(), num_interrupted, num_paused)
         self.check(batch, taken)
         self.emit(taken)
         self.update_began = self.clock.now()
@@ -345,7 +352,7 @@ class Controller:
     def evaluate(self) -> None:
         """Let an evaluation have the engine; its time is not the run's."""
         assert self.pause is not None, "there is no evaluation"
-        with self.clock.stopped():
+        with self.clock.stopped(), self.account.left_out():
             self.pause.run(self.buffer.version, self.buffer.num_trained)
 
     def make_checkpoint(self) -> None:

@@ -26,13 +26,14 @@ from typing import Any, Literal, Self
 
 from sortedrl.errors import RewardError
 from sortedrl.reward_caller import MEMORY_BYTES, Caller, ProcessCaller, RewardFunction, ThreadCaller, find_function
-from sortedrl.reward_ticket import Failure, Key, Row, Score, Ticket
+from sortedrl.reward_ticket import Call, Failure, Key, Row, Score, Ticket
 from sortedrl.reward_worker import CallFailed, FailureKind
 
 __all__ = ["OnError", "RewardPool", "Score"]
 
 MAX_BATCH = 64  # samples in one call
 MIN_MEMORY_BYTES = 64 << 20  # an interpreter with little else
+MAX_CALLS = 4096  # that are remembered for whoever asks
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,10 @@ class _Stage:
         timeout_s: float,
         forward: Callable[[Ticket], None],
         fail: Callable[[BaseException], None],
+        calls: deque[Call],
+        first_worker: int,
     ) -> None:
+        self._calls = calls
         self._functions = functions
         self._callers = callers
         self._timeout_s = timeout_s
@@ -63,8 +67,8 @@ class _Stage:
         self._is_closed = False
         self._ready = [threading.Event() for _ in callers]
         self._threads = [
-            threading.Thread(target=self._serve, args=pair, name="reward", daemon=True)
-            for pair in zip(callers, self._ready, strict=True)
+            threading.Thread(target=self._serve, args=trio, name="reward", daemon=True)
+            for trio in zip(callers, self._ready, range(first_worker, first_worker + len(callers)), strict=True)
         ]
 
     def start(self) -> None:
@@ -91,12 +95,12 @@ class _Stage:
         for thread in self._threads:
             thread.join()
 
-    def _serve(self, caller: Caller, ready: threading.Event) -> None:
+    def _serve(self, caller: Caller, ready: threading.Event, worker: int) -> None:
         try:
             caller.start()
             ready.set()
             while batch := self._take():
-                self._score(caller, batch)
+                self._score(caller, batch, worker)
         except BaseException as error:  # whatever ends this thread must reach the caller of `poll`
             if not self._is_closed:
                 self._fail(error)
@@ -118,7 +122,7 @@ class _Stage:
                 batch.append(self._waiting.popleft())
             return batch
 
-    def _score(self, caller: Caller, batch: list[Ticket]) -> None:
+    def _score(self, caller: Caller, batch: list[Ticket], worker: int) -> None:
         for function in self._functions:
             tickets = [ticket for ticket in batch if ticket.failure is None and function.index not in ticket.values]
             if not tickets:
@@ -134,6 +138,9 @@ class _Stage:
                     batch = [ticket for ticket in batch if ticket.failure is not None]
                     continue
                 outcomes = [failed]
+            finally:
+                ended = time.monotonic()
+                self._calls.append(Call(worker=worker, seconds=ended - start, ended=ended, num_samples=len(tickets)))
             for ticket, outcome in zip(tickets, outcomes, strict=True):
                 ticket.take(function, outcome, self._timeout_s)
         for ticket in batch:
@@ -188,6 +195,7 @@ class RewardPool:
         self.failure: RewardError | None = None  # the first one, where failures are to stop the run
         self.progress: dict[str, float] = {}  # what functions see as `trainer_state`; whoever trains keeps it
         self._on_error: OnError = on_error
+        self._calls: deque[Call] = deque(maxlen=MAX_CALLS)
         self._done: SimpleQueue[Ticket | None] = SimpleQueue()
         self._num_waiting = 0
         self._fatal: BaseException | None = None
@@ -214,7 +222,15 @@ class RewardPool:
                 ticket.is_alone = False
                 after.put(ticket)
 
-        stage = _Stage(functions, callers, timeout_s=timeout_s, forward=forward, fail=self._stop_on)
+        stage = _Stage(
+            functions,
+            callers,
+            timeout_s=timeout_s,
+            forward=forward,
+            fail=self._stop_on,
+            calls=self._calls,
+            first_worker=0 if after is None else len(callers),
+        )
         self._stages.insert(0, stage)
 
     def start(self) -> None:
@@ -255,6 +271,10 @@ class RewardPool:
             raise self._fatal
         scores = [self._count(ticket) for ticket in tickets if ticket is not None]
         return [score for score in scores if score is not None]
+
+    def take_calls(self) -> list[Call]:
+        """The calls that ended since this was last asked, at most the last `MAX_CALLS`."""
+        return [self._calls.popleft() for _ in range(len(self._calls))]
 
     @property
     def num_waiting(self) -> int:

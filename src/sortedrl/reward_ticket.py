@@ -27,6 +27,16 @@ class Score:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
+class Call:
+    """One call of a reward function that is over, for whoever watches the workers."""
+
+    worker: int
+    seconds: float
+    ended: float  # time.monotonic()
+    num_samples: int
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
 class Failure:
     kind: FailureKind
     function: str

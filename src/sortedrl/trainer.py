@@ -24,6 +24,7 @@ from sortedrl.clock import WallClock
 from sortedrl.config import SortedConfig
 from sortedrl.engine.base import EngineStats
 from sortedrl.errors import ConfigError, RunDirError, SortedRLError
+from sortedrl.redact import redact
 from sortedrl.rundir import RunLock, check_writable, prepare_run_dir
 from sortedrl.tasks.base import DatasetTask, RewardFunc, RowSequence, Task
 from sortedrl.telemetry.console import ConsoleSink
@@ -32,6 +33,7 @@ from sortedrl.telemetry.metrics import RunMetrics, Timing
 from sortedrl.telemetry.report import write_report
 from sortedrl.telemetry.sinks import Fanout, Sink, read_events
 from sortedrl.telemetry.summary import Summary, summarize
+from sortedrl.telemetry.trackers import TrackSettings, open_trackers
 
 if TYPE_CHECKING:
     from sortedrl.build import RunParts
@@ -121,7 +123,12 @@ class SortedTrainer:
             )
             stack.callback(emit.close)
             shown = ConsoleSink(self.console, metrics, quiet=self.quiet)
-            for sink in (metrics, files.events, files.metrics, shown, *self.sinks):
+            track = self.config.track
+            settings = TrackSettings(
+                project=track.project, name=self.config.run.name, mode=track.mode, config=redact(self.config.in_force())
+            )
+            trackers = open_trackers(track.to, self.run_dir, metrics, settings)
+            for sink in (metrics, files.events, files.metrics, shown, *trackers, *self.sinks):
                 emit.add(sink)
             saver = self._saver(parts, files, clock, emit)
             self._tell_progress(parts, files, emit)
@@ -248,7 +255,7 @@ class SortedTrainer:
                 if self.config.checkpoint.save:
                     saver.run()
         emit(RunEnded(t=clock.now(), reason="complete" if complete else "stopped"))
-        summary = summary_of(parts, metrics, stats, timing, ledger_s=saver.files.store.seconds)
+        summary = summary_of(parts, metrics, stats, timing, ledger_s=saver.files.store.seconds, emit_s=emit.seconds)
         summary.write(self.run_dir / "summary.json")
         if self.config.run.report:
             write_report([self.run_dir], self.run_dir / "report.html")
@@ -324,7 +331,7 @@ def run_started(config: SortedConfig, t: float) -> RunStarted:
 
 
 def summary_of(
-    parts: RunParts, metrics: RunMetrics, stats: EngineStats, timing: Timing, *, ledger_s: float | None = None
+    parts: RunParts, metrics: RunMetrics, stats: EngineStats, timing: Timing, *, ledger_s: float, emit_s: float
 ) -> Summary:
     knobs = parts.controller.knobs
     return summarize(
@@ -337,6 +344,7 @@ def summary_of(
         calibration=parts.controller.buffer.lengths.calibration,
         ledger_s=ledger_s,
         reward_errors=parts.rewards.errors,
+        emit_s=emit_s,
     )
 
 

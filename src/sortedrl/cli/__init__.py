@@ -1,4 +1,4 @@
-"""The command line: train, compare, eval, simulate, plan, sft, report, ledger, doctor.
+"""The command line: train, compare, eval, simulate, plan, sft, report, trace, ledger, doctor.
 
 Each command prints a table for people, or with `--json` one JSON object and nothing else on stdout. Progress and
 messages go to stderr. Users' mistakes end with one line and exit code 2, Ctrl-C with 130.

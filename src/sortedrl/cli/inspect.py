@@ -1,4 +1,4 @@
-"""`report`, `ledger` and `doctor`: what became of a run, and what this machine can run."""
+"""`report`, `trace`, `ledger` and `doctor`: what became of a run, and what this machine can run."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from sortedrl.cli.app import AsJson, app, err, stdout_console
+from sortedrl.reward_worker import printable
 
 
 @app.command()
@@ -24,6 +27,36 @@ def report(
 
     path = write_report(runs, out or runs[0] / "report.html")
     print(json.dumps({"report": str(path)})) if as_json else err.print(f"report: {path}", highlight=False)
+
+
+@app.command()
+def trace(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
+    perfetto: Annotated[
+        Path | None, typer.Option(help="Write a trace for ui.perfetto.dev or chrome://tracing.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say where the slot time of RUN went and how its cohorts fared; write its events as a trace."""
+    from sortedrl.telemetry.cohorts import cohort_table
+    from sortedrl.telemetry.summary import slot_time_table
+    from sortedrl.telemetry.trace import look_back
+
+    columns = (TextColumn("reading"), SpinnerColumn(), TextColumn("{task.completed:,.0f} events"), TimeElapsedColumn())
+    with Progress(*columns, console=err, disable=as_json, transient=True) as progress:
+        bar = progress.add_task("events", total=None)
+        found = look_back(run, perfetto=perfetto, tell=lambda count: progress.update(bar, completed=count))
+    if as_json:
+        print(json.dumps(found.as_dict()))
+        return
+    for note in found.notes:
+        err.print(escape(printable(f"{found.run} {note}")), highlight=False, soft_wrap=True)
+    out = stdout_console()
+    for table in (slot_time_table([(found.strategy, found.slot_time)]), cohort_table(found.cohorts)):
+        if table is not None:
+            out.print(table)
+    if found.trace is not None:
+        err.print(escape(f"trace: {found.trace}"), highlight=False, soft_wrap=True)
 
 
 @app.command()

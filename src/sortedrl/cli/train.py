@@ -101,7 +101,13 @@ def compare(
 
 
 def show(summaries: list[Summary], as_json: bool) -> None:
-    from sortedrl.telemetry.summary import comparison_table, group_line, summary_table
+    from sortedrl.telemetry.summary import (
+        comparison_table,
+        group_line,
+        mean_slot_time,
+        slot_time_table,
+        summary_table,
+    )
 
     if as_json:
         print(json.dumps({"runs": [summary.model_dump(mode="json") for summary in summaries]}))
@@ -112,3 +118,5 @@ def show(summaries: list[Summary], as_json: bool) -> None:
         out.print(comparison_table(summaries))
     elif groups := group_line(summaries[0]):
         out.print(escape(printable(groups)), highlight=False)
+    if (causes := slot_time_table(mean_slot_time(summaries))) is not None:
+        out.print(causes)

@@ -153,6 +153,7 @@ class EngineStats:
     prompt_tokens: int = 0  # prefilled prompt tokens
     recomputed_tokens: int = 0  # cached answer tokens prefilled again, by resume or replay
     busy_slot_s: float = 0.0  # integral of running slots over time
+    prefill_slot_s: float = 0.0  # of it, while tokens were read; 0 where an engine cannot tell
     extra: dict[str, Any] = field(default_factory=dict)
 
     def plus(self, other: EngineStats, sign: int = 1) -> EngineStats:
@@ -163,6 +164,7 @@ class EngineStats:
             prompt_tokens=self.prompt_tokens + sign * other.prompt_tokens,
             recomputed_tokens=self.recomputed_tokens + sign * other.recomputed_tokens,
             busy_slot_s=self.busy_slot_s + sign * other.busy_slot_s,
+            prefill_slot_s=self.prefill_slot_s + sign * other.prefill_slot_s,
             extra=self.extra,
         )
 

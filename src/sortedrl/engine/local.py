@@ -218,6 +218,7 @@ class LocalEngine:
             prompt_tokens=stats.prompt_tokens,
             recomputed_tokens=stats.recomputed_tokens,
             busy_slot_s=stats.busy_slot_s,
+            prefill_slot_s=stats.prefill_slot_s,
             extra={
                 "path": self._decoder.name,
                 "decode_s": self._decode_s,
@@ -316,6 +317,7 @@ class LocalEngine:
             self._decode_s += seconds
         else:
             self._prefill_s += seconds
+            self._stats.prefill_slot_s += seconds * len(self._active)
 
     # Endings
 

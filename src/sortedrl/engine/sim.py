@@ -195,6 +195,7 @@ class SimEngine:
             return True
         left = self._stall_s if timer is None else min(self._stall_s, timer - self.clock.now())
         self._stats.busy_slot_s += left * self._num_decoding
+        self._stats.prefill_slot_s += left * self._num_decoding
         self._stall_s = 0.0 if left >= self._stall_s else self._stall_s - left
         self.clock.advance(self.clock.now() + left)
         return self._stall_s == 0.0

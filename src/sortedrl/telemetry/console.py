@@ -7,21 +7,23 @@ that it is given (standard error, so that standard output stays free for results
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, Task
-from rich.table import Table
 from rich.text import Text
 
+from sortedrl.telemetry.causes import Cause
 from sortedrl.telemetry.events import Evaluated, Event, RunEnded, RunResumed, RunStarted, UpdateDone
 from sortedrl.telemetry.metrics import RunMetrics
 from sortedrl.telemetry.summary import number, share
 
-_REFRESH_S = 0.2
+_REFRESH_S = 0.5  # drawing takes milliseconds of the run's own thread
 _BAR_CELLS = 32
+_SHOWN_CAUSES = 4
+_DOING = {None: "", Cause.UPDATE: "updating", Cause.PUBLISH: "publishing"}
 
 
 class ConsoleSink:
@@ -120,10 +122,8 @@ class ConsoleSink:
         for task_id in self._progress.task_ids:
             self._progress.update(task_id, completed=self._metrics.samples)
         is_ascii = self._console.options.ascii_only
-        self._live.update(
-            Group(self._progress.get_renderable(), figures_grid(self._metrics), slots_bar(self._metrics, is_ascii)),
-            refresh=True,
-        )
+        rows = (self._progress.get_renderable(), *panel_rows(self._metrics, is_ascii=is_ascii))
+        self._live.update(Group(*rows), refresh=True)
 
 
 class _SamplesColumn(ProgressColumn):
@@ -166,21 +166,33 @@ def evaluated_line(event: Evaluated) -> str:
     )
 
 
-def figures_grid(metrics: RunMetrics) -> Table:
-    grid = Table.grid(padding=(0, 3))
-    cells = [Text.assemble((f"{name} ", "dim"), value) for name, value in _figures(metrics)]
-    grid.add_row(*cells)
-    return grid
+def panel_rows(metrics: RunMetrics, *, is_ascii: bool = False) -> list[Text]:
+    """What a live panel shows below its progress: figures, slots, and what most slot time goes into."""
+    figures = _figures(metrics)
+    rows = [_named(figures[:3]), _named(figures[3:]), slots_bar(metrics, is_ascii)]
+    if (shares := metrics.slot_time()) is not None:
+        largest = sorted(shares.items(), key=lambda item: -item[1])[:_SHOWN_CAUSES]
+        spent = [(cause.replace("_", " "), f"{share:.0%}") for cause, share in largest if share >= 0.005]
+        rows.append(Text.assemble(("slot time ", "dim"), _named(spent)))
+    return rows
+
+
+def _named(figures: Sequence[tuple[str, str]]) -> Text:
+    return Text("   ").join(Text.assemble((f"{name} ", "dim"), value) for name, value in figures)
 
 
 def slots_bar(metrics: RunMetrics, is_ascii: bool = False) -> Text:
     """How many slots run at this moment."""
-    slots, running = metrics.slots, metrics.occupancy.running
+    slots, running = metrics.slots, metrics.occupancy.running - metrics.occupancy.paused
     cells = min(slots, _BAR_CELLS)
     busy = round(cells * running / slots) if slots else 0
     full, empty = ("#", ".") if is_ascii else ("■", "·")
     return Text.assemble(
-        ("slots ", "dim"), (full * busy, "blue"), (empty * (cells - busy), "dim"), f" {running}/{slots}"
+        ("slots ", "dim"),
+        (full * busy, "blue"),
+        (empty * (cells - busy), "dim"),
+        f" {running}/{slots}",
+        (f"  {_DOING[metrics.occupancy.waiting_for]}", "dim"),
     )
 
 
@@ -195,5 +207,6 @@ def _figures(metrics: RunMetrics) -> list[tuple[str, str]]:
         ("length", number(length, 1)),
         ("staleness", f"{number(metrics.staleness_mean, 2)} (max {number(metrics.staleness_max)})"),
         ("bubble", share(metrics.bubble_ratio(stats, timing))),
+        ("goodput", share(metrics.goodput(timing))),
         ("tokens/s", number(metrics.tokens_per_s(timing))),
     ]

@@ -4,7 +4,8 @@ Nobody changes a record; they are not frozen, and can be made without keywords, 
 times as cheap, and there are millions.
 
 The controller makes them and hands them to an injected `emit`; nothing that decides reads them back. `kind` names the
-class in `events.jsonl`. A new field needs a default, so that older files stay readable.
+class in `events.jsonl`, whose first line is a RunStarted and names the schema. A new field needs a default, so that
+older files stay readable; a change that readers must know of needs a new `SCHEMA_VERSION` and a line in `SCHEMAS`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+SCHEMAS = {1: "slot time cannot be told by cause"}
+"""What files of older schemas lack."""
 
 
 @dataclass(slots=True)
@@ -81,6 +84,24 @@ class SampleScored(Event):
 
 
 @dataclass(slots=True)
+class RewardCalled(Event):
+    """A call of a reward worker is over, and its outcome was taken at `t`."""
+
+    worker: int
+    seconds: float
+    lag_s: float  # from the end of the call to `t`
+    num_samples: int
+
+
+@dataclass(slots=True)
+class ScoresAwaited(Event):
+    """Nothing but scores was waited for, until `t`."""
+
+    seconds: float
+    num_paused: int = 0  # samples that stood still in their slots meanwhile
+
+
+@dataclass(slots=True)
 class SampleRequeued(Event):
     """What became of a sample that was not in the batch: resume, replay or restart."""
 
@@ -104,6 +125,11 @@ class BatchTaken(Event):
     num_interrupted: int
     slot_s: float  # slot-seconds that decoded the batch's tokens
     num_paused: int = 0  # samples that wait in their slots until the weights are published
+    # What the engine did since the last harvest, evaluations left out; None: it was not asked.
+    busy_s: float | None = None  # slot-seconds in which it computed
+    prefill_s: float = 0.0  # of these, for reading tokens
+    prompt_tokens: int = 0  # read
+    recomputed_tokens: int = 0  # answer tokens read again
 
 
 @dataclass(slots=True)

@@ -1,12 +1,37 @@
-"""The event of a harvest, made from its batch by the controller."""
+"""The event of a harvest, made by the controller from its batch and from what the engine did for it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from sortedrl.engine.base import Engine, EngineStats
 from sortedrl.records import Batch, FinishReason
 from sortedrl.telemetry import events
 
 
-def batch_taken(t: float, batch: Batch, *, num_interrupted: int, num_paused: int) -> events.BatchTaken:
+class EngineAccount:
+    """What an engine counts from one harvest to the next, evaluations left out."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._before = engine.stats()
+
+    def since_last(self) -> EngineStats:
+        """Since this was asked before, or since the account was opened."""
+        stats = self._engine.stats()
+        since, self._before = stats.minus(self._before), stats
+        return since
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """What the engine does inside does not count."""
+        before = self._engine.stats()
+        yield
+        self._before = self._before.plus(self._engine.stats().minus(before))
+
+
+def batch_taken(t: float, batch: Batch, since: EngineStats, num_interrupted: int, num_paused: int) -> events.BatchTaken:
     samples, version = batch.samples, batch.version
     lengths, staleness, token_sums, slot_s = [], [], [], 0.0
     for sample in samples:  # one walk over the segments, since a simulation has millions of them
@@ -33,4 +58,8 @@ def batch_taken(t: float, batch: Batch, *, num_interrupted: int, num_paused: int
         num_interrupted=num_interrupted,
         num_paused=num_paused,
         slot_s=slot_s,
+        busy_s=since.busy_slot_s,
+        prefill_s=since.prefill_slot_s,
+        prompt_tokens=since.prompt_tokens,
+        recomputed_tokens=since.recomputed_tokens,
     )

@@ -16,21 +16,29 @@ from dataclasses import dataclass, field
 
 from sortedrl.clock import Timing
 from sortedrl.engine.base import EngineStats
+from sortedrl.telemetry.causes import Cause, SlotTime
 from sortedrl.telemetry.events import (
     AttemptEnded,
     AttemptStarted,
     AttemptVerified,
     BatchTaken,
+    CheckpointSaved,
     CohortLoaded,
     Evaluated,
     Event,
+    RewardCalled,
     RunEnded,
     RunStarted,
     SampleRequeued,
     SampleScored,
+    ScoresAwaited,
     UpdateDone,
     WeightsPublished,
 )
+
+# Before the first three the slots stood still, and the next is told in between; the others may come after the last step
+# of training.
+_APART = frozenset({ScoresAwaited, WeightsPublished, CheckpointSaved, RewardCalled, Evaluated, RunEnded})
 
 Probe = Callable[[], tuple[EngineStats, Timing]]
 """What engine and controller have measured so far."""
@@ -82,34 +90,8 @@ class UpdateRow:
     bubble_ratio: float | None
     goodput: float | None
     tokens_per_s: float | None
+    slot_time: dict[str, float] | None  # shares of slot time by cause
     learner: dict[str, float]
-
-
-@dataclass(slots=True)
-class Occupancy:
-    """Running slots over the events' clock: an outside view, for when the engine's own account is not at hand.
-
-    Time counts as rollout while at least one slot runs. The wall clock starts with the first cohort and stops with the
-    last step of training, so that evaluations before and after do not count.
-    """
-
-    running: int = 0
-    paused: int = 0  # of these, those that wait for an update
-    busy_slot_s: float = 0.0
-    rollout_s: float = 0.0
-    started: float | None = None
-    now: float = 0.0
-
-    def advance(self, t: float) -> None:
-        """Move on to a later time."""
-        elapsed, decoding = t - self.now, self.running - self.paused
-        self.busy_slot_s += elapsed * decoding
-        self.rollout_s += elapsed if decoding else 0.0
-        self.now = t
-
-    @property
-    def wall_s(self) -> float:
-        return 0.0 if self.started is None else self.now - self.started
 
 
 @dataclass(slots=True, kw_only=True)
@@ -145,7 +127,7 @@ class RunMetrics:
     accepted_tokens: int = 0
     accepted_share_sum: float = 0.0
 
-    occupancy: Occupancy = field(default_factory=Occupancy)
+    occupancy: SlotTime = field(default_factory=SlotTime)
     cohorts: dict[int, CohortLength] = field(default_factory=dict)
     last_batch: BatchTaken | None = None
     _cohort_of: dict[int, int] = field(default_factory=dict)  # every sample ever loaded
@@ -157,8 +139,11 @@ class RunMetrics:
 
     def emit(self, event: Event) -> None:
         """Fold one event in. The most frequent come first: a simulation has millions."""
-        if event.t > self.occupancy.now and not isinstance(event, Evaluated | RunEnded):
-            self.occupancy.advance(event.t)
+        if event.t > self.occupancy.now:
+            if type(event) in _APART:
+                self._stood_still(event)
+            else:
+                self.occupancy.advance(event.t)
         match event:
             case AttemptEnded():
                 self._fold_ended(event)
@@ -182,8 +167,9 @@ class RunMetrics:
                     self.num_flat_groups = (self.num_flat_groups or 0) + int(event.metrics["degenerate_groups"])
                     self.num_filtered = (self.num_filtered or 0) + int(event.metrics["filtered_samples"])
                 self._done = self._batches.pop(event.update, None)
+                self.occupancy.waiting_for = Cause.PUBLISH
             case WeightsPublished():
-                self.occupancy.paused = 0
+                self.occupancy.paused, self.occupancy.waiting_for = 0, None
             case CohortLoaded():
                 if self.occupancy.started is None:
                     self.occupancy.started = event.t
@@ -193,6 +179,7 @@ class RunMetrics:
                 self.evaluations.append(event)
             case RunStarted():
                 self.run = event
+                self.occupancy.begin(event.t, event.slots)
             case RunEnded():
                 self.end_reason = event.reason
             case _:
@@ -200,6 +187,18 @@ class RunMetrics:
 
     def close(self) -> None:
         """Nothing is held open."""
+
+    def _stood_still(self, event: Event) -> None:
+        slots = self.occupancy
+        match event:
+            case ScoresAwaited():
+                slots.stood_still(event.t, Cause.REWARD, seconds=event.seconds, paused=event.num_paused)
+            case WeightsPublished():
+                slots.stood_still(event.t, Cause.PUBLISH, seconds=event.seconds, paused=slots.running)
+            case CheckpointSaved():
+                slots.stood_still(event.t, Cause.SAVE, seconds=event.seconds, paused=0)
+            case _:
+                pass
 
     def _fold_verified(self, event: AttemptVerified) -> None:
         self._held[event.sample] = event.accepted
@@ -214,7 +213,7 @@ class RunMetrics:
         self.discarded_tokens += event.cached - event.accepted
 
     def _fold_ended(self, event: AttemptEnded) -> None:
-        self.occupancy.running -= 1
+        self.occupancy.running -= event.slot >= 0  # without a slot, its start was not told either
         self._held[event.sample] = event.num_tokens
         self._reached(event.sample, event.num_tokens)
         self.num_interrupted += event.outcome == "interrupted"
@@ -227,7 +226,13 @@ class RunMetrics:
 
     def _fold_batch(self, event: BatchTaken) -> None:
         self.last_batch = event
-        self.occupancy.paused = event.num_paused
+        self.occupancy.harvest(
+            busy_s=event.busy_s,
+            prefill_s=event.prefill_s,
+            prompt_tokens=event.prompt_tokens,
+            recomputed_tokens=event.recomputed_tokens,
+            paused=event.num_paused,
+        )
         self.samples += len(event.samples)
         self.trained_tokens += sum(event.lengths)
         self.reward_sum += sum(event.rewards)
@@ -319,6 +324,14 @@ class RunMetrics:
     def goodput(self, timing: Timing) -> float | None:
         return ratio(self.trained_slot_s, self.slots * timing.rollout_s)
 
+    def slot_time(self) -> dict[str, float] | None:
+        """Shares of slot time by cause (causes.py), which add up to 1."""
+        return self.occupancy.shares(
+            trained_s=self.trained_slot_s,
+            discarded_tokens=self.discarded_tokens,
+            in_flight_tokens=self.in_flight_tokens,
+        )
+
     def tokens_per_s(self, timing: Timing) -> float | None:
         return ratio(self.trained_tokens, timing.wall_s)
 
@@ -349,6 +362,7 @@ class RunMetrics:
             bubble_ratio=self.bubble_ratio(stats, timing),
             goodput=self.goodput(timing),
             tokens_per_s=self.tokens_per_s(timing),
+            slot_time=self.slot_time(),
             learner=dict(event.metrics),
         )
 

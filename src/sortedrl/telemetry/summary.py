@@ -19,6 +19,7 @@ from rich.table import Table
 from sortedrl.engine.base import EngineStats
 from sortedrl.errors import RunDirError
 from sortedrl.lengths import Calibration
+from sortedrl.telemetry.causes import MEANINGS, Cause
 from sortedrl.telemetry.events import Evaluated
 from sortedrl.telemetry.metrics import RunMetrics, Timing
 
@@ -64,6 +65,8 @@ class Summary(BaseModel):
     tokens_per_s: float | None = None
     bubble_ratio: float | None = None
     goodput: float | None = None
+    slot_time: dict[str, float] | None = None  # shares by cause (causes.py): they add up to 1
+    emit_s: float | None = None  # telling events, since the last resume
     staleness_mean: float | None = None
     staleness_token_mean: float | None = None
     staleness_max: int | None = None
@@ -124,6 +127,7 @@ def summarize(
     calibration: Calibration | None = None,
     ledger_s: float | None = None,
     reward_errors: Mapping[str, int] | None = None,
+    emit_s: float | None = None,
 ) -> Summary:
     """The summary of a run whose events `metrics` has folded.
 
@@ -159,6 +163,8 @@ def summarize(
         tokens_per_s=metrics.tokens_per_s(timing) if timing else None,
         bubble_ratio=metrics.bubble_ratio(stats, timing) if stats and timing else None,
         goodput=metrics.goodput(timing) if timing else None,
+        slot_time=metrics.slot_time(),
+        emit_s=emit_s,
         staleness_mean=metrics.staleness_mean,
         staleness_token_mean=metrics.staleness_token_mean,
         staleness_max=metrics.staleness_max,
@@ -284,6 +290,34 @@ def comparison_table(summaries: Sequence[Summary]) -> Table:
             number(_mean([run.update_s for run in runs]), 1),
         )
     return table
+
+
+def slot_time_table(columns: Sequence[tuple[str, Mapping[str, float] | None]]) -> Table | None:
+    """Slot time by cause, a column for each name, causes nobody spent time on left out; None where nothing is known."""
+    known = [(name, shares) for name, shares in columns if shares]
+    if not known:
+        return None
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column("slot time", no_wrap=True)
+    for name, _ in known:
+        table.add_column(escape(name), justify="right")
+    for cause in Cause:
+        parts = [shares.get(cause.value, 0.0) for _, shares in known]
+        if max(parts) >= 0.0005:
+            table.add_row(MEANINGS[cause], *(share(part) for part in parts))
+    return table
+
+
+def mean_slot_time(summaries: Sequence[Summary]) -> list[tuple[str, dict[str, float]]]:
+    """Slot time by strategy, means over its runs."""
+    arms: dict[str, list[dict[str, float]]] = {}
+    for summary in summaries:
+        if summary.slot_time:
+            arms.setdefault(summary.strategy, []).append(summary.slot_time)
+    return [
+        (name, {cause: sum(run.get(cause, 0.0) for run in runs) / len(runs) for cause in Cause})
+        for name, runs in arms.items()
+    ]
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

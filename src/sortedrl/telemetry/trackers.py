@@ -1,0 +1,200 @@
+"""A run's scalars in TensorBoard and Weights & Biases: sinks for whoever keeps their runs there.
+
+The trainer opens those that the configuration names; both need optional packages. They read the figures that a shared
+`RunMetrics` has folded before. What they keep true: the step of every scalar is the number of samples trained, so that
+strategies compare; nothing is sent anywhere unless the configuration says `online`; a tracker that fails warns once,
+and the run goes on (`Fanout`).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+from sortedrl.errors import ConfigError
+from sortedrl.telemetry.events import Evaluated, Event, RunResumed, UpdateDone
+from sortedrl.telemetry.metrics import RunMetrics, UpdateRow
+
+_FLUSH_S = 10
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class TrackSettings:
+    """What a tracker that keeps many runs wants to know of this one; `config` is without secrets."""
+
+    project: str
+    name: str
+    mode: Literal["offline", "online"] = "offline"
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+def update_scalars(row: UpdateRow) -> dict[str, float]:
+    """The scalars of an update by name; what does not apply or is not finite is left out."""
+    named = {
+        "batch/reward": row.reward_mean,
+        "batch/length": row.mean_length,
+        "batch/staleness": row.staleness_mean,
+        "batch/staleness_max": row.staleness_max,
+        "run/updates": row.update + 1,
+        "run/seconds": row.t,
+        "run/tokens_per_s": row.tokens_per_s,
+        "slots/bubble": row.bubble_ratio,
+        "slots/goodput": row.goodput,
+        **{f"slot_time/{cause}": share for cause, share in (row.slot_time or {}).items()},
+        **{f"learner/{name}": value for name, value in row.learner.items()},
+    }
+    return _finite(named)
+
+
+def evaluation_scalars(event: Evaluated) -> dict[str, float]:
+    named: dict[str, float | None] = {
+        "eval/accuracy": event.sampled_accuracy,
+        "eval/greedy_accuracy": event.greedy_accuracy,
+        "eval/length": event.mean_length,
+    }
+    for group, figures in event.by_group.items():
+        named |= {f"eval/{group}/{name}": value for name, value in figures.items()}
+    return _finite(named)
+
+
+def _finite(named: Mapping[str, float | None]) -> dict[str, float]:
+    return {name: float(value) for name, value in named.items() if value is not None and math.isfinite(value)}
+
+
+class TrackerSink:
+    """What trackers have in common: which events make scalars, and at which step."""
+
+    def __init__(self, metrics: RunMetrics) -> None:
+        self._metrics = metrics
+
+    def emit(self, event: Event) -> None:
+        match event:
+            case UpdateDone():
+                row = self._metrics.row(event)
+                self.write(row.samples_trained, update_scalars(row))
+            case Evaluated():
+                self.write(event.samples_trained, evaluation_scalars(event))
+            case RunResumed():
+                self.go_back(self._metrics.samples)
+            case _:
+                pass
+
+    def write(self, step: int, scalars: dict[str, float]) -> None:
+        raise NotImplementedError
+
+    def go_back(self, step: int) -> None:
+        """The run was resumed: what was written past this step is void."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+
+class TensorBoardSink(TrackerSink):
+    """Event files in `folder`, for `tensorboard --logdir`."""
+
+    def __init__(self, folder: Path, metrics: RunMetrics) -> None:
+        super().__init__(metrics)
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        # By name: generated modules, whose classes no type checker sees.
+        self._events: Any = import_module("tensorboard.compat.proto.event_pb2")
+        self._summaries: Any = import_module("tensorboard.compat.proto.summary_pb2")
+        self._writer = EventFileWriter(str(folder), flush_secs=_FLUSH_S)
+
+    def write(self, step: int, scalars: dict[str, float]) -> None:
+        make = self._summaries.Summary
+        self._add(step, summary=make(value=[make.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]))
+
+    def go_back(self, step: int) -> None:
+        make = self._events.SessionLog
+        self._add(step + 1, session_log=make(status=make.START))
+
+    def _add(self, step: int, **content: Any) -> None:
+        self._writer.add_event(self._events.Event(wall_time=time.time(), step=step, **content))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink(TrackerSink):
+    """A run of Weights & Biases, kept in `folder`; `wandb sync` sends an offline one.
+
+    Of the machine it records nothing: no host name, no command line, no environment, no code.
+    """
+
+    def __init__(self, folder: Path, metrics: RunMetrics, settings: TrackSettings) -> None:
+        super().__init__(metrics)
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # read when it is imported
+        import wandb
+
+        quiet = wandb.Settings(
+            mode=settings.mode,
+            console="off",
+            silent=True,
+            save_code=False,
+            disable_git=True,
+            x_disable_meta=True,
+            x_disable_stats=True,
+            x_disable_machine_info=True,
+            x_save_requirements=False,
+        )
+        self._run = wandb.init(
+            project=settings.project,
+            name=settings.name,
+            group=settings.name,
+            dir=str(folder),
+            config=dict(settings.config),
+            settings=quiet,
+        )
+        self._run.define_metric("samples")
+        self._run.define_metric("*", step_metric="samples")
+
+    def write(self, step: int, scalars: dict[str, float]) -> None:
+        self._run.log({"samples": step, **scalars})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}
+"""What each tracker needs; the extra of this package has the same name."""
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Refuse a tracker whose package is not installed, before a run starts."""
+    for name in names:
+        if find_spec(PACKAGES[name]) is None:
+            raise ConfigError(f"track.to names {name}, which is not installed: pip install sortedrl[{name}]")
+
+
+def open_trackers(
+    names: Sequence[str], run_dir: Path, metrics: RunMetrics, settings: TrackSettings
+) -> list[TrackerSink]:
+    """The trackers of these names; one that cannot start is reported and left out."""
+    opened: list[TrackerSink] = []
+    for name in names:
+        try:
+            opened.append(_open(name, run_dir, metrics, settings))
+        except Exception as error:  # whatever it is, training matters more
+            log.warning("%s cannot start (%s: %s); training goes on without it", name, type(error).__name__, error)
+    return opened
+
+
+def _open(name: str, run_dir: Path, metrics: RunMetrics, settings: TrackSettings) -> TrackerSink:
+    match name:
+        case "tensorboard":
+            return TensorBoardSink(run_dir / "tensorboard", metrics)
+        case "wandb":
+            return WandbSink(run_dir, metrics, settings)
+        case _:
+            raise AssertionError(f"no tracker is called {name}")
