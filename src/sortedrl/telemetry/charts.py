@@ -33,12 +33,15 @@ CAUSES = {
     "trained": ("decoding what was trained", "#0072B2", ""),
     "in_flight": ("decoding, not trained yet", "#56B4E9", ""),
     "discarded": ("decoding what was thrown away", "#D55E00", "/"),
-    "recomputed": ("recomputing cached tokens", "#E69F00", "\\"),
-    "tail": ("waiting for the harvest's tail", "#F0E442", ""),
+    "recomputed": ("reading cached tokens again", "#E69F00", "\\"),
+    "prefill": ("reading prompts", "#009E73", ""),
+    "overhead": ("between steps", "#8fd1bd", ""),
+    "tail": ("idle: tail of the harvest", "#F0E442", ""),
     "reward": ("waiting for rewards", "#CC79A7", ""),
     "update": ("waiting for the update", "#7d8794", ""),
     "publish": ("waiting for new weights", "#a9b1bc", ""),
-    "start_up": ("starting up", "#d5dae1", ""),
+    "save": ("waiting for a checkpoint", "#c3cad3", ""),
+    "start_up": ("idle: starting up", "#e1e5ea", ""),
 }
 
 

@@ -153,11 +153,11 @@ class Dashboard:
         if path is None:
             return JSONResponse({"problem": f"there is no run {key!r}"}, status_code=404)
         if not number.isdecimal() or len(number) > 12:
-            return JSONResponse({"problem": f"{number!r} is no number of a sample"}, status_code=404)
+            return JSONResponse({"problem": f"{number!r} is no number of a sample"})
         try:
             return JSONResponse(await anyio.to_thread.run_sync(self._tell, path, int(number)))
-        except SortedRLError as error:
-            return JSONResponse({"problem": str(error)}, status_code=404)
+        except SortedRLError as error:  # a run without a ledger, a sample that is not in it: an answer too
+            return JSONResponse({"problem": str(error)})
 
     def _tell(self, path: Path, sample: int) -> dict[str, Any]:
         with self._decoder_lock:
@@ -237,12 +237,13 @@ def check_address(host: str, token: str | None) -> None:
 
 
 def open_port(host: str, port: int) -> socket.socket:
-    """Bound before anything is promised, so that a port in use is one line."""
+    """Bound and listening before anything is promised, so that a port in use is one line."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
+        listener.listen()
     except OSError as error:
         listener.close()
         raise ConfigError(
@@ -257,7 +258,7 @@ def serve(dashboard: Dashboard, *, host: str, port: int, token: str | None, anno
     listener = open_port(host, port)
     bound = listener.getsockname()[1]
     named = f"[{host}]" if ":" in host else host
-    hosts = ["localhost", "127.0.0.1", "[::1]", named] if is_loopback(host) else ["*"]
+    hosts = ["localhost", "127.0.0.1", "::1", "[::1]", named] if is_loopback(host) else ["*"]
     settings = uvicorn.Config(
         dashboard.app(hosts=hosts, token=token),
         log_level="warning",

@@ -11,14 +11,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from sortedrl.errors import RunDirError
 from sortedrl.rundir import is_being_written
-from sortedrl.telemetry.follow import FILE_NAME
+from sortedrl.telemetry.follow import FILE_NAME, Record
+from sortedrl.telemetry.runreader import last_record
 from sortedrl.telemetry.summary import Summary
 
-_TAIL_BYTES = 65536
+_HEAD_BYTES = 65536
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,7 +75,7 @@ def run_line(key: str, run_dir: Path) -> RunLine:
         line.changed = (run_dir / FILE_NAME).stat().st_mtime
         if is_being_written(run_dir):
             line.state = "running"
-        started, latest = _first(run_dir / FILE_NAME), _last(run_dir / "metrics.jsonl")
+        started, latest = _first(run_dir / FILE_NAME), last_record(run_dir / "metrics.jsonl")
         line.strategy, line.total_samples = _text(started.get("strategy")), _count(started.get("total_samples"))
         line.updates = None if (update := _count(latest.get("update"))) is None else update + 1
         line.samples = _count(latest.get("samples_trained"))
@@ -90,22 +90,9 @@ def run_line(key: str, run_dir: Path) -> RunLine:
     return line
 
 
-def _first(path: Path) -> dict[str, Any]:
+def _first(path: Path) -> Record:
     with path.open("rb") as file:
-        return _record(file.readline(_TAIL_BYTES))
-
-
-def _last(path: Path) -> dict[str, Any]:
-    """The last complete line of a file that may be long, or may not be there yet."""
-    if not path.is_file():
-        return {}
-    with path.open("rb") as file:
-        file.seek(max(path.stat().st_size - _TAIL_BYTES, 0))
-        lines = file.read().split(b"\n")[:-1]
-    return _record(lines[-1]) if lines else {}
-
-
-def _record(line: bytes) -> dict[str, Any]:
+        line = file.readline(_HEAD_BYTES)
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):

@@ -11,9 +11,11 @@ from pathlib import Path
 
 from sortedrl.errors import RunDirError
 from sortedrl.rundir import is_being_written
-from sortedrl.telemetry.follow import EventFile
+from sortedrl.telemetry.follow import EventFile, Record
 from sortedrl.telemetry.summary import Summary
 from sortedrl.telemetry.view import RunView
+
+_TAIL_BYTES = 65536
 
 
 class RunReader:
@@ -49,14 +51,15 @@ class RunReader:
         path = self.run_dir / "summary.json"
         self.is_live = is_being_written(self.run_dir)
         self.view.recorded = Summary.read(path) if path.is_file() else None
-        self.view.slot_time = _slot_time(path if path.is_file() else self.run_dir / "metrics.jsonl")
+        self.view.latest = last_record(self.run_dir / "metrics.jsonl")
+        self.view.slot_time = _slot_time(path, self.view.latest)
 
     def remarks(self) -> list[str]:
         """What a reader has to know about the figures, as sentences that begin with the run's name."""
         view, said = self.view, list(self.view.notes)
         summary = view.recorded
         if summary is None and self.is_live:
-            said.append("is still being written: its figures are those so far, estimated from its events")
+            said.append("is still being written: its figures are those so far")
         elif summary is None:
             said.append(
                 "left no summary.json: its figures are estimated from its events, as far as they go, and its ledger "
@@ -75,18 +78,24 @@ class RunReader:
         return [f"{view.name} {words}." if not words.startswith("its") else f"{view.name}: {words}." for words in said]
 
 
-def _slot_time(path: Path) -> dict[str, float]:
-    """`slot_time` of a summary, or of the last line of the metrics; empty where there is none."""
+def last_record(path: Path) -> Record:
+    """The last complete line of a file of records; empty where there is none, or where it is no record."""
     try:
         with path.open("rb") as file:
-            if path.suffix == ".jsonl":
-                file.seek(max(path.stat().st_size - 65536, 0))
-                lines = file.read().splitlines()
-                record = json.loads(lines[-1]) if lines else {}
-            else:
-                record = json.load(file)
-    except (OSError, ValueError):
+            file.seek(max(path.stat().st_size - _TAIL_BYTES, 0))
+            lines = file.read().split(b"\n")[:-1]
+        record = json.loads(lines[-1]) if lines else {}
+    except (OSError, ValueError, RecursionError):
         return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _slot_time(path: Path, latest: Record) -> dict[str, float]:
+    """Shares by cause from the summary, or as they stood at the last update."""
+    try:
+        record = json.loads(path.read_bytes()) if path.is_file() else latest
+    except (OSError, ValueError):
+        record = {}
     found = record.get("slot_time") if isinstance(record, dict) else None
     if not isinstance(found, dict):
         return {}

@@ -22,7 +22,8 @@ from sortedrl.telemetry.looks import (
     add_verticals,
     styled,
 )
-from sortedrl.telemetry.view import RunView, Segment
+from sortedrl.telemetry.points import Segment
+from sortedrl.telemetry.view import RunView
 
 _VIEW_SEGMENTS = 240  # so many that single bars can be seen
 _MAX_ROWS = 160  # samples

@@ -19,90 +19,22 @@ from sortedrl.telemetry.events import SCHEMA_VERSION
 from sortedrl.telemetry.follow import Record
 from sortedrl.telemetry.lives import Lives
 from sortedrl.telemetry.metrics import ratio
+from sortedrl.telemetry.points import (
+    QUANTILES,
+    Evaluation,
+    ReplayPoint,
+    Segment,
+    UpdatePoint,
+    join_replays,
+    join_updates,
+)
 from sortedrl.telemetry.series import Ends, Thinned, TimeBins
+from sortedrl.telemetry.sinks import KINDS
 from sortedrl.telemetry.summary import Summary
 
 MAX_SEGMENTS = 2000  # drawn at either end of a run
 MAX_POINTS = 1024
 MAX_SLOT_ROWS = 64
-QUANTILES = (0.0, 0.1, 0.5, 0.9, 1.0)
-
-
-@dataclass(slots=True, kw_only=True)
-class Segment:
-    """A stay of a sample in a slot under one version: a bar of the timeline."""
-
-    sample: int
-    attempt: int
-    slot: int
-    version: int
-    mode: str
-    start: float
-    end: float | None = None  # None: it goes on
-    outcome: str = ""  # of AttemptEnded; published: it goes on under the next version; cut: its process ended
-    num_tokens: int = 0
-
-
-@dataclass(slots=True, kw_only=True, frozen=True)
-class UpdatePoint:
-    """One update and the batch it trained on, or several neighbours."""
-
-    update: int  # the last
-    t: float  # when it was done
-    samples_trained: int
-    num_samples: int
-    reward_sum: float
-    token_sum: int
-    lengths: tuple[float, ...]  # at QUANTILES
-
-    @property
-    def reward(self) -> float:
-        return self.reward_sum / self.num_samples
-
-    @property
-    def mean_length(self) -> float:
-        return self.token_sum / self.num_samples
-
-
-def _join(first: UpdatePoint, second: UpdatePoint) -> UpdatePoint:
-    a, b = first.lengths, second.lengths
-    inner = [(low + high) / 2 for low, high in zip(a[1:-1], b[1:-1], strict=True)]
-    return replace(
-        second,
-        num_samples=first.num_samples + second.num_samples,
-        reward_sum=first.reward_sum + second.reward_sum,
-        token_sum=first.token_sum + second.token_sum,
-        lengths=(min(a[0], b[0]), *inner, max(a[-1], b[-1])),
-    )
-
-
-@dataclass(slots=True, kw_only=True, frozen=True)
-class Evaluation:
-    t: float
-    samples_trained: int
-    sampled: float
-    greedy: float
-
-
-@dataclass(slots=True, kw_only=True, frozen=True)
-class ReplayPoint:
-    """The replays between two harvests, or between several."""
-
-    update: int  # that follows them
-    num_replays: int
-    share_sum: float  # of its cached tokens that a replay kept, summed over replays
-    cached: int
-    accepted: int
-
-
-def _join_replays(first: ReplayPoint, second: ReplayPoint) -> ReplayPoint:
-    return ReplayPoint(
-        update=second.update,
-        num_replays=first.num_replays + second.num_replays,
-        share_sum=first.share_sum + second.share_sum,
-        cached=first.cached + second.cached,
-        accepted=first.accepted + second.accepted,
-    )
 
 
 @dataclass(slots=True)
@@ -137,12 +69,13 @@ class RunView:
         self.unknown: Counter[str] = Counter()  # kinds of event that this version does not know
         self.notes: list[str] = []
         self.recorded: Summary | None = None  # summary.json
-        self.slot_time: dict[str, float] = {}  # by cause, as the run itself reckons it
+        self.latest: Record = {}  # the last line of metrics.jsonl
+        self.slot_time: dict[str, float] = {}  # shares by cause, as the run itself reckons them
 
         self.total = Totals()
-        self.updates: Thinned[UpdatePoint] = Thinned(MAX_POINTS, _join)
+        self.updates: Thinned[UpdatePoint] = Thinned(MAX_POINTS, join_updates)
         self.evaluations: Thinned[Evaluation] = Thinned(256, lambda first, second: second)
-        self.replays: Thinned[ReplayPoint] = Thinned(MAX_POINTS, _join_replays)
+        self.replays: Thinned[ReplayPoint] = Thinned(MAX_POINTS, join_replays)
         self.staleness: Counter[int] = Counter()
         self.cohort_updates: Ends[int] = Ends(200)  # updates done when a cohort was loaded
         self.harvests: Ends[float] = Ends(MAX_SEGMENTS)
@@ -162,7 +95,6 @@ class RunView:
         self._fold: dict[str, Callable[[Record, float], None]] = {
             "AttemptStarted": self._started,
             "AttemptEnded": self._ended,
-            "SampleScored": self._ignored,
             "SampleRequeued": self._requeued,
             "AttemptVerified": self._verified,
             "BatchTaken": self._harvested,
@@ -170,7 +102,6 @@ class RunView:
             "WeightsPublished": self._published,
             "CohortLoaded": self._loaded,
             "Evaluated": self._evaluated,
-            "CheckpointSaved": self._ignored,
             "RunStarted": self._begun,
             "RunResumed": self._resumed,
             "RunEnded": self._finished,
@@ -186,12 +117,14 @@ class RunView:
         return len(self._running)
 
     def fold(self, record: Record) -> None:
+        self.num_events += 1
         kind = record.get("kind")
         if not isinstance(kind, str):
             raise RunDirError(f"{self.name}: an event without a kind; is it an event file of a run?")
         act = self._fold.get(kind)
         if act is None:
-            self.unknown[kind] += 1
+            if kind not in KINDS:
+                self.unknown[kind] += 1
             return
         try:
             t = record["t"]
@@ -208,7 +141,6 @@ class RunView:
             raise RunDirError(
                 f"{self.name}: an incomplete {kind} ({type(error).__name__}: {error}); write the run's events again"
             ) from error
-        self.num_events += 1
 
     # ---- event by event ---------------------------------------------------------------------------------------------
 
@@ -223,13 +155,10 @@ class RunView:
             self.occupancy.add(1, self._now, t, self.slots - decoding)
         self._now = self.seconds = t
 
-    def _ignored(self, record: Record, t: float) -> None:
-        """Nothing that a page shows."""
-
     def _begun(self, record: Record, t: float) -> None:
         if self.run is not None:
             return
-        found = record.get("schema_version", 0)
+        found = record.get("schema_version", 1)
         if not isinstance(found, int) or found > SCHEMA_VERSION:
             raise RunDirError(
                 f"the events of {self.name} have schema version {found}, this package reads {SCHEMA_VERSION}: "
@@ -269,7 +198,7 @@ class RunView:
         if cached:
             self.total.discarded += cached - accepted
             point = ReplayPoint(update=0, num_replays=1, share_sum=accepted / cached, cached=cached, accepted=accepted)
-            self._replays = _join_replays(self._replays, point)
+            self._replays = join_replays(self._replays, point)
 
     def _ended(self, record: Record, t: float) -> None:
         sample, outcome, num_tokens = record["sample"], record["outcome"], record["num_tokens"]
@@ -343,7 +272,15 @@ class RunView:
                 continue
             paused = segment.end
             self.lives.turn(sample, version, self._close(segment, t, "published"), paused=paused)
-            goes_on = replace(segment, version=version, start=t, end=None, outcome="")
+            goes_on = Segment(
+                sample=sample,
+                attempt=segment.attempt,
+                slot=segment.slot,
+                version=version,
+                mode=segment.mode,
+                start=t,
+                num_tokens=segment.num_tokens,
+            )
             self._running[sample] = goes_on
             self.segments.append(goes_on)
 
@@ -378,6 +315,13 @@ class RunView:
         evaluations = [point for point in self.evaluations if not math.isnan(point.sampled)]
         before = next((point for point in evaluations if point.samples_trained == 0), None)
         after = next((point for point in reversed(evaluations) if point.samples_trained > 0), None)
+        measured = {name: self.latest.get(name) for name in ("bubble_ratio", "goodput", "tokens_per_s")}
+        if None in measured.values():  # nobody measured: by the events' clock
+            measured = {
+                "bubble_ratio": None if busy is None else 1.0 - busy,
+                "goodput": ratio(total.slot_s, slot_s),
+                "tokens_per_s": ratio(total.tokens, self.seconds),
+            }
         return Summary(
             strategy=str(self.run["strategy"]),
             seed=self.run["seed"],
@@ -390,9 +334,6 @@ class RunView:
             discarded_tokens=total.discarded,
             rollout_s=total.rollout_s,
             wall_s=self.seconds,
-            tokens_per_s=ratio(total.tokens, self.seconds),
-            bubble_ratio=None if busy is None else 1.0 - busy,
-            goodput=ratio(total.slot_s, slot_s),
             staleness_mean=ratio(total.staleness_sum, total.samples),
             staleness_token_mean=ratio(total.staleness_token_sum, total.tokens),
             staleness_max=max(self.staleness, default=None),
@@ -401,7 +342,7 @@ class RunView:
             accuracy_after=after.sampled if after else None,
             greedy_accuracy_before=before.greedy if before else None,
             greedy_accuracy_after=after.greedy if after else None,
-        )
+        ).model_copy(update=measured)
 
 
 def _accuracies(record: Record) -> tuple[float | None, float | None]:

@@ -202,12 +202,12 @@
     const scroll = make("div", undefined, "scroll");
     const table = make("table");
     const head = make("tr");
-    for (const name of ["step", "attempt", "version", "gained", "kept", "thrown", "held", "note"]) head.append(make("th", name));
+    for (const name of ["step", "attempt", "version", "gained", "kept", "thrown", "held", "note"]) head.append(make("th", name, name === "note" ? "left" : ""));
     table.append(head);
     for (const moment of moments) {
       const line = make("tr");
       line.append(make("th", moment.step));
-      for (const name of ["attempt", "version", "gained", "kept", "thrown", "held"]) line.append(make("td", number(moment[name])));
+      for (const name of ["attempt", "version", "gained", "kept", "thrown", "held"]) line.append(make("td", moment[name] || name === "version" || name === "held" ? number(moment[name]) : ""));
       line.append(make("td", moment.note, "left"));
       table.append(line);
     }
