@@ -141,6 +141,22 @@ class RunLock:
         return RunDirError(f"run {self.run_dir} is in use by {_holder(self.path)}: {remedy}")
 
 
+def is_being_written(run_dir: str | Path) -> bool:
+    """Whether a process of this machine holds the run, by what its lock file says: nothing is locked for that.
+
+    A lock file from elsewhere is taken at its word.
+    """
+    try:
+        pid, _, host = (Path(run_dir) / LOCK_FILE).read_text(encoding="utf-8").split(maxsplit=2)
+        if host.strip() == socket.gethostname() and fcntl is not None:  # Windows has no harmless signal
+            os.kill(int(pid), 0)
+    except PermissionError:  # somebody else's process, or somebody else's file
+        return True
+    except (OSError, ValueError, OverflowError):
+        return False
+    return True
+
+
 # A forked child shares its parent's flock, and would hold the run for as long as it outlives the parent.
 _held: weakref.WeakSet[RunLock] = weakref.WeakSet()
 

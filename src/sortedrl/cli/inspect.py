@@ -10,9 +10,18 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    SpinnerColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from sortedrl.cli.app import AsJson, app, err, stdout_console
+from sortedrl.errors import ConfigError, ModelError
 from sortedrl.reward_worker import printable
 
 
@@ -25,7 +34,11 @@ def report(
     """Write one self-contained HTML page about one or several runs."""
     from sortedrl.telemetry.report import write_report
 
-    path = write_report(runs, out or runs[0] / "report.html")
+    columns = (TextColumn("reading"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=err, disable=as_json, transient=True) as progress:
+        bar = progress.add_task("report", total=None)
+        target = out or runs[0] / "report.html"
+        path = write_report(runs, target, tell=lambda at, all_: progress.update(bar, completed=at, total=all_))
     print(json.dumps({"report": str(path)})) if as_json else err.print(f"report: {path}", highlight=False)
 
 
@@ -76,12 +89,20 @@ def ledger(
 
 
 def answer_decoder(run: Path) -> Callable[[list[int]], str] | None:
-    """How the run's tokenizer spells tokens; None where there is no checkpoint with one."""
+    """How the run's tokenizer spells tokens: that of its last checkpoint, or of the model that it started from."""
+    from sortedrl.build import model_path
+    from sortedrl.config import SortedConfig
     from sortedrl.learner.checkpoint import Checkpoints
-    from sortedrl.learner.model import load_tokenizer
+    from sortedrl.learner.model import check_model_folder, load_tokenizer
 
-    folder = Checkpoints((run if run.is_dir() else run.parent) / "checkpoints").latest()
-    return None if folder is None else load_tokenizer(folder).decode
+    run = run if run.is_dir() else run.parent
+    folder = Checkpoints(run / "checkpoints").latest()
+    try:
+        if folder is None:
+            folder = check_model_folder(model_path(SortedConfig.load(run / "config.toml", [])))
+        return load_tokenizer(folder).decode
+    except (ConfigError, ModelError):
+        return None  # token numbers tell something too
 
 
 @app.command()

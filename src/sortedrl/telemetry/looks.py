@@ -1,0 +1,110 @@
+"""What all charts of a page share: colours, type, margins, and the marks that tell runs apart.
+
+Used by `charts.py`, `timeline.py` and `page.py`. What it keeps true: colours are told apart by colour-blind readers
+(Okabe and Ito's palette, viridis), and no difference is shown by colour alone: runs differ in dash and symbol too,
+versions carry their number.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import plotly.graph_objects as go
+
+from sortedrl.telemetry.view import RunView
+
+RUN_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
+DASHES = ("solid", "dash", "dot", "dashdot")
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star")
+# Neighbours in this order differ in lightness too, so that a change of version shows in grey print.
+VERSION_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#F0E442", "#CC79A7", "#56B4E9")
+INK, SOFT, GRID, RULE = "#1b2430", "#5a6675", "#e6e9ee", "#b4bcc8"
+FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Chart:
+    name: str  # unique on its page
+    figure: go.Figure
+    caption: str = ""  # plain text
+
+
+def run_colour(position: int) -> str:
+    return RUN_COLOURS[position % len(RUN_COLOURS)]
+
+
+def run_dash(position: int) -> str:
+    """Colours come round after six runs; from the second run on the dash differs too."""
+    return DASHES[position % len(DASHES)]
+
+
+def run_symbol(position: int) -> str:
+    return SYMBOLS[position % len(SYMBOLS)]
+
+
+def run_name(run: RunView) -> str:
+    """Plotly takes tags in a name for markup."""
+    return html.escape(run.name)
+
+
+def faded(colour: str, opacity: float) -> str:
+    red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    return f"rgba({red},{green},{blue},{opacity})"
+
+
+def styled(figure: go.Figure, *, height: int, top: int = 10) -> go.Figure:
+    """`top`: room for titles. The page has a key of its own for runs, so that no legend eats the width of a phone."""
+    axis = {"gridcolor": GRID, "linecolor": RULE, "zeroline": False, "automargin": True, "ticks": ""}
+    figure.update_layout(
+        template="none",
+        height=height,
+        showlegend=False,
+        hovermode="closest",
+        margin={"l": 44, "r": 12, "t": top, "b": 44},
+        font={"family": FONT, "size": 12, "color": INK},
+        paper_bgcolor="#ffffff",
+        plot_bgcolor="#ffffff",
+        dragmode="zoom",
+        uirevision="kept",  # a reader's zoom outlives new data
+    )
+    figure.update_xaxes(**axis, title_standoff=8, title_font_size=12)
+    figure.update_yaxes(**axis, title_standoff=4, title_font_size=12)
+    figure.update_annotations(font_size=12.5, x=0, xanchor="left")
+    return figure
+
+
+def add_title(figure: go.Figure, row: int, text: str) -> None:
+    """A title at the left above one row of subplots."""
+    suffix = "" if row == 1 else str(row)
+    figure.add_annotation(
+        text=text,
+        xref="paper",
+        yref=f"y{suffix} domain",
+        x=0,
+        y=1.02,
+        xanchor="left",
+        yanchor="bottom",
+        showarrow=False,
+    )
+
+
+def add_verticals(
+    figure: go.Figure,
+    xs: Sequence[float],
+    span: tuple[float, float],
+    *,
+    colour: str = RULE,
+    dash: str = "solid",
+    **where: int,
+) -> None:
+    """Vertical lines as one trace: a shape each would take plotly seconds for a long run."""
+    figure.add_scatter(
+        x=[value for x in xs for value in (x, x, None)],
+        y=[value for _ in xs for value in (*span, None)],
+        mode="lines",
+        line={"color": colour, "width": 1, "dash": dash},
+        hoverinfo="skip",
+        **where,
+    )
