@@ -22,6 +22,11 @@ pytestmark = [
 HEADS = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}  # what its kernels like
 
 
+def is_gone(pids: list[int]) -> bool:
+    alive = [process for process in psutil.process_iter(["pid", "status"]) if process.info["pid"] in pids]
+    return all(process.info["status"] == psutil.STATUS_ZOMBIE for process in alive)
+
+
 @pytest.fixture(scope="module")
 def case() -> Iterator[EngineCase]:
     from sortedrl.engine.vllm import VllmEngine
@@ -35,7 +40,7 @@ def case() -> Iterator[EngineCase]:
     yield model_case(engine, model, kill=kill)
     pids = engine.pids
     engine.close()
-    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+    assert is_gone(pids)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=str)

@@ -13,7 +13,7 @@ import contextlib
 import importlib.metadata
 import os
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,6 +98,7 @@ class Core:
     def __init__(self, settings: CoreSettings, counts: StepCounts, *, limit_s: float) -> None:
         self._limit_s = limit_s
         self._pids: list[int] = []
+        self.llm: Any = None
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         self.loop = asyncio.new_event_loop()
@@ -107,7 +108,7 @@ class Core:
         try:
             self.llm = asyncio.run_coroutine_threadsafe(_start(settings, counts), self.loop).result()
         except BaseException as error:
-            self._pids = _children() - before
+            self._pids = sorted(_children() - before)
             self.close()
             if not isinstance(error, Exception) or isinstance(error, EngineError):
                 raise
@@ -115,7 +116,7 @@ class Core:
                 f"vLLM did not start ({type(error).__name__}: {error}); see its messages above; if it lacks memory, "
                 "lower engine.slots, engine.max_new_tokens or engine.kv_gb, or take a smaller model"
             ) from error
-        self._pids = _children() - before
+        self._pids = _processes(self.llm)
 
     def call(self, coroutine: Coroutine[Any, Any, _Result]) -> _Result:
         """Run a coroutine in the loop and wait for it."""
@@ -138,18 +139,18 @@ class Core:
 
     @property
     def pids(self) -> list[int]:
-        """vLLM's processes."""
-        return sorted(self._pids)
+        """vLLM's processes, its core first."""
+        return list(self._pids)
 
     def close(self, *, is_lost: bool = False) -> None:
         """End everything; a core that is lost is not asked, since it may not answer."""
         if is_lost:
             _kill(self._pids)
-        llm = getattr(self, "llm", None)
-        if llm is not None and not self.loop.is_closed():
-            future = asyncio.run_coroutine_threadsafe(_shut_down(llm), self.loop)
+        if self.llm is not None and not self.loop.is_closed():
+            future = asyncio.run_coroutine_threadsafe(_shut_down(self.llm), self.loop)
             with contextlib.suppress(Exception):
                 future.result(_CLOSE_S)
+            self.llm = None
         _kill(self._pids)
         if self._thread.is_alive():
             self.loop.call_soon_threadsafe(self.loop.stop)
@@ -199,13 +200,20 @@ async def _shut_down(llm: Any) -> None:
     llm.shutdown(timeout=1.0)
 
 
+def _processes(llm: Any) -> list[int]:
+    import psutil
+
+    cores = [process.pid for process in llm.engine_core.resources.engine_manager.processes]
+    return cores + [child.pid for core in cores for child in psutil.Process(core).children(recursive=True)]
+
+
 def _children() -> set[int]:
     import psutil  # vLLM needs it too
 
     return {process.pid for process in psutil.Process().children(recursive=True)}
 
 
-def _kill(pids: Any) -> None:
+def _kill(pids: Iterable[int]) -> None:
     """What is left of vLLM's processes, stopped ones included."""
     import psutil
 

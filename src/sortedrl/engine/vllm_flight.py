@@ -1,6 +1,6 @@
 """One attempt while vLLM runs it: what is asked of vLLM, and what its outputs mean.
 
-`vllm.py` makes one per request and reads its outputs in the event loop's thread; nothing else touches it meanwhile. A
+`vllm.py` makes one per request, and the tower reads its outputs; nothing else touches it meanwhile. A
 replay asks for the verdict on its cached tokens and for the answer behind them in one request; only when a cached token
 does not stand is a second request made, from the token that takes its place.
 """
@@ -61,7 +61,7 @@ class Flight:
     clock: float = 0.0  # when its last output came
     check: Check | None = None
     num_decoded: int = 0  # tokens of the last output that were drawn
-    num_hits: int | None = None  # tokens whose KV was there already, as the first output tells
+    num_hits: int = 0  # tokens whose KV was there already, as the first output tells
 
     @classmethod
     def begin(cls, attempt: Attempt) -> Flight:
