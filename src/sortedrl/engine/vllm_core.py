@@ -31,6 +31,7 @@ _Result = TypeVar("_Result")
 # package replaces is the one in use.
 _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # as many threads as OMP_NUM_THREADS says
