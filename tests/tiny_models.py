@@ -1,18 +1,18 @@
-"""Tiny random models, and a caller that serves requests and keeps what an engine's events say."""
+"""Tiny random models, requests for them, and what a plain pass says of their answers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import transformers
 
-from sortedrl.engine.base import Delta, Event, Failed, Finished, Partial, Request, Sampling, Verified
+from sortedrl.engine.base import Request, Sampling
 from sortedrl.engine.local import LocalEngine
-from sortedrl.records import FinishReason, Mode
+from sortedrl.testing import Answer, Caller
 
 VOCAB = 23
 _SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -68,70 +68,6 @@ def make_requests(count: int, *, seed: int = 0, **changes: Any) -> list[Request]
         )
         for index in range(count)
     ]
-
-
-@dataclass(slots=True, kw_only=True)
-class Answer:
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    slot_s: float = 0.0
-    reason: FinishReason | None = None
-    error: str = ""
-    num_partials: int = 0
-    verified: list[tuple[int, int]] = field(default_factory=list)
-
-
-class Caller:
-    """Holds answers as a ledger would: a Delta replaces what was there from its start on."""
-
-    def __init__(self, engine: LocalEngine) -> None:
-        self.engine = engine
-        self.answers: dict[int, Answer] = {}
-
-    def take(self, events: Iterable[Event]) -> None:
-        for event in events:
-            answer = self.answers.setdefault(event.sample, Answer())
-            match event:
-                case Delta():
-                    assert event.start <= len(answer.tokens), "a delta left a gap"
-                    assert len(event.tokens) == len(event.logprobs)
-                    answer.tokens[event.start :] = event.tokens
-                    answer.logprobs[event.start :] = event.logprobs
-                    answer.versions[event.start :] = [event.version] * len(event.tokens)
-                    answer.slot_s += event.slot_s
-                case Finished():
-                    answer.reason = event.reason
-                case Failed():
-                    answer.error = event.error
-                case Partial():
-                    answer.num_partials += 1
-                case Verified():
-                    answer.verified.append((event.cached, event.accepted))
-
-    def serve(self, requests: Sequence[Request]) -> dict[int, Answer]:
-        """Submit as slots become free, until all have ended."""
-        waiting = list(requests)
-        while waiting or self.engine.num_running:
-            num_free = self.engine.capabilities.slots - self.engine.num_running
-            self.engine.submit(waiting[:num_free])
-            del waiting[:num_free]
-            self.take(self.engine.poll())
-        self.take(self.engine.poll())
-        return self.answers
-
-    def steps(self, count: int) -> None:
-        for _ in range(count):
-            self.take(self.engine.poll(timeout=0))
-
-    def interrupt(self, samples: Iterable[int] | None = None) -> None:
-        self.take(self.engine.interrupt(samples))
-
-    def again(self, request: Request, mode: Mode, **changes: Any) -> Request:
-        """The same sample once more, from the tokens that it holds."""
-        answer = self.answers.get(request.sample, Answer())
-        cached = () if mode is Mode.FRESH else tuple(answer.tokens)
-        return replace(request, attempt=request.attempt + 1, mode=mode, cached=cached, **changes)
 
 
 def serve(model: Any, requests: Sequence[Request], *, slots: int = 4, **options: Any) -> dict[int, Answer]:

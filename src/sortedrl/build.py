@@ -231,14 +231,32 @@ def build_engine(config: SortedConfig, model: Any, knobs: Knobs) -> Engine:
         case "local":
             own = _private_copy(model) if knobs.overlap else model
             engine = LocalEngine(own, slots=config.engine.slots, max_length=length)
+        case "vllm":
+            engine = build_vllm(config, model, length)
     if config.engine.in_flight == "keep" and not engine.capabilities.keep_kv:
         raise ConfigError(f"engine {config.engine.kind} cannot keep its cache: set engine.in_flight = reprefill")
     if Fate.REPLAY in (knobs.interrupted, knobs.on_bound) and not engine.capabilities.exact_replay:
+        engine.close()
         raise ConfigError(
-            "replay needs an engine whose replay is exact (float32 weights): load the model in float32, or set "
-            "schedule.interrupted and schedule.on_bound to resume, restart or wait"
+            "replay needs an engine whose replay is exact (float32 weights): load the model in float32 (vllm: set "
+            "engine.dtype = float32), or set schedule.interrupted and schedule.on_bound to resume, restart or wait"
         )
     return Watchdog(engine, config.engine.watchdog_s)
+
+
+def build_vllm(config: SortedConfig, model: Any, max_length: int) -> Engine:
+    """vLLM with a copy of the model; it may be silent for half as long as the watchdog allows, then it starts anew."""
+    from sortedrl.engine.vllm import VllmEngine  # it needs much that others do not have
+
+    settings = config.engine
+    return VllmEngine(
+        model,
+        slots=settings.slots,
+        max_length=max_length,
+        dtype=None if settings.dtype == "auto" else getattr(torch, settings.dtype),
+        kv_bytes=None if settings.kv_gb is None else int(settings.kv_gb * 2**30),
+        limit_s=settings.watchdog_s / 2,
+    )
 
 
 def build_rewards(config: SortedConfig, task: Task, *, is_heldout: bool = False) -> RewardPool:

@@ -43,6 +43,7 @@ CHANGEABLE = frozenset(
         "run.samples",
         "run.threads",
         "run.report",
+        "engine.kv_gb",
         "engine.watchdog_s",
         "reward.timeout_s",
         "reward.grace_s",

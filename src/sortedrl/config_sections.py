@@ -110,13 +110,19 @@ class ScheduleSection(Section):
 
 
 class EngineSection(Section):
-    kind: Literal["local"] = Field(default="local", description="The engine.")
+    kind: Literal["local", "vllm"] = Field(default="local", description="The engine: in process, or vLLM.")
     slots: Int = Field(default=32, ge=1, description="Q: sequences that run at once.")
     max_new_tokens: Int = Field(default=512, ge=1, description="Token budget of an answer, over all its segments.")
     temperature: float = Field(default=1.0, ge=0.0, description="Sampling temperature.")
     replay_tolerance: float = Field(default=0.0, ge=0.0, description="A cached token this close to the best is kept.")
     in_flight: Literal["reprefill", "keep"] = Field(
         default="reprefill", description="KV of running samples at a publication."
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto", description="vllm: of weights and KV cache; auto is the model's. Replay is exact in float32."
+    )
+    kv_gb: float | None = Field(
+        default=None, gt=0.0, description="vllm: GiB for the KV cache; left out, enough for all slots at full length."
     )
     watchdog_s: float = Field(
         default=600.0, gt=0.0, description="An engine that does not answer for so long is given up."

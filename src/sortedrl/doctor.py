@@ -15,7 +15,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from sortedrl.config import SortedConfig
-from sortedrl.errors import DataError, SortedRLError
+from sortedrl.engine.vllm_core import INSTALL, check_installed, vllm_version
+from sortedrl.errors import DataError, EngineError, SortedRLError
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -44,6 +45,7 @@ def examine(config_path: Path | None = None, target: Target | None = None) -> li
         *(_package(name) for name in ("torch", "transformers", "tokenizers", "safetensors")),
         _devices(),
         Finding(name="engine local", text="in process, float32: exact replay"),
+        _vllm(),
         _disk(Path("runs")),
     ]
     return findings if config_path is None else [*findings, *_configuration(config_path, target or Target())]
@@ -63,6 +65,18 @@ def _devices() -> Finding:
         "CUDA" if torch.cuda.is_available() else "MPS" if torch.backends.mps.is_available() else "no accelerator"
     )
     return Finding(name="devices", text=f"{os.cpu_count()} CPU cores, {accelerator}; the local engine runs on the CPU")
+
+
+def _vllm() -> Finding:
+    """Nobody needs it, so its absence is no fault."""
+    version = vllm_version()
+    if version is None:
+        return Finding(name="engine vllm", text=f"not here: {INSTALL}")
+    try:
+        check_installed()
+    except EngineError as error:
+        return Finding(name="engine vllm", text=str(error), is_fine=False)
+    return Finding(name="engine vllm", text=f"vLLM {version}: engine=vllm; exact replay with engine.dtype = float32")
 
 
 def _disk(folder: Path) -> Finding:
@@ -110,7 +124,10 @@ def _model(config: SortedConfig, target: Target) -> Finding:
         if target.hardware is not None and not model_path(config).is_dir():
             return Finding(name="model", text=f"{config.model.path}: not on this machine, so not tried")
         model, tokenizer = load_model(model_path(config))
-        build_engine(config, model, config.knobs)
+        if config.engine.kind == "vllm":
+            check_installed()  # starting it would take a minute
+        else:
+            build_engine(config, model, config.knobs)
     except SortedRLError as error:
         return Finding(name="model", text=str(error), is_fine=False)
     size = sum(parameter.numel() for parameter in model.parameters())

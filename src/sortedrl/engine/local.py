@@ -36,6 +36,7 @@ from sortedrl.engine.base import (
 )
 from sortedrl.engine.cache import DecodePlan, PrefillPlan, SlotCache
 from sortedrl.engine.decoder import Decoder, LeanDecoder, supports_lean
+from sortedrl.engine.fault import find_fault
 from sortedrl.engine.module import Geometry, ModuleDecoder, check_supported, copy_weights
 from sortedrl.engine.prefill import (
     Outcome,
@@ -141,26 +142,11 @@ class LocalEngine:
         for request in requests:
             assert request.sample not in running, f"sample {request.sample} is running already"
             running.add(request.sample)
-            error = self._find_fault(request)
+            error = find_fault(request, max_length=self._max_length, vocab=self._vocab)
             if error is None:
                 self._pending.append(Attempt.begin(request))
             else:
                 self._emit(Failed, request, error=error)
-
-    def _find_fault(self, request: Request) -> str | None:
-        """Why this request cannot be served, whatever the others are."""
-        length = len(request.prompt) + request.budget
-        if length > self._max_length:
-            return (
-                f"prompt of {len(request.prompt)} tokens plus budget of {request.budget} is {length}, more than the "
-                f"engine's max_length of {self._max_length}: lower the budget or raise max_length"
-            )
-        if not request.prompt:
-            return "the prompt is empty: give it at least one token"
-        tokens = (*request.prompt, *request.cached)
-        if min(tokens) < 0 or max(tokens) >= self._vocab:
-            return f"a token lies outside the model's vocabulary of {self._vocab}: tokenizer and model do not match"
-        return None
 
     @torch.inference_mode()
     def poll(self, timeout: float | None = None) -> list[Event]:

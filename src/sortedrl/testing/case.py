@@ -1,0 +1,158 @@
+"""An engine to be checked, and a caller that keeps what it says as a ledger would.
+
+Whoever checks an engine of their own makes an `EngineCase` of it (see docs/engines.md); the checks know nothing else of
+it. A case may share one engine among all checks: each leaves it idle, and versions only grow.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from sortedrl.clock import Clock, WallClock
+from sortedrl.engine.base import (
+    Delta,
+    Engine,
+    Event,
+    Failed,
+    Finished,
+    InFlight,
+    Partial,
+    Request,
+    Sampling,
+    Verified,
+)
+from sortedrl.records import FinishReason, Mode
+
+_PATIENCE_S = 120.0  # for an engine that makes no progress
+
+
+@dataclass(slots=True, kw_only=True)
+class Answer:
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    slot_s: float = 0.0
+    reason: FinishReason | None = None
+    error: str = ""
+    num_partials: int = 0
+    verified: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def has_ended(self) -> bool:
+        return self.reason is not None or bool(self.error) or self.num_partials > 0
+
+
+class Caller:
+    """Holds answers by sample: a Delta replaces what was there from its start on."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.answers: dict[int, Answer] = {}
+
+    def take(self, events: Iterable[Event]) -> None:
+        for event in events:
+            answer = self.answers.setdefault(event.sample, Answer())
+            match event:
+                case Delta():
+                    assert event.start <= len(answer.tokens), "a delta left a gap"
+                    assert len(event.tokens) == len(event.logprobs), "tokens and log-probs differ in number"
+                    answer.tokens[event.start :] = event.tokens
+                    answer.logprobs[event.start :] = event.logprobs
+                    answer.versions[event.start :] = [event.version] * len(event.tokens)
+                    answer.slot_s += event.slot_s
+                case Finished():
+                    answer.reason = event.reason
+                case Failed():
+                    answer.error = event.error
+                case Partial():
+                    answer.num_partials += 1
+                case Verified():
+                    answer.verified.append((event.cached, event.accepted))
+
+    @property
+    def num_running(self) -> int:
+        return self.engine.stats().running
+
+    def serve(self, requests: Sequence[Request]) -> dict[int, Answer]:
+        """Submit as slots become free, until all have ended."""
+        waiting = list(requests)
+        while waiting or self.num_running:
+            num_free = self.engine.capabilities.slots - self.num_running
+            self.engine.submit(waiting[:num_free])
+            del waiting[:num_free]
+            self.take(self.engine.poll())
+        self.take(self.engine.poll())
+        return self.answers
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.take(self.engine.poll(timeout=0))
+
+    def interrupt(self, samples: Iterable[int] | None = None) -> None:
+        self.take(self.engine.interrupt(samples))
+
+    def again(self, request: Request, mode: Mode, **changes: Any) -> Request:
+        """The same sample once more, from the tokens that it holds."""
+        answer = self.answers.get(request.sample, Answer())
+        cached = () if mode is Mode.FRESH else tuple(answer.tokens)
+        return replace(request, attempt=request.attempt + 1, mode=mode, cached=cached, **changes)
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineCase:
+    """`source(step)` gives the weights after so many publications, those that the engine began with for 0;
+    `logprobs(step, request, tokens)` the log-probs of an answer under them, by an independent pass.
+    """
+
+    engine: Engine
+    prompts: Sequence[Sequence[int]]
+    source: Callable[[int], Any]
+    logprobs: Callable[[int, Request, Sequence[int]], Sequence[float]]
+    spoil: Callable[[Request], Request]  # turns a request into one that must fail
+    answer_tokens: int = 48  # a budget that an answer uses up, and that takes the engine a while
+    tolerance: float = 1e-3  # of log-probs
+    has_stop_tokens: bool = True
+    advance: Callable[[], list[Event]] | None = None  # lets the engine work for a moment; left out, a short poll
+    kill: Callable[[], None] | None = None  # ends the engine's process, if it has one
+    clock: Clock = field(default_factory=WallClock)
+    version: int = 0
+    next_sample: int = 0
+
+    def requests(self, count: int, **changes: Any) -> list[Request]:
+        """Requests for samples that the engine has never seen."""
+        first, self.next_sample = self.next_sample, self.next_sample + count
+        made = [
+            Request(
+                sample=sample,
+                attempt=0,
+                prompt=list(self.prompts[sample % len(self.prompts)]),
+                budget=self.answer_tokens,
+                seed=7919 * sample + 17,
+                sampling=Sampling(),
+            )
+            for sample in range(first, self.next_sample)
+        ]
+        return [replace(request, **changes) for request in made]
+
+    def caller(self) -> Caller:
+        assert self.engine.stats().running == 0, "an earlier check left something running"
+        return Caller(self.engine)
+
+    def run_until(self, caller: Caller, num_tokens: int) -> None:
+        """Let the engine decode at least so many tokens more, and not much more."""
+        wanted = self.engine.stats().decoded_tokens + num_tokens
+        began = time.monotonic()
+        while self.engine.stats().decoded_tokens < wanted:
+            caller.take(self.engine.poll(0.005) if self.advance is None else self.advance())
+            assert time.monotonic() - began < _PATIENCE_S, "the engine makes no progress"
+
+    def publish(self, in_flight: InFlight = InFlight.ABORT) -> None:
+        """The next weights, under the next version."""
+        self.version += 1
+        self.engine.publish(self.version, self.source(self.version), in_flight).wait()
+
+    def is_close(self, ours: Sequence[float], theirs: Sequence[float]) -> bool:
+        return len(ours) == len(theirs) and all(abs(a - b) <= self.tolerance for a, b in zip(ours, theirs, strict=True))

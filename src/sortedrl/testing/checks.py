@@ -1,0 +1,350 @@
+"""The conformance suite of engines: what the protocol promises, each promise a plain function over an `EngineCase`.
+
+No test runner is needed: a check that fails raises AssertionError. `needs` says for which engines a check is meant, by
+their capabilities or by what the case can do; `issue` names the bug of another system that it guards against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from sortedrl.engine.base import Event, InFlight, Request, Sampling
+from sortedrl.errors import SortedRLError
+from sortedrl.records import FinishReason, Mode
+from sortedrl.testing.case import EngineCase
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Check:
+    name: str
+    promise: str
+    run: Callable[[EngineCase], None]
+    needs: Callable[[EngineCase], bool] = lambda case: True
+    issue: str = ""
+
+    def __str__(self) -> str:
+        return self.name
+
+
+CHECKS: list[Check] = []
+
+
+def check(
+    promise: str, *, issue: str = "", needs: Callable[[EngineCase], bool] = lambda case: True
+) -> Callable[[Callable[[EngineCase], None]], Callable[[EngineCase], None]]:
+    def keep(run: Callable[[EngineCase], None]) -> Callable[[EngineCase], None]:
+        name = run.__name__.replace("_", "-")
+        CHECKS.append(Check(name=name, promise=promise, run=run, needs=needs, issue=issue))
+        return run
+
+    return keep
+
+
+def is_exact(case: EngineCase) -> bool:
+    return case.engine.capabilities.exact_replay
+
+
+def keeps_kv(case: EngineCase) -> bool:
+    return case.engine.capabilities.keep_kv
+
+
+# ---- answers ---------------------------------------------------------------------------------------------------------
+
+
+@check("an answer uses its budget and no more, and says why it ended")
+def budgets_are_kept(case: EngineCase) -> None:
+    caller = case.caller()
+    requests = [replace(r, budget=budget) for r, budget in zip(case.requests(3), (1, 7, 12), strict=True)]
+    answers = caller.serve(requests)
+    assert [len(answers[r.sample].tokens) for r in requests] == [1, 7, 12]
+    assert all(answer.reason is FinishReason.LENGTH for answer in answers.values())
+
+
+@check("a stop token ends an answer and is part of it", needs=lambda case: case.has_stop_tokens and is_exact(case))
+def stop_tokens_stop(case: EngineCase) -> None:
+    (request,) = case.requests(1, budget=24)
+    free = case.caller().serve([request])[request.sample].tokens
+    stop = free[10]
+    again = replace(request, attempt=1, sampling=replace(request.sampling, stop_tokens=(stop,)))
+    answer = case.caller().serve([again])[request.sample]
+    assert answer.tokens == free[: free.index(stop) + 1]
+    assert answer.reason is FinishReason.STOP
+
+
+@check("log-probs are those of a teacher-forced pass")
+def logprobs_match_a_forced_pass(case: EngineCase) -> None:
+    requests = case.requests(4, budget=24)
+    answers = case.caller().serve(requests)
+    for request in requests:
+        answer = answers[request.sample]
+        assert case.is_close(answer.logprobs, case.logprobs(case.version, request, answer.tokens))
+
+
+@check(
+    "log-probs are of the distribution really sampled from, temperature included",
+    issue="verl #6240",
+    needs=lambda case: case.has_stop_tokens,
+)
+def logprobs_are_the_processed_ones(case: EngineCase) -> None:
+    (request,) = case.requests(1, budget=24, sampling=Sampling(temperature=0.6))
+    answer = case.caller().serve([request])[request.sample]
+    assert case.is_close(answer.logprobs, case.logprobs(case.version, request, answer.tokens))
+    raw = replace(request, sampling=Sampling(temperature=1.0))
+    assert not case.is_close(answer.logprobs, case.logprobs(case.version, raw, answer.tokens))
+
+
+@check("an answer depends on its seed, not on its neighbours", needs=is_exact)
+def answers_do_not_depend_on_neighbours(case: EngineCase) -> None:
+    requests = case.requests(4, budget=20)
+    together = case.caller().serve(requests)
+    for request in requests[:2]:
+        alone = case.caller().serve([replace(request, attempt=1)])
+        assert alone[request.sample].tokens == together[request.sample].tokens
+    other = case.caller().serve([replace(requests[0], attempt=2, seed=requests[0].seed + 1)])
+    assert other[requests[0].sample].tokens != together[requests[0].sample].tokens
+
+
+# ---- interruption ----------------------------------------------------------------------------------------------------
+
+
+@check("interruption gives every sample back with its tokens, each event under its attempt")
+def interruption_returns_every_token(case: EngineCase) -> None:
+    caller = case.caller()
+    requests = case.requests(3, attempt=5)
+    before = case.engine.stats().decoded_tokens
+    case.engine.submit(requests)
+    case.run_until(caller, 12)
+    events = case.engine.interrupt()
+    assert {event.attempt for event in events} == {5}
+    caller.take(events)
+    decoded = case.engine.stats().decoded_tokens - before
+    assert sum(len(answer.tokens) for answer in caller.answers.values()) == decoded
+    assert all(caller.answers[r.sample].has_ended for r in requests)
+    for request in requests:
+        answer = caller.answers[request.sample]
+        assert case.is_close(answer.logprobs, case.logprobs(case.version, request, answer.tokens))
+
+
+@check("nothing decodes after an interruption", issue="slime #2340")
+def no_orphan_survives_an_interruption(case: EngineCase) -> None:
+    caller = case.caller()
+    case.engine.submit(case.requests(4))
+    case.run_until(caller, 8)
+    caller.interrupt()
+    stats = case.engine.stats()
+    late: list[Event] = []
+    for _ in range(5):
+        late += case.engine.poll(0.02)
+    assert stats.running == case.engine.stats().running == 0
+    assert late == []
+    assert case.engine.stats().decoded_tokens == stats.decoded_tokens
+    assert case.engine.interrupt() == []
+
+
+@check("some can be interrupted while the others go on")
+def some_are_interrupted_and_others_go_on(case: EngineCase) -> None:
+    caller = case.caller()
+    requests = case.requests(4)
+    case.engine.submit(requests)
+    case.run_until(caller, 8)
+    stopped = {requests[0].sample, requests[2].sample}
+    events = case.engine.interrupt([*stopped, 10**9])
+    assert {event.sample for event in events} == stopped
+    caller.take(events)
+    caller.serve([])
+    for request in requests:
+        answer = caller.answers[request.sample]
+        is_stopped = request.sample in stopped
+        assert answer.num_partials == is_stopped
+        assert (len(answer.tokens) < request.budget) == is_stopped
+        assert case.is_close(answer.logprobs, case.logprobs(case.version, request, answer.tokens))
+
+
+@check("a resumed answer has what is left of its budget, not all of it again", issue="slime #2260")
+def a_resumed_answer_keeps_its_budget(case: EngineCase) -> None:
+    caller = case.caller()
+    (request,) = case.requests(1)
+    for _ in range(3):
+        case.engine.submit([caller.again(request, Mode.RESUME)])
+        case.run_until(caller, 4)
+        caller.interrupt()
+    caller.serve([caller.again(request, Mode.RESUME)])
+    answer = caller.answers[request.sample]
+    assert answer.num_partials == 3
+    assert len(answer.tokens) == request.budget
+    assert answer.reason is FinishReason.LENGTH
+
+
+@check("tokens, log-probs and versions stay equally many, however often an answer is cut", issue="slime #1440")
+def lengths_agree_after_partials(case: EngineCase) -> None:
+    caller = case.caller()
+    requests = case.requests(3)
+    for _ in range(3):
+        case.engine.submit([caller.again(r, Mode.RESUME) for r in requests])
+        case.run_until(caller, 6)
+        caller.interrupt()
+        case.publish()
+        for answer in caller.answers.values():
+            assert len(answer.tokens) == len(answer.logprobs) == len(answer.versions)
+            assert answer.versions == sorted(answer.versions)
+
+
+@check("a resumed answer is what it would have been without interruption", needs=is_exact)
+def resumed_equals_uninterrupted(case: EngineCase) -> None:
+    requests = case.requests(3)
+    expected = case.caller().serve(requests)
+    caller = case.caller()
+    for _ in range(2):
+        case.engine.submit([caller.again(r, Mode.RESUME) for r in requests])
+        case.run_until(caller, 9)
+        caller.interrupt()
+    caller.serve([caller.again(r, Mode.RESUME) for r in requests])
+    for request in requests:
+        assert caller.answers[request.sample].tokens == expected[request.sample].tokens
+
+
+# ---- publication -----------------------------------------------------------------------------------------------------
+
+
+@check("after a publication answers are those of the new weights, under the new version")
+def a_publication_takes_effect(case: EngineCase) -> None:
+    requests = case.requests(3, budget=20)
+    case.caller().serve(requests)  # so that old prefixes could be found in a cache
+    before = case.version
+    case.publish()
+    again = [replace(request, attempt=1) for request in requests]
+    answers = case.caller().serve(again)
+    for request in again:
+        answer = answers[request.sample]
+        assert set(answer.versions) == {case.version}
+        assert case.is_close(answer.logprobs, case.logprobs(case.version, request, answer.tokens))
+        assert not case.is_close(answer.logprobs, case.logprobs(before, request, answer.tokens))
+
+
+@check("versions are the engine's: a resumed answer holds the old one, then the new one")
+def a_resumed_answer_spans_versions(case: EngineCase) -> None:
+    caller = case.caller()
+    (request,) = case.requests(1)
+    case.engine.submit([request])
+    case.run_until(caller, 6)
+    caller.interrupt()
+    before, cut = case.version, len(caller.answers[request.sample].tokens)
+    case.publish()
+    caller.serve([caller.again(request, Mode.RESUME)])
+    answer = caller.answers[request.sample]
+    assert answer.versions == [before] * cut + [case.version] * (request.budget - cut)
+    assert case.is_close(answer.logprobs[:cut], case.logprobs(before, request, answer.tokens)[:cut])
+    assert case.is_close(answer.logprobs[cut:], case.logprobs(case.version, request, answer.tokens)[cut:])
+
+
+@check("an answer that must be on-policy holds one version only", issue="slime #2092")
+def on_policy_answers_hold_one_version(case: EngineCase) -> None:
+    mode = Mode.REPLAY if is_exact(case) else Mode.FRESH
+    caller = case.caller()
+    requests = case.requests(3)
+    case.engine.submit(requests)
+    case.run_until(caller, 9)
+    caller.interrupt()
+    case.publish()
+    caller.serve([caller.again(r, mode) for r in requests])
+    for request in requests:
+        answer = caller.answers[request.sample]
+        assert set(answer.versions) == {case.version}
+        assert case.is_close(answer.logprobs, case.logprobs(case.version, request, answer.tokens))
+
+
+@check("replay gives token for token what a restart gives", needs=is_exact)
+def replay_equals_restart(case: EngineCase) -> None:
+    caller = case.caller()
+    requests = case.requests(4)
+    case.engine.submit(requests)
+    case.run_until(caller, 4 * case.answer_tokens // 2)
+    caller.interrupt()
+    cached = {r.sample: len(caller.answers[r.sample].tokens) for r in requests}
+    case.publish()
+    caller.serve([caller.again(r, Mode.REPLAY) for r in requests])
+    restarted = case.caller().serve([replace(r, attempt=2) for r in requests])
+    for request in requests:
+        replayed = caller.answers[request.sample]
+        assert replayed.tokens == restarted[request.sample].tokens
+        assert case.is_close(replayed.logprobs, restarted[request.sample].logprobs)
+        assert replayed.verified[0][0] == cached[request.sample]
+
+
+@check("what runs goes on with its old KV cache under the new weights (mixed-kv)", needs=keeps_kv)
+def a_kept_cache_goes_on(case: EngineCase) -> None:
+    _publish_in_flight(case, InFlight.KEEP)
+
+
+@check("what runs is computed again under the new weights")
+def a_reprefilled_cache_is_new(case: EngineCase) -> None:
+    for request, answer, cut in _publish_in_flight(case, InFlight.REPREFILL):
+        forced = case.logprobs(case.version, request, answer)
+        assert case.is_close(cut, forced[len(answer) - len(cut) :])
+
+
+def _publish_in_flight(case: EngineCase, in_flight: InFlight) -> list[tuple[Request, list[int], list[float]]]:
+    """Publish while samples run; returns requests, their answers, and the log-probs of what the new weights wrote."""
+    caller = case.caller()
+    requests = case.requests(3)
+    case.engine.submit(requests)
+    case.run_until(caller, 9)
+    before = case.version
+    case.publish(in_flight)
+    caller.serve([])
+    found = []
+    for request in requests:
+        answer = caller.answers[request.sample]
+        cut = answer.versions.count(before)
+        assert answer.versions == [before] * cut + [case.version] * (request.budget - cut)
+        assert case.is_close(answer.logprobs[:cut], case.logprobs(before, request, answer.tokens)[:cut])
+        found.append((request, answer.tokens, answer.logprobs[cut:]))
+    assert any(0 < len(new) < case.answer_tokens for _, _, new in found), "nothing ran across the publication"
+    return found
+
+
+# ---- faults ----------------------------------------------------------------------------------------------------------
+
+
+@check("a request that cannot be served fails alone", issue="slime #1562")
+def one_failure_is_no_more_than_that(case: EngineCase) -> None:
+    good, bad, other = case.requests(3, budget=10)
+    bad = case.spoil(bad)
+    answers = case.caller().serve([good, bad, other])
+    assert answers[bad.sample].error
+    assert answers[bad.sample].reason is None
+    assert {answers[r.sample].reason for r in (good, other)} == {FinishReason.LENGTH}
+
+
+@check("more requests than free slots are refused")
+def slots_are_a_limit(case: EngineCase) -> None:
+    caller = case.caller()
+    slots = case.engine.capabilities.slots
+    requests = case.requests(slots + 1)
+    try:
+        case.engine.submit(requests)
+    except (SortedRLError, AssertionError):
+        caller.interrupt()
+        return
+    raise AssertionError(f"{slots + 1} requests were taken for {slots} slots")
+
+
+@check("an engine that dies gives its samples back, and goes on under the same version", needs=lambda c: bool(c.kill))
+def a_dead_engine_gives_its_samples_back(case: EngineCase) -> None:
+    assert case.kill is not None, "selected by `needs`"
+    case.publish()
+    caller = case.caller()
+    requests = case.requests(3)
+    case.engine.submit(requests)
+    case.run_until(caller, 9)
+    case.kill()
+    while case.engine.stats().running:
+        caller.take(case.engine.poll(1.0))
+    assert all(caller.answers[r.sample].num_partials == 1 for r in requests)
+    caller.serve([caller.again(r, Mode.RESUME) for r in requests])
+    for request in requests:
+        answer = caller.answers[request.sample]
+        assert len(answer.tokens) == request.budget
+        assert set(answer.versions) == {case.version}
+        assert case.is_close(answer.logprobs, case.logprobs(case.version, request, answer.tokens))

@@ -1,0 +1,145 @@
+"""Checks that need the whole loop: the real controller, buffer and schedule over the engine, with a learner of paper.
+
+They are part of the conformance suite (`checks.py`): what other systems' users report is often not the engine's fault
+but that of who drives it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from sortedrl.buffer import Buffer
+from sortedrl.controller import Controller
+from sortedrl.engine.base import InFlight, Sampling
+from sortedrl.learner.base import UpdateResult
+from sortedrl.records import Batch, Prompt, Sample, sample_seed
+from sortedrl.schedule import Knobs, Strategy, resolve_knobs
+from sortedrl.testing.case import EngineCase
+from sortedrl.testing.checks import check
+
+_SAMPLES = 24
+_SLOW_POLLS = 12  # that a slow reward takes
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Given:
+    key: tuple[int, int]
+    reward: float = 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class PaperScorer:
+    """Scores at once; if `is_slow`, every third answer late."""
+
+    is_slow: bool = False
+    waiting: list[tuple[int, Given]] = field(default_factory=list)
+
+    def submit(self, sample: Sample) -> None:
+        delay = _SLOW_POLLS if self.is_slow and sample.id % 3 == 0 else 0
+        self.waiting.append((delay, Given(key=(sample.id, sample.attempt))))
+
+    def poll(self, timeout: float) -> list[Given]:
+        ready = [score for delay, score in self.waiting if delay <= 0]
+        self.waiting = [(delay - 1, score) for delay, score in self.waiting if delay > 0]
+        return ready
+
+
+class PaperUpdate:
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> UpdateResult:
+        return UpdateResult(optimizer_steps=1)
+
+
+@dataclass(slots=True, kw_only=True)
+class PaperLearner:
+    """Remembers its batches, and how many scores were awaited when they came; an update gives the next weights."""
+
+    case: EngineCase
+    scorer: PaperScorer
+    kill_at: int | None = None  # the batch at which it kills the engine
+    batches: list[Batch] = field(default_factory=list)
+    num_awaited: int = 0
+
+    @property
+    def source(self) -> Any:
+        return self.case.source(self.batches[-1].version + 1)
+
+    def start(self, batch: Batch) -> PaperUpdate:
+        if len(self.batches) == self.kill_at and self.case.kill is not None:
+            self.case.kill()
+        self.batches.append(batch)
+        self.num_awaited += len(self.scorer.waiting)
+        return PaperUpdate()
+
+
+def run_loop(case: EngineCase, knobs: Knobs, *, is_slow: bool = False, kill_at: int | None = None) -> PaperLearner:
+    """Train `_SAMPLES` samples of differing length; the controller itself checks staleness, budgets and versions."""
+    buffer = Buffer()
+    buffer.version = case.version  # the engine has lived before
+    scorer = PaperScorer(is_slow=is_slow)
+    learner = PaperLearner(case=case, scorer=scorer, kill_at=kill_at)
+
+    def load(cohort: int, count: int) -> list[Sample]:
+        numbers = range(buffer.num_loaded, min(buffer.num_loaded + count, _SAMPLES))
+        return [_sample(case, number, cohort) for number in numbers]
+
+    controller = Controller(
+        buffer=buffer,
+        knobs=knobs,
+        engine=case.engine,
+        learner=learner,
+        scorer=scorer,
+        load_samples=load,
+        total_samples=_SAMPLES,
+        sampling=Sampling(),
+        clock=case.clock,
+        in_flight=InFlight.REPREFILL,
+        score_grace_s=0.0,
+    )
+    is_complete = controller.run()
+    case.version = buffer.version
+    assert is_complete, "the run did not come to its end"
+    trained = Counter(sample.id for batch in learner.batches for sample in batch.samples)
+    assert trained == Counter(range(_SAMPLES)), "samples were lost, or trained twice"
+    return learner
+
+
+def _sample(case: EngineCase, number: int, cohort: int) -> Sample:
+    prompt = Prompt(id=str(number), tokens=tuple(case.prompts[number % len(case.prompts)]), content="")
+    budget = 4 + number % 5 * (case.answer_tokens // 5)  # were all as long, there would be nothing to interrupt
+    seed = sample_seed(case.version, 0, prompt.id, 0)
+    return Sample(id=number, prompt=prompt, index=0, epoch=0, cohort=cohort, seed=seed, budget=budget)
+
+
+@check("an update does not wait for slow rewards of other samples", issue="slime #2176")
+def updates_do_not_wait_for_slow_rewards(case: EngineCase) -> None:
+    knobs = resolve_knobs(Strategy.SORTED_PARTIAL, update_batch=4, cohort_batches=3)
+    learner = run_loop(case, knobs, is_slow=True)
+    assert learner.num_awaited > 0
+
+
+@check("a run on this engine trains every sample once, within its staleness")
+def a_run_is_exact(case: EngineCase) -> None:
+    interrupted = "replay" if case.engine.capabilities.exact_replay else "restart"
+    knobs = resolve_knobs(
+        Strategy.SORTED_ON_POLICY, update_batch=4, cohort_batches=3, interrupted=interrupted, on_bound=interrupted
+    )
+    for batch in run_loop(case, knobs).batches:
+        assert all(sample.staleness(batch.version) == 0 for sample in batch.samples)
+
+
+@check(
+    "staleness stays within its bound when the engine dies and is started again",
+    issue="AReaL #1388",
+    needs=lambda case: case.kill is not None,
+)
+def staleness_survives_a_recovery(case: EngineCase) -> None:
+    knobs = resolve_knobs(
+        Strategy.SORTED_PARTIAL, update_batch=4, cohort_batches=3, max_staleness=1, on_bound="restart"
+    )
+    for batch in run_loop(case, knobs, kill_at=2).batches:
+        assert all(sample.staleness(batch.version) <= 1 for sample in batch.samples)

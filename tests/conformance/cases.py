@@ -1,0 +1,89 @@
+"""The engines that this project ships, as cases of the conformance suite."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from scripted import ScriptedPolicy
+from sortedrl.clock import VirtualClock
+from sortedrl.engine.base import Event, Request
+from sortedrl.engine.local import LocalEngine
+from sortedrl.engine.sim import SimEngine
+from sortedrl.testing import EngineCase
+from tiny_models import VOCAB, shake, source, teacher_forced, tiny_model
+
+SLOTS = 4
+MAX_LENGTH = 256
+# The second is longer than a block of vLLM's KV cache, so that its prefix is found there again.
+PROMPTS = [[3, 1, 4], [(7 * i) % VOCAB for i in range(70)], [2, 7, 1, 8, 2, 8], [5] * 11]
+
+
+def weights_of(model: Any) -> Callable[[int], Any]:
+    """The model after so many publications, each a fixed step from the one before."""
+
+    @cache
+    def step(number: int) -> Any:
+        if number == 0:
+            return copy.deepcopy(model)
+        moved = copy.deepcopy(step(number - 1))
+        shake(moved, 0.02, seed=number)
+        return moved
+
+    return step
+
+
+def model_case(engine: Any, model: Any, **changes: Any) -> EngineCase:
+    """A case of an engine that was made of `model`."""
+    step = weights_of(model)
+
+    def logprobs(number: int, request: Request, tokens: Sequence[int]) -> list[float]:
+        return teacher_forced(step(number), request, tokens)
+
+    return EngineCase(
+        **{
+            "engine": engine,
+            "prompts": PROMPTS,
+            "source": lambda number: source(step(number)),
+            "logprobs": logprobs,
+            "spoil": lambda request: replace(request, prompt=[0, VOCAB]),
+        }
+        | changes
+    )
+
+
+def local_case(path: str) -> EngineCase:
+    model = tiny_model()
+    engine = LocalEngine(copy.deepcopy(model), slots=SLOTS, max_length=MAX_LENGTH, path=path)  # type: ignore[arg-type]
+    return model_case(engine, model, advance=lambda: engine.poll(0))
+
+
+def sim_case() -> EngineCase:
+    policy, clock = ScriptedPolicy(longest=10**9, divergence=0.05), VirtualClock()
+    spoiled: set[int] = set()
+    engine = SimEngine(policy, slots=SLOTS, clock=clock, fails=lambda request: 3 if request.sample in spoiled else None)
+
+    def advance() -> list[Event]:
+        clock.set_timer(clock.now() + 1)
+        return engine.poll()
+
+    def spoil(request: Request) -> Request:
+        spoiled.add(request.sample)
+        return request
+
+    def logprobs(version: int, request: Request, tokens: Sequence[int]) -> list[float]:
+        return [policy.logprob(request.seed, position, version) for position in range(len(tokens))]
+
+    return EngineCase(
+        engine=engine,
+        prompts=PROMPTS,
+        source=lambda number: None,
+        logprobs=logprobs,
+        spoil=spoil,
+        has_stop_tokens=False,
+        advance=advance,
+        clock=clock,
+    )
