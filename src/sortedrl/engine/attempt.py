@@ -44,7 +44,7 @@ class Attempt:
 
     @property
     def next_draw(self) -> Draw:
-        return Draw(self.request.seed, len(self.tokens), self.request.sampling.temperature)
+        return Draw(self.request.seed, len(self.tokens), self.request.sampling)
 
     @property
     def ending(self) -> FinishReason | None:
