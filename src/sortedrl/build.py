@@ -18,6 +18,7 @@ from sortedrl.clock import Clock
 from sortedrl.config import SortedConfig
 from sortedrl.controller import Controller
 from sortedrl.engine.base import Engine, EngineStats, InFlight, Sampling
+from sortedrl.engine.decoder import choose_dtype
 from sortedrl.engine.local import LocalEngine
 from sortedrl.engine.watchdog import Watchdog
 from sortedrl.errors import ConfigError, ModelError
@@ -127,7 +128,7 @@ def build_run(
     model = build_model(config, model, peft_config, checkpoint)
     knobs, temperature = config.knobs, config.engine.temperature or 1.0
     learner = SkippingLearner(model, config.learner, temperature=temperature, overlap=knobs.overlap)
-    engine = build_engine(config, learner.source.module, knobs)
+    engine = build_engine(config, learner.source.module, knobs, decode=tokenizer.decode)
     stop_tokens = stop_token_ids(model, tokenizer)
     evaluator = Evaluator(
         engine=engine,
@@ -152,7 +153,7 @@ def build_run(
         scorer=SampleScorer(pool=rewards, tokenizer=tokenizer, skip=learner.skip),
         load_samples=loader.load,
         total_samples=config.run.samples,
-        sampling=Sampling(temperature=config.engine.temperature, stop_tokens=stop_tokens),
+        sampling=build_sampling(config, stop_tokens),
         clock=clock,
         emit=emit,
         replay_tolerance=config.engine.replay_tolerance,
@@ -225,20 +226,37 @@ def build_task(config: SortedConfig) -> Task:
             raise ConfigError(f"task.name {unknown!r} is not known: the tasks are knights")
 
 
-def build_engine(config: SortedConfig, model: Any, knobs: Knobs) -> Engine:
+def build_engine(
+    config: SortedConfig, model: Any, knobs: Knobs, decode: Callable[[list[int]], str] | None = None
+) -> Engine:
+    """`decode` turns tokens into the text in which stop strings are looked for."""
+    needs_replay = Fate.REPLAY in (knobs.interrupted, knobs.on_bound)
     length = config.task.max_prompt_tokens + config.engine.max_new_tokens
     match config.engine.kind:
         case "local":
             own = _private_copy(model) if knobs.overlap else model
-            engine = LocalEngine(own, slots=config.engine.slots, max_length=length)
+            dtype = choose_dtype(own, config.engine.dtype, is_exact=needs_replay)
+            engine = LocalEngine(own, slots=config.engine.slots, max_length=length, dtype=dtype, decode=decode)
     if config.engine.in_flight == "keep" and not engine.capabilities.keep_kv:
         raise ConfigError(f"engine {config.engine.kind} cannot keep its cache: set engine.in_flight = reprefill")
-    if Fate.REPLAY in (knobs.interrupted, knobs.on_bound) and not engine.capabilities.exact_replay:
+    if needs_replay and not engine.capabilities.exact_replay:
         raise ConfigError(
-            "replay needs an engine whose replay is exact (float32 weights): load the model in float32, or set "
-            "schedule.interrupted and schedule.on_bound to resume, restart or wait"
+            "replay needs an engine whose replay is exact (float32 weights): load the model in float32 and leave "
+            "engine.dtype at auto, or set schedule.interrupted and schedule.on_bound to resume, restart or wait"
         )
     return Watchdog(engine, config.engine.watchdog_s)
+
+
+def build_sampling(config: SortedConfig, stop_tokens: tuple[int, ...]) -> Sampling:
+    settings = config.engine
+    return Sampling(
+        temperature=settings.temperature,
+        stop_tokens=stop_tokens,
+        top_k=settings.top_k,
+        top_p=settings.top_p,
+        min_p=settings.min_p,
+        stop_strings=settings.stop,
+    )
 
 
 def build_rewards(config: SortedConfig, task: Task, *, is_heldout: bool = False) -> RewardPool:

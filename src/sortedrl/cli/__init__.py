@@ -1,4 +1,4 @@
-"""The command line: train, compare, simulate, plan, sft, report, ledger, doctor.
+"""The command line: train, compare, simulate, plan, sft, report, ledger, doctor, bench.
 
 Each command prints a table for people, or with `--json` one JSON object and nothing else on stdout. Progress and
 messages go to stderr. Users' mistakes end with one line and exit code 2, Ctrl-C with 130.
@@ -10,6 +10,7 @@ from sortedrl.cli import train  # isort: skip
 from sortedrl.cli import simulate  # isort: skip
 from sortedrl.cli import sft  # isort: skip
 from sortedrl.cli import inspect  # isort: skip
+from sortedrl.cli import bench  # isort: skip
 from sortedrl.cli.app import app, main
 
-__all__ = ["app", "inspect", "main", "sft", "simulate", "train"]
+__all__ = ["app", "bench", "inspect", "main", "sft", "simulate", "train"]

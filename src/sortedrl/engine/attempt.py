@@ -8,12 +8,14 @@ every publication.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from sortedrl.engine.base import Delta, Request
 from sortedrl.engine.sampling import Draw
 from sortedrl.records import FinishReason, Mode
+
+_TAIL_TOKENS = 4  # read on top, since a character may need several tokens
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -21,6 +23,7 @@ class Attempt:
     request: Request
     tokens: list[int]  # the whole answer, cached tokens included
     stops: frozenset[int]
+    decode: Callable[[list[int]], str] | None = None  # where there are stop strings
     logprobs: list[float] = field(default_factory=list)
     delivered: int = 0  # answer tokens that the caller holds
     verified: int = 0  # tokens that a replay kept and the caller has not heard of
@@ -28,14 +31,15 @@ class Attempt:
     slot_mark: float = 0.0  # the engine's decode seconds at the last delivery
 
     @classmethod
-    def begin(cls, request: Request) -> Attempt:
+    def begin(cls, request: Request, decode: Callable[[list[int]], str] | None = None) -> Attempt:
         """Cached tokens past the budget, or past a stop token, are no part of the answer."""
         stops = frozenset(request.sampling.stop_tokens)
         cached = [] if request.mode is Mode.FRESH else list(request.cached[: request.budget])
         end = next((index + 1 for index, token in enumerate(cached) if token in stops), len(cached))
         tokens = cached[:end]
         is_cut = end < len(request.cached)
-        return cls(request=request, tokens=tokens, stops=stops, delivered=len(tokens), is_cut=is_cut)
+        decode = decode if request.sampling.stop_strings else None
+        return cls(request=request, tokens=tokens, stops=stops, decode=decode, delivered=len(tokens), is_cut=is_cut)
 
     @property
     def length(self) -> int:
@@ -49,9 +53,17 @@ class Attempt:
     @property
     def ending(self) -> FinishReason | None:
         """Why the answer is complete, if it is."""
-        if self.tokens and self.tokens[-1] in self.stops:
+        if self.tokens and (self.tokens[-1] in self.stops or self._has_stop_string()):
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.tokens) >= self.request.budget else None
+
+    def _has_stop_string(self) -> bool:
+        """Whether the answer's end contains one; a token is at least a byte, so as many tokens as bytes will do."""
+        if self.decode is None:
+            return False
+        strings = self.request.sampling.stop_strings
+        text = self.decode(self.tokens[-max(len(string.encode()) for string in strings) - _TAIL_TOKENS :])
+        return any(string in text for string in strings)
 
     def add(self, token: int, logprob: float) -> bool:
         """Append a sampled token; False, and nothing appended, when its log-prob shows that the logits are broken."""

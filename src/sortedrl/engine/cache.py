@@ -151,7 +151,10 @@ class DecodePlan:
         self._cache.write(layer, self._rows, k_tkd, v_tkd)
         # The g queries that share a key head take the place of several query positions: no key is copied.
         q = q_thd.reshape(len(q_thd) * self._cache.kv_heads, -1, self._cache.head_dim)
-        outputs = [_attend(q[heads], *window[layer], mask, scale) for heads, mask, window in self._runs]
+        outputs = []
+        for heads, mask, window in self._runs:
+            keys, values = window[layer]
+            outputs.append(_attend(q[heads], keys, values, mask, scale))
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).view(q_thd.shape)
 
 
@@ -167,7 +170,7 @@ def _attend(
 
 
 def split_runs(lengths: Sequence[int], position_elements: int) -> list[int]:
-    """Sizes of the runs of neighbours that cost least, in elements read and calls; O(n^2), so keep it while it holds."""
+    """Sizes of the runs of neighbours that cost least, in elements and calls; O(n^2), so keep it while it holds."""
     best = [0.0] * (len(lengths) + 1)  # cost of the first so many slots
     sizes = [0] * (len(lengths) + 1)  # of the run that ends there
     for end in range(1, len(lengths) + 1):

@@ -7,9 +7,9 @@ Why: let x be the scaled logits of a row, z their logsumexp, p = exp(x - z), and
 g = -log(-log u) of a token. Since -log u >= 1 - u, g <= -log(1 - u). Call a token likely when p > LIKELY and lucky when
 1 - u < LUCKY. One that is neither scores at most
     x + g  <=  z + log p - log(1 - u)  <=  z + log(LIKELY / LUCKY)
-so when the best of the likely and the lucky ones scores more, it is the best of all. The best score less z is a standard
-Gumbel number, hence below log(LIKELY / LUCKY) with probability exp(-LUCKY / LIKELY), one in nine million; such a row, or
-one that holds NaN, gets its noise in full. Which tokens are lucky takes integers only, and they are one in 256.
+so when the best of the likely and the lucky ones scores more, it is the best of all. The best score less z is a
+standard Gumbel number, hence below log(LIKELY / LUCKY) with probability exp(-LUCKY / LIKELY), one in nine million; such
+a row, or one that holds NaN, gets its noise in full. Which tokens are lucky takes integers only, and they are few.
 
 Shapes: r rows of logits, v vocabulary, c candidates of all rows, one row behind the other.
 """
@@ -65,7 +65,7 @@ class CandidateSearch:
         return tokens_r, normalizer_r
 
     def _candidates(self, probs_rv: np.ndarray, keys_r: np.ndarray) -> list[np.ndarray]:
-        """Ids of each row's likely and lucky tokens, ascending; token 0 is always among them, so that no row is empty."""
+        """Ids of each row's likely and lucky tokens, ascending. Token 0 is always among them: no row may be empty."""
 
         def search(number: int) -> list[np.ndarray]:
             found = []

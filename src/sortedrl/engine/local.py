@@ -63,7 +63,8 @@ class LocalEngine:
 
     `path` picks how it is run: its own modules, the lean decoder of the Llama family, or lean where possible (auto).
     `stream_every` delivers tokens every so many steps, not only when an attempt ends. `dtype` is that of the lean
-    decoder's copy of the weights and of the cache; left out, the model's own.
+    decoder's copy of the weights and of the cache; left out, the model's own. `decode` turns tokens into
+    text; without it requests with stop strings fail.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class LocalEngine:
         stream_every: int = 0,
         path: Literal["auto", "lean", "module"] = "auto",
         dtype: torch.dtype | None = None,
+        decode: Callable[[list[int]], str] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._model = check_supported(model)
@@ -101,7 +103,7 @@ class LocalEngine:
         )
         self._decoder = self._make_decoder(path)
         self._noise = make_noise(slots, self._vocab, self._device)
-        self._clock = clock
+        self._clock, self._decode = clock, decode
         self._version = 0
         self._active: list[Attempt] = []
         self._runs: list[int] | None = None  # slots that attend together; holds until the slots' holders change
@@ -153,7 +155,7 @@ class LocalEngine:
             running.add(request.sample)
             error = self._find_fault(request)
             if error is None:
-                self._pending.append(Attempt.begin(request))
+                self._pending.append(Attempt.begin(request, self._decode))
             else:
                 self._emit(Failed, request, error=error)
 
@@ -165,6 +167,8 @@ class LocalEngine:
                 f"prompt of {len(request.prompt)} tokens plus budget of {request.budget} is {length}, more than the "
                 f"engine's max_length of {self._max_length}: lower the budget or raise max_length"
             )
+        if request.sampling.stop_strings and self._decode is None:
+            return "stop strings need a tokenizer, and this engine was made without one: pass decode=tokenizer.decode"
         if not request.prompt:
             return "the prompt is empty: give it at least one token"
         tokens = (*request.prompt, *request.cached)
@@ -217,7 +221,7 @@ class LocalEngine:
     def _begin_again(self) -> None:
         """Let all that runs go on as if it were resumed: the next poll prefills it, with what comes in meanwhile."""
         resumed = [replace(a.request, mode=Mode.RESUME, cached=a.tokens) for a in self._active]
-        self._pending = [*map(Attempt.begin, resumed), *self._pending]
+        self._pending = [*(Attempt.begin(request, self._decode) for request in resumed), *self._pending]
         self._active = []
 
     def stats(self) -> EngineStats:

@@ -1,7 +1,7 @@
 """From logits and noise to tokens and their log-probs, for decoding, for the first token and for replay alike.
 
-The local engine calls it once per step and once per prefill. With x the logits, divided by the temperature and filtered,
-a token is argmax(x + noise) in float32, the greedy one for temperature 0; its log-prob is that of softmax(x), with
+The local engine calls it once per step and once per prefill. With x the logits, divided by temperature and filtered, a
+token is argmax(x + noise) in float32, the greedy one for temperature 0; its log-prob is that of softmax(x), with
 temperature 1 for greedy ones. A small vocabulary gets its noise in full, for several positions at once (`DenseNoise`);
 of a large one on a CPU, only the tokens that can win do (`SparseNoise`).
 
