@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sortedrl.engine.base import Delta, Engine, Failed, Finished, Partial, Request, Sampling
-from sortedrl.engine.cache import choose_bound
+from sortedrl.engine.cache import split_runs
 from sortedrl.engine.local import LocalEngine
 from sortedrl.errors import EngineError
 from sortedrl.records import FinishReason, Mode, sample_seed
@@ -42,7 +42,7 @@ def test_an_answer_does_not_depend_on_slots_or_neighbours(path: str) -> None:
 
 @pytest.mark.parametrize("call_cost", [0, 1 << 30])
 def test_lengths_far_apart_do_not_disturb_each_other(call_cost: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sortedrl.engine.cache._APART_ELEMENTS", call_cost)  # always apart, or never
+    monkeypatch.setattr("sortedrl.engine.cache._CALL_ELEMENTS", call_cost)  # always apart, or never
     model = tiny_model("llama-gqa")
     requests = make_requests(6, budget=12)
     long = [replace(request, prompt=[(i * 5) % VOCAB for i in range(200)]) for request in requests[4:]]
@@ -52,12 +52,37 @@ def test_lengths_far_apart_do_not_disturb_each_other(call_cost: int, monkeypatch
         assert tokens_of(serve(model, order, slots=6)) == tokens_of(alone)
 
 
+def cost_of(runs: list[int], lengths: list[int], position_elements: int) -> int:
+    ends = list(itertools.accumulate(runs))
+    parts = [lengths[end - count : end] for end, count in zip(ends, runs, strict=True)]
+    return sum(len(part) * max(part) * position_elements + 16384 for part in parts)
+
+
 def test_the_longest_attend_apart_when_that_is_cheaper() -> None:
-    # Together: 16 x 500 x 64 elements. Apart: 16 x 10 x 64 + 500 x 64 + the 32,768 that a call is worth.
-    assert choose_bound([10] * 15 + [500], 64) == (10, [15])
-    assert choose_bound([30, 30, 30], 64) == (30, [])
-    assert choose_bound([20, 60], 64) == (60, [])  # 7,680 against 38,000
-    assert choose_bound([7], 64) == (7, [])
+    # Together: 16 x 500 x 64 elements. Apart: 15 x 10 x 64 + 500 x 64 and twice the 16,384 that a call is worth.
+    assert split_runs([10] * 15 + [500], 64) == [15, 1]
+    assert split_runs([10] * 7 + [500] + [12] * 8, 64) == [7, 1, 8]
+    assert split_runs([30, 30, 30], 64) == [3]
+    assert split_runs([20, 60], 64) == [2]  # 7,680 and a call against 5,120 and two
+    assert split_runs([7], 64) == [1]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_split_into_runs_is_cheaper(seed: int) -> None:
+    lengths = [random.Random(seed * 100 + i).randrange(1, 600) for i in range(9)]
+    found = split_runs(lengths, 64)
+    assert sum(found) == 9
+    every = [
+        [len(part) for part in _cut(list(range(9)), cuts)]
+        for count in range(9)
+        for cuts in itertools.combinations(range(1, 9), count)
+    ]
+    assert len(every) == 2**8
+    assert cost_of(found, lengths, 64) == min(cost_of(runs, lengths, 64) for runs in every)
+
+
+def _cut(items: list[int], cuts: tuple[int, ...]) -> list[list[int]]:
+    return [items[start:end] for start, end in itertools.pairwise((0, *cuts, len(items)))]
 
 
 def test_seed_and_temperature_decide() -> None:

@@ -20,6 +20,7 @@ from sortedrl.clock import Clock
 from sortedrl.config import SortedConfig
 from sortedrl.controller import Controller
 from sortedrl.engine.base import Engine, EngineStats, InFlight, Sampling
+from sortedrl.engine.decoder import choose_dtype
 from sortedrl.engine.local import LocalEngine
 from sortedrl.engine.watchdog import Watchdog
 from sortedrl.errors import ConfigError, ModelError, RewardError
@@ -135,7 +136,7 @@ def build_run(
     model = build_model(config, model, peft_config, checkpoint)
     knobs, temperature = config.knobs, config.engine.temperature or 1.0
     learner = SkippingLearner(model, config.learner, temperature=temperature, overlap=knobs.overlap)
-    engine = build_engine(config, learner.source.module, knobs)
+    engine = build_engine(config, learner.source.module, knobs, decode=tokenizer.decode)
     stop_tokens = stop_token_ids(model, tokenizer)
     evaluator = Evaluator(
         engine=engine,
@@ -160,7 +161,7 @@ def build_run(
         scorer=SampleScorer(pool=rewards, tokenizer=tokenizer, skip=learner.skip, emit=emit, clock=clock),
         load_samples=loader.load,
         total_samples=config.run.samples,
-        sampling=Sampling(temperature=config.engine.temperature, stop_tokens=stop_tokens),
+        sampling=build_sampling(config, stop_tokens),
         clock=clock,
         emit=emit,
         replay_tolerance=config.engine.replay_tolerance,
@@ -225,21 +226,26 @@ class SampleLoader:
         self.stream.load_state_dict(state["stream"])
 
 
-def build_engine(config: SortedConfig, model: Any, knobs: Knobs) -> Engine:
+def build_engine(
+    config: SortedConfig, model: Any, knobs: Knobs, decode: Callable[[list[int]], str] | None = None
+) -> Engine:
+    """`decode` turns tokens into the text in which stop strings are looked for."""
+    needs_replay = Fate.REPLAY in (knobs.interrupted, knobs.on_bound)
     length = config.task.max_prompt_tokens + config.engine.max_new_tokens
     match config.engine.kind:
         case "local":
             own = _private_copy(model) if knobs.overlap else model
-            engine = LocalEngine(own, slots=config.engine.slots, max_length=length)
+            dtype = choose_dtype(own, config.engine.dtype, is_exact=needs_replay)
+            engine = LocalEngine(own, slots=config.engine.slots, max_length=length, dtype=dtype, decode=decode)
         case "vllm":
             engine = build_vllm(config, model, length)
     if config.engine.in_flight == "keep" and not engine.capabilities.keep_kv:
         raise ConfigError(f"engine {config.engine.kind} cannot keep its cache: set engine.in_flight = reprefill")
-    if Fate.REPLAY in (knobs.interrupted, knobs.on_bound) and not engine.capabilities.exact_replay:
+    if needs_replay and not engine.capabilities.exact_replay:
         engine.close()
         raise ConfigError(
-            "replay needs an engine whose replay is exact (float32 weights): load the model in float32 (vllm: set "
-            "engine.dtype = float32), or set schedule.interrupted and schedule.on_bound to resume, restart or wait"
+            "replay needs an engine whose replay is exact (float32 weights): load the model in float32 and set "
+            "engine.dtype = float32, or set schedule.interrupted and schedule.on_bound to resume, restart or wait"
         )
     return Watchdog(engine, config.engine.watchdog_s)
 
@@ -256,6 +262,18 @@ def build_vllm(config: SortedConfig, model: Any, max_length: int) -> Engine:
         dtype=None if settings.dtype == "auto" else getattr(torch, settings.dtype),
         kv_bytes=None if settings.kv_gb is None else int(settings.kv_gb * 2**30),
         limit_s=settings.watchdog_s / 2,
+    )
+
+
+def build_sampling(config: SortedConfig, stop_tokens: tuple[int, ...]) -> Sampling:
+    settings = config.engine
+    return Sampling(
+        temperature=settings.temperature,
+        stop_tokens=stop_tokens,
+        top_k=settings.top_k,
+        top_p=settings.top_p,
+        min_p=settings.min_p,
+        stop_strings=settings.stop,
     )
 
 

@@ -114,12 +114,18 @@ class EngineSection(Section):
     slots: Int = Field(default=32, ge=1, description="Q: sequences that run at once.")
     max_new_tokens: Int = Field(default=512, ge=1, description="Token budget of an answer, over all its segments.")
     temperature: float = Field(default=1.0, ge=0.0, description="Sampling temperature.")
+    top_k: Int = Field(default=0, ge=0, description="Draw from the k likeliest tokens; 0 is all.")
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0, description="Draw from the likeliest that add up to so much.")
+    min_p: float = Field(default=0.0, ge=0.0, lt=1.0, description="Draw from those with this share of the likeliest.")
+    stop: tuple[str, ...] = Field(default=(), description="An answer also ends where it contains one of these texts.")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto",
+        description="Of the engine's own weights; auto is bfloat16 where the processor is fast at it and nothing is "
+        "replayed (vllm: the model's). Replay is exact in float32.",
+    )
     replay_tolerance: float = Field(default=0.0, ge=0.0, description="A cached token this close to the best is kept.")
     in_flight: Literal["reprefill", "keep"] = Field(
         default="reprefill", description="KV of running samples at a publication."
-    )
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        default="auto", description="vllm: of weights and KV cache; auto is the model's. Replay is exact in float32."
     )
     kv_gb: float | None = Field(
         default=None, gt=0.0, description="vllm: GiB for the KV cache; left out, enough for all slots at full length."

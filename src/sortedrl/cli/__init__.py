@@ -1,4 +1,4 @@
-"""The command line: train, compare, eval, simulate, plan, sft, report, trace, ledger, doctor, dashboard.
+"""The command line: train, compare, eval, simulate, plan, sft, report, trace, ledger, doctor, dashboard, bench.
 
 Each command prints a table for people, or with `--json` one JSON object and nothing else on stdout. Progress and
 messages go to stderr. Users' mistakes end with one line and exit code 2, Ctrl-C with 130.
@@ -12,6 +12,7 @@ from sortedrl.cli import simulate  # isort: skip
 from sortedrl.cli import sft  # isort: skip
 from sortedrl.cli import inspect  # isort: skip
 from sortedrl.cli import dashboard  # isort: skip
+from sortedrl.cli import bench  # isort: skip
 from sortedrl.cli.app import app, main
 
-__all__ = ["app", "dashboard", "evaluation", "inspect", "main", "sft", "simulate", "train"]
+__all__ = ["app", "bench", "dashboard", "evaluation", "inspect", "main", "sft", "simulate", "train"]

@@ -8,12 +8,14 @@ every publication.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from sortedrl.engine.base import Delta, Request, Span, masked_places
 from sortedrl.engine.sampling import Draw
 from sortedrl.records import FinishReason, Mode
+
+_TAIL_TOKENS = 4  # read on top, since a character may need several tokens
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -21,6 +23,7 @@ class Attempt:
     request: Request
     tokens: list[int]  # the whole answer, cached tokens included
     stops: frozenset[int]
+    decode: Callable[[list[int]], str] | None = None  # where there are stop strings
     logprobs: list[float] = field(default_factory=list)
     delivered: int = 0  # answer tokens that the caller holds
     verified: int = 0  # tokens that a replay kept and the caller has not heard of
@@ -30,7 +33,7 @@ class Attempt:
     turn: int = 0  # where the turn under way begins: behind the last token that was fed
 
     @classmethod
-    def begin(cls, request: Request) -> Attempt:
+    def begin(cls, request: Request, decode: Callable[[list[int]], str] | None = None) -> Attempt:
         """Cached tokens past the budget, or past a stop token, are no part of the answer."""
         stops = frozenset(request.sampling.stop_tokens)
         cached = [] if request.mode is Mode.FRESH else list(request.cached[: request.budget])
@@ -41,6 +44,7 @@ class Attempt:
             request=request,
             tokens=tokens,
             stops=stops,
+            decode=decode if request.sampling.stop_strings else None,
             delivered=len(tokens),
             is_cut=end < len(request.cached),
             spans=request.spans,
@@ -60,14 +64,23 @@ class Attempt:
 
     @property
     def next_draw(self) -> Draw:
-        return Draw(self.request.seed, len(self.tokens), self.request.sampling.temperature)
+        return Draw(self.request.seed, len(self.tokens), self.request.sampling)
 
     @property
     def ending(self) -> FinishReason | None:
         """Why the answer is complete, if it is."""
-        if len(self.tokens) > self.turn and self.tokens[-1] in self.stops:
+        if len(self.tokens) > self.turn and (self.tokens[-1] in self.stops or self._has_stop_string()):
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.tokens) >= self.request.budget else None
+
+    def _has_stop_string(self) -> bool:
+        """Whether the answer's end contains one; a token is at least a byte, so as many tokens as bytes will do."""
+        if self.decode is None:
+            return False
+        strings = self.request.sampling.stop_strings
+        num_last = max(len(string.encode()) for string in strings) + _TAIL_TOKENS
+        text = self.decode(self.tokens[max(len(self.tokens) - num_last, self.turn) :])
+        return any(string in text for string in strings)
 
     def add(self, token: int, logprob: float) -> bool:
         """Append a sampled token; False, and nothing appended, when its log-prob shows that the logits are broken."""

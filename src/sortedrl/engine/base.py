@@ -28,10 +28,17 @@ from sortedrl.records import FinishReason, Mode, Segment
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Sampling:
-    """Temperature 0 is greedy; its log-probs are those of temperature 1."""
+    """Temperature 0 is greedy; its log-probs are those of temperature 1. Filters come behind the temperature.
+
+    An answer ends with a stop token, or with the token that completes a stop string; both stay part of it.
+    """
 
     temperature: float = 1.0
     stop_tokens: tuple[int, ...] = ()
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop_strings: tuple[str, ...] = ()
 
 
 class Span(NamedTuple):

@@ -16,8 +16,8 @@ from typing import Protocol
 
 import torch
 
-# Attending to one slot apart costs about as much as this many elements of keys attended to along with the others.
-_APART_ELEMENTS = 32768
+# Another call of attention costs about as much as this many elements of keys that are read in vain.
+_CALL_ELEMENTS = 16384
 
 
 class Plan(Protocol):
@@ -117,30 +117,32 @@ class PrefillPlan:
 class DecodePlan:
     """One more token for each running slot. `lengths` count that token.
 
-    All slots attend together over `bound` positions, masked to their own; those far longer are few, and attend once
-    more by themselves, so that one long answer does not make the others as dear as itself.
+    `runs` are neighbouring slots that attend together, over as many positions as the longest of them has, masked to
+    their own; `split_runs` makes them, so that one long answer does not make the others as dear as itself.
     """
 
-    def __init__(self, cache: SlotCache, lengths: Sequence[int]) -> None:
+    def __init__(self, cache: SlotCache, lengths: Sequence[int], runs: Sequence[int] | None = None) -> None:
         self._cache = cache
-        self._num_heads = len(lengths) * cache.kv_heads
-        self._bound, apart = choose_bound(lengths, cache.kv_heads * cache.head_dim)
+        runs = split_runs(lengths, cache.kv_heads * cache.head_dim) if runs is None else runs
         self.positions_b = torch.tensor(lengths, device=cache.device) - 1
         self._rows = cache.decode_rows(self.positions_b)
-        self._mask = self._make_mask() if min(lengths) < self._bound else None
-        # Views are made for all layers at once: at this size each costs as much as arithmetic.
-        self._window = cache.window(slice(0, self._num_heads), self._bound)
-        self._apart = []
-        for slot in apart:
-            heads = slice(slot * cache.kv_heads, (slot + 1) * cache.kv_heads)
-            self._apart.append((heads, cache.window(heads, lengths[slot])))
+        self._runs = []
+        start = 0
+        for count in runs:
+            end = start + count
+            bound = max(lengths[start:end])
+            mask = self._make_mask(start, end, bound) if min(lengths[start:end]) < bound else None
+            heads = slice(start * cache.kv_heads, end * cache.kv_heads)
+            # Views are made for all layers at once: at this size each costs as much as arithmetic.
+            self._runs.append((heads, mask, cache.window(heads, bound)))
+            start = end
+        assert start == len(lengths), f"runs of {start} slots for {len(lengths)}"
 
-    def _make_mask(self) -> torch.Tensor:
-        """Additive, [b * k, 1, bound]."""
-        is_past_bl = torch.arange(self._bound, device=self._cache.device) > self.positions_b.unsqueeze(1)
-        mask_bl = torch.zeros(is_past_bl.shape, dtype=self._cache.dtype, device=self._cache.device).masked_fill_(
-            is_past_bl, float("-inf")
-        )
+    def _make_mask(self, start: int, end: int, bound: int) -> torch.Tensor:
+        """Additive, [run * k, 1, bound]."""
+        device, dtype = self._cache.device, self._cache.dtype
+        is_past_bl = torch.arange(bound, device=device) > self.positions_b[start:end].unsqueeze(1)
+        mask_bl = torch.zeros(is_past_bl.shape, dtype=dtype, device=device).masked_fill_(is_past_bl, float("-inf"))
         return mask_bl.repeat_interleave(self._cache.kv_heads, dim=0).unsqueeze(1)
 
     def attend(
@@ -148,13 +150,12 @@ class DecodePlan:
     ) -> torch.Tensor:
         self._cache.write(layer, self._rows, k_tkd, v_tkd)
         # The g queries that share a key head take the place of several query positions: no key is copied.
-        q = q_thd.reshape(self._num_heads, -1, self._cache.head_dim)
-        keys, values = self._window[layer]
-        out = _attend(q, keys, values, self._mask, scale)
-        for heads, window in self._apart:
+        q = q_thd.reshape(len(q_thd) * self._cache.kv_heads, -1, self._cache.head_dim)
+        outputs = []
+        for heads, mask, window in self._runs:
             keys, values = window[layer]
-            out[heads] = _attend(q[heads], keys, values, None, scale)
-        return out.view(q_thd.shape)
+            outputs.append(_attend(q[heads], keys, values, mask, scale))
+        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).view(q_thd.shape)
 
 
 def _attend(
@@ -168,14 +169,23 @@ def _attend(
     return torch.bmm(torch.softmax(scores, -1, dtype=torch.float32).to(values.dtype), values)
 
 
-def choose_bound(lengths: Sequence[int], position_elements: int) -> tuple[int, list[int]]:
-    """How far all slots attend together, and which of them go further, apart; the cheapest split by elements read."""
-    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
-    best_cost, best_split = float("inf"), 0
-    apart_cost = 0
-    for split, slot in enumerate(order):
-        cost = len(lengths) * lengths[slot] * position_elements + apart_cost
-        if cost < best_cost:
-            best_cost, best_split = cost, split
-        apart_cost += lengths[slot] * position_elements + _APART_ELEMENTS
-    return lengths[order[best_split]], order[:best_split]
+def split_runs(lengths: Sequence[int], position_elements: int) -> list[int]:
+    """Sizes of the runs of neighbours that cost least, in elements and calls; O(n^2), so keep it while it holds."""
+    best = [0.0] * (len(lengths) + 1)  # cost of the first so many slots
+    sizes = [0] * (len(lengths) + 1)  # of the run that ends there
+    for end in range(1, len(lengths) + 1):
+        best[end] = float("inf")
+        longest = 0
+        for start in range(end - 1, -1, -1):
+            longest = max(longest, lengths[start])
+            cost = best[start] + (end - start) * longest * position_elements + _CALL_ELEMENTS
+            if cost < best[end]:
+                best[end], sizes[end] = cost, end - start
+            if (end - start) * longest * position_elements + _CALL_ELEMENTS > best[end]:
+                break  # a longer run only costs more
+    runs = []
+    end = len(lengths)
+    while end:
+        runs.append(sizes[end])
+        end -= sizes[end]
+    return runs[::-1]

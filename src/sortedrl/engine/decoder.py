@@ -1,8 +1,9 @@
-"""A lean float32 decoder for the Llama family (Llama, Mistral without window, Qwen2, Qwen3): few calls, no modules.
+"""A lean decoder for the Llama family (Llama, Mistral without window, Qwen2, Qwen3): few calls, no modules.
 
 The local engine calls it instead of the model's own modules, to which it is equal up to rounding: a small model spends
 its step on calling overhead, not on arithmetic. It keeps fused copies of the weights, taken at `refresh`; a learner may
-change the module meanwhile, and tokens are still those of the published weights.
+change the module meanwhile, and tokens are still those of the published weights. The module holds float32; the copies
+are float32 or bfloat16. In bfloat16, products, keys and values are; the residual stream, norms and rotations are not.
 
 What is fused into the weights:
 - q, k and v are one matrix, gate and up another;
@@ -24,8 +25,10 @@ import torch
 from torch import nn
 
 from sortedrl.engine.cache import Plan
+from sortedrl.engine.linear import Linear, has_fast_bfloat16, make_linear
 
 _MODEL_TYPES = {"llama", "mistral", "qwen2", "qwen3"}
+_MIN_HALF_PARAMETERS = 10_000_000  # a smaller model spends its time on calls, which bfloat16 makes no cheaper
 # The fused copy takes as much memory as the model; past this size the calls it saves no longer matter.
 _MAX_PARAMETERS = 500_000_000
 
@@ -46,19 +49,19 @@ class Decoder(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class _Layer:
-    qkv_mx: torch.Tensor
-    qkv_bias_x: torch.Tensor | None
+    qkv: Linear
     qk_gain_hd: torch.Tensor | None
-    out_xm: torch.Tensor
-    gate_up_mf: torch.Tensor
-    down_fm: torch.Tensor
+    out: Linear
+    gate_up: Linear
+    down: Linear
 
 
 class LeanDecoder:
     name = "lean"
 
-    def __init__(self, model: nn.Module, max_length: int) -> None:
+    def __init__(self, model: nn.Module, max_length: int, dtype: torch.dtype = torch.float32) -> None:
         assert supports_lean(model), f"{type(model).__name__} has no lean path"
+        self._dtype = dtype
         root: Any = model
         config = root.config
         attention = root.model.layers[0].self_attn
@@ -75,9 +78,10 @@ class LeanDecoder:
     @torch.inference_mode()
     def refresh(self, module: nn.Module) -> None:
         root: Any = module
-        self._embedding_vm = root.model.embed_tokens.weight.clone()
-        self._layers = [self._fuse(layer) for layer in root.model.layers]
-        self._head_mv = _fold_norm(root.model.norm, root.lm_head.weight)
+        self._layers: list[_Layer] = []  # the old copies go before the new ones come
+        self._embedding_vm = root.model.embed_tokens.weight.to(self._dtype, copy=True)
+        self._layers.extend(self._fuse(layer) for layer in root.model.layers)
+        self._head = make_linear(_fold_norm(root.model.norm, root.lm_head.weight), None, self._dtype)
 
     def _fuse(self, layer: Any) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
@@ -89,15 +93,13 @@ class LeanDecoder:
         if hasattr(attention, "q_norm"):
             gains = [attention.q_norm.weight] * self._heads + [attention.k_norm.weight] * self._kv_heads
             gain = self._side_by_side(torch.cat(gains)).view(-1, self._head_dim) * self._head_dim**0.5
+        gate_up = _fold_norm(layer.post_attention_layernorm, torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))
         return _Layer(
-            qkv_mx=_fold_norm(layer.input_layernorm, weight),
-            qkv_bias_x=bias,
+            qkv=make_linear(_fold_norm(layer.input_layernorm, weight), bias, self._dtype),
             qk_gain_hd=gain,
-            out_xm=attention.o_proj.weight.t().contiguous(),
-            gate_up_mf=_fold_norm(
-                layer.post_attention_layernorm, torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
-            ),
-            down_fm=mlp.down_proj.weight.t().contiguous(),
+            out=make_linear(attention.o_proj.weight, None, self._dtype),
+            gate_up=make_linear(gate_up, None, self._dtype),
+            down=make_linear(mlp.down_proj.weight, None, self._dtype),
         )
 
     def _side_by_side(self, rows: torch.Tensor) -> torch.Tensor:
@@ -107,31 +109,36 @@ class LeanDecoder:
     def forward(
         self, tokens_t: torch.Tensor, positions_t: torch.Tensor, rows_r: torch.Tensor | None, plan: Plan
     ) -> torch.Tensor:
-        """Logits [r, v] at the wanted rows, or at all."""
-        x_tm = self._embedding_vm.index_select(0, tokens_t)
+        """Logits [r, v] in float32 at the wanted rows, or at all."""
+        x_tm = self._embedding_vm.index_select(0, tokens_t).float()
         turns_t1c = self._turns_lc.index_select(0, positions_t).unsqueeze(1)
-        num_t, num_turned = len(tokens_t), self._heads + self._kv_heads
         for index, layer in enumerate(self._layers):
-            normed_tm = _normed(x_tm, self._floor)
-            if layer.qkv_bias_x is None:
-                qkv_tx = torch.mm(normed_tm, layer.qkv_mx)
-            else:
-                qkv_tx = torch.addmm(layer.qkv_bias_x, normed_tm, layer.qkv_mx)
-            qkv_thd = qkv_tx.view(num_t, -1, self._head_dim)
-            qk_thd, v_tkd = qkv_thd.split_with_sizes((num_turned, self._kv_heads), 1)
-            if layer.qk_gain_hd is not None:
-                qk_thd = _normed(qk_thd, self._head_floor).mul_(layer.qk_gain_hd)
-            pairs_thc = torch.view_as_complex(qk_thd.view(num_t, num_turned, -1, 2))
-            qk_thd = torch.view_as_real(pairs_thc * turns_t1c).view(num_t, num_turned, self._head_dim)
-            q_thd, k_tkd = qk_thd.split_with_sizes((self._heads, self._kv_heads), 1)
+            q_thd, k_tkd, v_tkd = self._heads_of(layer, layer.qkv(self._normed(x_tm)), turns_t1c)
             out_thd = plan.attend(index, q_thd, k_tkd, v_tkd, self._scale)
-            x_tm = torch.addmm(x_tm, out_thd.view(num_t, -1), layer.out_xm)
-            gate_up_tf = torch.mm(_normed(x_tm, self._floor), layer.gate_up_mf)
-            gate_tf, up_tf = gate_up_tf.chunk(2, 1)
-            x_tm = torch.addmm(x_tm, nn.functional.silu(gate_tf).mul_(up_tf), layer.down_fm)
+            x_tm = layer.out.added(x_tm, out_thd.view(len(x_tm), -1))
+            gate_tf, up_tf = layer.gate_up(self._normed(x_tm)).chunk(2, 1)
+            x_tm = layer.down.added(x_tm, nn.functional.silu(gate_tf).mul_(up_tf))
         if rows_r is not None:
             x_tm = x_tm.index_select(0, rows_r)
-        return torch.mm(_normed(x_tm, self._floor), self._head_mv)
+        return self._head(self._normed(x_tm)).float()
+
+    def _normed(self, x_tm: torch.Tensor) -> torch.Tensor:
+        return _normed(x_tm, self._floor).to(self._dtype)
+
+    def _heads_of(
+        self, layer: _Layer, qkv_tx: torch.Tensor, turns_t1c: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values, the first two turned to their positions."""
+        num_t, num_turned = len(qkv_tx), self._heads + self._kv_heads
+        qkv_thd = qkv_tx.view(num_t, -1, self._head_dim)
+        qk_thd, v_tkd = qkv_thd.split_with_sizes((num_turned, self._kv_heads), 1)
+        qk_thd = qk_thd.float()
+        if layer.qk_gain_hd is not None:
+            qk_thd = _normed(qk_thd, self._head_floor).mul_(layer.qk_gain_hd)
+        pairs_thc = torch.view_as_complex(qk_thd.view(num_t, num_turned, -1, 2))
+        qk_thd = torch.view_as_real(pairs_thc * turns_t1c).view(num_t, num_turned, self._head_dim).to(self._dtype)
+        q_thd, k_tkd = qk_thd.split_with_sizes((self._heads, self._kv_heads), 1)
+        return q_thd, k_tkd, v_tkd
 
 
 def supports_lean(model: nn.Module) -> bool:
@@ -152,14 +159,25 @@ def supports_lean(model: nn.Module) -> bool:
     )
 
 
+def choose_dtype(model: nn.Module, wanted: str, *, is_exact: bool) -> torch.dtype:
+    """What the engine computes in: as wanted, or (auto) the fastest that gives what is asked for."""
+    if wanted != "auto":
+        return getattr(torch, wanted)
+    parameter = next(model.parameters())
+    if is_exact or not supports_lean(model) or not has_fast_bfloat16(parameter.device):
+        return parameter.dtype
+    is_large = sum(p.numel() for p in model.parameters()) >= _MIN_HALF_PARAMETERS
+    return torch.bfloat16 if is_large else parameter.dtype
+
+
 def _normed(x: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
     """x / sqrt(sum(x^2) + size * eps): the RMS norm but for a factor that the weights behind it hold."""
     return x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), floor)
 
 
 def _fold_norm(norm: Any, weight_om: torch.Tensor) -> torch.Tensor:
-    """The matrix behind a norm, transposed, with the norm's gain and factor in its rows."""
-    return (weight_om * (norm.weight * norm.weight.numel() ** 0.5)).t().contiguous()
+    """The matrix behind a norm, with the norm's gain and factor in its columns."""
+    return weight_om * (norm.weight * norm.weight.numel() ** 0.5)
 
 
 def _rotary_turns(rotary: Any, max_length: int, device: torch.device) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sortedrl.engine.base import Request
 
 
-def find_fault(request: Request, *, max_length: int, vocab: int) -> str | None:
+def find_fault(request: Request, *, max_length: int, vocab: int, has_decode: bool = True) -> str | None:
     """What is wrong with the request, and what to do about it; None if nothing is."""
     length = len(request.prompt) + request.budget
     if length > max_length:
@@ -13,6 +13,8 @@ def find_fault(request: Request, *, max_length: int, vocab: int) -> str | None:
             f"prompt of {len(request.prompt)} tokens plus budget of {request.budget} is {length}, more than the "
             f"engine's max_length of {max_length}: lower the budget or raise max_length"
         )
+    if request.sampling.stop_strings and not has_decode:
+        return "stop strings need a tokenizer, and this engine was made without one: pass decode=tokenizer.decode"
     if not request.prompt:
         return "the prompt is empty: give it at least one token"
     tokens = (*request.prompt, *request.cached)

@@ -34,7 +34,7 @@ from sortedrl.engine.base import (
     Request,
     Verified,
 )
-from sortedrl.engine.cache import DecodePlan, PrefillPlan, SlotCache
+from sortedrl.engine.cache import DecodePlan, PrefillPlan, SlotCache, split_runs
 from sortedrl.engine.decoder import Decoder, LeanDecoder, supports_lean
 from sortedrl.engine.fault import find_fault
 from sortedrl.engine.module import Geometry, ModuleDecoder, check_supported, copy_weights
@@ -47,7 +47,7 @@ from sortedrl.engine.prefill import (
     plan_prefills,
     wanted_rows,
 )
-from sortedrl.engine.sampling import NoiseAhead, choose, scale_logits
+from sortedrl.engine.sampling import make_noise, shape_logits
 from sortedrl.errors import EngineError, ModelError
 from sortedrl.records import Mode
 
@@ -63,7 +63,9 @@ class LocalEngine:
     """Samples from a transformers causal language model that is already loaded.
 
     `path` picks how it is run: its own modules, the lean decoder of the Llama family, or lean where possible (auto).
-    `stream_every` delivers tokens every so many steps, not only when an attempt ends.
+    `stream_every` delivers tokens every so many steps, not only when an attempt ends. `dtype` is that of the lean
+    decoder's copy of the weights and of the cache; left out, the model's own. `decode` turns tokens into
+    text; without it requests with stop strings fail.
     """
 
     def __init__(
@@ -74,6 +76,8 @@ class LocalEngine:
         max_length: int,
         stream_every: int = 0,
         path: Literal["auto", "lean", "module"] = "auto",
+        dtype: torch.dtype | None = None,
+        decode: Callable[[list[int]], str] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._model = check_supported(model)
@@ -88,7 +92,7 @@ class LocalEngine:
         self._slots, self._max_length, self._stream_every = slots, max_length, stream_every
         self._vocab = geometry.vocab
         parameter = next(self._model.parameters())
-        self._device, self._dtype = parameter.device, parameter.dtype
+        self._device, self._dtype = parameter.device, dtype or parameter.dtype
         self._cache = SlotCache(
             num_layers=geometry.num_layers,
             slots=slots,
@@ -99,14 +103,16 @@ class LocalEngine:
             device=self._device,
         )
         self._decoder = self._make_decoder(path)
-        self._noise = NoiseAhead(slots, self._vocab, self._device)
-        self._clock = clock
+        self._noise = make_noise(slots, self._vocab, self._device)
+        self._clock, self._decode = clock, decode
         self._version = 0
         self._active: list[Attempt] = []
+        self._runs: list[int] | None = None  # slots that attend together; holds until the slots' holders change
         self._pending: list[Attempt] = []  # submitted, waiting for the next poll to prefill them together
         self._ready: list[Event] = []
         self._is_closed = False
         self._decode_s = self._prefill_s = self._refresh_s = 0.0
+        self._num_refreshes = 0
         self._stats = EngineStats()
 
     def _make_decoder(self, path: str) -> Decoder:
@@ -117,7 +123,13 @@ class LocalEngine:
                 "use path='module'"
             )
         if has_lean and path != "module":
-            return LeanDecoder(self._model, self._max_length)
+            return LeanDecoder(self._model, self._max_length, self._dtype)
+        own = next(self._model.parameters()).dtype
+        if own != self._dtype:
+            raise ModelError(
+                f"{type(self._model).__name__} runs on its own modules, hence in {own}, not {self._dtype}: "
+                "load it in that dtype, or set engine.dtype = auto"
+            )
         return ModuleDecoder(self._model, self._cache)
 
     @property
@@ -142,9 +154,11 @@ class LocalEngine:
         for request in requests:
             assert request.sample not in running, f"sample {request.sample} is running already"
             running.add(request.sample)
-            error = find_fault(request, max_length=self._max_length, vocab=self._vocab)
+            error = find_fault(
+                request, max_length=self._max_length, vocab=self._vocab, has_decode=self._decode is not None
+            )
             if error is None:
-                self._pending.append(Attempt.begin(request))
+                self._pending.append(Attempt.begin(request, self._decode))
             else:
                 self._emit(Failed, request, error=error)
 
@@ -184,6 +198,7 @@ class LocalEngine:
             copy_weights(source.module, self._model)
         self._decoder.refresh(self._model)
         self._refresh_s += self._clock() - start
+        self._num_refreshes += 1
         self._version = version
         if in_flight is InFlight.REPREFILL:
             self._begin_again()
@@ -192,7 +207,7 @@ class LocalEngine:
     def _begin_again(self) -> None:
         """Let all that runs go on as if it were resumed: the next poll prefills it, with what comes in meanwhile."""
         resumed = [replace(a.request, mode=Mode.RESUME, cached=a.tokens, spans=a.spans) for a in self._active]
-        self._pending = [*map(Attempt.begin, resumed), *self._pending]
+        self._pending = [*(Attempt.begin(request, self._decode) for request in resumed), *self._pending]
         self._active = []
 
     def stats(self) -> EngineStats:
@@ -207,6 +222,8 @@ class LocalEngine:
             prefill_slot_s=stats.prefill_slot_s,
             extra={
                 "path": self._decoder.name,
+                "dtype": str(self._dtype).removeprefix("torch."),
+                "refreshes": self._num_refreshes,
                 "decode_s": self._decode_s,
                 "prefill_s": self._prefill_s,
                 "refresh_s": self._refresh_s,
@@ -236,9 +253,10 @@ class LocalEngine:
             return num_ended
         start, first_slot = self._clock(), len(self._active)
         self._active.extend(starting)
+        self._runs = None
         broken: set[int] = set()
         for pack in pack_prefills(plan_prefills(starting, first_slot), self._vocab):
-            outcomes = draw_first(checks_of(pack), self._run_prefill(pack))
+            outcomes = draw_first(checks_of(pack), self._run_prefill(pack), self._noise)
             broken |= {o.check.attempt.request.sample for o in outcomes if not self._apply(o)}
         self._noise.start(first_slot, [attempt.next_draw for attempt in starting])
         self._count_time(start, is_decode=False)
@@ -276,13 +294,14 @@ class LocalEngine:
     def _step(self) -> int:
         """Feed every running attempt's last token and draw the next; returns how many attempts ended."""
         active, start = self._active, self._clock()
-        plan = DecodePlan(self._cache, [attempt.length for attempt in active])
+        lengths = [attempt.length for attempt in active]
+        if self._runs is None:
+            self._runs = split_runs(lengths, self._cache.kv_heads * self._cache.head_dim)
+        plan = DecodePlan(self._cache, lengths, self._runs)
         tokens_b = torch.tensor([attempt.tokens[-1] for attempt in active], device=self._device)
         logits_bv = self._decoder.forward(tokens_b, plan.positions_b, None, plan)
-        scaled_bv = scale_logits(logits_bv, [attempt.request.sampling.temperature for attempt in active])
-        if self._noise.is_spent:
-            self._noise.renew([attempt.next_draw for attempt in active])
-        choice = choose(scaled_bv, self._noise.take(len(active)))
+        scaled_bv = shape_logits(logits_bv, [attempt.request.sampling for attempt in active])
+        choice = self._noise.choose(scaled_bv, lambda: [attempt.next_draw for attempt in active])
         broken = {
             attempt.request.sample
             for attempt, token, logprob in zip(active, choice.tokens, choice.logprobs, strict=True)
@@ -335,6 +354,8 @@ class LocalEngine:
 
     def _release(self, slots: Sequence[int]) -> None:
         """Free slots, moving the last running one into each hole."""
+        if slots:
+            self._runs = None
         for slot in sorted(slots, reverse=True):
             last = len(self._active) - 1
             moved = self._active.pop()

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 SCHEME = "gumbel-splitmix64-v1"
@@ -79,6 +80,11 @@ def seed_tensor(seeds: Sequence[int], device: torch.device | str = "cpu") -> tor
     return torch.tensor([_signed(seed) for seed in seeds], dtype=torch.int64, device=device)
 
 
+def row_keys(seeds_b: torch.Tensor, positions_b: torch.Tensor) -> torch.Tensor:
+    """What all tokens of a row have in common: `row` of the definition, int64 [b]."""
+    return _mix_(_mix_(seeds_b.clone()) + (positions_b + 1) * _signed(_INCREMENT))
+
+
 def gumbel(seeds_b: torch.Tensor, positions_b: torch.Tensor, tokens: int | torch.Tensor) -> torch.Tensor:
     """Noise of row b at its position, float32 [b, v].
 
@@ -87,9 +93,8 @@ def gumbel(seeds_b: torch.Tensor, positions_b: torch.Tensor, tokens: int | torch
     import torch
 
     tokens_v = torch.arange(tokens, device=seeds_b.device) if isinstance(tokens, int) else tokens
-    increment = _signed(_INCREMENT)
-    rows_b1 = _mix_(_mix_(seeds_b.clone()) + (positions_b + 1) * increment).unsqueeze(1)
-    steps_v = (tokens_v + 1) * increment
+    rows_b1 = row_keys(seeds_b, positions_b).unsqueeze(1)
+    steps_v = (tokens_v + 1) * _signed(_INCREMENT)
     noise_bv = torch.empty(len(seeds_b), tokens_v.shape[-1], dtype=torch.float32, device=seeds_b.device)
     count = max(1, _CHUNK // max(1, noise_bv.shape[1])) if seeds_b.is_cpu else max(1, len(seeds_b))
     for start in range(0, len(seeds_b), count):
@@ -99,3 +104,35 @@ def gumbel(seeds_b: torch.Tensor, positions_b: torch.Tensor, tokens: int | torch
         uniform_bv = bits_bv.to(torch.float64).add_(0.5).mul_(2.0**-32)
         noise_bv[rows] = uniform_bv.log_().neg_().log_().neg_()
     return noise_bv
+
+
+class LuckyTokens:
+    """Finds the tokens of a row whose 1 - u is below 2**-`shift`, without any logarithm.
+
+    The last step of the mix, x ^ (x >> 31), can change of the upper 32 bits the lowest alone, and no threshold that is
+    even depends on that one: x itself is compared, and the step is left out. One object serves one thread.
+    """
+
+    def __init__(self, vocab: int, shift: int) -> None:
+        import numpy as np
+
+        assert 0 < shift < 32, "the threshold must be even in 32 bits"
+        with np.errstate(over="ignore"):
+            self._steps_v = np.arange(1, vocab + 1, dtype=np.uint64) * np.uint64(_INCREMENT)
+        self._least = np.uint64((1 << 64) - (1 << (64 - shift)))
+        self._first, self._second = np.uint64(_FIRST), np.uint64(_SECOND)
+        self._x_v, self._shifted_v = np.empty_like(self._steps_v), np.empty_like(self._steps_v)
+
+    def mask(self, key: np.uint64) -> np.ndarray:
+        """Which tokens of the row with this key are lucky, bool [v]."""
+        import numpy as np
+
+        x_v, shifted_v = self._x_v, self._shifted_v
+        np.add(self._steps_v, key, out=x_v)
+        np.right_shift(x_v, 30, out=shifted_v)
+        np.bitwise_xor(x_v, shifted_v, out=x_v)
+        np.multiply(x_v, self._first, out=x_v)
+        np.right_shift(x_v, 27, out=shifted_v)
+        np.bitwise_xor(x_v, shifted_v, out=x_v)
+        np.multiply(x_v, self._second, out=x_v)
+        return x_v >= self._least

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from sortedrl.engine.attempt import Attempt
-from sortedrl.engine.sampling import Draw, draw_noise, scale_logits, verify
+from sortedrl.engine.sampling import Draw, Noise, shape_logits
 from sortedrl.records import Mode
 
 # Bounds on what one call holds at once; a single longer sequence is still one call.
@@ -116,17 +116,16 @@ class Outcome:
     logprob: float
 
 
-def draw_first(checks: Sequence[Check], logits_rv: torch.Tensor) -> list[Outcome]:
+def draw_first(checks: Sequence[Check], logits_rv: torch.Tensor, noise: Noise) -> list[Outcome]:
     """Verify and draw at all rows of a pack in one call each."""
-    vocab, device = logits_rv.shape[1], logits_rv.device
     rows = [row for check in checks for row in check.rows]
     draws = [draw for check in checks for draw in check.draws]
     cached = [token for check in checks for token in (*check.cached, -1)]
     tolerances = [check.attempt.request.replay_tolerance for check in checks for _ in check.rows]
     if rows != list(range(len(logits_rv))):  # siblings read the same rows
-        logits_rv = logits_rv[torch.tensor(rows, device=device)]
-    noise_rv = draw_noise(draws, vocab, device).squeeze(1)
-    verdict = verify(scale_logits(logits_rv, [draw.temperature for draw in draws]), noise_rv, cached, tolerances)
+        logits_rv = logits_rv[torch.tensor(rows, device=logits_rv.device)]
+    scaled_rv = shape_logits(logits_rv, [draw.sampling for draw in draws])
+    verdict = noise.verify(scaled_rv, draws, cached, tolerances)
     is_kept, cached_logprobs = verdict.is_kept, verdict.cached_logprobs
     is_masked = [flag for check in checks for flag in (*check.is_masked, False)]
     if any(is_masked):

@@ -1,0 +1,141 @@
+"""Tokens per second of the local engine and of its peers on the same prompts, in turns within one run.
+
+`sortedrl bench engine` and benchmarks/engine.py call `measure`. Every contender samples `new_tokens` tokens for each of
+`slots` prompts, at temperature 1, seeded, with the log-prob of every token, and stops at no token; all have the same
+model, precision and threads. Rounds are interleaved, so that whatever else the machine does meets all of them, and the
+median counts. The limit is the speed of the matrix products alone, measured in the same rounds.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from sortedrl.bench.contenders import Contender, Continuous, Generate, Job, Ours, Timing
+from sortedrl.bench.limit import ProductLimit
+from sortedrl.bench.vllm_process import Vllm
+from sortedrl.build import build_task, model_path, prompt_stream
+from sortedrl.config import SortedConfig
+from sortedrl.engine.linear import has_fast_bfloat16
+from sortedrl.errors import ConfigError, SortedRLError
+from sortedrl.learner.checkpoint import load_model
+
+OURS = "sortedrl"
+PEERS = ("hf", "hf-continuous", "vllm")
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class EngineBench:
+    """What is measured."""
+
+    model: str = "smollm2-135m"
+    slots: int = 64
+    new_tokens: int = 128
+    against: Sequence[str] = ("hf",)
+    rounds: int = 3
+    threads: int = field(default_factory=lambda: os.cpu_count() or 1)
+    dtype: str = "auto"
+    seed: int = 0
+    vllm_python: str | None = None  # of an environment with vLLM
+
+
+def measure(bench: EngineBench, on_round: Callable[[str], None] = lambda name: None) -> dict[str, Any]:
+    """The result as `sortedrl bench engine --json` prints it."""
+    unknown = sorted(set(bench.against) - set(PEERS))
+    if unknown:
+        raise ConfigError(f"--against {', '.join(unknown)} is not known: the peers are {', '.join(PEERS)}")
+    torch.set_num_threads(bench.threads)
+    job = prepare_job(bench)
+    limit = ProductLimit(job)
+    contenders, skipped = start_contenders(bench, job)
+    timings: dict[str, list[Timing]] = {name: [] for name in (*contenders, "limit")}
+    try:
+        for contender in contenders.values():
+            contender.run(bench.seed, min(4, bench.new_tokens))  # warm-up
+        for number in range(bench.rounds):
+            timings["limit"].append(limit.run())
+            for name, contender in contenders.items():
+                on_round(name)
+                timings[name].append(contender.run(bench.seed + number, bench.new_tokens))
+    finally:
+        for contender in contenders.values():
+            contender.close()
+    return summarize(bench, job, timings, skipped)
+
+
+def prepare_job(bench: EngineBench) -> Job:
+    config = SortedConfig(
+        model={"path": bench.model}, run={"seed": bench.seed}, task={"max_prompt_tokens": 512}, engine={"kind": "local"}
+    )
+    folder = model_path(config)
+    model, tokenizer = load_model(folder)
+    stream = prompt_stream(config, build_task(config), tokenizer)
+    prompts = [list(prompt.tokens) for _, prompt in stream.take(bench.slots)]
+    dtype = bench.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if has_fast_bfloat16(torch.device("cpu")) else "float32"
+    return Job(
+        folder=folder,
+        model=model,
+        prompts=prompts,
+        new_tokens=bench.new_tokens,
+        dtype=getattr(torch, dtype),
+        threads=bench.threads,
+    )
+
+
+def start_contenders(bench: EngineBench, job: Job) -> tuple[dict[str, Contender], dict[str, str]]:
+    """Those that can run here, and why the others cannot."""
+    makers: dict[str, Callable[[], Contender]] = {
+        OURS: lambda: Ours(job),
+        "hf": lambda: Generate(job),
+        "hf-continuous": lambda: Continuous(job),
+        "vllm": lambda: Vllm(job, bench.vllm_python or os.environ.get("SORTEDRL_VLLM_PYTHON")),
+    }
+    started: dict[str, Contender] = {}
+    skipped: dict[str, str] = {}
+    for name in (OURS, *bench.against):
+        try:
+            started[name] = makers[name]()
+        except SortedRLError as error:
+            if name == OURS:
+                raise
+            skipped[name] = str(error)
+    return started, skipped
+
+
+def summarize(
+    bench: EngineBench, job: Job, timings: dict[str, list[Timing]], skipped: dict[str, str]
+) -> dict[str, Any]:
+    speeds = {name: statistics.median(t.tokens / t.wall_s for t in rounds) for name, rounds in timings.items()}
+    per_cpu = {name: statistics.median(t.tokens / t.cpu_s for t in rounds) for name, rounds in timings.items()}
+    results: list[dict[str, Any]] = [
+        {
+            "name": name,
+            "tokens_per_s": speeds[name],
+            "tokens_per_cpu_s": per_cpu[name],
+            "rounds": [t.tokens / t.wall_s for t in timings[name]],
+        }
+        for name in timings
+    ]
+    results += [{"name": name, "tokens_per_s": None, "skipped": reason} for name, reason in skipped.items()]
+    peers = [name for name in timings if name not in (OURS, "limit")]
+    return {
+        "results": results,
+        "ratio": {name: speeds[OURS] / speeds[name] for name in peers},
+        "ratio_cpu": {name: per_cpu[OURS] / per_cpu[name] for name in peers},
+        "limit_fraction": speeds[OURS] / speeds["limit"],
+        "limit_fraction_cpu": per_cpu[OURS] / per_cpu["limit"],
+        "model": bench.model,
+        "slots": bench.slots,
+        "new_tokens": bench.new_tokens,
+        "prompt_tokens": sum(map(len, job.prompts)),
+        "dtype": str(job.dtype).removeprefix("torch."),
+        "threads": bench.threads,
+        "seed": bench.seed,
+    }
