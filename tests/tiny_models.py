@@ -85,7 +85,7 @@ class Answer:
 class Caller:
     """Holds answers as a ledger would: a Delta replaces what was there from its start on."""
 
-    def __init__(self, engine: LocalEngine) -> None:
+    def __init__(self, engine: Any) -> None:
         self.engine = engine
         self.answers: dict[int, Answer] = {}
 
