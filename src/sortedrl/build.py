@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from sortedrl.buffer import Buffer
+from sortedrl.build_pool import build_pool
 from sortedrl.clock import Clock
 from sortedrl.config import SortedConfig
 from sortedrl.controller import Controller
@@ -228,6 +229,8 @@ def build_task(config: SortedConfig) -> Task:
 def build_engine(config: SortedConfig, model: Any, knobs: Knobs) -> Engine:
     length = config.task.max_prompt_tokens + config.engine.max_new_tokens
     match config.engine.kind:
+        case "local" if config.engine.replicas > 1 or config.engine.cluster:
+            engine = build_pool(config.engine, model, max_length=length, threads=config.run.threads)
         case "local":
             own = _private_copy(model) if knobs.overlap else model
             engine = LocalEngine(own, slots=config.engine.slots, max_length=length)

@@ -97,9 +97,16 @@ class RayMembers:
     """`make_engine` is called in each actor and returns an engine with the module that holds its weights."""
 
     def __init__(
-        self, make_engine: Callable[[], tuple[Engine, Any]], *, num_cpus: float, num_gpus: float, threads: int
+        self,
+        make_engine: Callable[[], tuple[Engine, Any]],
+        *,
+        num_cpus: float,
+        num_gpus: float,
+        threads: int,
+        on_close: Callable[[], None] | None = None,
     ) -> None:
         self._make_engine = make_engine
+        self._on_close = on_close
         self._threads = threads
         self._actor_class = ray.remote(_EngineActor).options(
             num_cpus=num_cpus,
@@ -123,4 +130,6 @@ class RayMembers:
             ) from error
 
     def close(self) -> None:
-        """Actors are killed one by one; the connection stays for whoever opened it."""
+        """The pool has killed the actors one by one; the connection goes with whoever opened it."""
+        if self._on_close is not None:
+            self._on_close()
