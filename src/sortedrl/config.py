@@ -108,6 +108,11 @@ class SortedConfig(Section):
         return resolve_knobs(self.schedule.strategy, **explicit)
 
     @property
+    def slots(self) -> int:
+        """Sequences that run at once, over all engines."""
+        return self.engine.slots * self.engine.replicas
+
+    @property
     def is_grouped(self) -> bool:
         return self.learner.algorithm in GROUPED_ALGORITHMS
 
