@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from sortedrl.buffer import Buffer
+from sortedrl.build_pool import build_pool
 from sortedrl.build_task import build_task
 from sortedrl.clock import Clock
 from sortedrl.config import SortedConfig
@@ -233,6 +234,9 @@ def build_engine(
     needs_replay = Fate.REPLAY in (knobs.interrupted, knobs.on_bound)
     length = config.task.max_prompt_tokens + config.engine.max_new_tokens
     match config.engine.kind:
+        case "local" if config.engine.replicas > 1 or config.engine.cluster:
+            dtype = choose_dtype(model, config.engine.dtype, is_exact=needs_replay)
+            engine = build_pool(config.engine, model, dtype, max_length=length, threads=config.run.threads)
         case "local":
             own = _private_copy(model) if knobs.overlap else model
             dtype = choose_dtype(own, config.engine.dtype, is_exact=needs_replay)

@@ -45,6 +45,10 @@ CHANGEABLE = frozenset(
         "run.report",
         "engine.kv_gb",
         "engine.watchdog_s",
+        "engine.cluster",
+        "engine.replica_cpus",
+        "engine.replica_gpus",
+        "engine.health_s",
         "reward.timeout_s",
         "reward.grace_s",
         "reward.workers",
@@ -118,6 +122,11 @@ class SortedConfig(Section):
         replaces = objective_of(self.learner).flat_groups == "replace"
         flat_extra = self.learner.flat_extra * self.schedule.update_batch if replaces else 0
         return resolve_knobs(self.schedule.strategy, flat_extra=flat_extra, **explicit)
+
+    @property
+    def slots(self) -> int:
+        """Sequences that run at once, over all engines."""
+        return self.engine.slots * self.engine.replicas
 
     @property
     def is_grouped(self) -> bool:

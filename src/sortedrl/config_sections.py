@@ -133,6 +133,17 @@ class EngineSection(Section):
     watchdog_s: float = Field(
         default=600.0, gt=0.0, description="An engine that does not answer for so long is given up."
     )
+    replicas: Int = Field(
+        default=1, ge=1, description="Engines of `slots` each; more than one run as a pool of Ray actors."
+    )
+    cluster: str = Field(
+        default="", description="Ray cluster for the pool: its address, or auto; left out, this machine alone."
+    )
+    replica_cpus: float = Field(default=1.0, gt=0, description="Processors that Ray sets aside for an engine.")
+    replica_gpus: float = Field(default=0.0, ge=0, description="GPUs that Ray sets aside for an engine.")
+    health_s: float = Field(
+        default=60.0, gt=0, description="An engine of a pool that is silent for so long is started again."
+    )
 
 
 class RewardSection(Section):

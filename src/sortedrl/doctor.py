@@ -97,7 +97,7 @@ def _configuration(path: Path, target: Target) -> list[Finding]:
     findings = [
         Finding(
             name="config",
-            text=f"{path}: {config.schedule.strategy}, {config.engine.slots} slots, update batch {knobs.update_batch}, "
+            text=f"{path}: {config.schedule.strategy}, {config.slots} slots, update batch {knobs.update_batch}, "
             f"cohorts of {knobs.cohort_samples} consumed within {bound}, staleness {staleness}",
         )
     ]

@@ -324,7 +324,7 @@ def run_started(config: SortedConfig, t: float) -> RunStarted:
         t=t,
         strategy=config.schedule.strategy.value,
         seed=config.run.seed,
-        slots=config.engine.slots,
+        slots=config.slots,
         update_batch=config.schedule.update_batch,
         total_samples=config.run.samples,
     )

@@ -1,4 +1,4 @@
-"""Where engines get weights from, within one process.
+"""Where engines get weights from.
 
 A learner hands out a `ModuleWeights` as its `source`; an engine's `publish` reads `.module`. An engine that was built
 on that very module has nothing to copy. A learner that goes on training while engines read hands out a snapshot
@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import copy
 import sys
+import warnings
+from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -79,3 +81,28 @@ def merge_into(model: Any, target: nn.Module) -> None:
             written = dict(target.get_submodule(name).named_parameters())
             for key, parameter in merged.named_parameters():
                 written[key].copy_(parameter)
+
+
+def arrays_of(module: nn.Module) -> dict[str, Any]:
+    """The weights as arrays that processes can share; half-precision ones as bits, since numpy knows no bfloat16."""
+    import torch
+
+    arrays = {}
+    with torch.no_grad():
+        for name, tensor in module.state_dict().items():
+            plain = tensor.detach().cpu().contiguous()
+            arrays[name] = (plain.view(torch.int16) if plain.dtype == torch.bfloat16 else plain).numpy()
+    return arrays
+
+
+def load_arrays(arrays: Mapping[str, Any], module: nn.Module) -> ModuleWeights:
+    """Write such arrays into a module of the same shape, in place."""
+    import torch
+
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # it is only read
+        for name, tensor in module.state_dict().items():
+            plain = torch.from_numpy(arrays[name])
+            is_bits = plain.dtype == torch.int16 and tensor.is_floating_point()
+            tensor.copy_(plain.view(torch.bfloat16) if is_bits else plain)
+    return ModuleWeights(module)

@@ -24,12 +24,14 @@ def train(
     config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="A TOML file, see configs/.")] = None,
     overrides: Overrides = None,
     resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Go on with the run in this directory.")] = None,
+    cluster: Annotated[str | None, typer.Option(metavar="ADDRESS", help="A Ray cluster: its address, or auto.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Train as CONFIG says; the run directory gets events, metrics, ledger, checkpoints, summary and report."""
     from sortedrl.trainer import SortedTrainer
 
-    settings = load_config(config, overrides or [], resume)
+    placed = [f"engine.cluster={cluster}"] if cluster is not None else []
+    settings = load_config(config, [*(overrides or []), *placed], resume)
     trainer = SortedTrainer(args=settings, console=err, quiet=as_json)
     summary = trainer.train(resume=resume is not None)
     show([summary], as_json)

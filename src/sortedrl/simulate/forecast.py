@@ -52,7 +52,7 @@ def forecast(run_dir: str | Path, cost: FittedCost) -> Forecast:
     simulated = simulate(
         run_trace(read_lengths(run_dir), config),
         strategy=config.schedule.strategy.value,
-        slots=config.engine.slots,
+        slots=config.slots,
         update_batch=config.schedule.update_batch,
         group_size=config.learner.group_size if config.is_grouped else 1,
         cost=cost,
@@ -67,7 +67,7 @@ def forecast(run_dir: str | Path, cost: FittedCost) -> Forecast:
         priced = [(cost.stretch_s(stretch), stretch.running) for stretch in observed.stretches]
         rollout_s = sum(seconds for seconds, _ in priced) + simulated.updates * cost.harvest_s
         busy_slot_s = sum(max(seconds - cost.host_s, 0.0) * running for seconds, running in priced)
-        bubble_ratio = 1.0 - busy_slot_s / (config.engine.slots * rollout_s)
+        bubble_ratio = 1.0 - busy_slot_s / (config.slots * rollout_s)
     return Forecast(
         strategy=measured.strategy,
         seed=measured.seed,

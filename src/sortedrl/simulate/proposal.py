@@ -134,7 +134,7 @@ def _workload(
     own |= {"update_batch": None, "divergence": DEFAULT_DIVERGENCE, "cap": None}
     if base is not None and summary is not None and fitted is not None:
         own = {
-            "slots": base.engine.slots,
+            "slots": base.slots,
             "group_size": base.learner.group_size if base.is_grouped else 1,
             "prompt_tokens": fitted.cost.prompt_tokens,
             "update_batch": base.schedule.update_batch,

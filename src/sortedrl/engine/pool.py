@@ -1,0 +1,437 @@
+"""Many engines as one: the controller sees one engine with the slots of all.
+
+Members stand in processes of their own, here or elsewhere (`ray_members.py`); a pool knows them by `Member`, whose
+calls return futures. One `take` is always under way at every member, so that news arrives by itself; an interrupt goes
+to all members at once and takes one round trip.
+
+    submit --route--> member 0..n --take--> poll        a member dies: its samples come back as interrupted,
+                        ^                                with what was last taken of them, and run elsewhere
+    publish --put once--+                                while it is started again
+
+What it keeps true: a request is at one member, or waits for room at one; an attempt ends exactly once, whatever becomes
+of its member; every member decodes with the weights that were published last, one that was started again included.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from sortedrl.engine.base import (
+    Capabilities,
+    EngineStats,
+    Event,
+    Failed,
+    Finished,
+    InFlight,
+    Partial,
+    Request,
+)
+from sortedrl.engine.host import Report
+from sortedrl.errors import EngineError
+
+TAKE_S = 0.5  # how long a member may keep tokens to itself: what a dead one takes with it
+MAX_DEATHS = 5  # in a row without an answer in between: then a member is given up
+BACK_OFF_S = (0.0, 1.0, 2.0, 5.0, 10.0)
+
+logger = logging.getLogger(__name__)
+
+
+class Member(Protocol):
+    """One engine, far away: every call returns at once, with a future that fails when the member is dead."""
+
+    def slots(self) -> Future[int]: ...
+
+    def submit(self, requests: list[Request]) -> Future[None]: ...
+
+    def take(self, wait_s: float) -> Future[Report]: ...
+
+    def interrupt(self, samples: list[int] | None) -> Future[Report]: ...
+
+    def publish(self, version: int, weights: Any, in_flight: InFlight) -> Future[None]: ...
+
+    def stats(self) -> Future[EngineStats]: ...
+
+    def kill(self) -> None: ...
+
+
+class Members(Protocol):
+    """Where members come from."""
+
+    def launch(self, index: int) -> Member: ...
+
+    def put(self, source: Any) -> Any:
+        """Store a learner's weights once, for all members to read; what it returns goes into their `publish`."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Seat:
+    """The place of a member in the pool: the member changes when it is started again, the place stays."""
+
+    index: int
+    member: Member | None = None  # None: dead, or not up yet
+    starting: Future[Any] | None = None
+    start_member: Member | None = None
+    taking: Future[Report] | None = None
+    asked_at: float = 0.0
+    submitting: list[tuple[Future[None], list[Request]]] = field(default_factory=list)
+    running: dict[int, Request] = field(default_factory=dict)
+    prompts: Counter[tuple[int, ...]] = field(default_factory=Counter)  # of what runs: siblings are told by them
+    free: int = 0
+    num_deaths: int = 0  # since it last finished an answer
+    restart_at: float = 0.0
+    stats: EngineStats = field(default_factory=EngineStats)  # as last heard
+    buried: EngineStats = field(default_factory=EngineStats)  # of members that died
+
+    @property
+    def is_given_up(self) -> bool:
+        return self.num_deaths >= MAX_DEATHS
+
+    @property
+    def is_vacant(self) -> bool:
+        return self.member is None and self.starting is None and not self.is_given_up
+
+
+class Pool:
+    """`health_s`: a member that does not answer for so long is dead; `start_s`: how long one may take to start."""
+
+    def __init__(
+        self,
+        members: Members,
+        *,
+        size: int,
+        slots: int,
+        exact_replay: bool,
+        keep_kv: bool,
+        health_s: float = 60.0,
+        start_s: float = 300.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._members = members
+        self._slots = slots
+        self._capabilities = Capabilities(slots=size * slots, exact_replay=exact_replay, keep_kv=keep_kv, waits=False)
+        self._health_s = health_s
+        self._start_s = start_s
+        self._clock = clock
+        self._backlog: list[Request] = []
+        self._lost: list[Event] = []  # the ends of attempts whose member died
+        self._published: tuple[int, Any] | None = None
+        self._num_restarts = 0
+        self._seats = [Seat(index=index) for index in range(size)]
+        for seat in self._seats:
+            self._launch(seat)
+        self._await_start()
+
+    # ---- the engine's protocol --------------------------------------------------------------------------------------
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    @property
+    def num_running(self) -> int:
+        return len(self._backlog) + sum(len(seat.running) for seat in self._seats)
+
+    def submit(self, requests: Iterable[Request]) -> None:
+        """Start requests, or keep those back for which no living member has room."""
+        requests = list(requests)
+        free = self._capabilities.slots - self.num_running
+        if len(requests) > free:
+            raise EngineError(f"{len(requests)} requests for {free} free slots: submit no more than are free")
+        self._backlog.extend(requests)
+        self._tend()
+
+    def poll(self, timeout: float | None = None) -> list[Event]:
+        deadline = None if timeout is None else self._clock() + timeout
+        while True:
+            self._tend()
+            heard = self._collect()
+            if heard or not self.num_running:
+                return heard
+            left = TAKE_S if deadline is None else min(TAKE_S, deadline - self._clock())
+            if left <= 0:
+                return []
+            self._wait_for_news(left)
+
+    def interrupt(self, samples: Iterable[int] | None = None) -> list[Event]:
+        chosen = None if samples is None else list(samples)
+        wanted = None if chosen is None else set(chosen)
+        kept_back = [r for r in self._backlog if wanted is None or r.sample in wanted]
+        self._backlog = [r for r in self._backlog if not (wanted is None or r.sample in wanted)]
+        heard: list[Event] = [self._partial(request) for request in kept_back]
+        asked: list[tuple[Seat, Future[Report]]] = []
+        for seat in self._seats:
+            if seat.member is not None and (wanted is None or not wanted.isdisjoint(seat.running)):
+                asked.append((seat, seat.member.interrupt(chosen)))
+        for seat, future in asked:
+            heard.extend(self._settle(seat, future))
+        return self._with_lost(heard)
+
+    def publish(self, version: int, source: Any, in_flight: InFlight = InFlight.ABORT) -> _Publication:
+        if in_flight is InFlight.ABORT:
+            assert not self.num_running, "weights published with abort while samples run: interrupt them first"
+        weights = self._members.put(source)
+        self._published = (version, weights)
+        told = [
+            (seat, seat.member.publish(version, weights, in_flight)) for seat in self._seats if seat.member is not None
+        ]
+        return _Publication(pool=self, told=told)
+
+    def stats(self) -> EngineStats:
+        """Sums over members. Asks the living; what the dead counted is kept as last heard."""
+        asked = [(seat, seat.member.stats()) for seat in self._seats if seat.member is not None]
+        for seat, future in asked:
+            answer = self._answer(seat, future)
+            if answer is not None:
+                seat.stats = answer
+        total = EngineStats()
+        for seat in self._seats:
+            total = total.plus(seat.stats).plus(seat.buried)
+        total.running = self.num_running
+        total.extra = {
+            "members": [seat.stats.extra for seat in self._seats],
+            "running_by_member": [len(seat.running) for seat in self._seats],
+            "kept_back": len(self._backlog),
+            "restarts": self._num_restarts,
+        }
+        return total
+
+    def close(self) -> None:
+        for seat in self._seats:
+            for member in (seat.member, seat.start_member):
+                if member is not None:
+                    member.kill()
+            seat.member = seat.start_member = None
+        self._members.close()
+
+    # ---- routing ----------------------------------------------------------------------------------------------------
+
+    def _dispatch(self) -> None:
+        """Hand out what waits: siblings to one member, everything else to the one with most room."""
+        if not self._backlog:
+            return
+        chosen: dict[int, list[Request]] = {}
+        homes: dict[tuple[int, ...], Seat] = {}
+        waiting: list[Request] = []
+        for request in self._backlog:
+            key = tuple(request.prompt)
+            seat = homes.get(key)
+            if seat is None or seat.free == 0:
+                seat = self._roomiest(key)
+            if seat is None:
+                waiting.append(request)
+                continue
+            homes[key] = seat
+            seat.free -= 1
+            seat.running[request.sample] = request
+            seat.prompts[key] += 1
+            chosen.setdefault(seat.index, []).append(request)
+        self._backlog = waiting
+        for index, requests in chosen.items():
+            seat = self._seats[index]
+            assert seat.member is not None, "routed to a dead member"
+            seat.submitting.append((seat.member.submit(requests), requests))
+
+    def _roomiest(self, prompt: tuple[int, ...]) -> Seat | None:
+        """The living member with most free slots, or with a sibling and any room."""
+        living = [seat for seat in self._seats if seat.member is not None and seat.free > 0]
+        for seat in living:
+            if prompt in seat.prompts:
+                return seat
+        return max(living, key=lambda seat: (seat.free, -seat.index), default=None)
+
+    # ---- news -------------------------------------------------------------------------------------------------------
+
+    def _wait_for_news(self, seconds: float) -> None:
+        pending = [f for seat in self._seats for f in (seat.taking, seat.starting) if f is not None]
+        if pending:
+            wait(pending, timeout=seconds, return_when=FIRST_COMPLETED)
+        else:
+            time.sleep(min(seconds, 0.05))
+
+    def _collect(self) -> list[Event]:
+        """What has arrived; members that have been silent for too long are dead."""
+        heard: list[Event] = []
+        for seat in self._seats:
+            if seat.taking is None:
+                continue
+            if seat.taking.done():
+                heard.extend(self._settle(seat, None))
+                heard.extend(self._refused(seat))
+            elif self._clock() - seat.asked_at > self._health_s:
+                self._bury(seat, f"it has not answered for {self._health_s:g} s")
+        return self._with_lost(heard)
+
+    def _with_lost(self, heard: list[Event]) -> list[Event]:
+        """Events and, after them, the ends of attempts that died with their member."""
+        lost, self._lost = self._lost, []
+        return [*heard, *lost]
+
+    def _settle(self, seat: Seat, reply: Future[Report] | None) -> list[Event]:
+        """Take in the report that is under way, and one more that was asked for, in their order; ask again."""
+        futures = [future for future in (seat.taking, reply) if future is not None]
+        seat.taking = None
+        reports = [report for future in futures if (report := self._answer(seat, future)) is not None]
+        heard: list[Event] = []
+        for report in sorted(reports, key=lambda report: report.number):
+            heard.extend(event for event in report.events if self._is_current(seat, event))
+        if seat.member is not None:
+            self._ask(seat)
+        return heard
+
+    def _is_current(self, seat: Seat, event: Event) -> bool:
+        """Whether an event is of an attempt at this member; one that ends it frees its slot."""
+        request = seat.running.get(event.sample)
+        if request is None or request.attempt != event.attempt:
+            return False
+        if isinstance(event, Finished | Partial | Failed):
+            self._free(seat, request)
+            if isinstance(event, Finished):
+                seat.num_deaths = 0
+        return True
+
+    def _free(self, seat: Seat, request: Request) -> None:
+        del seat.running[request.sample]
+        seat.free += 1
+        prompt = tuple(request.prompt)
+        seat.prompts[prompt] -= 1
+        if not seat.prompts[prompt]:
+            del seat.prompts[prompt]
+
+    def _refused(self, seat: Seat) -> list[Event]:
+        """Requests that a member did not take, although it lives."""
+        refused: list[Event] = []
+        under_way = []
+        for future, requests in seat.submitting:
+            if not future.done():
+                under_way.append((future, requests))
+            elif (error := future.exception()) is not None:
+                for request in requests:
+                    if seat.running.get(request.sample) is request:
+                        self._free(seat, request)
+                        refused.append(
+                            Failed(
+                                sample=request.sample,
+                                attempt=request.attempt,
+                                clock=self._clock(),
+                                error=_first_line(error),
+                            )
+                        )
+        seat.submitting = under_way
+        return refused
+
+    def _ask(self, seat: Seat) -> None:
+        assert seat.member is not None, "a dead member is asked"
+        seat.taking = seat.member.take(TAKE_S)
+        seat.asked_at = self._clock()
+
+    def _answer(self, seat: Seat, future: Future[Any]) -> Any:
+        """The result of a call, or None when the member turns out to be dead."""
+        try:
+            return future.result(timeout=self._health_s)
+        except TimeoutError:
+            self._bury(seat, f"it has not answered for {self._health_s:g} s")
+        except Exception as error:  # the engine's own, or of what carries the call when the process is gone
+            self._bury(seat, _first_line(error))
+        return None
+
+    # ---- life and death ---------------------------------------------------------------------------------------------
+
+    def _tend(self) -> None:
+        """Start dead members again when it is time, welcome those that are up, hand out what waits."""
+        for seat in self._seats:
+            if seat.starting is not None and seat.starting.done():
+                self._welcome(seat)
+            elif seat.is_vacant and self._clock() >= seat.restart_at:
+                self._num_restarts += 1
+                self._launch(seat)
+        if all(seat.is_given_up for seat in self._seats):
+            raise EngineError(
+                f"all {len(self._seats)} engines of the pool died {MAX_DEATHS} times without finishing an answer: see "
+                "their logs, then resume the run"
+            )
+        self._dispatch()
+
+    def _launch(self, seat: Seat) -> None:
+        seat.start_member = self._members.launch(seat.index)
+        seat.starting = seat.start_member.slots()
+
+    def _welcome(self, seat: Seat) -> None:
+        """A member is up: it gets the weights in force before its first request."""
+        member, future = seat.start_member, seat.starting
+        assert member is not None, "nobody was started"
+        assert future is not None, "nobody was started"
+        seat.starting = seat.start_member = None
+        try:
+            slots = future.result()
+            assert slots == self._slots, f"member {seat.index} has {slots} slots instead of {self._slots}"
+            if self._published is not None:
+                version, weights = self._published
+                member.publish(version, weights, InFlight.ABORT).result(timeout=self._start_s)
+        except Exception as error:
+            self._bury(seat, _first_line(error), member)
+            return
+        seat.member, seat.free = member, slots
+        self._ask(seat)
+
+    def _await_start(self) -> None:
+        """The first time all members must come up: what stops one would stop it again."""
+        starting = [seat.starting for seat in self._seats if seat.starting is not None]
+        done, late = wait(starting, timeout=self._start_s)
+        failed = next((future.exception() for future in done if future.exception() is not None), None)
+        if late or failed is not None:
+            self.close()
+            why = "did not come up" if failed is None else f"failed: {_first_line(failed)}"
+            raise EngineError(
+                f"an engine of the pool {why} within {self._start_s:g} s: see whether the cluster has the processors, "
+                "memory and packages that engine.replicas asks for"
+            )
+        for seat in self._seats:
+            self._welcome(seat)
+
+    def _bury(self, seat: Seat, why: str, member: Member | None = None) -> None:
+        """End a member: what it ran comes back as interrupted, and its place is filled again after a while."""
+        dead = member or seat.member
+        if dead is None:
+            return  # two calls can find the same death
+        seat.member = seat.taking = None
+        dead.kill()
+        self._lost.extend(self._partial(request) for request in seat.running.values())
+        logger.warning(
+            "engine %d of the pool is gone (%s): %d samples go back to wait", seat.index, why, len(seat.running)
+        )
+        seat.running.clear()
+        seat.prompts.clear()
+        seat.submitting.clear()
+        seat.free = 0
+        seat.restart_at = self._clock() + BACK_OFF_S[min(seat.num_deaths, len(BACK_OFF_S) - 1)]
+        seat.num_deaths += 1
+        seat.buried = seat.buried.plus(seat.stats)
+        seat.stats = EngineStats()
+
+    def _partial(self, request: Request) -> Partial:
+        return Partial(sample=request.sample, attempt=request.attempt, clock=self._clock())
+
+
+@dataclass(slots=True, kw_only=True)
+class _Publication:
+    pool: Pool
+    told: Sequence[tuple[Seat, Future[None]]]
+
+    def wait(self) -> None:
+        """Until every living member has the weights; one that fails is buried and gets them when it is up again."""
+        for seat, future in self.told:
+            self.pool._answer(seat, future)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

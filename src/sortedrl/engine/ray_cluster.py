@@ -1,0 +1,49 @@
+"""The connection to Ray: a cluster that runs, or one of this machine's own that listens on loopback only.
+
+`build.py` connects before it imports anything that needs Ray, since Ray decides when it is imported on which addresses
+it listens. What it keeps true: without an address nothing of Ray can be reached from another machine.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import sys
+from typing import Any
+
+from sortedrl.errors import EngineError
+
+# Ray's own switch: without clusters it binds to 127.0.0.1, on any system.
+CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+
+
+def connect(address: str | None = None) -> bool:
+    """Join the cluster at an address (`auto`: the one of this machine), or start Ray here. False if that was done."""
+    if importlib.util.find_spec("ray") is None:
+        raise EngineError("a pool of engines needs Ray: pip install 'sortedrl[ray]'")
+    if address is None and "ray" not in sys.modules:
+        os.environ.setdefault(CLUSTERS, "0")
+    import ray
+
+    if ray.is_initialized():
+        return False
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    try:
+        if address is not None:
+            ray.init(address=address, **quiet)
+        else:
+            ray.init(include_dashboard=False, num_cpus=os.cpu_count(), **quiet)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        where = "on this machine" if address is None else f"at {address!r}"
+        raise EngineError(
+            f"Ray cannot be had {where} ({why}): start it with `ray start --head`, or give the address of one that runs"
+        ) from error
+    return True
+
+
+def disconnect() -> None:
+    import ray
+
+    ray.shutdown()

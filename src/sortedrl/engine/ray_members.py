@@ -1,0 +1,135 @@
+"""Engines in Ray actors: the members of a pool, on this machine or on those of a cluster.
+
+`build.py` makes a `RayMembers` and gives it to the pool. An actor holds an `EngineHost`; calls to it are Ray tasks,
+whose references turn into futures. Weights go into the object store once and are read there by every actor of a
+machine without a copy: the driver serialises them once, whatever the number of engines.
+
+`ray_cluster.connect` comes first. What this keeps true: an actor that ends takes its engine along; Ray never restarts
+an actor by itself, since the pool has to know.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import ray
+from ray.exceptions import ObjectStoreFullError
+
+from sortedrl.engine.base import Engine, EngineStats, InFlight, Request
+from sortedrl.engine.host import EngineHost, Report
+from sortedrl.errors import EngineError
+from sortedrl.weights import arrays_of, load_arrays
+
+CALLS_AT_ONCE = 8  # a `take` that waits must not keep the others out
+
+
+class _EngineActor:
+    """What runs in the actor's process."""
+
+    def __init__(self, make_engine: Callable[[], tuple[Engine, Any]], threads: int) -> None:
+        import torch
+
+        torch.set_num_threads(threads)
+        self._model: Any = None
+
+        def make() -> Engine:
+            engine, self._model = make_engine()
+            return engine
+
+        self._host = EngineHost(make, self._take_up)
+
+    def _take_up(self, engine: Engine, version: int, weights: Mapping[str, Any], in_flight: InFlight) -> None:
+        engine.publish(version, load_arrays(weights, self._model), in_flight).wait()
+
+    def slots(self) -> int:
+        return self._host.slots()
+
+    def submit(self, requests: list[Request]) -> None:
+        self._host.submit(requests)
+
+    def take(self, wait_s: float) -> Report:
+        return self._host.take(wait_s)
+
+    def interrupt(self, samples: list[int] | None) -> Report:
+        return self._host.interrupt(samples)
+
+    def publish(self, version: int, weights: Mapping[str, Any], in_flight: InFlight) -> None:
+        self._host.publish(version, weights, in_flight)
+
+    def stats(self) -> EngineStats:
+        stats = self._host.stats()
+        stats.extra["pid"] = os.getpid()
+        return stats
+
+
+class RayMember:
+    """The driver's end of one actor."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    def slots(self) -> Future[int]:
+        return self._actor.slots.remote().future()
+
+    def submit(self, requests: list[Request]) -> Future[None]:
+        return self._actor.submit.remote(requests).future()
+
+    def take(self, wait_s: float) -> Future[Report]:
+        return self._actor.take.remote(wait_s).future()
+
+    def interrupt(self, samples: list[int] | None) -> Future[Report]:
+        return self._actor.interrupt.remote(samples).future()
+
+    def publish(self, version: int, weights: Any, in_flight: InFlight) -> Future[None]:
+        return self._actor.publish.remote(version, weights, in_flight).future()
+
+    def stats(self) -> Future[EngineStats]:
+        return self._actor.stats.remote().future()
+
+    def kill(self) -> None:
+        ray.kill(self._actor, no_restart=True)
+
+
+class RayMembers:
+    """`make_engine` is called in each actor and returns an engine with the module that holds its weights."""
+
+    def __init__(
+        self,
+        make_engine: Callable[[], tuple[Engine, Any]],
+        *,
+        num_cpus: float,
+        num_gpus: float,
+        threads: int,
+        on_close: Callable[[], None] | None = None,
+    ) -> None:
+        self._make_engine = make_engine
+        self._on_close = on_close
+        self._threads = threads
+        self._actor_class = ray.remote(_EngineActor).options(
+            num_cpus=num_cpus,
+            num_gpus=num_gpus,
+            max_restarts=0,
+            max_task_retries=0,
+            max_concurrency=CALLS_AT_ONCE,
+            runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads)}},
+        )
+
+    def launch(self, index: int) -> RayMember:
+        return RayMember(self._actor_class.remote(self._make_engine, self._threads))
+
+    def put(self, source: Any) -> Any:
+        try:
+            return ray.put(arrays_of(source.module))
+        except ObjectStoreFullError as error:
+            raise EngineError(
+                "the weights do not fit into Ray's object store: start Ray with a larger --object-store-memory, or "
+                "give its machine more shared memory"
+            ) from error
+
+    def close(self) -> None:
+        """The pool has killed the actors one by one; the connection goes with whoever opened it."""
+        if self._on_close is not None:
+            self._on_close()
