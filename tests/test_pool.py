@@ -12,7 +12,8 @@ import pytest
 from hosted import HostedMembers
 from sortedrl.engine.base import Engine, Failed, InFlight, Partial, Request
 from sortedrl.engine.local import LocalEngine
-from sortedrl.engine.pool import MAX_DEATHS, Pool
+from sortedrl.engine.pool import Pool
+from sortedrl.engine.pool_seat import MAX_DEATHS
 from sortedrl.errors import EngineError
 from sortedrl.records import Mode
 from sortedrl.testing import Answer, Caller

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from typing import Any
 
 from sortedrl.lengths import LengthEstimator
-from sortedrl.records import Cohort, FinishReason, Group, Mode, Prompt, Sample, Segment, State
+from sortedrl.records import Cohort, FinishReason, Group, Mode, Sample, Segment, State, sample_from_dict
 
 
 class Buffer:
@@ -332,7 +332,7 @@ class Buffer:
         buffer.cohorts = {cohort["id"]: Cohort(**cohort) for cohort in state["cohorts"]}
         buffer.lengths = LengthEstimator.from_state_dict(state["trained_lengths"])
         for record in state["samples"]:
-            sample = _sample_from(record)
+            sample = sample_from_dict(record)
             if sample.state == State.RUNNING:
                 sample.state = State.PENDING
             buffer.samples[sample.id] = sample
@@ -390,22 +390,3 @@ class Buffer:
         sample.state = to
         if target is not None:
             target[sample.id] = sample
-
-
-def _sample_from(record: dict[str, Any]) -> Sample:
-    """The inverse of `asdict` on a sample."""
-    fields = dict(record)
-    prompt = dict(fields.pop("prompt"))
-    prompt["tokens"] = tuple(prompt["tokens"])
-    segments = [Segment(**segment) for segment in fields.pop("segments")]
-    reason = fields.pop("finish_reason")
-    return Sample(
-        **{
-            **fields,
-            "prompt": Prompt(**prompt),
-            "segments": segments,
-            "state": State(fields["state"]),
-            "mode": Mode(fields["mode"]),
-            "finish_reason": None if reason is None else FinishReason(reason),
-        }
-    )

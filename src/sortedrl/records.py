@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 SAME_REWARD = 1e-6  # rewards that differ by less are alike
 
@@ -254,3 +255,22 @@ def sample_seed(run_seed: int, epoch: int, prompt_id: str, index: int) -> int:
 def restart_seed(seed: int, num_restarts: int) -> int:
     """The seed of a sample that draws fresh noise at its n-th restart."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{num_restarts}".encode(), digest_size=8).digest(), "little") >> 1
+
+
+def sample_from_dict(record: dict[str, Any]) -> Sample:
+    """The inverse of `asdict` on a sample."""
+    fields = dict(record)
+    prompt = dict(fields.pop("prompt"))
+    prompt["tokens"] = tuple(prompt["tokens"])
+    segments = [Segment(**segment) for segment in fields.pop("segments")]
+    reason = fields.pop("finish_reason")
+    return Sample(
+        **{
+            **fields,
+            "prompt": Prompt(**prompt),
+            "segments": segments,
+            "state": State(fields["state"]),
+            "mode": Mode(fields["mode"]),
+            "finish_reason": None if reason is None else FinishReason(reason),
+        }
+    )

@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from sortedrl.engine.base import (
     Capabilities,
@@ -33,71 +32,13 @@ from sortedrl.engine.base import (
     Request,
 )
 from sortedrl.engine.host import Report
+from sortedrl.engine.pool_seat import MAX_DEATHS, Member, Members, Seat
 from sortedrl.errors import EngineError
 
 TAKE_S = 0.5  # how long a member may keep tokens to itself: what a dead one takes with it
-MAX_DEATHS = 5  # in a row without an answer in between: then a member is given up
 BACK_OFF_S = (0.0, 1.0, 2.0, 5.0, 10.0)
 
 logger = logging.getLogger(__name__)
-
-
-class Member(Protocol):
-    """One engine, far away: every call returns at once, with a future that fails when the member is dead."""
-
-    def slots(self) -> Future[int]: ...
-
-    def submit(self, requests: list[Request]) -> Future[None]: ...
-
-    def take(self, wait_s: float) -> Future[Report]: ...
-
-    def interrupt(self, samples: list[int] | None) -> Future[Report]: ...
-
-    def publish(self, version: int, weights: Any, in_flight: InFlight) -> Future[None]: ...
-
-    def stats(self) -> Future[EngineStats]: ...
-
-    def kill(self) -> None: ...
-
-
-class Members(Protocol):
-    """Where members come from."""
-
-    def launch(self, index: int) -> Member: ...
-
-    def put(self, source: Any) -> Any:
-        """Store a learner's weights once, for all members to read; what it returns goes into their `publish`."""
-        ...
-
-    def close(self) -> None: ...
-
-
-@dataclass(slots=True, kw_only=True)
-class Seat:
-    """The place of a member in the pool: the member changes when it is started again, the place stays."""
-
-    index: int
-    member: Member | None = None  # None: dead, or not up yet
-    starting: Future[Any] | None = None
-    start_member: Member | None = None
-    taking: Future[Report] | None = None
-    asked_at: float = 0.0
-    submitting: list[tuple[Future[None], list[Request]]] = field(default_factory=list)
-    running: dict[int, Request] = field(default_factory=dict)
-    prompts: Counter[tuple[int, ...]] = field(default_factory=Counter)  # of what runs: siblings are told by them
-    free: int = 0
-    num_deaths: int = 0  # since it last finished an answer
-    restart_at: float = 0.0
-    stats: EngineStats = field(default_factory=EngineStats)  # as last heard
-    buried: EngineStats = field(default_factory=EngineStats)  # of members that died
-
-    @property
-    def is_given_up(self) -> bool:
-        return self.num_deaths >= MAX_DEATHS
-
-    @property
-    def is_vacant(self) -> bool:
-        return self.member is None and self.starting is None and not self.is_given_up
 
 
 class Pool:
@@ -230,9 +171,7 @@ class Pool:
                 waiting.append(request)
                 continue
             homes[key] = seat
-            seat.free -= 1
-            seat.running[request.sample] = request
-            seat.prompts[key] += 1
+            seat.seat(request)
             chosen.setdefault(seat.index, []).append(request)
         self._backlog = waiting
         for index, requests in chosen.items():
@@ -293,18 +232,10 @@ class Pool:
         if request is None or request.attempt != event.attempt:
             return False
         if isinstance(event, Finished | Partial | Failed):
-            self._free(seat, request)
+            seat.unseat(request)
             if isinstance(event, Finished):
                 seat.num_deaths = 0
         return True
-
-    def _free(self, seat: Seat, request: Request) -> None:
-        del seat.running[request.sample]
-        seat.free += 1
-        prompt = tuple(request.prompt)
-        seat.prompts[prompt] -= 1
-        if not seat.prompts[prompt]:
-            del seat.prompts[prompt]
 
     def _refused(self, seat: Seat) -> list[Event]:
         """Requests that a member did not take, although it lives."""
@@ -316,7 +247,7 @@ class Pool:
             elif (error := future.exception()) is not None:
                 for request in requests:
                     if seat.running.get(request.sample) is request:
-                        self._free(seat, request)
+                        seat.unseat(request)
                         refused.append(
                             Failed(
                                 sample=request.sample,
@@ -402,20 +333,12 @@ class Pool:
         dead = member or seat.member
         if dead is None:
             return  # two calls can find the same death
-        seat.member = seat.taking = None
         dead.kill()
-        self._lost.extend(self._partial(request) for request in seat.running.values())
-        logger.warning(
-            "engine %d of the pool is gone (%s): %d samples go back to wait", seat.index, why, len(seat.running)
-        )
-        seat.running.clear()
-        seat.prompts.clear()
-        seat.submitting.clear()
-        seat.free = 0
+        left = seat.vacate()
+        self._lost.extend(self._partial(request) for request in left)
+        logger.warning("engine %d of the pool is gone (%s): %d samples go back to wait", seat.index, why, len(left))
         seat.restart_at = self._clock() + BACK_OFF_S[min(seat.num_deaths, len(BACK_OFF_S) - 1)]
         seat.num_deaths += 1
-        seat.buried = seat.buried.plus(seat.stats)
-        seat.stats = EngineStats()
 
     def _partial(self, request: Request) -> Partial:
         return Partial(sample=request.sample, attempt=request.attempt, clock=self._clock())
