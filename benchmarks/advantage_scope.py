@@ -1,6 +1,6 @@
 """What `advantage_scope` and `overlong` do to learning from sorted batches, on the quickstart task with REINFORCE++.
 
-    python benchmarks/advantage_scope.py RUNS_DIR [--only scopes|tail] [--samples 256]   # makes the runs that are missing
+    python benchmarks/advantage_scope.py RUNS_DIR [--only scopes|tail] [--samples 256]   # those that are missing
     python benchmarks/draw_scopes.py docs/advantage_scope.svg   # the chart, from the result file
 
 Two studies, paired by seed (same prompts, same noise):

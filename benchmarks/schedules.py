@@ -80,7 +80,7 @@ def measure(strategy: str, knobs: dict[str, Any], options: argparse.Namespace) -
         metrics.emit(run_started(config, clock.now()))
         parts.controller.run()
         metrics.emit(RunEnded(t=clock.now(), reason="complete"))
-        summary = summary_of(parts, metrics, parts.stats(), parts.controller.timing())
+        summary = summary_of(parts, metrics, parts.stats(), parts.controller.timing(), ledger_s=0.0, emit_s=0.0)
     finally:
         parts.close()
     assert summary.decode_steps is not None

@@ -15,15 +15,12 @@ from typing import Any
 import torch
 
 from sortedrl.buffer import Buffer
-from sortedrl.build_pool import build_pool
+from sortedrl.build_engine import build_engine, build_sampling
 from sortedrl.build_task import build_task
 from sortedrl.clock import Clock
 from sortedrl.config import SortedConfig
 from sortedrl.controller import Controller
-from sortedrl.engine.base import Engine, EngineStats, InFlight, Sampling
-from sortedrl.engine.decoder import choose_dtype
-from sortedrl.engine.local import LocalEngine
-from sortedrl.engine.watchdog import Watchdog
+from sortedrl.engine.base import Engine, EngineStats, InFlight
 from sortedrl.errors import ConfigError, ModelError, RewardError
 from sortedrl.evaluate import Evaluator
 from sortedrl.learner.checkpoint import load_model
@@ -33,7 +30,6 @@ from sortedrl.learner.skip import SkippingLearner
 from sortedrl.learner.smollm2 import smollm2_path
 from sortedrl.records import Prompt, Sample, sample_seed
 from sortedrl.reward import RewardPool, Score
-from sortedrl.schedule import Fate, Knobs
 from sortedrl.tasks.base import PromptStream, Task, make_prompt
 from sortedrl.tasks.tiny import knights_tiny_path
 from sortedrl.telemetry.events import Emit, RewardCalled, ignore
@@ -227,60 +223,6 @@ class SampleLoader:
         self.stream.load_state_dict(state["stream"])
 
 
-def build_engine(
-    config: SortedConfig, model: Any, knobs: Knobs, decode: Callable[[list[int]], str] | None = None
-) -> Engine:
-    """`decode` turns tokens into the text in which stop strings are looked for."""
-    needs_replay = Fate.REPLAY in (knobs.interrupted, knobs.on_bound)
-    length = config.task.max_prompt_tokens + config.engine.max_new_tokens
-    match config.engine.kind:
-        case "local" if config.engine.replicas > 1 or config.engine.cluster:
-            dtype = choose_dtype(model, config.engine.dtype, is_exact=needs_replay)
-            engine = build_pool(config.engine, model, dtype, max_length=length, threads=config.run.threads)
-        case "local":
-            own = _private_copy(model) if knobs.overlap else model
-            dtype = choose_dtype(own, config.engine.dtype, is_exact=needs_replay)
-            engine = LocalEngine(own, slots=config.engine.slots, max_length=length, dtype=dtype, decode=decode)
-        case "vllm":
-            engine = build_vllm(config, model, length)
-    if config.engine.in_flight == "keep" and not engine.capabilities.keep_kv:
-        raise ConfigError(f"engine {config.engine.kind} cannot keep its cache: set engine.in_flight = reprefill")
-    if needs_replay and not engine.capabilities.exact_replay:
-        engine.close()
-        raise ConfigError(
-            "replay needs an engine whose replay is exact (float32 weights): load the model in float32 and set "
-            "engine.dtype = float32, or set schedule.interrupted and schedule.on_bound to resume, restart or wait"
-        )
-    return Watchdog(engine, config.engine.watchdog_s)
-
-
-def build_vllm(config: SortedConfig, model: Any, max_length: int) -> Engine:
-    """vLLM with a copy of the model; it may be silent for half as long as the watchdog allows, then it starts anew."""
-    from sortedrl.engine.vllm import VllmEngine  # it needs much that others do not have
-
-    settings = config.engine
-    return VllmEngine(
-        model,
-        slots=settings.slots,
-        max_length=max_length,
-        dtype=None if settings.dtype == "auto" else getattr(torch, settings.dtype),
-        kv_bytes=None if settings.kv_gb is None else int(settings.kv_gb * 2**30),
-        limit_s=settings.watchdog_s / 2,
-    )
-
-
-def build_sampling(config: SortedConfig, stop_tokens: tuple[int, ...]) -> Sampling:
-    settings = config.engine
-    return Sampling(
-        temperature=settings.temperature,
-        stop_tokens=stop_tokens,
-        top_k=settings.top_k,
-        top_p=settings.top_p,
-        min_p=settings.min_p,
-        stop_strings=settings.stop,
-    )
-
-
 def build_rewards(config: SortedConfig, task: Task, *, is_heldout: bool = False) -> RewardPool:
     settings = config.reward
     return RewardPool(
@@ -386,10 +328,3 @@ def stop_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     named = [tokenizer.eos_token_id, getattr(getattr(model, "generation_config", None), "eos_token_id", None)]
     flat = [token for entry in named for token in (entry if isinstance(entry, list) else [entry])]
     return tuple(sorted({int(token) for token in flat if token is not None}))
-
-
-def _private_copy(model: Any) -> Any:
-    """Weights that the learner does not change under a running engine."""
-    import copy
-
-    return copy.deepcopy(model).requires_grad_(False)

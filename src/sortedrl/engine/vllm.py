@@ -35,6 +35,7 @@ from sortedrl.engine.base import (
     Partial,
     Request,
     Verified,
+    masked_places,
 )
 from sortedrl.engine.fault import find_fault
 from sortedrl.engine.module import Geometry
@@ -208,7 +209,9 @@ class VllmEngine:
         """A flight for the request, or None when there is nothing to ask vLLM."""
         tower = self._tower
         assert request.sample not in tower.flights, f"sample {request.sample} is running already"
-        error = find_fault(request, max_length=self._max_length, vocab=self._vocab)
+        error = find_fault(request, max_length=self._max_length, vocab=self._vocab, has_decode=False)
+        if error is None and request.mode is Mode.REPLAY and masked_places(request.spans):
+            error = "vLLM does not replay answers with fed tokens: set schedule.interrupted to resume or restart"
         if error is not None:
             tower.emit(Failed, request, is_end=True, error=error)
             return None

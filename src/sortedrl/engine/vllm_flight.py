@@ -81,11 +81,11 @@ class Flight:
         terms = Terms(
             seed=request.seed,
             start=len(self.attempt.tokens),
-            temperature=request.sampling.temperature,
+            sampling=request.sampling,
             tolerance=request.replay_tolerance,
         )
         return make(
-            temperature=request.sampling.temperature,
+            sampling=request.sampling,
             # An answer that is complete if it stands needs no token more, but vLLM wants to write one.
             max_tokens=max(1, request.budget - len(self.attempt.tokens)),
             stop_token_ids=list(request.sampling.stop_tokens),

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sortedrl.engine.base import Sampling
+
 EXTRA_KEY = "sortedrl"
 
 
@@ -17,11 +19,12 @@ EXTRA_KEY = "sortedrl"
 class Terms:
     seed: int
     start: int  # answer tokens that stand behind the prompt already: the position of the first one drawn
-    temperature: float
+    sampling: Sampling
     tolerance: float = 0.0  # of a replay
 
     def extra_args(self) -> dict[str, Any]:
-        return {EXTRA_KEY: [self.seed & (1 << 64) - 1, self.start, self.temperature, self.tolerance]}
+        drawn = (self.sampling.temperature, self.sampling.top_k, self.sampling.top_p, self.sampling.min_p)
+        return {EXTRA_KEY: [self.seed & (1 << 64) - 1, self.start, self.tolerance, *drawn]}
 
     @classmethod
     def of(cls, extra_args: Mapping[str, Any] | None) -> Terms | None:
@@ -29,5 +32,6 @@ class Terms:
         values = (extra_args or {}).get(EXTRA_KEY)
         if values is None:
             return None
-        seed, start, temperature, tolerance = values
-        return cls(seed=seed, start=start, temperature=temperature, tolerance=tolerance)
+        seed, start, tolerance, temperature, top_k, top_p, min_p = values
+        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        return cls(seed=seed, start=start, sampling=sampling, tolerance=tolerance)

@@ -28,10 +28,11 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 from vllm.v1.sample.sampler import Sampler
 
-from sortedrl.engine.sampling import Draw, draw_noise, scale_logits, verify
+from sortedrl.engine.base import Sampling
+from sortedrl.engine.sampling import Draw, draw_noise, make_noise, shape_logits
 from sortedrl.engine.vllm_terms import Terms
 
-_GREEDY = Draw(0, 0, 0.0)  # for rows that are not ours: what vLLM runs to warm up
+_GREEDY = Draw(0, 0, Sampling(temperature=0.0))  # for rows that are not ours: what vLLM runs to warm up
 _OWNER_CHECK_S = 1.0
 _MAX_LOGITS = 1 << 24  # computed at once when cached tokens are verified
 
@@ -43,7 +44,7 @@ class _Row:
 
     @property
     def draw(self) -> Draw:
-        return Draw(self.terms.seed, self.terms.start + len(self.written), self.terms.temperature)
+        return Draw(self.terms.seed, self.terms.start + len(self.written), self.terms.sampling)
 
 
 class NoiseRows(LogitsProcessor):
@@ -97,7 +98,7 @@ class NoiseSampler(Sampler):
         draws = self._noise_rows.draws(len(logits))
         if draws is None:
             return super().sample(logits, sampling_metadata, logprobs_mode_override)
-        scaled_rv = scale_logits(logits, [draw.temperature for draw in draws])
+        scaled_rv = shape_logits(logits, [draw.sampling for draw in draws])
         noise_rv = draw_noise(draws, logits.shape[1], logits.device).squeeze(1)
         return (scaled_rv + noise_rv).argmax(-1), torch.log_softmax(scaled_rv, -1)
 
@@ -218,11 +219,11 @@ def _blank(count: int) -> LogprobsTensors:
 
 def _fill(target: LogprobsTensors, rows: slice, logits_rv: torch.Tensor, tokens: list[int], terms: Terms) -> None:
     num_prompt = len(tokens) - terms.start
-    draws = [Draw(terms.seed, index + 1 - num_prompt, terms.temperature) for index in range(rows.start, rows.stop)]
+    draws = [Draw(terms.seed, index + 1 - num_prompt, terms.sampling) for index in range(rows.start, rows.stop)]
     cached = tokens[rows.start + 1 : rows.stop + 1]
-    noise_rv = draw_noise(draws, logits_rv.shape[1], logits_rv.device).squeeze(1)
-    scaled_rv = scale_logits(logits_rv, [draw.temperature for draw in draws])
-    verdict = verify(scaled_rv, noise_rv, cached, [terms.tolerance] * len(cached))
+    scaled_rv = shape_logits(logits_rv, [draw.sampling for draw in draws])
+    noise = make_noise(len(draws), logits_rv.shape[1], logits_rv.device)
+    verdict = noise.verify(scaled_rv, draws, cached, [terms.tolerance] * len(cached))
     kept = zip(verdict.is_kept, cached, verdict.drawn.tokens, strict=True)
     standing = [token if is_kept else drawn for is_kept, token, drawn in kept]
     pairs = zip(verdict.is_kept, verdict.cached_logprobs, verdict.drawn.logprobs, strict=True)
