@@ -130,7 +130,7 @@ def test_references_of_the_suites_are_accepted_in_a_response(suite: str) -> None
 
 @needs_data
 def test_perturbed_references_are_refused() -> None:
-    for result in measure_math(DATA / "math", limit=60):
+    for result in measure_math(DATA / "math", limit=30):
         assert len(result["perturbed_accepted"]) <= 1, result
 
 

@@ -27,6 +27,12 @@ from sortedrl.tasks.base import RewardFunc, Row, Rows
 from sortedrl.tasks.knights import HELDOUT_SEED
 from sortedrl.tasks.wording import Wording
 
+try:  # here, not at need: what a worker imports at its start does not count against an answer's time
+    import reasoning_gym  # noqa: F401  # fills the registry
+    from reasoning_gym.factory import DATASETS
+except ImportError:
+    raise ConfigError("reasoning_gym tasks need the package reasoning-gym: pip install 'sortedrl[gym]'") from None
+
 PREFIX = "reasoning_gym:"
 INSTRUCTION = "Give your final answer between <answer> and </answer>, and nothing else there."
 BLOCK = 64  # rows that come from one dataset: some generators make all of theirs at once
@@ -42,7 +48,7 @@ EXAMPLES = {
 
 
 def generator_names() -> list[str]:
-    return sorted(_registry())
+    return sorted(DATASETS)
 
 
 def gym_reward(prompts: Sequence[Any], completions: Sequence[Any], gym: Sequence[Any], **columns: Any) -> list[float]:
@@ -118,24 +124,13 @@ def is_harmless(name: str, answer: str) -> bool:
 # ---- generators ------------------------------------------------------------------------------------------------------
 
 
-def _registry() -> Mapping[str, Any]:
-    try:
-        from reasoning_gym.factory import DATASETS
-    except ImportError:
-        raise ConfigError("reasoning_gym tasks need the package: pip install 'sortedrl[gym]'") from None
-    import reasoning_gym  # noqa: F401  # fills the registry
-
-    return DATASETS
-
-
 def check_generator(name: str, options: Mapping[str, Any]) -> None:
     """Refuse a name or an option that reasoning-gym does not have."""
-    registry = _registry()
-    if name not in registry:
-        near = difflib.get_close_matches(name, registry, n=1, cutoff=0.4)
+    if name not in DATASETS:
+        near = difflib.get_close_matches(name, DATASETS, n=1, cutoff=0.4)
         hint = f"did you mean {PREFIX}{near[0]}?" if near else "the names are in docs/tasks.md"
         raise ConfigError(f"task.name {PREFIX + name!r}: reasoning-gym has no generator {name!r}; {hint}")
-    known = [entry.name for entry in fields(registry[name][1]) if entry.name not in ("seed", "size")]
+    known = [entry.name for entry in fields(DATASETS[name][1]) if entry.name not in ("seed", "size")]
     for option in options:
         if option not in known:
             near = difflib.get_close_matches(option, known, n=1)
@@ -146,7 +141,7 @@ def check_generator(name: str, options: Mapping[str, Any]) -> None:
 @lru_cache(maxsize=64)
 def make_dataset(name: str, seed: str, options_json: str = "{}") -> Any:
     """The items of one block."""
-    cls, config_cls = _registry()[name]
+    cls, config_cls = DATASETS[name]
     number = int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=4).digest(), "little")
     options = {key: tuple(v) if isinstance(v, list) else v for key, v in json.loads(options_json).items()}
     try:
