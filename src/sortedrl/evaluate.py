@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from sortedrl.clock import Clock
-from sortedrl.engine.base import Delta, Engine, EngineStats, Failed, Finished, Request, Sampling
+from sortedrl.engine.base import Delta, Engine, EngineStats, Failed, Finished, Request, Sampling, as_deltas
 from sortedrl.records import Prompt, sample_seed
 from sortedrl.telemetry.events import Emit, Evaluated
 
@@ -90,7 +90,7 @@ class Evaluator:
             free = min(self.engine.capabilities.slots - running, len(waiting))
             self.engine.submit([waiting.popleft() for _ in range(free)])
             running += free
-            for event in self.engine.poll():
+            for event in as_deltas(self.engine.poll()):
                 match event:
                     case Delta():
                         answers[event.sample].tokens[event.start :] = event.tokens
