@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from sortedrl.clock import Clock
-from sortedrl.engine.base import Delta, Engine, EngineStats, Failed, Finished, Request, Sampling
+from sortedrl.engine.base import Delta, Engine, EngineStats, Failed, Finished, Request, Sampling, as_deltas
 from sortedrl.hooks import Score
 from sortedrl.records import FinishReason, Prompt, sample_seed
 from sortedrl.scores import Figures, Graded, figures

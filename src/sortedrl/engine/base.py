@@ -18,7 +18,7 @@ Requests and events can be made without keywords, which Python does several time
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
@@ -107,6 +107,18 @@ class Written(Event):
 
     start: int
     segments: list[Segment]
+
+
+def as_deltas(events: Iterable[Event]) -> Iterator[Event]:
+    """The events with each Written as the Deltas that it stands for, for those who would rather know one kind."""
+    for event in events:
+        if not isinstance(event, Written):
+            yield event
+            continue
+        start = event.start
+        for s in event.segments:
+            yield Delta(event.sample, event.attempt, event.clock, start, s.tokens, s.logprobs, s.version, s.slot_s)
+            start += len(s.tokens)
 
 
 @dataclass(slots=True)
