@@ -1,6 +1,6 @@
 """What `advantage_scope` and `overlong` do to learning from sorted batches, on the quickstart task with REINFORCE++.
 
-    python benchmarks/advantage_scope.py RUNS_DIR [--only scopes|tail] [--samples 256]   # those that are missing
+    python benchmarks/advantage_scope.py RUNS_DIR [--only scopes|tail] [--samples 256]   # makes what runs are missing
     python benchmarks/draw_scopes.py docs/advantage_scope.svg   # the chart, from the result file
 
 Two studies, paired by seed (same prompts, same noise):
@@ -271,9 +271,8 @@ def main() -> None:
     parser.add_argument("--read", action="store_true", help="make no runs: tabulate and save those that are there")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    chosen = [
-        arm for study in ("tail", "scopes") if options.only in (None, study) for arm in arms(study, options.samples)
-    ]
+    studies = [options.only] if options.only else ["tail", "scopes"]
+    chosen = [arm for study in studies for arm in arms(study, options.samples)]
     if options.read:
         chosen = [arm for arm in chosen if is_made(arm, options.runs)]
     else:

@@ -18,7 +18,7 @@ from advantage_scope import SCOPES, WINDOW
 from record import RESULTS
 
 COLOURS = {"batch": "#2171b5", "cohort": "#d94801", "running": "#238b45"}
-WIDTH, HEIGHT, LEFT, TOP, PLOT_W, PLOT_H, GAP = 960, 330, 56, 48, 380, 220, 90
+WIDTH, HEIGHT, LEFT, TOP, PLOT_W, PLOT_H, GAP = 960, 340, 56, 40, 380, 220, 90
 
 Place = Callable[[float, float], tuple[float, float]]
 
@@ -77,8 +77,8 @@ def panel(
 def legend() -> list[str]:
     parts, x = [], 330.0
     for scope in SCOPES:
-        parts.append(f'<line x1="{x}" x2="{x + 26}" y1="14" y2="14" stroke="{COLOURS[scope]}" stroke-width="3"/>')
-        parts.append(text(x + 32, 18, scope, "start"))
+        parts.append(f'<line x1="{x}" x2="{x + 26}" y1="322" y2="322" stroke="{COLOURS[scope]}" stroke-width="3"/>')
+        parts.append(text(x + 32, 326, scope, "start"))
         x += 110
     return parts
 
@@ -91,7 +91,7 @@ def main() -> None:
     runs = [run for run in record["runs"] if run["study"] == "scopes"]
     longest = max(value for run in runs for value in [*run["lengths"], *(e[2] for e in run["evaluations"])])
     tops = [float(mark) for mark in range(0, int(longest) + 25, 25)]
-    shares = [0.2, 0.4, 0.6, 0.8, 1.0]
+    shares = [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
     parts = [
         *legend(),
         *panel(runs, LEFT, "rewards", 1, shares, "share of right answers"),

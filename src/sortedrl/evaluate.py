@@ -69,7 +69,7 @@ def answer_all(
         num_free = min(engine.capabilities.slots - num_running, len(waiting))
         engine.submit([waiting.popleft() for _ in range(num_free)])
         num_running += num_free
-        for event in engine.poll() if num_running else ():
+        for event in as_deltas(engine.poll()) if num_running else ():
             answer = answers[event.sample]
             match event:
                 case Delta():
