@@ -31,7 +31,7 @@ from sortedrl.learner.smollm2 import smollm2_path
 from sortedrl.records import Prompt, Sample, sample_seed
 from sortedrl.reward import RewardPool, Score
 from sortedrl.schedule import Fate, Knobs
-from sortedrl.tasks.base import PromptStream, Task, make_prompt
+from sortedrl.tasks.base import PromptStream, RewardFunc, Task, make_prompt
 from sortedrl.tasks.tiny import knights_tiny_path
 from sortedrl.telemetry.events import Emit
 from sortedrl.weights import is_adapted
@@ -113,7 +113,8 @@ def build_run(
     torch.set_num_threads(config.run.threads)
     torch.manual_seed(config.run.seed)
     task = task or build_task(config)
-    rewards, heldout_rewards = build_rewards(config, task), build_rewards(config, task, is_heldout=True)
+    rewards = build_rewards(config, task.reward_funcs)
+    heldout_rewards = build_rewards(config, task.reward_funcs, is_heldout=True)
     peft_config = choose_adapters(config, peft_config)
     tokenizer = tokenizer or own_tokenizer(config, model, checkpoint)
     check_prompts(config, task, tokenizer)
@@ -227,10 +228,10 @@ def build_engine(config: SortedConfig, model: Any, knobs: Knobs) -> Engine:
     return Watchdog(engine, config.engine.watchdog_s)
 
 
-def build_rewards(config: SortedConfig, task: Task, *, is_heldout: bool = False) -> RewardPool:
+def build_rewards(config: SortedConfig, functions: Sequence[RewardFunc], *, is_heldout: bool = False) -> RewardPool:
     settings = config.reward
     return RewardPool(
-        task.reward_funcs,
+        functions,
         timeout_s=settings.timeout_s,
         workers=settings.workers,
         memory_bytes=settings.memory_mb * 2**20,

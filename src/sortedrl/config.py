@@ -57,6 +57,7 @@ CHANGEABLE = frozenset(
         "checkpoint.save",
         "checkpoint.every_updates",
         "checkpoint.keep",
+        *(f"sft.{key}" for key in SftSection.model_fields),  # of another command
     }
 )
 
