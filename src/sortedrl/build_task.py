@@ -22,13 +22,12 @@ from sortedrl.errors import ConfigError
 from sortedrl.reward_worker import NOT_COLUMNS
 from sortedrl.tasks.base import DatasetTask, RewardFunc, RowSequence, Task
 from sortedrl.tasks.files import ChosenRows, FileRows, read_rows, split_off
-from sortedrl.tasks.gym import INSTRUCTION as GYM_INSTRUCTION
-from sortedrl.tasks.gym import PREFIX, GymTask
 from sortedrl.tasks.knights import KnightsTask
 from sortedrl.tasks.logic import INSTRUCTION as LOGIC_INSTRUCTION
 from sortedrl.tasks.logic import LogicRlRows, LogicTask, logic_reward
 from sortedrl.tasks.wording import PLACE, WordedRows, Wording
 
+PREFIX = "reasoning_gym:"
 NAMES = ("knights", "logic", "math", "dataset")
 REWARDS = {"math": "sortedrl.tasks.math:math_reward", "logic": "sortedrl.tasks.logic:logic_reward"}
 MATH_INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
@@ -57,13 +56,18 @@ def build_task(config: SortedConfig) -> Task:
                 raise ConfigError("task.name dataset needs task.reward: name a function as module:function, or math")
             task = _dataset_task(section, rewards, "")
         case "reasoning_gym" if section.name.startswith(PREFIX):
-            _refuse(section, *FILE_KEYS)
-            wording = wording_of(section, GYM_INSTRUCTION)
-            generator = section.name.removeprefix(PREFIX)
-            task = GymTask(generator=generator, seed=seed, options=section.options, wording=wording)
+            task = _gym_task(section, seed)
         case _:
             raise ConfigError(f"task.name {section.name!r} is not known{_nearest_task(section.name)}")
-    return dataclasses.replace(task, reward_funcs=rewards) if rewards else task
+    return dataclasses.replace(task, reward_funcs=rewards) if rewards else task  # type: ignore[type-var]
+
+
+def _gym_task(section: TaskSection, seed: int) -> Task:
+    from sortedrl.tasks.gym import INSTRUCTION, GymTask  # at need: it loads reasoning-gym, which is optional
+
+    _refuse(section, *FILE_KEYS)
+    name, wording = section.name.removeprefix(PREFIX), wording_of(section, INSTRUCTION)
+    return GymTask(generator=name, seed=seed, options=section.options, wording=wording)
 
 
 def wording_of(section: TaskSection, instruction: str) -> Wording:

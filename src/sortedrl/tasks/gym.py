@@ -27,6 +27,12 @@ from sortedrl.tasks.base import RewardFunc, Row, Rows
 from sortedrl.tasks.knights import HELDOUT_SEED
 from sortedrl.tasks.wording import Wording
 
+try:  # here, not at need: what a worker imports at its start does not count against an answer's time
+    import reasoning_gym  # noqa: F401  # fills the registry
+    from reasoning_gym.factory import DATASETS
+except ImportError:
+    raise ConfigError("reasoning_gym tasks need the package reasoning-gym: pip install 'sortedrl[gym]'") from None
+
 PREFIX = "reasoning_gym:"
 INSTRUCTION = "Give your final answer between <answer> and </answer>, and nothing else there."
 BLOCK = 64  # rows that come from one dataset: some generators make all of theirs at once
@@ -42,7 +48,7 @@ EXAMPLES = {
 
 
 def generator_names() -> list[str]:
-    return sorted(_registry())
+    return sorted(DATASETS)
 
 
 def gym_reward(prompts: Sequence[Any], completions: Sequence[Any], gym: Sequence[Any], **columns: Any) -> list[float]:
@@ -55,14 +61,15 @@ def score(completion: str, origin: Mapping[str, Any]) -> float:
     answer = tagged(after_thought(completion))
     if not answer or len(answer) > MAX_ANSWER or not is_harmless(origin["name"], answer):
         return 0.0
-    dataset = _dataset(origin["name"], origin["seed"], origin["options"])
+    dataset, item = make_item(origin["name"], origin["seed"], json.dumps(origin["options"]), origin["item"])
     with contextlib.redirect_stdout(io.StringIO()):  # some scorers print
-        return float(dataset.score_answer(answer, dataset[origin["item"]]))
+        return float(dataset.score_answer(answer, item))
 
 
 def reference_answer(name: str, item: Mapping[str, Any]) -> str | None:
     """An answer that is right, if the generator tells one."""
-    return item["answer"] if item["answer"] is not None else item["metadata"].get(EXAMPLES.get(name, ""))
+    answer = item["answer"] if item["answer"] is not None else item["metadata"].get(EXAMPLES.get(name, ""))
+    return answer if answer is None or isinstance(answer, str) else json.dumps(answer)
 
 
 # ---- answers that scorers evaluate -----------------------------------------------------------------------------------
@@ -75,7 +82,7 @@ PLAIN_LIST = re.compile(r"[\w\s,'\"\[\]]*")
 PLAIN_FORMULA = re.compile(r"[0-9A-Za-z\s+*/^()=.,-]*")
 CALL = re.compile(r"([A-Za-z]\w*)\s*\(")
 ATTRIBUTE = re.compile(r"[A-Za-z)\d]\s*\.\s*[A-Za-z]")
-TALL_POWER = re.compile(r"\*\*\s*\(*\s*-?\s*\d{3,}|\*\*\s*\(*[^()+]*\*\*|\d{40,}")
+TALL_POWER = re.compile(r"\*\*[\s(-]*\d{3,}|\*\*[\s(-]*\w+[\s)]*\*\*|\d{40,}")
 FUNCTIONS = frozenset(
     (
         "Abs",
@@ -117,24 +124,13 @@ def is_harmless(name: str, answer: str) -> bool:
 # ---- generators ------------------------------------------------------------------------------------------------------
 
 
-def _registry() -> Mapping[str, Any]:
-    try:
-        from reasoning_gym.factory import DATASETS
-    except ImportError:
-        raise ConfigError("reasoning_gym tasks need the package: pip install 'sortedrl[gym]'") from None
-    import reasoning_gym  # noqa: F401  # fills the registry
-
-    return DATASETS
-
-
 def check_generator(name: str, options: Mapping[str, Any]) -> None:
     """Refuse a name or an option that reasoning-gym does not have."""
-    registry = _registry()
-    if name not in registry:
-        near = difflib.get_close_matches(name, registry, n=1, cutoff=0.4)
+    if name not in DATASETS:
+        near = difflib.get_close_matches(name, DATASETS, n=1, cutoff=0.4)
         hint = f"did you mean {PREFIX}{near[0]}?" if near else "the names are in docs/tasks.md"
         raise ConfigError(f"task.name {PREFIX + name!r}: reasoning-gym has no generator {name!r}; {hint}")
-    known = [entry.name for entry in fields(registry[name][1]) if entry.name not in ("seed", "size")]
+    known = [entry.name for entry in fields(DATASETS[name][1]) if entry.name not in ("seed", "size")]
     for option in options:
         if option not in known:
             near = difflib.get_close_matches(option, known, n=1)
@@ -143,21 +139,26 @@ def check_generator(name: str, options: Mapping[str, Any]) -> None:
 
 
 @lru_cache(maxsize=64)
-def _dataset_of(name: str, seed: str, options_json: str, size: int) -> Any:
-    cls, config_cls = _registry()[name]
+def make_dataset(name: str, seed: str, options_json: str = "{}") -> Any:
+    """The items of one block."""
+    cls, config_cls = DATASETS[name]
     number = int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=4).digest(), "little")
     options = {key: tuple(v) if isinstance(v, list) else v for key, v in json.loads(options_json).items()}
     try:
-        config = config_cls(seed=number, size=size, **options)
-        config.validate()
+        config = config_cls(seed=number, size=BLOCK * TRIES, **options)
+        if hasattr(config, "validate"):  # some have no rules
+            config.validate()
         return cls(config=config)
     except (AssertionError, TypeError, ValueError) as error:
         why = " ".join(str(error).split())[:160] or type(error).__name__
         raise ConfigError(f"reasoning-gym cannot make {name} with task.options {options}: {why}; mend them") from error
 
 
-def _dataset(name: str, seed: str, options: Mapping[str, Any]) -> Any:
-    return _dataset_of(name, seed, json.dumps(options, sort_keys=True), BLOCK * TRIES)
+@lru_cache(maxsize=1024)  # siblings are scored one by one, and some generators take seconds for an item
+def make_item(name: str, seed: str, options_json: str, number: int) -> tuple[Any, Mapping[str, Any]]:
+    """An item of a block, with the dataset that scores it."""
+    dataset = make_dataset(name, seed, options_json)
+    return dataset, dataset[number]
 
 
 def is_heldout(question: str) -> bool:
@@ -190,7 +191,7 @@ class GymRows:
 
     def item(self, block: int, number: int) -> Row:
         seed = f"{self.seed}/{block}"
-        item = _dataset(self.generator, seed, self.options)[number]
+        _, item = make_item(self.generator, seed, json.dumps(dict(self.options)), number)
         origin = {"name": self.generator, "seed": seed, "item": number, "options": dict(self.options)}
         return {"prompt": item["question"], "answer": reference_answer(self.generator, item), "gym": origin}
 
@@ -208,7 +209,7 @@ class GymTask:
 
     def __post_init__(self) -> None:
         check_generator(self.generator, self.options)
-        _dataset(self.generator, f"{self.seed}/0", self.options)
+        make_dataset(self.generator, f"{self.seed}/0", json.dumps(dict(self.options)))
 
     @property
     def name(self) -> str:
