@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from shared_data import DATA, needs_data
 from sortedrl.errors import ConfigError, DataError
+from sortedrl.tasks.math import reference_answer
 from sortedrl.tasks.suites import SUITES, find_suites, last_number, load_suite, read_mark, suite_mark
-
-SHARED = Path(__file__).parents[2] / "shared" / "data"
 
 
 def write_jsonl(path: Path, *rows: dict[str, Any]) -> None:
@@ -145,14 +145,13 @@ def test_marks_of_puzzles() -> None:
     assert mark("Zoey is a knight", answer, "logic") == (False, None)
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="the reference data is not on this machine")
-def test_the_reference_data_loads_whole() -> None:
-    sizes = {"aime24": 30, "amc23": 40, "gsm8k": 1319, "math500": 500, "minerva": 272, "kk": 300}
-    for name, size in sizes.items():
-        rows = load(name, SHARED)
-        assert len(rows) == size, name
-        # Every reference is an answer that its own verifier can read.
-        verifier = SUITES[name].verifier
-        form = "<answer>{}</answer>" if verifier == "logic" else "{}"
-        if verifier == "logic":
-            assert all(mark(form.format(row["answer"]), row["answer"], verifier)[0] for row in rows[:20])
+@needs_data
+@pytest.mark.parametrize(
+    ("name", "size"), [("aime24", 30), ("amc23", 40), ("gsm8k", 1319), ("math500", 500), ("minerva", 272), ("kk", 300)]
+)
+def test_public_suites_load_whole_and_their_references_are_right(name: str, size: int) -> None:
+    rows, verifier = load(name, DATA), SUITES[name].verifier
+    assert len(rows) == size
+    for row in rows:
+        reference = row["answer"] if verifier == "logic" else f"\\boxed{{{reference_answer(row['answer'])}}}"
+        assert mark(f"<answer>{reference}</answer>", row["answer"], verifier)[0], row
