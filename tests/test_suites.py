@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from shared_data import DATA, needs_data
 from sortedrl.errors import ConfigError, DataError
+from sortedrl.tasks.math import reference_answer
 from sortedrl.tasks.suites import SUITES, find_suites, last_number, load_suite, read_mark, suite_mark
-
-SHARED = Path(__file__).parents[2] / "shared" / "data"
 
 
 def write_jsonl(path: Path, *rows: dict[str, Any]) -> None:
@@ -19,7 +19,7 @@ def write_jsonl(path: Path, *rows: dict[str, Any]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def load(name: str, data: Path, *, limit: int | None = None, is_chat: bool = False) -> list[dict[str, Any]]:
+def load(name: str, data: Path | None, *, limit: int | None = None, is_chat: bool = False) -> list[dict[str, Any]]:
     return load_suite(SUITES[name], data=data, limit=limit, is_chat=is_chat)
 
 
@@ -96,7 +96,23 @@ def test_suites_that_are_not_there_are_named(tmp_path: Path) -> None:
     assert [suite.name for suite in find_suites("kk, aime24,kk")] == ["kk", "aime24"]
 
 
-def test_a_suite_from_the_hub_without_a_connection_says_how_to_use_files() -> None:
+def test_suites_are_looked_for_where_data_usually_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_jsonl(tmp_path / "data" / "gsm8k.jsonl", {"question": "q", "answer": "near"})
+    write_jsonl(tmp_path / "far" / "gsm8k.jsonl", {"question": "q", "answer": "far"})
+    (tmp_path / "work").mkdir()
+    monkeypatch.delenv("SORTEDRL_DATA", raising=False)
+    for here in (tmp_path, tmp_path / "work"):
+        monkeypatch.chdir(here)
+        assert load("gsm8k", None)[0]["answer"] == "near"
+    monkeypatch.setenv("SORTEDRL_DATA", str(tmp_path / "far"))
+    assert load("gsm8k", None)[0]["answer"] == "far"
+
+
+def test_a_suite_from_the_hub_without_a_connection_says_how_to_use_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SORTEDRL_DATA", raising=False)
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match=r"could not be had from the hub.*to use local files") as caught:
         load_suite(SUITES["gsm8k"], data=None, limit=1, is_chat=False)
     assert caught.value.__notes__ == ["or name the folder that has gsm8k.jsonl: --data DIR"]
@@ -145,14 +161,13 @@ def test_marks_of_puzzles() -> None:
     assert mark("Zoey is a knight", answer, "logic") == (False, None)
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="the reference data is not on this machine")
-def test_the_reference_data_loads_whole() -> None:
-    sizes = {"aime24": 30, "amc23": 40, "gsm8k": 1319, "math500": 500, "minerva": 272, "kk": 300}
-    for name, size in sizes.items():
-        rows = load(name, SHARED)
-        assert len(rows) == size, name
-        # Every reference is an answer that its own verifier can read.
-        verifier = SUITES[name].verifier
-        form = "<answer>{}</answer>" if verifier == "logic" else "{}"
-        if verifier == "logic":
-            assert all(mark(form.format(row["answer"]), row["answer"], verifier)[0] for row in rows[:20])
+@needs_data
+@pytest.mark.parametrize(
+    ("name", "size"), [("aime24", 30), ("amc23", 40), ("gsm8k", 1319), ("math500", 500), ("minerva", 272), ("kk", 300)]
+)
+def test_public_suites_load_whole_and_their_references_are_right(name: str, size: int) -> None:
+    rows, verifier = load(name, DATA), SUITES[name].verifier
+    assert len(rows) == size
+    for row in rows:
+        reference = row["answer"] if verifier == "logic" else f"\\boxed{{{reference_answer(row['answer'])}}}"
+        assert mark(f"<answer>{reference}</answer>", row["answer"], verifier)[0], row

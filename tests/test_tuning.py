@@ -17,7 +17,7 @@ from sortedrl.learner.pack import packed_attention
 from sortedrl.learner.sft import answer_loss, packed_loss, pad_batch
 from sortedrl.tasks.knights import KnightsTask, verify
 from sortedrl.tasks.tiny import knights_tiny_path, make_model
-from sortedrl.tuning import make_example, own_traces, read_examples, tune
+from sortedrl.tuning import check_fit, make_example, own_traces, read_examples, tune
 
 TOKENIZER = load_tokenizer(knights_tiny_path())
 
@@ -110,6 +110,12 @@ def test_steps_and_examples_are_limits(tmp_path: Path) -> None:
     config = write_config(tmp_path, examples=12, epochs=50, steps=2)
     assert len(read_examples(config, TOKENIZER)) == 12
     assert tune(config, tmp_path / "out").steps == 2
+
+
+def test_an_example_has_to_fit_the_model() -> None:
+    check_fit([([1] * 24, [2] * 1000)], knights_tiny_path())
+    with pytest.raises(DataError, match=r"longest example has 1025 tokens, more than the 1024 positions"):
+        check_fit([([1], [2]), ([1] * 25, [2] * 1000)], knights_tiny_path())
 
 
 def test_an_example_has_to_fit_a_batch(tmp_path: Path) -> None:

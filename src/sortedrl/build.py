@@ -30,7 +30,7 @@ from sortedrl.learner.skip import SkippingLearner
 from sortedrl.learner.smollm2 import smollm2_path
 from sortedrl.records import Prompt, Sample, sample_seed
 from sortedrl.reward import RewardPool, Score
-from sortedrl.tasks.base import PromptStream, Task, make_prompt
+from sortedrl.tasks.base import PromptStream, RewardFunc, Task, make_prompt
 from sortedrl.tasks.tiny import knights_tiny_path
 from sortedrl.telemetry.events import Emit, RewardCalled, ignore
 from sortedrl.telemetry.trackers import check_trackers
@@ -125,7 +125,8 @@ def build_run(
     torch.set_num_threads(config.run.threads)
     torch.manual_seed(config.run.seed)
     task = task or build_task(config)
-    rewards, heldout_rewards = build_rewards(config, task), build_rewards(config, task, is_heldout=True)
+    rewards = build_rewards(config, task.reward_funcs)
+    heldout_rewards = build_rewards(config, task.reward_funcs, is_heldout=True)
     peft_config = choose_adapters(config, peft_config)
     tokenizer = tokenizer or own_tokenizer(config, model, checkpoint)
     check_prompts(config, task, tokenizer)
@@ -223,10 +224,10 @@ class SampleLoader:
         self.stream.load_state_dict(state["stream"])
 
 
-def build_rewards(config: SortedConfig, task: Task, *, is_heldout: bool = False) -> RewardPool:
+def build_rewards(config: SortedConfig, functions: Sequence[RewardFunc], *, is_heldout: bool = False) -> RewardPool:
     settings = config.reward
     return RewardPool(
-        task.reward_funcs,
+        functions,
         timeout_s=settings.timeout_s,
         workers=settings.workers,
         memory_bytes=settings.memory_mb * 2**20,

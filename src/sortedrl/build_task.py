@@ -25,12 +25,12 @@ from sortedrl.tasks.files import ChosenRows, FileRows, read_rows, split_off
 from sortedrl.tasks.knights import KnightsTask
 from sortedrl.tasks.logic import INSTRUCTION as LOGIC_INSTRUCTION
 from sortedrl.tasks.logic import LogicRlRows, LogicTask, logic_reward
+from sortedrl.tasks.suites import MATH_INSTRUCTION
 from sortedrl.tasks.wording import PLACE, WordedRows, Wording
 
 PREFIX = "reasoning_gym:"
 NAMES = ("knights", "logic", "math", "dataset")
 REWARDS = {"math": "sortedrl.tasks.math:math_reward", "logic": "sortedrl.tasks.logic:logic_reward"}
-MATH_INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 FILE_KEYS = ("path", "split", "eval_path", "eval_split", "columns")
 WORDING_KEYS = ("template", "system", "chat")
 ROLLOUT_ARGUMENTS = NOT_COLUMNS | {"trainer_state", "log_extra", "log_metric"}

@@ -63,6 +63,7 @@ CHANGEABLE = frozenset(
         "track.to",
         "track.project",
         "track.mode",
+        *(f"sft.{key}" for key in SftSection.model_fields),  # of another command
     }
 )
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -119,13 +120,6 @@ class ExamResult:
             raise DataError(f"cannot write {path}: {error.strerror or error}; name another file") from error
 
 
-@dataclass(slots=True, kw_only=True, frozen=True)
-class _Marking:
-    """What `build_rewards` asks of a task."""
-
-    reward_funcs: Sequence[Callable[..., list[float]]] = (suite_mark,)
-
-
 OnProgress = Callable[[int, int, float], None]
 """Answers marked, answers in all, and the share of right ones so far."""
 
@@ -137,24 +131,14 @@ def take_exam(settings: ExamSettings, on_progress: OnProgress | None = None) -> 
     tokenizer = load_tokenizer(folder)
     prompts = {suite.name: _prompts(suite, settings, tokenizer) for suite in suites}
     config = _config(settings, folder, max(len(prompt.tokens) for each in prompts.values() for prompt in each))
-    model, _ = load_model(folder)
-    engine = build_engine(config, model, config.knobs)
-    rewards = build_rewards(config, _Marking())  # pyright: ignore[reportArgumentType]
     answers = {name: _blank(each, settings) for name, each in prompts.items()}
     every = [answer for each in answers.values() for of_problem in each for answer in of_problem]
-    num_right = num_marked = 0
-
-    def count(answer: Answer) -> None:
-        nonlocal num_right, num_marked
-        num_marked += 1
-        num_right += read_mark(answer.reward)[0]
-        if on_progress is not None:
-            on_progress(num_marked, len(every), num_right / num_marked)
-
-    try:
+    with ExitStack() as stack:
+        model, _ = load_model(folder)
+        engine = build_engine(config, model, config.knobs)
+        stack.callback(engine.close)
+        rewards = stack.enter_context(build_rewards(config, [suite_mark]))
         rewards.start()
-        if on_progress is not None:
-            on_progress(0, len(every), 0.0)
         start = time.perf_counter()
         answer_all(
             engine,
@@ -163,13 +147,9 @@ def take_exam(settings: ExamSettings, on_progress: OnProgress | None = None) -> 
             stop_tokens=stop_token_ids(model, tokenizer),
             budget=settings.max_tokens,
             seed=settings.seed,
-            on_scored=count,
+            on_scored=_counting(len(every), on_progress) if on_progress is not None else None,
         )
-        seconds = time.perf_counter() - start
-        stats = engine.stats()
-    finally:
-        rewards.close()
-        engine.close()
+        seconds, stats = time.perf_counter() - start, engine.stats()
     return ExamResult(
         settings=settings,
         suites={name: figures([[_graded(a) for a in each] for each in of]) for name, of in answers.items()},
@@ -178,6 +158,19 @@ def take_exam(settings: ExamSettings, on_progress: OnProgress | None = None) -> 
         num_tokens=stats.decoded_tokens,
         busy_share=stats.busy_slot_s / (settings.slots * seconds) if seconds else 0.0,
     )
+
+
+def _counting(total: int, on_progress: OnProgress) -> Callable[[Answer], None]:
+    num_marked = num_right = 0
+    on_progress(0, total, 0.0)
+
+    def count(answer: Answer) -> None:
+        nonlocal num_marked, num_right
+        num_marked += 1
+        num_right += read_mark(answer.reward)[0]
+        on_progress(num_marked, total, num_right / num_marked)
+
+    return count
 
 
 def find_model(name: str) -> Path:
@@ -227,8 +220,7 @@ def _blank(prompts: Sequence[Prompt], settings: ExamSettings) -> list[list[Answe
 
 def _graded(answer: Answer) -> Graded:
     is_right, vote = read_mark(answer.reward)
-    graded = answer.graded(vote)
-    return Graded(reward=float(is_right), length=graded.length, is_truncated=graded.is_truncated, vote=vote)
+    return replace(answer.graded(vote), reward=float(is_right))
 
 
 def _written(suite: str, answers: Sequence[Sequence[Answer]], tokenizer: Any) -> list[Written]:

@@ -11,17 +11,18 @@ prompts only, so held-out ones stay unseen.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from sortedrl.build import build_task, check_window, load_model, model_path
+from sortedrl.build import build_task, load_model, model_path
 from sortedrl.config import SortedConfig
 from sortedrl.errors import DataError
 from sortedrl.learner.checkpoint import save_checkpoint
+from sortedrl.learner.model import check_model_folder, load_tokenizer, read_window
 from sortedrl.learner.pack import check_packing
 from sortedrl.learner.sft import Example, OnStep, SftRates, SftResult, finetune, length_batches
 from sortedrl.tasks.base import Row, Task, encode_prompt
@@ -29,16 +30,21 @@ from sortedrl.tasks.files import read_rows
 from sortedrl.tasks.knights import KnightsRows, teach
 
 
-def tune(config: SortedConfig, out: Path, on_step: OnStep | None = None, on_start: Any = None) -> SftResult:
+def tune(
+    config: SortedConfig,
+    out: Path,
+    on_step: OnStep | None = None,
+    on_start: Callable[[int], None] | None = None,
+) -> SftResult:
     """Train the configured model on examples and save it to `out`; `on_start` hears how many steps there will be."""
     settings = config.sft
     torch.set_num_threads(config.run.threads)
     torch.manual_seed(config.run.seed)
-    folder = model_path(config)
-    check_window(config, folder)
+    folder = check_model_folder(model_path(config))
+    examples = read_examples(config, load_tokenizer(folder))
+    check_fit(examples, folder)
     model, tokenizer = load_model(folder)
     check_packing(model)
-    examples = read_examples(config, tokenizer)
     stream = list(islice(_epochs(examples, config.run.seed), settings.epochs * len(examples)))
     limits = {"batch_tokens": settings.batch_tokens, "seed": config.run.seed}
     num_batches = sum(1 for _ in length_batches(stream, **limits))
@@ -49,6 +55,16 @@ def tune(config: SortedConfig, out: Path, on_step: OnStep | None = None, on_star
     result = finetune(model, stream, steps=steps, **limits, rates=rates, is_packed=True, on_step=on_step)
     save_checkpoint(out, model, tokenizer, extra={"sft": {"steps": steps, "config": config.in_force()}})
     return result
+
+
+def check_fit(examples: Sequence[Example], folder: Path) -> None:
+    """Refuse examples that are longer than what the model can look at."""
+    window, longest = read_window(folder), max(len(prompt) + len(answer) for prompt, answer in examples)
+    if window is not None and longest > window:
+        raise DataError(
+            f"the longest example has {longest} tokens, more than the {window} positions of the model in {folder}: "
+            "leave out such rows"
+        )
 
 
 def read_examples(config: SortedConfig, tokenizer: Any) -> list[Example]:

@@ -22,7 +22,9 @@ def evaluate(
     ],
     samples: Annotated[int, typer.Option(min=1, help="k: answers to each problem.")] = 1,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many problems of each suite.")] = None,
-    data: Annotated[Path | None, typer.Option(help="Folder with the suites' files; left out: from the hub.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder with the suites' files; left out: data/ or the hub.")
+    ] = None,
     engine: Annotated[str, typer.Option(help="As engine.kind in a configuration.")] = "local",
     slots: Annotated[int, typer.Option(min=1, help="Answers that are written at once.")] = 32,
     max_tokens: Annotated[int, typer.Option(min=1, help="Token budget of an answer.")] = 1024,

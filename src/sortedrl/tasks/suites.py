@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ MATH_INSTRUCTION = "Please reason step by step, and put your final answer within
 QUESTIONS = ("problem", "question", "quiz", "prompt")  # the columns that files have it under, best first
 ANSWERS = ("answer", "final_answer", "expected_answer", "solution_text_format", "solution")
 NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?(?:/\d+)?")
+DATA_VARIABLE = "SORTEDRL_DATA"
+DATA_PLACES = ("data", "../data", "../shared/data")  # where suites are looked for before the hub is asked
 FINGERPRINT_BYTES = 6  # twice a number of 48 bits, plus one, is exact as a float
 
 
@@ -91,7 +94,7 @@ def load_suite(suite: Suite, *, data: Path | None, limit: int | None, is_chat: b
         return [{**row, "suite": suite.name, "verifier": suite.verifier} for row in rows]
     if suite.verifier == "math":
         math_verifier()  # says what to install, before anything is answered
-    source = None if data is None else find_files(suite, data)
+    source = _find_anywhere(suite) if data is None else find_files(suite, data)
     if source is None and data is not None:
         stems = " or ".join(suite.stems)
         raise DataError(
@@ -107,6 +110,13 @@ def load_suite(suite: Suite, *, data: Path | None, limit: int | None, is_chat: b
     num = len(rows) if limit is None else min(limit, len(rows))
     wording = Wording(instruction=suite.instruction, is_chat=is_chat)
     return [wording.apply(_row(suite, rows[index], f"{rows.name}, row {index}")) for index in range(num)]
+
+
+def _find_anywhere(suite: Suite) -> Path | None:
+    """In the folder that the environment names, or in one where projects keep data."""
+    named = os.environ.get(DATA_VARIABLE)
+    places = (Path(named),) if named else tuple(map(Path, DATA_PLACES))
+    return next((path for place in places if place.is_dir() and (path := find_files(suite, place))), None)
 
 
 def find_files(suite: Suite, data: Path) -> Path | None:
