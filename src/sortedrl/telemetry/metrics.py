@@ -206,7 +206,10 @@ class RunMetrics:
         self.discarded_tokens += event.cached - event.accepted
 
     def _fold_ended(self, event: AttemptEnded) -> None:
-        self.occupancy.running -= event.slot >= 0  # without a slot, its start was not told either
+        slots = self.occupancy
+        slots.running -= event.slot >= 0  # without a slot, its start was not told either
+        if slots.paused:  # nothing ends but what stands still
+            slots.paused -= 1
         self._held[event.sample] = event.num_tokens
         self._longest[event.sample] = max(self._longest.get(event.sample, 0), event.num_tokens)
         self.num_interrupted += event.outcome == "interrupted"
