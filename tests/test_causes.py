@@ -126,6 +126,21 @@ def test_a_run_worked_out_by_hand():
     assert folded(RUN).slot_time() == pytest.approx({cause: part / 45 for cause, part in SECONDS.items()})
 
 
+def test_an_attempt_that_is_interrupted_while_it_stands_still():
+    events: list[Event] = [
+        replace(RUN[0], t=0.0, slots=2),
+        started(0.0, 0, 0),
+        started(0.0, 1, 1),
+        ended(2.0, 0, 0, "stop", 2),
+        replace(taken(2.0, 0, 0, 2, busy_s=4.0), num_paused=1),
+        UpdateDone(t=3.0, update=0, version=1, optimizer_steps=1, seconds=1.0),
+        ended(3.0, 1, 1, "interrupted", 2),
+        WeightsPublished(t=4.0, version=1, seconds=1.0),
+    ]
+    expected = {"trained": 2 / 8, "in_flight": 2 / 8, "update": 2 / 8, "publish": 2 / 8}
+    assert folded(events).slot_time() == pytest.approx({**dict.fromkeys(SECONDS, 0.0), **expected})
+
+
 @pytest.mark.parametrize("count", range(len(RUN) + 1))
 def test_at_every_moment_the_causes_are_whole(count: int):
     metrics = folded(RUN[:count])

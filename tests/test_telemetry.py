@@ -39,7 +39,15 @@ from sortedrl.telemetry.events import (
 )
 from sortedrl.telemetry.metrics import LedgerCount, RunMetrics, Timing
 from sortedrl.telemetry.sinks import KINDS, Fanout, JsonlSink, MetricsSink, read_events
-from sortedrl.telemetry.summary import Summary, comparison_table, group_line, summarize, summary_table
+from sortedrl.telemetry.summary import (
+    Summary,
+    comparison_table,
+    group_line,
+    mean_slot_time,
+    slot_time_table,
+    summarize,
+    summary_table,
+)
 
 
 def started(t: float, sample: int, slot: int, version: int, mode: str = "fresh", cached: int = 0) -> AttemptStarted:
@@ -324,6 +332,30 @@ def test_summary_table_fits_100_columns():
     assert "…" not in out.getvalue()
     row = next(line for line in lines if line.startswith(" sorted* "))
     assert row.split()[1:] == ["7", "0.250", "→", "0.500", "25.0%", "50.0%", "1", "1", "16.0", "0", "/", "0"]
+
+
+def test_the_table_of_one_run_fits_80_columns():
+    summary = summarize(folded(RUN), stats=STATS, timing=TIMING, held=[14, 15])
+    update = {"strategy": "sorted-on-policy", "status": "complete", "tokens_per_s": 12_345.6, "wall_s": 3_600.0}
+    out = io.StringIO()
+    Console(file=out, width=80).print(summary_table([summary.model_copy(update=update)], width=80))
+    assert "…" not in out.getvalue()
+    assert "sorted-on-policy 0.250" in out.getvalue()
+
+
+def test_slot_time_has_a_column_a_strategy_and_no_row_without_time():
+    summary = summarize(folded(RUN), stats=STATS, timing=TIMING, held=[14, 15])
+    other = summary.model_copy(update={"slot_time": {**SLOT_TIME, "tail": 0.0, "reward": 8 / 52}})
+    sync = summary.model_copy(update={"strategy": "sync"})
+    out = io.StringIO()
+    table = slot_time_table(mean_slot_time([summary, other, sync]))
+    assert table is not None
+    Console(file=out, width=80).print(table)
+    rows = {line.strip()[:30].strip(): line.split()[-2:] for line in out.getvalue().splitlines() if line.strip()}
+    assert rows["idle: the tail of the harvest"] == ["7.7%", "15.4%"]  # a mean of 8 / 52 and 0
+    assert rows["waiting on rewards"] == ["7.7%", "0.0%"]
+    assert "reading prompts" not in rows
+    assert slot_time_table([("sync", None)]) is None
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------

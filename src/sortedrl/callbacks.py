@@ -76,6 +76,8 @@ class Progress:
 class ProgressSink:
     """Keeps `told`, which reward functions see, up to date."""
 
+    kinds = frozenset({RunStarted, RunResumed, BatchTaken, UpdateDone})
+
     def __init__(self, progress: Progress, told: Sequence[dict[str, float]]) -> None:
         self._progress = progress
         self._told = told

@@ -115,7 +115,7 @@ def show(summaries: list[Summary], as_json: bool) -> None:
         print(json.dumps({"runs": [summary.model_dump(mode="json") for summary in summaries]}))
         return
     out = stdout_console()
-    out.print(summary_table(summaries))
+    out.print(summary_table(summaries, width=out.width))
     if len(summaries) > 1:
         out.print(comparison_table(summaries))
     elif groups := group_line(summaries[0]):

@@ -8,7 +8,7 @@ Precedence, where several things are true of a slot at once:
    what became of the tokens), `recomputed` and `prefill` (reading tokens, by what was read) and `overhead` share it.
 2. Otherwise the slot waits, and the first of these is the cause: `publish`, `update`, `save`, `reward`, then `tail` as
    long as any other slot works, `start_up` if none does.
-An attempt that stands still in its slot, for an update or for scores, waits.
+An attempt that stands still in its slot, for an update, new weights or scores, waits.
 """
 
 from __future__ import annotations

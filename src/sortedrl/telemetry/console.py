@@ -16,7 +16,18 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task
 from rich.text import Text
 
 from sortedrl.telemetry.causes import Cause
-from sortedrl.telemetry.events import Evaluated, Event, RunEnded, RunResumed, RunStarted, UpdateDone
+from sortedrl.telemetry.events import (
+    AttemptEnded,
+    AttemptStarted,
+    BatchTaken,
+    Evaluated,
+    Event,
+    RunEnded,
+    RunResumed,
+    RunStarted,
+    UpdateDone,
+    WeightsPublished,
+)
 from sortedrl.telemetry.metrics import RunMetrics
 from sortedrl.telemetry.summary import number, share
 
@@ -53,6 +64,9 @@ class ConsoleSink:
         self._progress = Progress(
             BarColumn(bar_width=None), _SamplesColumn(), _LeftColumn(metrics), console=console, expand=True
         )
+        self.kinds = frozenset({RunStarted, RunResumed, UpdateDone, Evaluated, RunEnded})
+        if console.is_terminal and not quiet:
+            self.kinds |= {AttemptStarted, AttemptEnded, BatchTaken, WeightsPublished}  # something to draw
         self._drawn_at = 0.0
         self._said_update = 0
         self._said_t = 0.0

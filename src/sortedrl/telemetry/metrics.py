@@ -213,7 +213,10 @@ class RunMetrics:
         self.discarded_tokens += event.cached - event.accepted
 
     def _fold_ended(self, event: AttemptEnded) -> None:
-        self.occupancy.running -= event.slot >= 0  # without a slot, its start was not told either
+        slots = self.occupancy
+        slots.running -= event.slot >= 0  # without a slot, its start was not told either
+        if slots.paused:  # nothing ends but what stands still
+            slots.paused -= 1
         self._held[event.sample] = event.num_tokens
         self._reached(event.sample, event.num_tokens)
         self.num_interrupted += event.outcome == "interrupted"

@@ -39,11 +39,13 @@ _SCALAR_KINDS = {
     kind for kind, types in _FIELDS.items() if all(str(name) in ("int", "float", "str") for name in types.values())
 }
 _BUFFER_BYTES = 1 << 20
+_MAX_WAITING = 4096
+_FLUSHED = (RunStarted, UpdateDone, Evaluated, RunEnded)
 _CHUNK_CHARS = 1 << 20
 
 
 class Sink(Protocol):
-    """Something that takes every event of a run."""
+    """Something that takes the events of a run: all, or those of the classes that an attribute `kinds` names."""
 
     def emit(self, event: Event) -> None: ...
 
@@ -58,18 +60,27 @@ class Fanout:
         self.seconds = 0.0  # spent in here
         self.num_failures: Counter[str] = Counter()  # by the sink's class
         self._warned: set[int] = set()  # positions in `sinks`
+        self._routes: dict[type[Event], list[tuple[int, Sink]]] = {}  # who wants which class of events
 
     def add(self, sink: Sink) -> None:
         self.sinks.append(sink)
+        self._routes.clear()
 
     def __call__(self, event: Event) -> None:
         began = time.perf_counter()
-        for position, sink in enumerate(self.sinks):
+        route = self._routes.get(type(event))
+        if route is None:
+            route = self._routes[type(event)] = self._route(type(event))
+        for position, sink in route:
             try:
                 sink.emit(event)
             except Exception as error:
                 self._failed(position, f"on {event.kind}", error)
         self.seconds += time.perf_counter() - began
+
+    def _route(self, kind: type[Event]) -> list[tuple[int, Sink]]:
+        wanted = [getattr(sink, "kinds", None) for sink in self.sinks]
+        return [pair for pair, kinds in zip(enumerate(self.sinks), wanted, strict=True) if not kinds or kind in kinds]
 
     def close(self) -> None:
         for position, sink in enumerate(self.sinks):
@@ -109,26 +120,35 @@ class JsonlSink:
             raise RunDirError(
                 f"cannot write {self.path}: {error.strerror}; create its folder or choose another"
             ) from error
+        self._waiting: list[Event] = []  # written together: far from the code that tells them it costs thrice as much
         if size < keep_bytes:
             raise RunDirError(
                 f"{self.path} has {size} bytes and had {keep_bytes} at the checkpoint: bring it back from a copy"
             )
 
     def emit(self, event: Event) -> None:
-        # Not `as_dict`: its deep copy of every list would cost more than the writing.
-        kind = event.kind
-        names, values = _GETTERS[kind]
-        self._write(dict(zip(names, (kind, *values(event)), strict=True)))
-        if isinstance(event, RunStarted | UpdateDone | Evaluated | RunEnded):
-            self._file.flush()
+        self._waiting.append(event)
+        if isinstance(event, _FLUSHED) or len(self._waiting) >= _MAX_WAITING:
+            self.flush()
+
+    def flush(self) -> None:
+        """Hand everything to the operating system."""
+        waiting, self._waiting = self._waiting, []
+        for event in waiting:
+            # Not `as_dict`: its deep copy of every list would cost more than the writing.
+            kind = event.kind
+            names, values = _GETTERS[kind]
+            self._write(dict(zip(names, (kind, *values(event)), strict=True)))
+        self._file.flush()
 
     def sync(self) -> int:
         """Have everything on disk; returns how many bytes that is."""
-        self._file.flush()
+        self.flush()
         os.fsync(self._file.fileno())
         return os.fstat(self._file.fileno()).st_size
 
     def close(self) -> None:
+        self.flush()
         self._file.close()
 
     def _write(self, record: dict[str, Any]) -> None:
@@ -137,6 +157,8 @@ class JsonlSink:
 
 class MetricsSink(JsonlSink):
     """`metrics.jsonl`: one line per update, from figures that `metrics` has folded before this sink is called."""
+
+    kinds = frozenset({UpdateDone})
 
     def __init__(self, path: str | Path, metrics: RunMetrics, *, keep_bytes: int = 0) -> None:
         super().__init__(path, keep_bytes=keep_bytes)

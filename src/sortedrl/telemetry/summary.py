@@ -229,17 +229,24 @@ def lost_and_duplicated(summary: Summary) -> str:
     return "–" if summary.ledger is None else f"{summary.ledger.lost} / {summary.ledger.duplicated}"
 
 
-def summary_table(summaries: Sequence[Summary]) -> Table:
-    """A row per run, the main figures only (staleness is the largest); fits 100 columns."""
+def summary_table(summaries: Sequence[Summary], *, width: int = 100) -> Table:
+    """A row per run, the main figures only (staleness is the largest); fits 100 columns, one run also 80."""
     is_stopped = any(summary.status == "stopped" for summary in summaries)
     caption = "* stopped before it was complete" if is_stopped else None
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, caption=caption, caption_justify="left")
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+        padding=(0, 1 if width >= 90 else 0),
+        caption=caption,
+        caption_justify="left",
+    )
     table.add_column("strategy", no_wrap=True)
     has_seeds = len({summary.seed for summary in summaries}) > 1
     if has_seeds:
         table.add_column("seed", justify="right")
-    for header in ("accuracy", "bubble", "goodput", "tokens/s", "staleness", "wall s", "lost/dup"):
-        table.add_column(header, justify="right", no_wrap=True)
+    for header in ("accuracy", "bubble", "goodput", "tokens/s", "staleness", "wall s", "lost/\ndup"):
+        table.add_column(header, justify="right", vertical="bottom", no_wrap=True)
     for summary in summaries:
         seed = [number(summary.seed)] if has_seeds else []
         table.add_row(

@@ -74,6 +74,8 @@ def _finite(named: Mapping[str, float | None]) -> dict[str, float]:
 class TrackerSink:
     """What trackers have in common: which events make scalars, and at which step."""
 
+    kinds = frozenset({UpdateDone, Evaluated, RunResumed})
+
     def __init__(self, metrics: RunMetrics) -> None:
         self._metrics = metrics
 
