@@ -114,7 +114,7 @@ def click_a_bar(page: Page, chart: str) -> int:
 @pytest.fixture(scope="module")
 def made_up(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("made-up")
-    write_run(folder / "replay", MadeUpRun("sorted-replay", updates=8))
+    write_run(folder / "replay", MadeUpRun("sorted-replay", updates=30))
     write_run(folder / "partial", MadeUpRun("sorted-partial", interrupted="resume", updates=8))
     return folder
 
@@ -161,7 +161,7 @@ def test_the_dashboard_follows_a_live_run(browser: Browser, made_up: Path, tmp_p
         page.wait_for_selector("#run-rows tr[data-run=live] .running")
         page.locator("tr[data-run=live] input").check()
         page.locator("tr[data-run=other] input").uncheck()
-        curve = "document.getElementById('chart-samples')?.data?.[1].x.length ?? 0"
+        curve = "(document.getElementById('chart-samples')?.data?.[1].x.length ?? 0)"
         page.wait_for_function(f"document.title.startsWith('live') && {curve} > 0")
         before = page.evaluate(curve)
         page.wait_for_function(f"{curve} > {before}")
