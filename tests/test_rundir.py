@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import pytest
 
 from sortedrl import rundir
 from sortedrl.errors import RunDirError
-from sortedrl.rundir import LOCK_FILE, RunLock, check_writable, prepare_run_dir
+from sortedrl.rundir import LOCK_FILE, RunLock, check_writable, is_being_written, prepare_run_dir
 
 HOLD = "RunLock(sys.argv[1]).acquire(); print(os.getpid(), flush=True); sys.stdin.read()"
 HOLD_AND_FORK = """
@@ -228,3 +229,18 @@ def test_a_place_that_cannot_hold_a_run_is_named(tmp_path: Path) -> None:
             refuse(tmp_path / "file" / "run")
     with pytest.raises(RunDirError, match="file is no folder"):
         check_writable(tmp_path / "file")
+
+
+def test_whether_a_run_is_being_written_is_told_without_its_lock(tmp_path: Path):
+    assert not is_being_written(tmp_path)
+    with RunLock(tmp_path):
+        assert is_being_written(tmp_path)
+    assert not is_being_written(tmp_path)
+    command = [sys.executable, "-c", "import os; print(os.getpid())"]
+    gone = subprocess.run(command, capture_output=True, text=True, check=True)
+    (tmp_path / "lock").write_text(f"{int(gone.stdout)} 2026-01-01T00:00:00+00:00 {socket.gethostname()}\n")
+    assert not is_being_written(tmp_path), "its process has ended"
+    (tmp_path / "lock").write_text("1 2026-01-01T00:00:00+00:00 elsewhere\n")
+    assert is_being_written(tmp_path), "a process of another machine cannot be looked up"
+    (tmp_path / "lock").write_text("nonsense")
+    assert not is_being_written(tmp_path)

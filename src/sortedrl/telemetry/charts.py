@@ -151,7 +151,14 @@ def causes_chart(runs: Sequence[RunView]) -> Chart:
             marker={
                 "color": colour,
                 "line": {"color": "#ffffff", "width": 1},
-                "pattern": {"shape": hatch, "fgcolor": "#ffffff", "fgopacity": 0.7, "size": 6, "solidity": 0.15},
+                "pattern": {
+                    "shape": hatch,
+                    "fillmode": "overlay",
+                    "fgcolor": "#ffffff",
+                    "fgopacity": 0.7,
+                    "size": 6,
+                    "solidity": 0.15,
+                },
             },
             hovertemplate=f"{html.escape(words)}: %{{x:.1%}}<extra>%{{y}}</extra>",
         )

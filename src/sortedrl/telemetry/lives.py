@@ -42,6 +42,8 @@ class Life:
 
     def keep(self, num_tokens: int) -> None:
         """Only the first tokens are left."""
+        if not self.runs:
+            return
         total = sum(count for _, count in self.runs)
         while self.runs and total > num_tokens:
             version, count = self.runs.pop()
@@ -52,10 +54,15 @@ class Life:
 
     def extend(self, num_tokens: int) -> None:
         """The attempt ends with so many tokens in all: what it added is spread over its pieces."""
-        added = num_tokens - sum(count for _, count in self.runs)
+        added = num_tokens
+        for _, count in self.runs:
+            added -= count
         pieces, self.pieces = self.pieces, []
         if added <= 0 or not pieces:
             self.keep(num_tokens)
+            return
+        if len(pieces) == 1:  # nearly all
+            self._put(pieces[0][0], added)
             return
         whole = sum(seconds for _, seconds in pieces)
         done = passed = 0

@@ -87,7 +87,7 @@ class RunView:
         self._origin: float | None = None
         self._now = 0.0
         self._running: dict[int, Segment] = {}  # by sample
-        self._since: dict[int, float] = {}  # by sample: when it began to decode under its version
+        self._row_of: dict[int, int] = {}  # of `busy`, by slot
         self._is_paused = False
         self._is_updating = False
         self._taken: dict[int, UpdatePoint] = {}
@@ -171,7 +171,9 @@ class RunView:
             )
         self.run = record
         self.slots = max(int(record["slots"]), 1)
-        self.busy = TimeBins(min(self.slots, MAX_SLOT_ROWS))
+        rows = min(self.slots, MAX_SLOT_ROWS)
+        self.busy = TimeBins(rows)
+        self._row_of = {slot: slot * rows // self.slots for slot in range(self.slots)}
 
     def _loaded(self, record: Record, t: float) -> None:
         self.cohort_updates.append(record["update"])
@@ -215,8 +217,7 @@ class RunView:
         end = t if segment.end is None else segment.end
         segment.end, segment.outcome = end, outcome
         if end > segment.start:
-            row = min(segment.slot * len(self.busy.rows) // self.slots, len(self.busy.rows) - 1)
-            self.busy.add(row, segment.start, end)
+            self.busy.add(self._row_of.get(segment.slot, 0), segment.start, end)
         return end - segment.start
 
     def _requeued(self, record: Record, t: float) -> None:

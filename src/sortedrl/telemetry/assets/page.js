@@ -20,7 +20,11 @@ const pageCharts = (() => {
     }
     const isFirst = !div.classList.contains("js-plotly-plot");
     return Plotly.react(div, figure.data, figure.layout, config).then(() => {
-      if (isFirst) div.on("plotly_click", (event) => click(name, div, event));
+      scalable(div);
+      if (isFirst) {
+        div.on("plotly_click", (event) => click(name, div, event));
+        div.on("plotly_afterplot", () => scalable(div));
+      }
       div.dispatchEvent(new CustomEvent("drawn", { bubbles: true }));
     });
   }
@@ -80,18 +84,16 @@ const pageCharts = (() => {
     next();
   }
 
-  // Paper is narrower than a window: drawings are scaled, not cut.
-  addEventListener("beforeprint", () => {
-    for (const box of document.querySelectorAll(".svg-container")) {
-      box.style.setProperty("--shape", box.clientWidth + " / " + box.clientHeight);
-      for (const svg of box.querySelectorAll(":scope > .main-svg"))
-        svg.setAttribute("viewBox", `0 0 ${box.clientWidth} ${box.clientHeight}`);
+  // Paper is narrower than a window: drawings are scaled there, not cut, which needs to know their shape.
+  function scalable(div) {
+    const box = div.querySelector(".svg-container");
+    for (const svg of box.querySelectorAll(":scope > .main-svg")) {
+      svg.setAttribute("viewBox", `0 0 ${svg.getAttribute("width")} ${svg.getAttribute("height")}`);
+      box.style.setProperty("--shape", svg.getAttribute("width") + " / " + svg.getAttribute("height"));
     }
-  });
-  addEventListener("afterprint", () => {
-    for (const svg of document.querySelectorAll(".main-svg")) svg.removeAttribute("viewBox");
-  });
-  return { draw, drawAll, forget: () => latest.clear() };
+  }
+
+  return { drawAll };
 })();
 const figuresOfPage = document.getElementById("figures");
 if (figuresOfPage) pageCharts.drawAll(JSON.parse(figuresOfPage.textContent));
