@@ -200,6 +200,7 @@ async def _start(settings: CoreSettings, counts: StepCounts) -> Any:
         worker_extension_cls="sortedrl.engine.vllm_worker.SortedWorker",
         logits_processors=["sortedrl.engine.vllm_worker:NoiseRows"],
         disable_log_stats=True,
+        use_tqdm_on_load=False,
     )
     llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[Counter])
     await llm.collective_rpc("sorted_prepare", args=(os.getpid(),))
