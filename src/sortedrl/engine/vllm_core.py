@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Coroutine, Iterable
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -85,7 +85,6 @@ class StepCounts:
     preemptions: int = 0
     kv_usage: float = 0.0
     kv_usage_peak: float = 0.0
-    prefix_hits: int = field(default=0)
 
     def record(self, scheduler_stats: Any, iteration_stats: Any) -> None:
         if iteration_stats is not None:
