@@ -70,7 +70,9 @@ def measure(bench: EngineBench, on_round: Callable[[str], None] = lambda name: N
 
 def prepare_job(bench: EngineBench) -> Job:
     config = SortedConfig(
-        model={"path": bench.model}, run={"seed": bench.seed}, task={"max_prompt_tokens": 512}, engine={"kind": "local"}
+        model={"path": bench.model},
+        run={"seed": bench.seed},
+        task={"max_prompt_tokens": 512, "people": {"2": 1}},  # short prompts: decoding is what is measured
     )
     folder = model_path(config)
     model, tokenizer = load_model(folder)

@@ -4,8 +4,8 @@ A decoder makes queries, keys and values of packed tokens, hands them to the pla
 attend to; the plan alone knows which token belongs to which slot. `PrefillPlan` starts sequences at their first token,
 `DecodePlan` adds one token to each running slot. Running slots are compact (0..b-1) and the memory is taken once.
 
-Shapes: t packed tokens, b running slots, l positions, h query heads, k key-value heads, g = h / k, d head size,
-n sequences of one length.
+Shapes: t packed tokens, b running slots, l positions, h query heads, k key-value heads, e = 2k (the heads' keys, then
+their values), g = h / k, d head size, n sequences of one length.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ _CALL_ELEMENTS = 16384
 
 
 class Plan(Protocol):
-    def attend(
-        self, layer: int, q_thd: torch.Tensor, k_tkd: torch.Tensor, v_tkd: torch.Tensor, scale: float
-    ) -> torch.Tensor:
+    def attend(self, layer: int, q_thd: torch.Tensor, kv_ted: torch.Tensor, scale: float) -> torch.Tensor:
         """Store keys and values, return the heads' outputs [t, h, d]."""
         ...
 
@@ -45,30 +43,28 @@ class SlotCache:
         self.slots, self.kv_heads, self.max_length, self.head_dim = slots, kv_heads, max_length, head_dim
         self.device = device
         # Zeros, not whatever memory holds: a masked position has weight 0, and 0 times NaN is NaN.
-        self._store = torch.zeros(2, num_layers, slots, kv_heads, max_length, head_dim, dtype=dtype, device=device)
+        self._store = torch.zeros(num_layers, 2, slots, kv_heads, max_length, head_dim, dtype=dtype, device=device)
         self.num_layers, self.dtype = num_layers, dtype
-        self._keys, self._values = self._store.view(2, num_layers, slots * kv_heads, max_length, head_dim)
-        self._flat_keys = [layer.view(-1, head_dim) for layer in self._keys]
-        self._flat_values = [layer.view(-1, head_dim) for layer in self._values]
-        self._head_starts = torch.arange(slots * kv_heads, device=device) * max_length
+        by_head = self._store.view(num_layers, 2, slots * kv_heads, max_length, head_dim)
+        self._keys, self._values = by_head[:, 0], by_head[:, 1]
+        self._flat = [layer.view(-1, head_dim) for layer in self._store]
+        starts = torch.arange(2 * slots * kv_heads, device=device) * max_length
+        self._starts_be = starts.view(2, slots, kv_heads).transpose(0, 1).reshape(slots, 2 * kv_heads)
 
     @property
     def num_bytes(self) -> int:
         return self._store.numel() * self._store.element_size()
 
     def rows(self, slots_t: torch.Tensor, positions_t: torch.Tensor) -> torch.Tensor:
-        """Where the keys of tokens are stored: rows of the flat cache [t * k]."""
-        starts_tk = self._head_starts.view(self.slots, self.kv_heads)[slots_t]
-        return (starts_tk + positions_t.unsqueeze(1)).flatten()
+        """Where keys and values of tokens are stored: rows of the flat cache [t * e]."""
+        return (self._starts_be[slots_t] + positions_t.unsqueeze(1)).flatten()
 
     def decode_rows(self, positions_b: torch.Tensor) -> torch.Tensor:
         """The same for one token of each of the first b slots."""
-        starts_bk = self._head_starts[: len(positions_b) * self.kv_heads].view(-1, self.kv_heads)
-        return (starts_bk + positions_b.unsqueeze(1)).flatten()
+        return (self._starts_be[: positions_b.shape[0]] + positions_b.unsqueeze(1)).flatten()
 
-    def write(self, layer: int, rows: torch.Tensor, k_tkd: torch.Tensor, v_tkd: torch.Tensor) -> None:
-        self._flat_keys[layer].index_copy_(0, rows, k_tkd.reshape(-1, self.head_dim))
-        self._flat_values[layer].index_copy_(0, rows, v_tkd.reshape(-1, self.head_dim))
+    def write(self, layer: int, rows: torch.Tensor, kv_ted: torch.Tensor) -> None:
+        self._flat[layer].index_copy_(0, rows, kv_ted.reshape(-1, self.head_dim))
 
     def window(self, heads: slice, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Per layer, keys [heads, d, length] and values [heads, length, d] of these rows of slots x heads."""
@@ -96,10 +92,9 @@ class PrefillPlan:
         lengths_n = torch.tensor(lengths, device=device)
         self._rows = cache.rows(torch.tensor(slots, device=device).repeat_interleave(lengths_n), self.positions_t)
 
-    def attend(
-        self, layer: int, q_thd: torch.Tensor, k_tkd: torch.Tensor, v_tkd: torch.Tensor, scale: float
-    ) -> torch.Tensor:
-        self._cache.write(layer, self._rows, k_tkd, v_tkd)
+    def attend(self, layer: int, q_thd: torch.Tensor, kv_ted: torch.Tensor, scale: float) -> torch.Tensor:
+        self._cache.write(layer, self._rows, kv_ted)
+        k_tkd, v_tkd = kv_ted.chunk(2, 1)
         group = q_thd.shape[1] // k_tkd.shape[1]
         if group > 1:
             k_tkd = k_tkd.repeat_interleave(group, dim=1)
@@ -145,27 +140,28 @@ class DecodePlan:
         mask_bl = torch.zeros(is_past_bl.shape, dtype=dtype, device=device).masked_fill_(is_past_bl, float("-inf"))
         return mask_bl.repeat_interleave(self._cache.kv_heads, dim=0).unsqueeze(1)
 
-    def attend(
-        self, layer: int, q_thd: torch.Tensor, k_tkd: torch.Tensor, v_tkd: torch.Tensor, scale: float
-    ) -> torch.Tensor:
-        self._cache.write(layer, self._rows, k_tkd, v_tkd)
+    def attend(self, layer: int, q_thd: torch.Tensor, kv_ted: torch.Tensor, scale: float) -> torch.Tensor:
+        self._cache.write(layer, self._rows, kv_ted)
         # The g queries that share a key head take the place of several query positions: no key is copied.
-        q = q_thd.reshape(len(q_thd) * self._cache.kv_heads, -1, self._cache.head_dim)
-        outputs = []
-        for heads, mask, window in self._runs:
-            keys, values = window[layer]
-            outputs.append(_attend(q[heads], keys, values, mask, scale))
-        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).view(q_thd.shape)
+        q = q_thd.reshape(q_thd.shape[0] * self._cache.kv_heads, -1, self._cache.head_dim)
+        if len(self._runs) == 1:
+            _, mask, window = self._runs[0]
+            return _attend(q, window[layer], mask, scale).view(q_thd.shape)
+        outputs = [_attend(q[heads], window[layer], mask, scale) for heads, mask, window in self._runs]
+        return torch.cat(outputs).view(q_thd.shape)
 
 
 def _attend(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scale: float
+    q: torch.Tensor, window: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor | None, scale: float
 ) -> torch.Tensor:
     """[heads, g, d] x [heads, d, l] x [heads, l, d] -> [heads, g, d]."""
+    keys, values = window
     if mask is None:
         scores = torch.bmm(q, keys).mul_(scale)
     else:
         scores = torch.baddbmm(mask, q, keys, alpha=scale)
+    if scores.dtype == torch.float32:
+        return torch.bmm(torch.softmax(scores, -1), values)
     return torch.bmm(torch.softmax(scores, -1, dtype=torch.float32).to(values.dtype), values)
 
 

@@ -13,7 +13,7 @@ What is fused into the weights:
   by side: one complex product does it. Keys are cached in that order; scores do not change.
 
 Shapes: t packed tokens, r rows whose logits are wanted, m model size, f feed-forward size, v vocabulary, h query heads,
-k key-value heads, d head size, c = d / 2 complex numbers.
+k key-value heads, e = 2k, d head size, c = d / 2 complex numbers.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ class LeanDecoder:
         self._kv_heads: int = config.num_key_value_heads
         self._heads: int = config.num_attention_heads
         self._scale: float = attention.scaling
+        self._split = (self._heads, 2 * self._kv_heads)
         size, device = config.hidden_size, root.model.embed_tokens.weight.device
         self._floor = torch.tensor((size * config.rms_norm_eps) ** 0.5, device=device)
         self._head_floor = torch.tensor((self._head_dim * config.rms_norm_eps) ** 0.5, device=device)
@@ -112,10 +113,12 @@ class LeanDecoder:
         """Logits [r, v] in float32 at the wanted rows, or at all."""
         x_tm = self._embedding_vm.index_select(0, tokens_t).float()
         turns_t1c = self._turns_lc.index_select(0, positions_t).unsqueeze(1)
+        num_t = x_tm.shape[0]
         for index, layer in enumerate(self._layers):
-            q_thd, k_tkd, v_tkd = self._heads_of(layer, layer.qkv(self._normed(x_tm)), turns_t1c)
-            out_thd = plan.attend(index, q_thd, k_tkd, v_tkd, self._scale)
-            x_tm = layer.out.added(x_tm, out_thd.view(len(x_tm), -1))
+            qkv_thd = layer.qkv(self._normed(x_tm)).view(num_t, -1, self._head_dim)
+            q_thd, kv_ted = self._turn(layer, qkv_thd, turns_t1c).split_with_sizes(self._split, 1)
+            out_thd = plan.attend(index, q_thd, kv_ted, self._scale)
+            x_tm = layer.out.added(x_tm, out_thd.view(num_t, -1))
             gate_tf, up_tf = layer.gate_up(self._normed(x_tm)).chunk(2, 1)
             x_tm = layer.down.added(x_tm, nn.functional.silu(gate_tf).mul_(up_tf))
         if rows_r is not None:
@@ -123,22 +126,19 @@ class LeanDecoder:
         return self._head(self._normed(x_tm)).float()
 
     def _normed(self, x_tm: torch.Tensor) -> torch.Tensor:
-        return _normed(x_tm, self._floor).to(self._dtype)
+        normed_tm = _normed(x_tm, self._floor)
+        return normed_tm if self._dtype == torch.float32 else normed_tm.to(self._dtype)
 
-    def _heads_of(
-        self, layer: _Layer, qkv_tx: torch.Tensor, turns_t1c: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values, the first two turned to their positions."""
-        num_t, num_turned = len(qkv_tx), self._heads + self._kv_heads
-        qkv_thd = qkv_tx.view(num_t, -1, self._head_dim)
-        qk_thd, v_tkd = qkv_thd.split_with_sizes((num_turned, self._kv_heads), 1)
-        qk_thd = qk_thd.float()
+    def _turn(self, layer: _Layer, qkv_thd: torch.Tensor, turns_t1c: torch.Tensor) -> torch.Tensor:
+        """Queries and keys turned to their positions, in place; the decoder owns what a product has made."""
+        qk_thd = qkv_thd[:, : self._heads + self._kv_heads]
+        turned_thd = qk_thd if self._dtype == torch.float32 else qk_thd.float()
         if layer.qk_gain_hd is not None:
-            qk_thd = _normed(qk_thd, self._head_floor).mul_(layer.qk_gain_hd)
-        pairs_thc = torch.view_as_complex(qk_thd.view(num_t, num_turned, -1, 2))
-        qk_thd = torch.view_as_real(pairs_thc * turns_t1c).view(num_t, num_turned, self._head_dim).to(self._dtype)
-        q_thd, k_tkd = qk_thd.split_with_sizes((self._heads, self._kv_heads), 1)
-        return q_thd, k_tkd, v_tkd
+            turned_thd = _normed(turned_thd, self._head_floor).mul_(layer.qk_gain_hd)
+        torch.view_as_complex(turned_thd.unflatten(2, (-1, 2))).mul_(turns_t1c)
+        if turned_thd is not qk_thd:
+            qk_thd.copy_(turned_thd)
+        return qkv_thd
 
 
 def supports_lean(model: nn.Module) -> bool:

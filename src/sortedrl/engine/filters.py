@@ -21,9 +21,10 @@ def is_filtered(sampling: Sampling) -> bool:
 
 def filter_logits(scaled_rv: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
     """A copy where any row is filtered, the rows themselves otherwise."""
-    rows = [row for row, sampling in enumerate(samplings) if is_filtered(sampling)]
-    if not rows:
+    kinds = {id(sampling): sampling for sampling in samplings}  # most requests share one
+    if not any(map(is_filtered, kinds.values())):
         return scaled_rv
+    rows = [row for row, sampling in enumerate(samplings) if is_filtered(sampling)]
     filtered_rv = scaled_rv.clone()
     for row in rows:
         filtered_rv[row] = _filter_row(scaled_rv[row], samplings[row])

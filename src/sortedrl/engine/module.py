@@ -93,7 +93,7 @@ def _slot_attention(
     q_thd, k_tkd, v_tkd = (x[0].transpose(0, 1) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer: Any = module.layer_idx
-    return slot_plan.attend(layer, q_thd, k_tkd, v_tkd, scale).unsqueeze(0), None
+    return slot_plan.attend(layer, q_thd, torch.cat([k_tkd, v_tkd], 1), scale).unsqueeze(0), None
 
 
 @torch.no_grad()
@@ -172,8 +172,6 @@ class _Probe:
         self._plan = plan
         self.layers: list[int] = []
 
-    def attend(
-        self, layer: int, q_thd: torch.Tensor, k_tkd: torch.Tensor, v_tkd: torch.Tensor, scale: float
-    ) -> torch.Tensor:
+    def attend(self, layer: int, q_thd: torch.Tensor, kv_ted: torch.Tensor, scale: float) -> torch.Tensor:
         self.layers.append(layer)
-        return self._plan.attend(layer, q_thd, k_tkd, v_tkd, scale)
+        return self._plan.attend(layer, q_thd, kv_ted, scale)

@@ -129,7 +129,7 @@ class DenseNoise:
         if self._phase == self._block:
             self._phase = 0
             self.start(0, draws())
-        noise_bv = self._noise_bkv[: len(scaled_bv), self._phase]
+        noise_bv = self._noise_bkv[: scaled_bv.shape[0], self._phase]
         self._phase += 1
         tokens_b1 = (scaled_bv + noise_bv).argmax(-1, keepdim=True)
         logprobs_b1 = torch.log_softmax(scaled_bv, -1).gather(1, tokens_b1)
