@@ -25,8 +25,8 @@ from sortedrl.controller import Controller
 from sortedrl.engine.base import Sampling
 from sortedrl.engine.noise import gumbel, seed_tensor
 from sortedrl.engine.sim import SimEngine
+from sortedrl.knobs import resolve_knobs
 from sortedrl.records import Batch, Prompt, Sample, sample_seed
-from sortedrl.schedule import resolve_knobs
 from sortedrl.simulate.run import SimUpdate
 
 Floats = NDArray[np.float64]

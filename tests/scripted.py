@@ -12,8 +12,8 @@ from sortedrl.clock import VirtualClock
 from sortedrl.controller import Controller
 from sortedrl.engine.base import Request, Sampling
 from sortedrl.engine.sim import SimEngine
+from sortedrl.knobs import Knobs
 from sortedrl.records import Batch, Prompt, Sample, sample_seed
-from sortedrl.schedule import Knobs
 from sortedrl.simulate.run import SimUpdate
 from sortedrl.telemetry.events import Event
 

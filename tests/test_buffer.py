@@ -9,8 +9,8 @@ import pytest
 
 from scripted import ScriptedPolicy, scripted_run
 from sortedrl.buffer import Buffer
+from sortedrl.knobs import Strategy, resolve_knobs
 from sortedrl.records import FinishReason, Mode, Prompt, Sample, Segment, State
-from sortedrl.schedule import Strategy, resolve_knobs
 
 BUDGET = 10
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sortedrl.config import SortedConfig
-from sortedrl.schedule import Strategy
+from sortedrl.knobs import Strategy
 from sortedrl.simulate.costs import load_cost
 from sortedrl.simulate.run import simulate
 from sortedrl.simulate.traces import load_trace

@@ -8,7 +8,7 @@ import pytest
 
 from sortedrl.config import SortedConfig, reference
 from sortedrl.errors import ConfigError
-from sortedrl.schedule import Fate, Harvest, Strategy
+from sortedrl.knobs import Fate, Harvest, Strategy
 
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.toml"
 

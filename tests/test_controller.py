@@ -14,8 +14,8 @@ from sortedrl.clock import VirtualClock
 from sortedrl.engine.base import Capabilities, Delta, Event, Failed, Finished, InFlight, Partial, Verified
 from sortedrl.engine.sim import Done, SimEngine
 from sortedrl.errors import EngineError
+from sortedrl.knobs import Strategy, resolve_knobs
 from sortedrl.records import FinishReason, Sample, State
-from sortedrl.schedule import Strategy, resolve_knobs
 from sortedrl.telemetry import events
 
 

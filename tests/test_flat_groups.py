@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from scripted import GivenScore, LazyScorer, Run, ScriptedPolicy, scripted_run
 from sortedrl.config import SortedConfig
 from sortedrl.errors import ConfigError
+from sortedrl.knobs import Strategy, resolve_knobs
 from sortedrl.records import Batch, Sample
-from sortedrl.schedule import Strategy, resolve_knobs
 from sortedrl.telemetry.events import BatchTaken, UpdateDone
 from sortedrl.telemetry.sinks import read_events
 from sortedrl.trainer import SortedTrainer

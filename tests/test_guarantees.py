@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scripted import Run, ScriptedPolicy, scripted_run, uniform
 from sortedrl.engine.base import Request
 from sortedrl.errors import ConfigError
-from sortedrl.schedule import Admission, Order, Strategy, resolve_knobs
+from sortedrl.knobs import Admission, Order, Strategy, resolve_knobs
 from sortedrl.telemetry import events
 
 MANY = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))

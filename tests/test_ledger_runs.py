@@ -15,12 +15,12 @@ from scripted import LazyScorer, Run, ScriptedPolicy, scripted_run
 from sortedrl.controller import Controller
 from sortedrl.engine.base import InFlight, Sampling
 from sortedrl.engine.sim import SimEngine
+from sortedrl.knobs import Strategy, resolve_knobs
 from sortedrl.ledger.life import life_of
 from sortedrl.ledger.reader import Ledger
 from sortedrl.ledger.store import DurableBuffer, Store
 from sortedrl.ledger.verify import verify
 from sortedrl.records import Sample
-from sortedrl.schedule import Strategy, resolve_knobs
 from test_guarantees import runs
 
 SOME = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))

@@ -17,10 +17,10 @@ import torch
 from sortedrl.build import RunParts, build_run
 from sortedrl.clock import WallClock
 from sortedrl.config import SortedConfig
+from sortedrl.knobs import Strategy
 from sortedrl.learner.base import Update, UpdateResult
 from sortedrl.learner.checkpoint import load_model
 from sortedrl.records import Batch, Sample
-from sortedrl.schedule import Strategy
 from sortedrl.tasks.tiny import knights_tiny_path
 from sortedrl.telemetry.events import Event, WeightsPublished
 

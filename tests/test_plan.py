@@ -13,7 +13,7 @@ from sortedrl.cli import app
 from sortedrl.config import SortedConfig
 from sortedrl.engine.cost import UnitCost
 from sortedrl.errors import ConfigError
-from sortedrl.schedule import resolve_knobs
+from sortedrl.knobs import resolve_knobs
 from sortedrl.simulate.plan import (
     BATCH_LIMIT,
     Candidate,

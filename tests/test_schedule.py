@@ -6,8 +6,9 @@ import pytest
 
 from scripted import Run, ScriptedPolicy, scripted_run
 from sortedrl.errors import ConfigError
+from sortedrl.knobs import Fate, Order, Strategy, resolve_knobs
 from sortedrl.records import FinishReason, State
-from sortedrl.schedule import Fate, Order, Strategy, hinges_on_scores, resolve_knobs
+from sortedrl.schedule import hinges_on_scores
 from sortedrl.telemetry import events
 
 

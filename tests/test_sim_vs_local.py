@@ -30,8 +30,8 @@ from sortedrl.engine.local import LocalEngine
 from sortedrl.engine.sim import SimEngine
 from sortedrl.engine.sim_attempt import Running
 from sortedrl.errors import ConfigError
+from sortedrl.knobs import Admission, Knobs, Order, Strategy, resolve_knobs
 from sortedrl.records import Prompt, Sample
-from sortedrl.schedule import Admission, Knobs, Order, Strategy, resolve_knobs
 from sortedrl.telemetry import events
 from tiny_models import tiny_model
 

@@ -18,8 +18,8 @@ from sortedrl.engine.base import Event as EngineEvent
 from sortedrl.engine.cost import UnitCost
 from sortedrl.engine.sim import SimEngine
 from sortedrl.errors import ConfigError
+from sortedrl.knobs import Strategy
 from sortedrl.records import Mode
-from sortedrl.schedule import Strategy
 from sortedrl.simulate.answers import TraceAnswers
 from sortedrl.simulate.occupancy import OccupancyCurve
 from sortedrl.simulate.run import knobs_for, simulate

@@ -22,9 +22,9 @@ from disks import small_disk_of
 from scripted import Run
 from sortedrl.buffer import Buffer
 from sortedrl.errors import DamagedLedgerError, DataError, LedgerError
+from sortedrl.knobs import Strategy
 from sortedrl.ledger.store import DurableBuffer, Store
 from sortedrl.records import FinishReason, Mode, Prompt, Sample, State
-from sortedrl.schedule import Strategy
 from test_guarantees import runs
 
 BUDGET = 2000

@@ -25,10 +25,10 @@ from rich.console import Console
 
 from sortedrl import schedule
 from sortedrl.buffer import Buffer
+from sortedrl.knobs import Knobs, Strategy, resolve_knobs
 from sortedrl.ledger.command import ledger_command
 from sortedrl.ledger.store import Store
 from sortedrl.records import FinishReason, Mode, Prompt, Sample, State
-from sortedrl.schedule import Knobs, Strategy, resolve_knobs
 
 SHM = Path("/dev/shm")  # where there is one, syncs cost nothing; the code that syncs runs all the same
 BUDGET = 12

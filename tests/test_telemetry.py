@@ -16,7 +16,7 @@ from rich.console import Console
 from scripted import ScriptedPolicy, scripted_run
 from sortedrl.engine.base import EngineStats
 from sortedrl.errors import RunDirError
-from sortedrl.schedule import Strategy, resolve_knobs
+from sortedrl.knobs import Strategy, resolve_knobs
 from sortedrl.telemetry.console import ConsoleSink, slots_bar, time_left
 from sortedrl.telemetry.events import (
     AttemptEnded,

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from sortedrl.cli import app
 from sortedrl.config import SortedConfig
 from sortedrl.errors import RunDirError
-from sortedrl.schedule import Strategy
+from sortedrl.knobs import Strategy
 from sortedrl.simulate.costs import load_cost
 from sortedrl.simulate.run import simulate
 from sortedrl.simulate.traces import load_trace

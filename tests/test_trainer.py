@@ -16,7 +16,7 @@ import pytest
 
 from sortedrl import SortedConfig, SortedTrainer
 from sortedrl.errors import ConfigError, DataError, ModelError, RewardError, RunDirError
-from sortedrl.schedule import Strategy
+from sortedrl.knobs import Strategy
 from sortedrl.tasks.tiny import knights_tiny_path
 from sortedrl.telemetry import events
 from sortedrl.telemetry.sinks import read_events

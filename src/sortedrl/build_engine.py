@@ -22,7 +22,7 @@ from sortedrl.engine.pool import Pool
 from sortedrl.engine.ray_cluster import connect, disconnect
 from sortedrl.engine.watchdog import Watchdog
 from sortedrl.errors import ConfigError
-from sortedrl.schedule import Fate, Knobs
+from sortedrl.knobs import Fate, Knobs
 from sortedrl.weights import ModuleWeights
 
 STREAM_EVERY = 16  # decode steps from one delivery to the next: what a dead engine takes along

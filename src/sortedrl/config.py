@@ -31,9 +31,9 @@ from sortedrl.config_sections import (
 )
 from sortedrl.config_text import parse_override, put, section_toml, toml_value
 from sortedrl.errors import ConfigError
+from sortedrl.knobs import PRESETS, Harvest, Knobs, Strategy, resolve_knobs
 from sortedrl.learner.algorithms import is_grouped, needs_more_siblings, objective_of
 from sortedrl.redact import redact
-from sortedrl.schedule import PRESETS, Harvest, Knobs, Strategy, resolve_knobs
 
 # Keys that may differ when a run is resumed: they change neither what was done so far nor what it means.
 CHANGEABLE = frozenset(

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from sortedrl.schedule import Strategy
+from sortedrl.knobs import Strategy
 
 Int = Annotated[int, Field(strict=True)]  # neither true nor "16" nor 16.0
 Bound = Annotated[int, Field(strict=True, ge=0)] | Literal["none"] | None

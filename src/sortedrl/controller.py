@@ -21,9 +21,9 @@ from sortedrl.engine import base as engine_events
 from sortedrl.engine.base import Engine, InFlight, Request, Sampling, Span
 from sortedrl.errors import EngineError
 from sortedrl.hooks import Pause, Save, Score, Scorer
+from sortedrl.knobs import Knobs, RestartNoise
 from sortedrl.learner.base import Learner, Update
 from sortedrl.records import Batch, FinishReason, Mode, Sample, restart_seed
-from sortedrl.schedule import Knobs, RestartNoise
 from sortedrl.telemetry import events
 from sortedrl.telemetry.events import Emit
 from sortedrl.telemetry.harvest import EngineAccount, batch_taken

@@ -12,8 +12,8 @@ from rich.markup import escape
 from sortedrl.cli.app import AsJson, ConfigPath, Overrides, app, err, stdout_console
 from sortedrl.config import SortedConfig
 from sortedrl.errors import ConfigError, RunDirError
+from sortedrl.knobs import Strategy
 from sortedrl.reward_worker import printable
-from sortedrl.schedule import Strategy
 
 if TYPE_CHECKING:
     from sortedrl.telemetry.summary import Summary

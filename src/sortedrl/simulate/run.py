@@ -23,9 +23,9 @@ from sortedrl.engine.base import InFlight, Sampling
 from sortedrl.engine.cost import UnitCost
 from sortedrl.engine.sim import SimEngine
 from sortedrl.errors import ConfigError
+from sortedrl.knobs import Knobs, Strategy, resolve_knobs
 from sortedrl.learner.base import UpdateResult
 from sortedrl.records import Batch, Prompt, Sample
-from sortedrl.schedule import Knobs, Strategy, resolve_knobs
 from sortedrl.simulate.answers import TraceAnswers
 from sortedrl.simulate.costs import CostModel
 from sortedrl.simulate.traces import Trace
@@ -147,7 +147,7 @@ def simulate(
     emit: Emit | None = None,
     **knobs: Any,
 ) -> Summary:
-    """Run one strategy over the trace. `knobs` are those of `schedule.Knobs`, the word "none" lifts a bound."""
+    """Run one strategy over the trace. `knobs` are those of `knobs.Knobs`, the word "none" lifts a bound."""
     _check(trace, slots=slots, update_batch=update_batch, group_size=group_size, divergence=divergence, drift=drift)
     resolved = knobs_for(strategy, update_batch, **knobs)
     cost, clock, metrics = cost or UnitCost(), VirtualClock(), RunMetrics()
