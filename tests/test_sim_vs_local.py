@@ -188,6 +188,10 @@ class Case:
         )
 
 
+# Rows of the timeline, and what only an engine or a learner knows of itself.
+APART = {"slot", "slot_s", "metrics", "busy_s", "prefill_s", "prompt_tokens", "recomputed_tokens"}
+
+
 def decisions(log: list[events.Event]) -> list[object]:
     """What was decided, in order; endings between two decisions as a set, and no timeline rows.
 
@@ -200,7 +204,7 @@ def decisions(log: list[events.Event]) -> list[object]:
         if isinstance(event, events.AttemptVerified):
             kept.append((event.sample, event.attempt, event.cached, event.accepted))
             continue
-        fields = {name: value for name, value in event.as_dict().items() if name not in ("slot", "slot_s", "metrics")}
+        fields = {name: value for name, value in event.as_dict().items() if name not in APART}
         row = tuple((name, str(value)) for name, value in fields.items())
         if isinstance(event, DECISIONS):
             told += [sorted(between), row]

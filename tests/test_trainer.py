@@ -276,7 +276,7 @@ def test_every_preset_trains(strategy: Strategy, tmp_path: Path) -> None:
     assert parts_s == pytest.approx(summary.wall_s)
 
 
-TIMES = {"t", "seconds", "slot_s"}
+TIMES = {"t", "seconds", "slot_s", "busy_s", "prefill_s"}
 DECIDED = (events.CohortLoaded, events.AttemptStarted, events.AttemptVerified, events.AttemptEnded)
 
 
