@@ -26,6 +26,7 @@ from sortedrl.learner.checkpoint import load_model
 from sortedrl.learner.lora import ADAPTER_FOLDER, adapt, check_base, check_peft_config, peft_config_of, restore_adapters
 from sortedrl.learner.model import check_model_folder, load_tokenizer, read_window
 from sortedrl.learner.skip import SkippingLearner
+from sortedrl.learner.smollm2 import smollm2_path
 from sortedrl.records import Prompt, Sample, sample_seed
 from sortedrl.reward import RewardPool, Score
 from sortedrl.schedule import Fate, Knobs
@@ -312,7 +313,18 @@ def check_prompts(config: SortedConfig, task: Task, tokenizer: Any) -> None:
 
 
 def model_path(config: SortedConfig) -> Path:
-    return knights_tiny_path() if config.model.path == "knights-tiny" else Path(config.model.path)
+    return named_model_path(config.model.path)
+
+
+def named_model_path(name: str) -> Path:
+    """The folder of a model that is called by a name of this package's, or by its path."""
+    match name:
+        case "knights-tiny":
+            return knights_tiny_path()
+        case "smollm2-135m":
+            return smollm2_path()
+        case path:
+            return Path(path)
 
 
 def prompt_stream(config: SortedConfig, task: Task, tokenizer: Any) -> PromptStream:

@@ -44,7 +44,7 @@ class ModelSection(Section):
     path: str = Field(
         default="knights-tiny",
         min_length=1,
-        description="A folder that from_pretrained loads, or the embedded knights-tiny.",
+        description="A folder that from_pretrained loads, the embedded knights-tiny, or smollm2-135m from PyPI.",
     )
 
 

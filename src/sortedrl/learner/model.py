@@ -24,7 +24,9 @@ def check_model_folder(path: str | Path) -> Path:
     """Refuse what cannot be a model's folder, before anything large is read."""
     folder = Path(path)
     if not folder.is_dir():
-        raise ModelError(f"model.path {str(path)!r} is no folder: give one that from_pretrained loads, or knights-tiny")
+        raise ModelError(
+            f"model.path {str(path)!r} is no folder: give one that from_pretrained loads, knights-tiny or smollm2-135m"
+        )
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder} is no model folder: config.json is missing")
     if not any(folder.glob("*.safetensors")):
