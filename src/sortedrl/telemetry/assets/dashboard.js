@@ -67,7 +67,7 @@
     const share = run.total_samples && run.state === "running" ? `${number(run.samples)} of ${number(run.total_samples)}` : number(run.samples);
     line.append(
       head, state, make("td", run.strategy || "–", "left wide"), make("td", share), make("td", number(run.updates), "wide"),
-      make("td", number(run.reward, 3)), make("td", number(run.accuracy, 3), "wide"), make("td", number(run.tokens_per_s), "wide"),
+      make("td", number(run.reward, 3), "wide"), make("td", number(run.accuracy, 3), "wide"), make("td", number(run.tokens_per_s), "wide"),
     );
     return line;
   }
