@@ -93,7 +93,7 @@ def main() -> None:
             number += 1
             try:
                 summary = trainer.train()
-                outcomes[summary.status] += 1
+                outcomes[str(summary.status)] += 1
                 assert summary.ledger is not None, "a run has a ledger"
                 totals.update({"lost": summary.ledger.lost, "duplicated": summary.ledger.duplicated})
             except SortedRLError as error:
