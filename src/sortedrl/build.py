@@ -232,16 +232,25 @@ def build_engine(config: SortedConfig, model: Any, knobs: Knobs) -> Engine:
             own = _private_copy(model) if knobs.overlap else model
             engine = LocalEngine(own, slots=config.engine.slots, max_length=length)
         case "vllm":
+            if config.engine.dtype == "bfloat16":
+                check_replay(knobs, is_exact=False)  # before it is started for nothing
             engine = build_vllm(config, model, length)
     if config.engine.in_flight == "keep" and not engine.capabilities.keep_kv:
         raise ConfigError(f"engine {config.engine.kind} cannot keep its cache: set engine.in_flight = reprefill")
-    if Fate.REPLAY in (knobs.interrupted, knobs.on_bound) and not engine.capabilities.exact_replay:
+    try:
+        check_replay(knobs, is_exact=engine.capabilities.exact_replay)
+    except ConfigError:
         engine.close()
+        raise
+    return Watchdog(engine, config.engine.watchdog_s)
+
+
+def check_replay(knobs: Knobs, *, is_exact: bool) -> None:
+    if Fate.REPLAY in (knobs.interrupted, knobs.on_bound) and not is_exact:
         raise ConfigError(
             "replay needs an engine whose replay is exact (float32 weights): load the model in float32 (vllm: set "
             "engine.dtype = float32), or set schedule.interrupted and schedule.on_bound to resume, restart or wait"
         )
-    return Watchdog(engine, config.engine.watchdog_s)
 
 
 def build_vllm(config: SortedConfig, model: Any, max_length: int) -> Engine:
