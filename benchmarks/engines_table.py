@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false
 """Which engine keeps which promise: the conformance suite on every engine, as the table of docs/engines.md.
 
     python benchmarks/engines_table.py [--engines sim,local,vllm] [--json]

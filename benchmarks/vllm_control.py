@@ -14,6 +14,7 @@ import argparse
 import copy
 import json
 import statistics
+import sys
 import time
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -102,6 +103,7 @@ def measure(options: argparse.Namespace, model: Any, prompt: list[int], engine: 
         caller.serve(requests)
         figures.gap_new.append(mean_gap(model, requests, caller))
         figures.gap_old.append(mean_gap(before, requests, caller))
+        print(f"round {version}: {figures}", file=sys.stderr)
     caller.serve([caller.again(request, Mode.REPLAY) for request in requests])
     for request in requests:
         ((cached, accepted),) = caller.answers[request.sample].verified

@@ -19,10 +19,12 @@ from sortedrl.doctor import examine
 from sortedrl.engine import vllm_core, vllm_weights
 from sortedrl.engine.attempt import Attempt
 from sortedrl.engine.base import Request, Sampling
+from sortedrl.engine.module import Geometry
+from sortedrl.engine.vllm import needed_kv_bytes
 from sortedrl.engine.vllm_flight import Check, Flight, Turn
 from sortedrl.engine.vllm_terms import Terms
 from sortedrl.engine.vllm_weights import WeightFolder
-from sortedrl.errors import EngineError
+from sortedrl.errors import ConfigError, EngineError
 from sortedrl.records import FinishReason, Mode
 from tiny_models import shake, tiny_model
 
@@ -177,6 +179,20 @@ def test_a_vllm_that_cannot_be_driven_is_named(
     config = SortedConfig(engine={"kind": "vllm"})
     with pytest.raises(EngineError, match=message):
         build_engine(config, tiny_model(), config.knobs)
+
+
+def test_replay_in_bfloat16_is_refused_with_the_alternatives() -> None:
+    config = SortedConfig(engine={"kind": "vllm", "dtype": "bfloat16"}, schedule={"strategy": "sorted-replay"})
+    with pytest.raises(ConfigError, match=r"engine\.dtype = float32\), or set .* to resume, restart or wait"):
+        build_engine(config, tiny_model(), config.knobs)
+
+
+def test_memory_for_all_slots_is_counted_in_blocks() -> None:
+    # Two layers, four heads of 8: 512 bytes a token. Three answers of 40 take two blocks of 32 each; one is spare.
+    assert needed_kv_bytes(Geometry.of(tiny_model()), 3, 40, torch.float32) == 7 * 32 * 512
+    assert SortedConfig(engine={"kv_gb": 0.5}).engine.kv_gb == 0.5
+    with pytest.raises(ConfigError, match=r"engine\.kv_gb"):
+        SortedConfig(engine={"kv_gb": 0})
 
 
 def test_doctor_tells_of_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

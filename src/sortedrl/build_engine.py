@@ -36,9 +36,7 @@ def build_engine(
     length = config.task.max_prompt_tokens + config.engine.max_new_tokens
     is_pool = config.engine.replicas > 1 or bool(config.engine.cluster)
     if config.engine.stop and (is_pool or config.engine.kind != "local"):
-        raise ConfigError(
-            "engine.stop needs the local engine in this process: leave it out, or set engine.replicas = 1"
-        )
+        raise ConfigError("engine.stop needs the local engine in this process: leave it out, or engine.replicas at 1")
     match config.engine.kind:
         case "vllm" if is_pool:
             raise ConfigError("a pool has local engines only: set engine.replicas = 1, or engine.kind = local")
@@ -50,16 +48,25 @@ def build_engine(
             dtype = choose_dtype(own, config.engine.dtype, is_exact=needs_replay)
             engine = LocalEngine(own, slots=config.engine.slots, max_length=length, dtype=dtype, decode=decode)
         case "vllm":
+            if config.engine.dtype == "bfloat16":
+                check_replay(knobs, is_exact=False)  # before it is started for nothing
             engine = build_vllm(config, model, length)
     if config.engine.in_flight == "keep" and not engine.capabilities.keep_kv:
         raise ConfigError(f"engine {config.engine.kind} cannot keep its cache: set engine.in_flight = reprefill")
-    if needs_replay and not engine.capabilities.exact_replay:
+    try:
+        check_replay(knobs, is_exact=engine.capabilities.exact_replay)
+    except ConfigError:
         engine.close()
+        raise
+    return Watchdog(engine, config.engine.watchdog_s)
+
+
+def check_replay(knobs: Knobs, *, is_exact: bool) -> None:
+    if Fate.REPLAY in (knobs.interrupted, knobs.on_bound) and not is_exact:
         raise ConfigError(
             "replay needs an engine whose replay is exact (float32 weights): load the model in float32 and set "
             "engine.dtype = float32, or set schedule.interrupted and schedule.on_bound to resume, restart or wait"
         )
-    return Watchdog(engine, config.engine.watchdog_s)
 
 
 def build_vllm(config: SortedConfig, model: Any, max_length: int) -> Engine:
