@@ -66,6 +66,11 @@ def test_work_that_was_not_done_is_no_speed() -> None:
         timed(lambda: [[-1.0], [float("nan")]], 2)
 
 
+def test_generate_does_not_end_early() -> None:
+    job = prepare_job(EngineBench(model="knights-tiny", slots=2, new_tokens=90, threads=1))
+    assert Generate(job).run(0, 90).tokens == 180  # an answer is about 30 tokens long
+
+
 def test_log_probs_of_generate_are_those_of_its_tokens() -> None:
     job = prepare_job(EngineBench(model="knights-tiny", slots=2, new_tokens=4, threads=1))
     contender = Generate(job)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -188,19 +187,18 @@ class Continuous:
 
 
 def copy_of(job: Job) -> Any:
-    """The model in the job's precision; in float32 it is shared, since nobody changes it."""
-    if job.dtype == torch.float32:
-        return job.model.eval()
-    from transformers import AutoModelForCausalLM
+    """The model in the job's precision, without an end token; in float32 it is shared, since nobody changes it."""
+    model = job.model
+    if job.dtype != torch.float32:
+        from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(job.folder, dtype=job.dtype).eval()
+        model = AutoModelForCausalLM.from_pretrained(job.folder, dtype=job.dtype)
+    # `generate` fills what its configuration leaves open from the model's, an end token included.
+    model.generation_config.eos_token_id = None
+    return model.eval()
 
 
 def sampling_config(new_tokens: int) -> GenerationConfig:
-    """Plain sampling that ends at no token."""
-    config = GenerationConfig(
+    return GenerationConfig(
         do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=new_tokens, pad_token_id=0
     )
-    with suppress(AttributeError):
-        config.eos_token_id = None
-    return config

@@ -18,6 +18,7 @@ import torch
 
 # Another call of attention costs about as much as this many elements of keys that are read in vain.
 _CALL_ELEMENTS = 16384
+_MAX_STEPS = 16
 
 
 class Plan(Protocol):
@@ -110,35 +111,50 @@ class PrefillPlan:
 
 
 class DecodePlan:
-    """One more token for each running slot. `lengths` count that token.
+    """One more token for each running slot, step by step. `lengths` count the first step's token.
 
-    `runs` are neighbouring slots that attend together, over as many positions as the longest of them has, masked to
-    their own; `split_runs` makes them, so that one long answer does not make the others as dear as itself.
+    Runs of neighbouring slots attend together, over as many positions as the longest of them has, masked to their own
+    (`split_runs`), so that one long answer does not make the others as dear as itself. A plan serves `num_steps` steps:
+    where a call costs more than arithmetic, masks and views are made with some room, and `advance` opens a position.
     """
 
-    def __init__(self, cache: SlotCache, lengths: Sequence[int], runs: Sequence[int] | None = None) -> None:
+    def __init__(self, cache: SlotCache, lengths: Sequence[int]) -> None:
         self._cache = cache
-        runs = split_runs(lengths, cache.kv_heads * cache.head_dim) if runs is None else runs
+        elements = cache.kv_heads * cache.head_dim
+        self.num_steps = max(1, min(_MAX_STEPS, _CALL_ELEMENTS // (len(lengths) * elements)))
         self.positions_b = torch.tensor(lengths, device=cache.device) - 1
         self._rows = cache.decode_rows(self.positions_b)
+        self._openings: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._runs = []
         start = 0
-        for count in runs:
+        for count in split_runs(lengths, elements):
             end = start + count
-            bound = max(lengths[start:end])
+            bound = min(max(lengths[start:end]) + self.num_steps - 1, cache.max_length)
             mask = self._make_mask(start, end, bound) if min(lengths[start:end]) < bound else None
             heads = slice(start * cache.kv_heads, end * cache.kv_heads)
             # Views are made for all layers at once: at this size each costs as much as arithmetic.
             self._runs.append((heads, mask, cache.window(heads, bound)))
             start = end
-        assert start == len(lengths), f"runs of {start} slots for {len(lengths)}"
 
     def _make_mask(self, start: int, end: int, bound: int) -> torch.Tensor:
         """Additive, [run * k, 1, bound]."""
-        device, dtype = self._cache.device, self._cache.dtype
-        is_past_bl = torch.arange(bound, device=device) > self.positions_b[start:end].unsqueeze(1)
-        mask_bl = torch.zeros(is_past_bl.shape, dtype=dtype, device=device).masked_fill_(is_past_bl, float("-inf"))
-        return mask_bl.repeat_interleave(self._cache.kv_heads, dim=0).unsqueeze(1)
+        device, dtype, kv_heads = self._cache.device, self._cache.dtype, self._cache.kv_heads
+        last = self.positions_b[start:end].repeat_interleave(kv_heads)
+        is_past = torch.arange(bound, device=device) > last.unsqueeze(1)
+        mask = torch.zeros(is_past.shape, dtype=dtype, device=device).masked_fill_(is_past, float("-inf"))
+        if self.num_steps > 1:
+            self._openings.append((mask.view(-1), torch.arange(len(last), device=device) * bound + last))
+        return mask.unsqueeze(1)
+
+    def advance(self) -> None:
+        """One position further in every slot; at most `num_steps` - 1 times."""
+        self.num_steps -= 1
+        assert self.num_steps > 0, "the plan has no room for another step"
+        self.positions_b += 1
+        self._rows += 1
+        for mask, opened in self._openings:
+            opened += 1
+            mask.index_fill_(0, opened, 0.0)
 
     def attend(self, layer: int, q_thd: torch.Tensor, kv_ted: torch.Tensor, scale: float) -> torch.Tensor:
         self._cache.write(layer, self._rows, kv_ted)
@@ -166,7 +182,7 @@ def _attend(
 
 
 def split_runs(lengths: Sequence[int], position_elements: int) -> list[int]:
-    """Sizes of the runs of neighbours that cost least, in elements and calls; O(n^2), so keep it while it holds."""
+    """Sizes of the runs of neighbours that cost least, in elements read and calls; O(n^2)."""
     best = [0.0] * (len(lengths) + 1)  # cost of the first so many slots
     sizes = [0] * (len(lengths) + 1)  # of the run that ends there
     for end in range(1, len(lengths) + 1):

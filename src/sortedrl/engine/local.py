@@ -34,7 +34,7 @@ from sortedrl.engine.base import (
     Request,
     Verified,
 )
-from sortedrl.engine.cache import DecodePlan, PrefillPlan, SlotCache, split_runs
+from sortedrl.engine.cache import DecodePlan, PrefillPlan, SlotCache
 from sortedrl.engine.decoder import Decoder, LeanDecoder, supports_lean
 from sortedrl.engine.fault import find_fault
 from sortedrl.engine.module import Geometry, ModuleDecoder, check_supported, copy_weights
@@ -107,7 +107,7 @@ class LocalEngine:
         self._clock, self._decode = clock, decode
         self._version = 0
         self._active: list[Attempt] = []
-        self._runs: list[int] | None = None  # slots that attend together; holds until the slots' holders change
+        self._plan: DecodePlan | None = None  # of the last step; holds until a slot gets another attempt
         self._pending: list[Attempt] = []  # submitted, waiting for the next poll to prefill them together
         self._ready: list[Event] = []
         self._is_closed = False
@@ -253,7 +253,7 @@ class LocalEngine:
             return num_ended
         start, first_slot = self._clock(), len(self._active)
         self._active.extend(starting)
-        self._runs = None
+        self._plan = None
         broken: set[int] = set()
         for pack in pack_prefills(plan_prefills(starting, first_slot), self._vocab):
             outcomes = draw_first(checks_of(pack), self._run_prefill(pack), self._noise)
@@ -294,10 +294,7 @@ class LocalEngine:
     def _step(self) -> int:
         """Feed every running attempt's last token and draw the next; returns how many attempts ended."""
         active, start = self._active, self._clock()
-        lengths = [attempt.length for attempt in active]
-        if self._runs is None:
-            self._runs = split_runs(lengths, self._cache.kv_heads * self._cache.head_dim)
-        plan = DecodePlan(self._cache, lengths, self._runs)
+        plan = self._next_plan()
         tokens_b = torch.tensor([attempt.tokens[-1] for attempt in active], device=self._device)
         logits_bv = self._decoder.forward(tokens_b, plan.positions_b, None, plan)
         scaled_bv = shape_logits(logits_bv, [attempt.request.sampling for attempt in active])
@@ -314,6 +311,13 @@ class LocalEngine:
             for attempt in active:
                 self._deliver(attempt)
         return self._settle(broken)
+
+    def _next_plan(self) -> DecodePlan:
+        if self._plan is not None and self._plan.num_steps > 1:
+            self._plan.advance()
+        else:
+            self._plan = DecodePlan(self._cache, [attempt.length for attempt in self._active])
+        return self._plan
 
     def _count_time(self, start: float, *, is_decode: bool) -> None:
         seconds = self._clock() - start
@@ -355,7 +359,7 @@ class LocalEngine:
     def _release(self, slots: Sequence[int]) -> None:
         """Free slots, moving the last running one into each hole."""
         if slots:
-            self._runs = None
+            self._plan = None
         for slot in sorted(slots, reverse=True):
             last = len(self._active) - 1
             moved = self._active.pop()
