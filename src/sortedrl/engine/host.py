@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from sortedrl.engine.base import Delta, Engine, EngineStats, Event, InFlight, Request
+from sortedrl.engine.base import Engine, EngineStats, Event, Failed, Finished, InFlight, Request
 from sortedrl.errors import EngineError
 
 IDLE_S = 0.05  # an engine that waits in `poll` for events of other processes is left there so long
@@ -126,7 +126,7 @@ class EngineHost:
             return
         with self._has_news:
             self._outbox.extend(heard)
-            if any(not isinstance(event, Delta) for event in heard):
+            if any(isinstance(event, Failed | Finished) for event in heard):
                 self._has_ended = True
                 self._has_news.notify_all()
 

@@ -23,6 +23,7 @@ from sortedrl.engine.base import (
     Request,
     Sampling,
     Verified,
+    as_deltas,
 )
 from sortedrl.records import FinishReason, Mode
 
@@ -53,7 +54,7 @@ class Caller:
         self.answers: dict[int, Answer] = {}
 
     def take(self, events: Iterable[Event]) -> None:
-        for event in events:
+        for event in as_deltas(events):
             answer = self.answers.setdefault(event.sample, Answer())
             match event:
                 case Delta():
