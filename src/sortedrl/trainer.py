@@ -337,7 +337,13 @@ def run_started(config: SortedConfig, t: float) -> RunStarted:
 
 
 def summary_of(
-    parts: RunParts, metrics: RunMetrics, stats: EngineStats, timing: Timing, *, ledger_s: float, emit_s: float
+    parts: RunParts,
+    metrics: RunMetrics,
+    stats: EngineStats,
+    timing: Timing,
+    *,
+    ledger_s: float | None = None,
+    emit_s: float | None = None,
 ) -> Summary:
     knobs = parts.controller.knobs
     return summarize(
