@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from served import dashboard, process
 from sortedrl.ledger.life import life_of
 from sortedrl.ledger.reader import Ledger
 from sortedrl.telemetry.report import write_report
+from sortedrl.telemetry.view import MAX_SEGMENTS
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 WAIT_MS = 240_000  # a shared machine may be slow
@@ -161,7 +163,7 @@ def test_a_report_of_two_runs_on_a_phone(browser: Browser, made_up: Path, tmp_pa
 def test_the_dashboard_follows_a_live_run(browser: Browser, made_up: Path, tmp_path: Path):
     runs = tmp_path / "runs"
     shutil.copytree(made_up / "replay", runs / "other")
-    settings = ["run.samples=480", f"run.dir={runs}", "run.name=live", "schedule.strategy=sorted-partial"]
+    settings = ["run.samples=20000", f"run.dir={runs}", "run.name=live", "schedule.strategy=sorted-partial"]
     config = Path(__file__).parent.parent / "configs" / "quickstart.toml"
     watched = Watched(browser)
     page = watched.page
@@ -179,13 +181,17 @@ def test_the_dashboard_follows_a_live_run(browser: Browser, made_up: Path, tmp_p
         page.get_by_role("button", name="Pause").click()
         assert "paused" in page.locator("#state").inner_text()
         held = page.evaluate(curve)
+        num_updates = (runs / "live" / "events.jsonl").read_text().count('"UpdateDone"')
+        training.send_signal(signal.SIGINT)  # far from its end: it stops as a user would stop it
         assert training.wait(WAIT_MS / 1000) == 0
         assert page.evaluate(curve) == held
         page.get_by_role("button", name="Go on").click()
-        page.wait_for_selector("#run-rows tr[data-run=live] >> text=complete")
-        wait_until(page, f"{curve} === 30")  # 480 samples in batches of 16
-        wait_until(page, "!document.getElementById('head').innerText.includes('still being written')")
-        segments = num_segments(runs / "live")
+        page.wait_for_selector("#run-rows tr[data-run=live] >> text=stopped")
+        wait_until(page, "document.getElementById('head').innerText.includes('was stopped before it was complete')")
+        final = (runs / "live" / "events.jsonl").read_text().count('"UpdateDone"')
+        assert final >= num_updates
+        wait_until(page, f"{curve} === {final}")
+        segments = min(num_segments(runs / "live"), 2 * MAX_SEGMENTS)
         wait_until(page, f"document.querySelectorAll('#chart-timeline-0 .bars .point').length === {segments}")
 
         sample = click_a_bar(page, "timeline-0")

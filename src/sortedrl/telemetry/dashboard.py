@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import json
-import logging
 import secrets
 import socket
 import threading
@@ -47,8 +46,6 @@ _LOOK_S = 1.0  # between two looks at the files, and how long one look reads
 _QUIET_S = 15.0  # a sign of life where nothing changes
 _ASSETS = {"page.css": "text/css", "page.js": "text/javascript", "dashboard.css": "text/css"}
 _ASSETS["dashboard.js"] = "text/javascript"
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

@@ -64,8 +64,6 @@ class RunView:
         self.slots = 1
         self.seconds = 0.0  # until the last step of training
         self.num_events = 0
-        self.end_reason: str | None = None
-        self.num_resumed = 0
         self.unknown: Counter[str] = Counter()  # kinds of event that this version does not know
         self.notes: list[str] = []
         self.recorded: Summary | None = None  # summary.json
@@ -104,7 +102,6 @@ class RunView:
             "Evaluated": self._evaluated,
             "RunStarted": self._begun,
             "RunResumed": self._resumed,
-            "RunEnded": self._finished,
         }
 
     @property
@@ -134,7 +131,7 @@ class RunView:
                 t = 0.0
             else:
                 t = max(t - self._origin, 0.0)
-            if t > self._now and kind != "Evaluated" and kind != "RunEnded":
+            if t > self._now and kind != "Evaluated":
                 self._advance(t)
             act(record, t)
         except (KeyError, TypeError, ValueError) as error:
@@ -293,15 +290,11 @@ class RunView:
 
     def _resumed(self, record: Record, t: float) -> None:
         """What ran when its process ended runs no more."""
-        self.num_resumed += 1
         for sample, segment in self._running.items():
             seconds = self._close(segment, t, "cut")
             self.lives.end(t, sample, outcome="cut", num_tokens=segment.num_tokens, seconds=seconds)
         self._running.clear()
         self._is_updating = self._is_paused = False
-
-    def _finished(self, record: Record, t: float) -> None:
-        self.end_reason = record["reason"]
 
     # ---- figures ----------------------------------------------------------------------------------------------------
 
