@@ -13,7 +13,7 @@ from torch import Tensor
 
 from scripted import ScriptedPolicy
 from sortedrl.buffer import Buffer
-from sortedrl.engine.base import InFlight, Request, Sampling, Span
+from sortedrl.engine.base import EngineStats, InFlight, Request, Sampling, Span
 from sortedrl.engine.local import LocalEngine
 from sortedrl.engine.script import SpelledOut
 from sortedrl.learner.torch import TorchLearner
@@ -361,7 +361,7 @@ def test_masked_tokens_are_not_stale() -> None:
     batch = make_batch(make_model())
     mask_the_middle(batch)
     batch = replace(batch, version=3)
-    taken = batch_taken(0.0, batch, num_interrupted=0, num_paused=0)
+    taken = batch_taken(0.0, batch, EngineStats(), num_interrupted=0, num_paused=0)
     assert taken.staleness == [3] * 8
     assert taken.staleness_token_sum == [3 * length for length in (3, 9, 1, 5, 10, 2, 7, 4)]
     assert taken.lengths == LENGTHS

@@ -174,7 +174,8 @@ def simulate(
         sampling=Sampling(),
         clock=clock,
         emit=tell if emit is not None else metrics.emit,
-        follows_attempts=emit is not None,
+        # Where updates overlap rollout, only attempts tell which slots were busy during one.
+        follows_attempts=emit is not None or knobs.overlap,
         in_flight=in_flight,
     )
     tell(
