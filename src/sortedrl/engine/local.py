@@ -329,7 +329,8 @@ class LocalEngine:
         if self._plan is not None and self._plan.num_steps > 1:
             self._plan.advance()
         else:
-            self._plan = DecodePlan(self._cache, [attempt.length for attempt in self._active])
+            runs = None if self._plan is None else self._plan.runs
+            self._plan = DecodePlan(self._cache, [attempt.length for attempt in self._active], runs)
         return self._plan
 
     def _count_time(self, start: float, *, is_decode: bool) -> None:
