@@ -307,7 +307,10 @@ class LocalEngine:
     def _step(self) -> int:
         """Feed every running attempt's last token and draw the next; returns how many attempts ended."""
         active, start = self._active, self._clock()
-        plan = self._next_plan()
+        plan, self._plan = (
+            self._next_plan(),
+            None,
+        )  # put back once the step is done: it must not run ahead of a failed one
         tokens_b = torch.tensor([attempt.tokens[-1] for attempt in active], device=self._device)
         logits_bv = self._decoder.forward(tokens_b, plan.positions_b, None, plan)
         scaled_bv = shape_logits(logits_bv, [attempt.request.sampling for attempt in active])
@@ -317,6 +320,7 @@ class LocalEngine:
             for attempt, token, logprob in zip(active, choice.tokens, choice.logprobs, strict=True)
             if not attempt.add(token, logprob)
         }
+        self._plan = plan
         self._stats.decode_steps += 1
         self._stats.decoded_tokens += len(active) - len(broken)
         self._count_time(start, is_decode=True)
