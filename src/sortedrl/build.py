@@ -18,8 +18,8 @@ from sortedrl.clock import Clock
 from sortedrl.config import SortedConfig
 from sortedrl.controller import Controller
 from sortedrl.engine.base import Engine, EngineStats, InFlight, Sampling
-from sortedrl.engine.decoder import choose_dtype
 from sortedrl.engine.local import LocalEngine
+from sortedrl.engine.paths import choose_dtype
 from sortedrl.engine.watchdog import Watchdog
 from sortedrl.errors import ConfigError, ModelError
 from sortedrl.evaluate import Evaluator

@@ -35,8 +35,8 @@ from sortedrl.engine.base import (
     Verified,
 )
 from sortedrl.engine.cache import DecodePlan, PrefillPlan, SlotCache
-from sortedrl.engine.decoder import Decoder, LeanDecoder, supports_lean
-from sortedrl.engine.module import Geometry, ModuleDecoder, check_supported, copy_weights
+from sortedrl.engine.module import Geometry, check_supported, copy_weights
+from sortedrl.engine.paths import make_decoder
 from sortedrl.engine.prefill import (
     Outcome,
     Prefill,
@@ -101,7 +101,7 @@ class LocalEngine:
             dtype=self._dtype,
             device=self._device,
         )
-        self._decoder = self._make_decoder(path)
+        self._decoder = make_decoder(self._model, self._cache, path)
         self._noise = make_noise(slots, self._vocab, self._device)
         self._clock, self._decode = clock, decode
         self._version = 0
@@ -113,23 +113,6 @@ class LocalEngine:
         self._decode_s = self._prefill_s = self._refresh_s = 0.0
         self._num_refreshes = 0
         self._stats = EngineStats()
-
-    def _make_decoder(self, path: str) -> Decoder:
-        has_lean = supports_lean(self._model)
-        if path == "lean" and not has_lean:
-            raise ModelError(
-                f"{type(self._model).__name__} has no lean path (float32 Llama, Mistral, Qwen2, Qwen3): "
-                "use path='module'"
-            )
-        if has_lean and path != "module":
-            return LeanDecoder(self._model, self._max_length, self._dtype)
-        own = next(self._model.parameters()).dtype
-        if own != self._dtype:
-            raise ModelError(
-                f"{type(self._model).__name__} runs on its own modules, hence in {own}, not {self._dtype}: "
-                "load it in that dtype, or set engine.dtype = auto"
-            )
-        return ModuleDecoder(self._model, self._cache)
 
     @property
     def capabilities(self) -> Capabilities:
