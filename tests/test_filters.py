@@ -9,6 +9,8 @@ import pytest
 import torch
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from sortedrl.build import build_sampling
+from sortedrl.config import SortedConfig
 from sortedrl.engine.base import Sampling
 from sortedrl.engine.filters import filter_logits
 from sortedrl.engine.local import LocalEngine
@@ -104,3 +106,13 @@ def test_stop_strings_without_a_tokenizer_fail_their_request() -> None:
     answer = serve(tiny_model(), [request])[0]
     assert "decode=tokenizer.decode" in answer.error
     assert VOCAB <= 26, "letters must do for all tokens"
+
+
+def test_the_configuration_reaches_the_engine() -> None:
+    keys = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.05, "stop": ["\n\n", "END"]}
+    sampling = build_sampling(SortedConfig(engine=keys), (2,))
+    assert sampling == Sampling(
+        temperature=0.7, top_k=5, top_p=0.9, min_p=0.05, stop_strings=("\n\n", "END"), stop_tokens=(2,)
+    )
+    with pytest.raises(ValueError, match="top_p"):
+        SortedConfig(engine={"top_p": 0})

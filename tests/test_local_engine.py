@@ -398,3 +398,22 @@ def test_time_and_tokens_are_counted() -> None:
     caller.serve([resumed])
     assert caller.engine.stats().recomputed_tokens == 3
     assert answers[0].slot_s == 4.0 + 1.0  # its fourth token came from the prefill, the fifth from a step
+
+
+def test_a_step_that_failed_can_be_made_again() -> None:
+    model, requests = tiny_model(), make_requests(3, budget=20)
+    expected = serve(model, requests)
+    caller = make_caller(model)
+    caller.engine.submit(requests)
+    caller.steps(3)
+    forward = caller.engine._decoder.forward
+
+    def failing(*arguments):
+        forward(*arguments)
+        raise RuntimeError("out of memory")
+
+    caller.engine._decoder.forward = failing
+    with pytest.raises(RuntimeError, match="out of memory"):
+        caller.engine.poll(timeout=0)
+    del caller.engine._decoder.forward
+    assert tokens_of(caller.serve([])) == tokens_of(expected)

@@ -7,11 +7,11 @@ import torch
 
 from sortedrl.build import build_engine
 from sortedrl.config import SortedConfig
-from sortedrl.engine import decoder, linear
+from sortedrl.engine import linear, paths
 from sortedrl.engine.base import Sampling
-from sortedrl.engine.decoder import choose_dtype
 from sortedrl.engine.linear import PackedLinear, PlainLinear, make_linear
 from sortedrl.engine.local import LocalEngine
+from sortedrl.engine.paths import choose_dtype
 from sortedrl.errors import ConfigError, ModelError
 from sortedrl.learner.checkpoint import load_model
 from sortedrl.records import Mode
@@ -121,14 +121,14 @@ def test_what_runs_on_its_own_modules_keeps_their_precision() -> None:
 def test_precision_is_chosen_by_processor_size_and_need(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model()
     assert choose_dtype(model, "bfloat16", is_exact=True) == torch.bfloat16
-    monkeypatch.setattr(decoder, "has_fast_bfloat16", lambda device: False)
-    monkeypatch.setattr(decoder, "_MIN_HALF_PARAMETERS", 1)
+    monkeypatch.setattr(paths, "has_fast_bfloat16", lambda device: False)
+    monkeypatch.setattr(paths, "_MIN_HALF_PARAMETERS", 1)
     assert choose_dtype(model, "auto", is_exact=False) == torch.float32
-    monkeypatch.setattr(decoder, "has_fast_bfloat16", lambda device: True)
+    monkeypatch.setattr(paths, "has_fast_bfloat16", lambda device: True)
     assert choose_dtype(model, "auto", is_exact=False) == torch.bfloat16
     assert choose_dtype(model, "auto", is_exact=True) == torch.float32
     assert choose_dtype(tiny_model("gpt-neox"), "auto", is_exact=False) == torch.float32
-    monkeypatch.setattr(decoder, "_MIN_HALF_PARAMETERS", 10_000_000)
+    monkeypatch.setattr(paths, "_MIN_HALF_PARAMETERS", 10_000_000)
     assert choose_dtype(model, "auto", is_exact=False) == torch.float32
 
 

@@ -80,7 +80,7 @@ class ScriptedDecoder:
         q_thd[:, 0, 0] = 200.0  # so that nothing but the prompt's keys counts
         k_thd[:, 0, 0] = names_a_sample_t.float()
         v_thd[:, 0, 0] = torch.where(names_a_sample_t, tokens_t - FIRST_SAMPLE_TOKEN, -1000).float()
-        samples_t = plan.attend(0, q_thd, k_thd, v_thd, 1.0)[:, 0, 0].round().int()
+        samples_t = plan.attend(0, q_thd, torch.cat([k_thd, v_thd], 1), 1.0)[:, 0, 0].round().int()
         if rows_r is not None:
             samples_t, positions_t = samples_t[rows_r], positions_t[rows_r]
         logits_rv = torch.full((len(samples_t), self.vocab), -1e6)

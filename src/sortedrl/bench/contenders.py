@@ -78,6 +78,7 @@ class Ours:
         return timed(lambda: self._sample(seed, new_tokens), len(self._job.prompts) * new_tokens)
 
     def _sample(self, seed: int, new_tokens: int) -> list[list[float]]:
+        sampling = Sampling()
         self._engine.submit(
             Request(
                 sample=number,
@@ -85,7 +86,7 @@ class Ours:
                 prompt=prompt,
                 budget=new_tokens,
                 seed=sample_seed(seed, 0, str(number), 0),
-                sampling=Sampling(),
+                sampling=sampling,
             )
             for number, prompt in enumerate(self._job.prompts)
         )

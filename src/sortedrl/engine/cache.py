@@ -118,22 +118,24 @@ class DecodePlan:
     where a call costs more than arithmetic, masks and views are made with some room, and `advance` opens a position.
     """
 
-    def __init__(self, cache: SlotCache, lengths: Sequence[int]) -> None:
+    def __init__(self, cache: SlotCache, lengths: Sequence[int], runs: Sequence[int] | None = None) -> None:
+        """`runs`: those of an earlier plan for the same slots, whose lengths have grown alike since."""
         self._cache = cache
         elements = cache.kv_heads * cache.head_dim
         self.num_steps = max(1, min(_MAX_STEPS, _CALL_ELEMENTS // (len(lengths) * elements)))
         self.positions_b = torch.tensor(lengths, device=cache.device) - 1
         self._rows = cache.decode_rows(self.positions_b)
+        self.runs = split_runs(lengths, elements) if runs is None else runs
         self._openings: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._runs = []
+        self._windows = []
         start = 0
-        for count in split_runs(lengths, elements):
+        for count in self.runs:
             end = start + count
             bound = min(max(lengths[start:end]) + self.num_steps - 1, cache.max_length)
             mask = self._make_mask(start, end, bound) if min(lengths[start:end]) < bound else None
             heads = slice(start * cache.kv_heads, end * cache.kv_heads)
             # Views are made for all layers at once: at this size each costs as much as arithmetic.
-            self._runs.append((heads, mask, cache.window(heads, bound)))
+            self._windows.append((heads, mask, cache.window(heads, bound)))
             start = end
 
     def _make_mask(self, start: int, end: int, bound: int) -> torch.Tensor:
@@ -160,10 +162,10 @@ class DecodePlan:
         self._cache.write(layer, self._rows, kv_ted)
         # The g queries that share a key head take the place of several query positions: no key is copied.
         q = q_thd.reshape(q_thd.shape[0] * self._cache.kv_heads, -1, self._cache.head_dim)
-        if len(self._runs) == 1:
-            _, mask, window = self._runs[0]
+        if len(self._windows) == 1:
+            _, mask, window = self._windows[0]
             return _attend(q, window[layer], mask, scale).view(q_thd.shape)
-        outputs = [_attend(q[heads], window[layer], mask, scale) for heads, mask, window in self._runs]
+        outputs = [_attend(q[heads], window[layer], mask, scale) for heads, mask, window in self._windows]
         return torch.cat(outputs).view(q_thd.shape)
 
 
@@ -183,6 +185,9 @@ def _attend(
 
 def split_runs(lengths: Sequence[int], position_elements: int) -> list[int]:
     """Sizes of the runs of neighbours that cost least, in elements read and calls; O(n^2)."""
+    num_vain = len(lengths) * max(lengths) - sum(lengths)
+    if num_vain * position_elements <= _CALL_ELEMENTS:
+        return [len(lengths)]  # another call would cost more than all that it could save
     best = [0.0] * (len(lengths) + 1)  # cost of the first so many slots
     sizes = [0] * (len(lengths) + 1)  # of the run that ends there
     for end in range(1, len(lengths) + 1):

@@ -25,10 +25,9 @@ import torch
 from torch import nn
 
 from sortedrl.engine.cache import Plan
-from sortedrl.engine.linear import Linear, has_fast_bfloat16, make_linear
+from sortedrl.engine.linear import Linear, make_linear
 
 _MODEL_TYPES = {"llama", "mistral", "qwen2", "qwen3"}
-_MIN_HALF_PARAMETERS = 10_000_000  # a smaller model spends its time on calls, which bfloat16 makes no cheaper
 # The fused copy takes as much memory as the model; past this size the calls it saves no longer matter.
 _MAX_PARAMETERS = 500_000_000
 
@@ -157,17 +156,6 @@ def supports_lean(model: nn.Module) -> bool:
         and all(bias is None for bias in biases)
         and root.lm_head.bias is None
     )
-
-
-def choose_dtype(model: nn.Module, wanted: str, *, is_exact: bool) -> torch.dtype:
-    """What the engine computes in: as wanted, or (auto) the fastest that gives what is asked for."""
-    if wanted != "auto":
-        return getattr(torch, wanted)
-    parameter = next(model.parameters())
-    if is_exact or not supports_lean(model) or not has_fast_bfloat16(parameter.device):
-        return parameter.dtype
-    is_large = sum(p.numel() for p in model.parameters()) >= _MIN_HALF_PARAMETERS
-    return torch.bfloat16 if is_large else parameter.dtype
 
 
 def _normed(x: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:

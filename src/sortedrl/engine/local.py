@@ -35,9 +35,14 @@ from sortedrl.engine.base import (
     Verified,
 )
 from sortedrl.engine.cache import DecodePlan, PrefillPlan, SlotCache
+<<<<<<< HEAD
 from sortedrl.engine.decoder import Decoder, LeanDecoder, supports_lean
 from sortedrl.engine.fault import find_fault
 from sortedrl.engine.module import Geometry, ModuleDecoder, check_supported, copy_weights
+=======
+from sortedrl.engine.module import Geometry, check_supported, copy_weights
+from sortedrl.engine.paths import make_decoder
+>>>>>>> wt-fast
 from sortedrl.engine.prefill import (
     Outcome,
     Prefill,
@@ -102,7 +107,7 @@ class LocalEngine:
             dtype=self._dtype,
             device=self._device,
         )
-        self._decoder = self._make_decoder(path)
+        self._decoder = make_decoder(self._model, self._cache, path)
         self._noise = make_noise(slots, self._vocab, self._device)
         self._clock, self._decode = clock, decode
         self._version = 0
@@ -114,23 +119,6 @@ class LocalEngine:
         self._decode_s = self._prefill_s = self._refresh_s = 0.0
         self._num_refreshes = 0
         self._stats = EngineStats()
-
-    def _make_decoder(self, path: str) -> Decoder:
-        has_lean = supports_lean(self._model)
-        if path == "lean" and not has_lean:
-            raise ModelError(
-                f"{type(self._model).__name__} has no lean path (float32 Llama, Mistral, Qwen2, Qwen3): "
-                "use path='module'"
-            )
-        if has_lean and path != "module":
-            return LeanDecoder(self._model, self._max_length, self._dtype)
-        own = next(self._model.parameters()).dtype
-        if own != self._dtype:
-            raise ModelError(
-                f"{type(self._model).__name__} runs on its own modules, hence in {own}, not {self._dtype}: "
-                "load it in that dtype, or set engine.dtype = auto"
-            )
-        return ModuleDecoder(self._model, self._cache)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -294,7 +282,10 @@ class LocalEngine:
     def _step(self) -> int:
         """Feed every running attempt's last token and draw the next; returns how many attempts ended."""
         active, start = self._active, self._clock()
-        plan = self._next_plan()
+        plan, self._plan = (
+            self._next_plan(),
+            None,
+        )  # put back once the step is done: it must not run ahead of a failed one
         tokens_b = torch.tensor([attempt.tokens[-1] for attempt in active], device=self._device)
         logits_bv = self._decoder.forward(tokens_b, plan.positions_b, None, plan)
         scaled_bv = shape_logits(logits_bv, [attempt.request.sampling for attempt in active])
@@ -304,6 +295,7 @@ class LocalEngine:
             for attempt, token, logprob in zip(active, choice.tokens, choice.logprobs, strict=True)
             if not attempt.add(token, logprob)
         }
+        self._plan = plan
         self._stats.decode_steps += 1
         self._stats.decoded_tokens += len(active) - len(broken)
         self._count_time(start, is_decode=True)
@@ -316,7 +308,8 @@ class LocalEngine:
         if self._plan is not None and self._plan.num_steps > 1:
             self._plan.advance()
         else:
-            self._plan = DecodePlan(self._cache, [attempt.length for attempt in self._active])
+            runs = None if self._plan is None else self._plan.runs
+            self._plan = DecodePlan(self._cache, [attempt.length for attempt in self._active], runs)
         return self._plan
 
     def _count_time(self, start: float, *, is_decode: bool) -> None:

@@ -175,7 +175,7 @@ def simulate(
         clock=clock,
         emit=tell if emit is not None else metrics.emit,
         # Where updates overlap rollout, only attempts tell which slots were busy during one.
-        follows_attempts=emit is not None or knobs.overlap,
+        follows_attempts=emit is not None or resolved.overlap,
         in_flight=in_flight,
     )
     tell(
