@@ -20,16 +20,8 @@ from sortedrl.build_task import build_task
 from sortedrl.clock import Clock
 from sortedrl.config import SortedConfig
 from sortedrl.controller import Controller
-<<<<<<< HEAD
 from sortedrl.engine.base import Engine, EngineStats, InFlight
 from sortedrl.errors import ConfigError, ModelError, RewardError
-=======
-from sortedrl.engine.base import Engine, EngineStats, InFlight, Sampling
-from sortedrl.engine.local import LocalEngine
-from sortedrl.engine.paths import choose_dtype
-from sortedrl.engine.watchdog import Watchdog
-from sortedrl.errors import ConfigError, ModelError
->>>>>>> wt-fast
 from sortedrl.evaluate import Evaluator
 from sortedrl.learner.checkpoint import load_model
 from sortedrl.learner.lora import ADAPTER_FOLDER, adapt, check_base, check_peft_config, peft_config_of, restore_adapters

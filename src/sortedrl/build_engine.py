@@ -16,8 +16,8 @@ import torch
 from sortedrl.config import SortedConfig
 from sortedrl.config_sections import EngineSection
 from sortedrl.engine.base import Engine, Sampling
-from sortedrl.engine.decoder import choose_dtype
 from sortedrl.engine.local import LocalEngine
+from sortedrl.engine.paths import choose_dtype
 from sortedrl.engine.pool import Pool
 from sortedrl.engine.ray_cluster import connect, disconnect
 from sortedrl.engine.watchdog import Watchdog

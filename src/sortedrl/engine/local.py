@@ -35,14 +35,9 @@ from sortedrl.engine.base import (
     Verified,
 )
 from sortedrl.engine.cache import DecodePlan, PrefillPlan, SlotCache
-<<<<<<< HEAD
-from sortedrl.engine.decoder import Decoder, LeanDecoder, supports_lean
 from sortedrl.engine.fault import find_fault
-from sortedrl.engine.module import Geometry, ModuleDecoder, check_supported, copy_weights
-=======
 from sortedrl.engine.module import Geometry, check_supported, copy_weights
 from sortedrl.engine.paths import make_decoder
->>>>>>> wt-fast
 from sortedrl.engine.prefill import (
     Outcome,
     Prefill,
