@@ -207,7 +207,11 @@ async def _start(settings: CoreSettings, counts: StepCounts) -> Any:
 
 
 async def _shut_down(llm: Any) -> None:
+    """What still waits for an answer waits in vain: end it, or vLLM's front end outlives the loop in its hands."""
     llm.shutdown(timeout=1.0)
+    for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        task.cancel()
+    await asyncio.sleep(0)
 
 
 def _processes(llm: Any) -> list[int]:
