@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--answers", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--max-length", type=int, default=256)
-    parser.add_argument("--step", type=float, default=0.1, help="how far a publication moves a weight, in its spread")
+    parser.add_argument("--step", type=float, default=0.03, help="how far a publication moves a weight, in its spread")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     model, tokenizer = load_model(model_path(SortedConfig(model={"path": options.model})))

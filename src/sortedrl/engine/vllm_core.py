@@ -37,6 +37,7 @@ _ENVIRONMENT = {
     "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # stdout belongs to who uses this package
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # as many threads as OMP_NUM_THREADS says
     "TQDM_DISABLE": "1",
 }
@@ -207,7 +208,11 @@ async def _start(settings: CoreSettings, counts: StepCounts) -> Any:
 
 
 async def _shut_down(llm: Any) -> None:
+    """What still waits for an answer waits in vain: end it, or vLLM's front end outlives the loop in its hands."""
     llm.shutdown(timeout=1.0)
+    for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        task.cancel()
+    await asyncio.sleep(0)
 
 
 def _processes(llm: Any) -> list[int]:
