@@ -27,7 +27,7 @@ quickstart: $(VENV)/.runtime ## Train the embedded default on this machine; more
 
 test: $(VENV)/.dev ## Run the tests (not the slow ones) with coverage.
 	@start=$$(date +%s); \
-	$(BIN)/python -m pytest -q -n 2 -m "not slow" --cov=sortedrl $(ARGS); status=$$?; \
+	$(BIN)/python -m pytest -q -n 2 -m "not slow and not vllm" --cov=sortedrl $(ARGS); status=$$?; \
 	echo "make test took $$(( $$(date +%s) - start )) s"; exit $$status
 
 test-slow: $(VENV)/.dev ## Run the slow tests.

@@ -89,11 +89,11 @@ def test_a_replay_goes_on_from_what_was_accepted() -> None:
 
 
 def test_windows_by_hand() -> None:
-    # Three prompt tokens and a step: lengths 13, 5 and 4. Together as far as the longest: 3 x 13 = 39. With the longest
-    # apart: 3 x 5 for all, 13 + 4 for it by itself: 32. With two apart: 3 x 4 + 13 + 4 + 5 + 4 = 38.
+    # Three prompt tokens and a step: lengths 13, 5 and 4. Together as far as the longest: 3 x 13 = 39. The longest in a
+    # call of its own: 13 + 2 x 5 + 4 = 27. Each in one: 13 + 5 + 4 + 8 = 30.
     stretch = Stretch(seconds=1.0, started=0, cached=0, steps=1, lengths=(2, 10, 1))
     assert stretch.window(3, None) == 39
-    assert stretch.window(3, 4) == 32
+    assert stretch.window(3, 4) == 27
     assert stretch.window(3, 100) == 39
     # Two steps of one sequence of 10: it attends to 13 and to 14.
     assert Stretch(seconds=1.0, started=0, cached=0, steps=2, lengths=(10,)).window(3, 4) == 27
@@ -103,9 +103,12 @@ def test_windows_by_hand() -> None:
 def test_a_window_is_what_the_engine_attends_to(lengths: tuple[int, ...]) -> None:
     cache = pytest.importorskip("sortedrl.engine.cache")
     elements = 64
-    bound, apart = cache.choose_bound(lengths, elements)
-    price = APART_ELEMENTS / elements
-    attended = bound * len(lengths) + sum(lengths[slot] + price for slot in apart)
+    left, attended, price = sorted(lengths, reverse=True), 0.0, APART_ELEMENTS / elements
+    sizes = cache.split_runs(left, elements)
+    for size in sizes:
+        attended += size * left[0]
+        left = left[size:]
+    attended += price * (len(sizes) - 1)
     assert Stretch(seconds=1.0, started=0, cached=0, steps=1, lengths=lengths).window(0, price) == attended
 
 

@@ -134,7 +134,7 @@ def test_precision_is_chosen_by_processor_size_and_need(monkeypatch: pytest.Monk
 
 def test_replay_in_bfloat16_is_refused() -> None:
     config = SortedConfig(engine={"dtype": "bfloat16", "max_new_tokens": 64}, schedule={"strategy": "sorted-replay"})
-    with pytest.raises(ConfigError, match=r"engine\.dtype at auto"):
+    with pytest.raises(ConfigError, match=r"engine\.dtype = float32, or set"):
         build_engine(config, tiny_model(), config.knobs)
 
 

@@ -89,7 +89,8 @@ def test_report_of_one_run_has_its_sections(tmp_path: Path):
     out = write_report([tmp_path / "mine"], tmp_path / "report.html")
     page = Page(out.read_text())
     lives = ["lives-0", "waits-0"]
-    assert page.charts == ["samples", "wall", "occupancy", "timeline-0", *lives, "lengths", "staleness", "replay"]
+    slots = ["causes", "occupancy", "timeline-0"]
+    assert page.charts == ["samples", "wall", *slots, *lives, "lengths", "staleness", "replay"]
     for word in ("mine", "Summary", "Learning", "What the slots did", "Slot timeline", "Life of cohorts", "Staleness"):
         assert word in page.text, word
     assert "0.270 → 0.770" in page.text

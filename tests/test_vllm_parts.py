@@ -97,11 +97,12 @@ def test_folders_of_killed_processes_are_removed(tmp_path: Path, monkeypatch: py
 
 
 def test_terms_survive_the_way_to_the_worker() -> None:
-    terms = Terms(seed=(1 << 63) - 1, start=5, temperature=0.7, tolerance=0.1)
+    sampling = Sampling(temperature=0.7, top_k=5, top_p=0.9, min_p=0.01)
+    terms = Terms(seed=(1 << 63) - 1, start=5, sampling=sampling, tolerance=0.1)
     assert Terms.of(terms.extra_args()) == terms
     assert Terms.of({"other": 1}) is None
     assert Terms.of(None) is None
-    assert 0 <= Terms(seed=-1, start=0, temperature=1.0).extra_args()["sortedrl"][0] < 1 << 64
+    assert 0 <= Terms(seed=-1, start=0, sampling=Sampling()).extra_args()["sortedrl"][0] < 1 << 64
 
 
 def test_params_are_what_the_request_asks_for() -> None:
@@ -109,7 +110,7 @@ def test_params_are_what_the_request_asks_for() -> None:
     params = resumed.params(dict, "delta")
     assert (params["max_tokens"], params["temperature"], params["stop_token_ids"]) == (7, 0.6, [1, 2])
     assert (params["prompt_logprobs"], params["logprobs"], params["ignore_eos"]) == (None, 0, True)
-    assert Terms.of(params["extra_args"]) == Terms(seed=3, start=3, temperature=0.6)
+    assert Terms.of(params["extra_args"]) == Terms(seed=3, start=3, sampling=Sampling(temperature=0.6))
     assert flight((4, 5), Mode.REPLAY).params(dict, "delta")["prompt_logprobs"] == 1
 
 
@@ -183,7 +184,7 @@ def test_a_vllm_that_cannot_be_driven_is_named(
 
 def test_replay_in_bfloat16_is_refused_with_the_alternatives() -> None:
     config = SortedConfig(engine={"kind": "vllm", "dtype": "bfloat16"}, schedule={"strategy": "sorted-replay"})
-    with pytest.raises(ConfigError, match=r"engine\.dtype = float32\), or set .* to resume, restart or wait"):
+    with pytest.raises(ConfigError, match=r"engine\.dtype = float32, or set .* to resume, restart or wait"):
         build_engine(config, tiny_model(), config.knobs)
 
 

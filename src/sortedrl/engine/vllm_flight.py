@@ -85,7 +85,7 @@ class Flight:
             tolerance=request.replay_tolerance,
         )
         return make(
-            sampling=request.sampling,
+            temperature=request.sampling.temperature,
             # An answer that is complete if it stands needs no token more, but vLLM wants to write one.
             max_tokens=max(1, request.budget - len(self.attempt.tokens)),
             stop_token_ids=list(request.sampling.stop_tokens),

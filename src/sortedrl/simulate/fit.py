@@ -8,9 +8,10 @@ the number of running sequences is constant. A stretch takes
     poll_s + base_s x steps + several_s x (steps with more than one sequence) + slot_s x slot-steps
            + window_s x window-steps + (call_s + start_s x samples started + token_s x cached tokens, if it prefills)
 
-where a step's window counts the positions that sequences attend to, prompts included. The local engine lets all attend
-as far as a common bound, behind a mask, and the few that are far longer once more, each apart; `sync` runs, in which
-all are about equally long, cannot tell that, so it is computed as the engine does. Weighted least squares, no
+where a step's window counts the positions that sequences attend to, prompts included. The local engine lets runs of
+slots attend together, as far as the longest of them, in as many calls as are cheapest; `sync` runs, in which all are
+about equally long, cannot tell that, so it is computed as the engine does, for slots that lie in order of length.
+Weighted least squares, no
 coefficient below zero, scaled so that the stretches' sum is the measured one. Of poll_s the engine itself takes a part;
 for how much of a stretch it does not run, host_s, follows from the measured bubble. What a run cannot tell is said in
 `Fit.assumed`, and taken as follows: where every prefill started equally many samples, half of its time is the call's
@@ -20,7 +21,6 @@ and half the samples'; where nothing cached was prefilled, a token costs a third
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -34,7 +34,7 @@ from sortedrl.telemetry.sinks import read_events
 from sortedrl.telemetry.summary import Summary
 
 FORWARD_SHARE = 1 / 3  # of an update's time per token: forward once, backward twice as much
-APART_ELEMENTS = 32768  # what attending apart costs, in elements of keys: engine/cache.py's own figure
+APART_ELEMENTS = 16384  # what another call of attention costs, in elements of keys: engine/cache.py's own figure
 MIN_STRETCHES = 20  # fewer say nothing
 
 
@@ -56,7 +56,7 @@ class FittedCost:
     publication_s: float
     harvest_s: float  # rollout time around an update: scoring what came last, loading, admitting
     prompt_tokens: int  # the mean
-    apart: float | None = None  # positions that attending apart costs; None: all attend as far as the longest
+    apart: float | None = None  # positions that another call of attention costs; None: all attend in one
     kv_tokens: int | None = None
 
     def decode_s(self, running: int, context: int, steps: int) -> float:
@@ -122,16 +122,16 @@ class Stretch:
         return len(self.lengths)
 
     def window(self, prompt_tokens: float, apart: float | None) -> float:
-        """Positions attended to in all steps, as if each were the middle one: the cheapest bound, as the engine's."""
+        """Positions attended to in all steps, as if each were the middle one: the cheapest split, as the engine's."""
         middle = prompt_tokens + (self.steps - 1) / 2
         lengths = sorted(self.lengths, reverse=True)
-        cheapest, beyond = math.inf, 0.0
-        for length in lengths:
-            cheapest = min(cheapest, len(lengths) * (length + middle) + beyond)
-            if apart is None:
-                break
-            beyond += length + middle + apart
-        return self.steps * cheapest
+        if apart is None:
+            return self.steps * len(lengths) * (lengths[0] + middle)
+        best = [-apart]  # cost of the first so many; the first call is the step's own
+        for end in range(1, len(lengths) + 1):
+            runs = (best[start] + (end - start) * (lengths[start] + middle) for start in range(end))
+            best.append(min(runs) + apart)
+        return self.steps * best[-1]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -269,7 +269,7 @@ def read_lengths(run_dir: str | Path) -> list[int]:
 
 
 def _apart(run_dir: Path) -> float | None:
-    """What attending apart costs the local engine, in positions of the run's model; None if no checkpoint tells."""
+    """What another call of attention costs, in positions of the run's model; None if no checkpoint tells."""
     for path in sorted(run_dir.glob("checkpoints/*/config.json")):
         model = json.loads(path.read_text(encoding="utf-8"))
         heads = model.get("num_attention_heads")
