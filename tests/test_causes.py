@@ -32,10 +32,10 @@ from sortedrl.telemetry.events import (
     UpdateDone,
     WeightsPublished,
 )
-from sortedrl.telemetry.metrics import RunMetrics
 from sortedrl.telemetry.sinks import read_events
 from sortedrl.telemetry.summary import Summary
 from sortedrl.trainer import SortedTrainer
+from test_telemetry import folded
 
 
 def started(t: float, sample: int, slot: int, cached: int = 0) -> AttemptStarted:
@@ -113,13 +113,6 @@ SECONDS = {  # of 3 x 15
     "save": 1.5,
     "start_up": 3.0,
 }
-
-
-def folded(events: list[Event]) -> RunMetrics:
-    metrics = RunMetrics()
-    for event in events:
-        metrics.emit(event)
-    return metrics
 
 
 def test_a_run_worked_out_by_hand():

@@ -165,6 +165,9 @@ class Unplugged(TrackerSink):
     def write(self, step: int, scalars: dict[str, float]) -> None:
         raise ConnectionError("no network")
 
+    def go_back(self, step: int) -> None:
+        raise ConnectionError("no network")
+
     def close(self) -> None:
         raise ConnectionError("no network")
 

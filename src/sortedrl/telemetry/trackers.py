@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -71,7 +72,7 @@ def _finite(named: Mapping[str, float | None]) -> dict[str, float]:
     return {name: float(value) for name, value in named.items() if value is not None and math.isfinite(value)}
 
 
-class TrackerSink:
+class TrackerSink(ABC):
     """What trackers have in common: which events make scalars, and at which step."""
 
     kinds = frozenset({UpdateDone, Evaluated, RunResumed})
@@ -91,14 +92,15 @@ class TrackerSink:
             case _:
                 pass
 
-    def write(self, step: int, scalars: dict[str, float]) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def write(self, step: int, scalars: dict[str, float]) -> None: ...
 
+    @abstractmethod
     def go_back(self, step: int) -> None:
         """The run was resumed: what was written past this step is void."""
 
-    def close(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def close(self) -> None: ...
 
 
 class TensorBoardSink(TrackerSink):
@@ -163,6 +165,9 @@ class WandbSink(TrackerSink):
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
         self._run.log({"samples": step, **scalars})
+
+    def go_back(self, step: int) -> None:
+        """A resumed run is another one of the same group: nothing in it is void."""
 
     def close(self) -> None:
         self._run.finish()
