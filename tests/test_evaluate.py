@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -162,17 +163,8 @@ class LengthScorer:
 
 
 def make_evaluator(engine: Any, prompts: list[Prompt], heard: list[Event], **more: Any) -> Evaluator:
-    return Evaluator(
-        engine=engine,
-        prompts=prompts,
-        scorer=LengthScorer(),
-        stop_tokens=(),
-        budget=3,
-        seed=0,
-        clock=WallClock(),
-        emit=heard.append,
-        **more,
-    )
+    given: dict[str, Any] = {"sampling": Sampling(), "scorer": LengthScorer(), "budget": 3, "seed": 0} | more
+    return Evaluator(engine=engine, prompts=prompts, clock=WallClock(), emit=heard.append, **given)
 
 
 def test_when_it_is_due() -> None:
@@ -228,14 +220,24 @@ class HalfFailing:
 def test_a_failed_answer_is_scored_as_it_is() -> None:
     heard: list[Event] = []
     prompts = [Prompt(id=f"p{n}", tokens=(n,), content="", columns={"kind": "ab"[n // 2]}) for n in range(4)]
-    make_evaluator(HalfFailing(), prompts, heard, group_column="kind").run(7, 40)
+    make_evaluator(HalfFailing(), prompts, heard, group_column="kind", right_above=1.0).run(7, 40)
     (event,) = heard
     assert isinstance(event, Evaluated)
-    assert (event.version, event.samples_trained, event.sampled_accuracy, event.mean_length) == (7, 40, 2.0, 2.0)
-    assert event.by_group["a"] == {"sampled_accuracy": 2.0, "greedy_accuracy": 2.0, "mean_length": 2.0, "count": 2.0}
-    # Rewards are 3, 1, 3, 1: their variance is 4/3, over four prompts.
-    assert event.sampled_accuracy_se == pytest.approx((4 / 3 / 4) ** 0.5)
+    # Rewards are 3, 1, 3, 1: half are right, and what the others earned is no accuracy.
+    assert (event.version, event.samples_trained, event.sampled_accuracy, event.sampled_reward) == (7, 40, 0.5, 2.0)
+    assert event.mean_length == 2.0
+    assert event.by_group["a"] == {"sampled_accuracy": 0.5, "greedy_accuracy": 0.5, "mean_length": 2.0, "count": 2.0}
+    assert event.sampled_accuracy_se == pytest.approx((1 / 3 / 4) ** 0.5)  # 1, 0, 1, 0 vary by 1/3, over four prompts
     assert event.truncation_rate == 0.5
+
+
+def test_held_out_answers_are_drawn_as_in_training() -> None:
+    engine, given = HalfFailing(), Sampling(temperature=0.7, stop_tokens=(4,), top_k=5, top_p=0.9, min_p=0.1)
+    asked: list[Request] = []
+    submit = engine.submit
+    engine.submit = lambda requests: (asked.extend(requests), submit(requests))[1]  # type: ignore[method-assign]
+    make_evaluator(engine, [Prompt(id="p", tokens=(0,), content="")], [], sampling=given).run(0, 1)
+    assert [request.sampling for request in asked] == [given, replace(given, temperature=0.0)]
 
 
 def test_answers_are_scored_while_the_engine_goes_on() -> None:
@@ -246,7 +248,7 @@ def test_answers_are_scored_while_the_engine_goes_on() -> None:
     engine.submit = lambda requests: (order.extend("s" for _ in requests), submit(requests))[1]  # type: ignore[method-assign]
     scorer.submit_answer = lambda *given: (order.append("a"), submit_answer(*given))[1]  # type: ignore[method-assign]
     seen: list[Answer] = []
-    answer_all(engine, scorer, answers, stop_tokens=(), budget=3, seed=0, on_scored=seen.append)
+    answer_all(engine, scorer, answers, sampling=Sampling(), budget=3, seed=0, on_scored=seen.append)
     # Two slots: each answer that ends is handed on and its slot refilled before the next one ends.
     assert "".join(order) == "ssasasasaa"
     assert seen == answers
@@ -263,4 +265,4 @@ def test_a_reward_that_is_to_stop_the_run_stops_an_evaluation() -> None:
         scorer = SampleScorer(pool=pool, tokenizer=tokenizer)
         answers = [Answer(prompt=Prompt(id="p", tokens=(0,), content=""), temperature=1.0)]
         with pytest.raises(RewardError, match=r"set reward\.on_error to zero or skip"):
-            answer_all(HalfFailing(), scorer, answers, stop_tokens=(), budget=3, seed=0)
+            answer_all(HalfFailing(), scorer, answers, sampling=Sampling(), budget=3, seed=0)

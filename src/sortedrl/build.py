@@ -135,17 +135,17 @@ def build_run(
     knobs, temperature = config.knobs, config.engine.temperature or 1.0
     learner = SkippingLearner(model, config.learner, temperature=temperature, overlap=knobs.overlap)
     engine = build_engine(config, learner.source.module, knobs, decode=tokenizer.decode)
-    stop_tokens = stop_token_ids(model, tokenizer)
+    sampling = build_sampling(config, stop_token_ids(model, tokenizer))
     evaluator = Evaluator(
         engine=engine,
         prompts=heldout,
         scorer=SampleScorer(pool=heldout_rewards, tokenizer=tokenizer),
-        stop_tokens=stop_tokens,
+        sampling=sampling,
         budget=config.engine.max_new_tokens,
         seed=config.run.seed,
         clock=clock,
         emit=emit,
-        temperature=config.engine.temperature,
+        right_above=config.eval.right_above,
         num_samples=config.eval.samples,
         group_column=task.group_column,
         every_samples=config.eval.every_samples,
@@ -159,7 +159,7 @@ def build_run(
         scorer=SampleScorer(pool=rewards, tokenizer=tokenizer, skip=learner.skip, emit=emit, clock=clock),
         load_samples=loader.load,
         total_samples=config.run.samples,
-        sampling=build_sampling(config, stop_tokens),
+        sampling=sampling,
         clock=clock,
         emit=emit,
         replay_tolerance=config.engine.replay_tolerance,

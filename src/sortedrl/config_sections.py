@@ -230,6 +230,9 @@ class EvalSection(Section):
     every_samples: Int = Field(
         default=0, ge=0, description="Evaluate each time this many more are trained; 0: start and end."
     )
+    right_above: float = Field(
+        default=0.5, description="An answer with a reward above this counts as right in accuracy and pass@k."
+    )
 
 
 class CheckpointSection(Section):

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from sortedrl.clock import Clock
 from sortedrl.engine.base import Delta, Engine, EngineStats, Failed, Finished, Request, Sampling, as_deltas
 from sortedrl.hooks import Score
 from sortedrl.records import FinishReason, Prompt, sample_seed
-from sortedrl.scores import Figures, Graded, figures
+from sortedrl.scores import Figures, Graded, average, figures
 from sortedrl.telemetry.events import Emit, Evaluated
 
 HELDOUT_EPOCH = -1  # sets the seeds of evaluation apart from those of training
@@ -57,13 +57,16 @@ def answer_all(
     scorer: AnswerScorer,
     answers: Sequence[Answer],
     *,
-    stop_tokens: tuple[int, ...],
+    sampling: Sampling,
     budget: int,
     seed: int,
     on_scored: Callable[[Answer], None] | None = None,
 ) -> None:
-    """Have every answer written and scored. One on which the engine fails is scored as it is."""
-    waiting = deque(_request(number, answer, stop_tokens, budget, seed) for number, answer in enumerate(answers))
+    """Have every answer written and scored. One on which the engine fails is scored as it is.
+
+    `sampling` holds for all of them, but for the temperature, which is the answer's own.
+    """
+    waiting = deque(_request(number, answer, sampling, budget, seed) for number, answer in enumerate(answers))
     num_running = num_scored = 0
     while num_scored < len(answers):
         num_free = min(engine.capabilities.slots - num_running, len(waiting))
@@ -89,30 +92,30 @@ def answer_all(
             raise scorer.failure
 
 
-def _request(number: int, answer: Answer, stop_tokens: tuple[int, ...], budget: int, seed: int) -> Request:
+def _request(number: int, answer: Answer, sampling: Sampling, budget: int, seed: int) -> Request:
     return Request(
         sample=number,
         attempt=0,
         prompt=answer.prompt.tokens,
         budget=budget,
         seed=sample_seed(seed, HELDOUT_EPOCH, answer.prompt.id, answer.index),
-        sampling=Sampling(temperature=answer.temperature, stop_tokens=stop_tokens),
+        sampling=replace(sampling, temperature=answer.temperature),
     )
 
 
 @dataclass(slots=True, kw_only=True)
 class Evaluator:
-    """`every_samples` = 0 leaves it to the caller when to run."""
+    """`every_samples` = 0 leaves it to the caller when to run; a reward above `right_above` makes an answer right."""
 
     engine: Engine
     prompts: Sequence[Prompt]
     scorer: AnswerScorer
-    stop_tokens: tuple[int, ...]
+    sampling: Sampling  # as in training; a greedy answer to each prompt comes besides
     budget: int
     seed: int
     clock: Clock
     emit: Emit
-    temperature: float = 1.0
+    right_above: float = 0.5
     num_samples: int = 1
     group_column: str | None = None
     every_samples: int = 0
@@ -129,30 +132,33 @@ class Evaluator:
         sampled, greedy = self.answers()
         self.used = self.used.plus(self.engine.stats().minus(before))
         self.last_run = num_trained
-        found = _figures(sampled)
+        found = self._figures(sampled)
         self.emit(
             Evaluated(
                 t=self.clock.now(),
                 version=version,
                 samples_trained=num_trained,
                 sampled_accuracy=found.mean_at_k,
-                greedy_accuracy=_figures(greedy).mean_at_k,
+                greedy_accuracy=self._figures(greedy).mean_at_k,
                 mean_length=found.mean_length,
                 by_group=self._by_group(sampled, greedy),
                 sampled_accuracy_se=found.mean_at_k_se,
                 pass_at_k=found.pass_at_k,
                 truncation_rate=found.truncation_rate,
+                sampled_reward=average(average(answer.reward for answer in of_prompt) for of_prompt in sampled),
             )
         )
 
     def answers(self) -> tuple[list[list[Answer]], list[list[Answer]]]:
         """Sampled answers to every prompt, and a greedy one: by prompt, scored."""
         indices = range(self.num_samples)
-        sampled = [[Answer(prompt=p, temperature=self.temperature, index=i) for i in indices] for p in self.prompts]
+        sampled = [
+            [Answer(prompt=p, temperature=self.sampling.temperature, index=i) for i in indices] for p in self.prompts
+        ]
         greedy = [[Answer(prompt=prompt, temperature=0.0)] for prompt in self.prompts]
         # Those of one prompt follow each other: an engine may then read the prompt once for all of them.
         every = [answer for pair in zip(sampled, greedy, strict=True) for answers in pair for answer in answers]
-        answer_all(self.engine, self.scorer, every, stop_tokens=self.stop_tokens, budget=self.budget, seed=self.seed)
+        answer_all(self.engine, self.scorer, every, sampling=self.sampling, budget=self.budget, seed=self.seed)
         return sampled, greedy
 
     def _by_group(self, sampled: list[list[Answer]], greedy: list[list[Answer]]) -> dict[str, dict[str, float]]:
@@ -163,15 +169,16 @@ class Evaluator:
             groups[str(prompt.columns.get(self.group_column))].append(number)
         found: dict[str, dict[str, float]] = {}
         for name, numbers in sorted(groups.items()):
-            of_group = _figures([sampled[number] for number in numbers])
+            of_group = self._figures([sampled[number] for number in numbers])
             found[name] = {
                 "sampled_accuracy": of_group.mean_at_k,
-                "greedy_accuracy": _figures([greedy[number] for number in numbers]).mean_at_k,
+                "greedy_accuracy": self._figures([greedy[number] for number in numbers]).mean_at_k,
                 "mean_length": of_group.mean_length,
                 "count": float(of_group.num_samples),
             }
         return found
 
-
-def _figures(answers: Sequence[Sequence[Answer]]) -> Figures:
-    return figures([[answer.graded() for answer in of_prompt] for of_prompt in answers])
+    def _figures(self, answers: Sequence[Sequence[Answer]]) -> Figures:
+        """Of answers that are right or wrong: what a wrong one earns for its form is no accuracy."""
+        marks = [[replace(a.graded(), reward=float(a.reward > self.right_above)) for a in each] for each in answers]
+        return figures(marks)

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from sortedrl.build import SampleScorer, build_engine, build_rewards, load_model, named_model_path, stop_token_ids
+from sortedrl.build import SampleScorer, build_rewards, load_model, named_model_path, stop_token_ids
+from sortedrl.build_engine import build_engine, build_sampling
 from sortedrl.config import SortedConfig
 from sortedrl.errors import DataError, ModelError
 from sortedrl.evaluate import Answer, answer_all
@@ -144,7 +145,7 @@ def take_exam(settings: ExamSettings, on_progress: OnProgress | None = None) -> 
             engine,
             SampleScorer(pool=rewards, tokenizer=tokenizer),
             every,
-            stop_tokens=stop_token_ids(model, tokenizer),
+            sampling=build_sampling(config, stop_token_ids(model, tokenizer)),
             budget=settings.max_tokens,
             seed=settings.seed,
             on_scored=_counting(len(every), on_progress) if on_progress is not None else None,

@@ -156,8 +156,9 @@ class Evaluated(Event):
     mean_length: float
     by_group: dict[str, dict[str, float]] = field(default_factory=dict)
     sampled_accuracy_se: float | None = None  # over prompts; one prompt has none
-    pass_at_k: float | None = None  # a reward above one half among a prompt's sampled answers
+    pass_at_k: float | None = None  # a right one among a prompt's sampled answers
     truncation_rate: float | None = None
+    sampled_reward: float | None = None  # more than the accuracy where a wrong answer earns something
 
 
 @dataclass(slots=True)
