@@ -126,4 +126,5 @@ def test_a_run_on_a_file_with_a_reward_of_ones_own(tmp_path: Path, monkeypatch: 
     assert done.exit_code == 0, done.output
     (summary,) = json.loads(done.stdout)["runs"]
     assert summary["samples"] == 16
-    assert 0 < summary["accuracy_before"] < 1
+    assert 0 < summary["heldout_reward_before"] < 0.5
+    assert summary["accuracy_before"] == 0.0, "rewards of one half and less make no right answer"

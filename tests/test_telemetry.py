@@ -68,6 +68,7 @@ def evaluated(t: float, samples_trained: int, sampled: float, greedy: float) -> 
         greedy_accuracy=greedy,
         mean_length=4.0,
         by_group={"2": {"sampled_accuracy": sampled + 0.1, "greedy_accuracy": greedy}},
+        sampled_reward=sampled + 0.0625,
     )
 
 
@@ -219,6 +220,8 @@ def test_every_figure_of_the_hand_worked_run():
         "accuracy_after": 0.5,
         "greedy_accuracy_before": 0.125,
         "greedy_accuracy_after": 0.75,
+        "heldout_reward_before": 0.3125,
+        "heldout_reward_after": 0.5625,
         "accuracy_by_group_before": {"2": 0.35},
         "accuracy_by_group_after": {"2": 0.6},
         "ledger": {"loaded": 6, "trained": 4, "lost": 0, "duplicated": 0},

@@ -174,9 +174,13 @@ def progress_line(metrics: RunMetrics) -> str:
 
 
 def evaluated_line(event: Evaluated) -> str:
+    # Where answers earn one or nothing, the mean reward is the accuracy, and is not said twice.
+    reward = event.sampled_reward
+    is_told = reward is not None and abs(reward - event.sampled_accuracy) > 1e-9
     return (
         f"held-out accuracy after {event.samples_trained:,} samples: {event.sampled_accuracy:.3f} sampled, "
         f"{event.greedy_accuracy:.3f} greedy, mean length {event.mean_length:.1f}"
+        + (f", mean reward {reward:.3f}" if is_told else "")
     )
 
 

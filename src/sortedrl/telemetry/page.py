@@ -236,6 +236,7 @@ _ROWS: tuple[tuple[str, Callable[[Summary], str]], ...] = (
     ("samples / updates", lambda s: f"{number(s.samples)} / {number(s.updates)}"),
     ("accuracy, sampled", lambda s: before_after(s.accuracy_before, s.accuracy_after)),
     ("accuracy, greedy", lambda s: before_after(s.greedy_accuracy_before, s.greedy_accuracy_after)),
+    ("held-out reward, sampled", lambda s: before_after(s.heldout_reward_before, s.heldout_reward_after)),
     ("bubble", lambda s: share(s.bubble_ratio)),
     ("goodput", lambda s: share(s.goodput)),
     ("trained tokens/s", lambda s: number(s.tokens_per_s)),

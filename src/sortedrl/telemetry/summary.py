@@ -83,6 +83,8 @@ class Summary(BaseModel):
     accuracy_after: float | None = None
     greedy_accuracy_before: float | None = None
     greedy_accuracy_after: float | None = None
+    heldout_reward_before: float | None = None  # sampled; more than the accuracy where wrong answers earn something
+    heldout_reward_after: float | None = None
     accuracy_by_group_before: dict[str, float] | None = None
     accuracy_by_group_after: dict[str, float] | None = None
     ledger: Ledger | None = None
@@ -181,6 +183,8 @@ def summarize(
         accuracy_after=after.sampled_accuracy if after else None,
         greedy_accuracy_before=before.greedy_accuracy if before else None,
         greedy_accuracy_after=after.greedy_accuracy if after else None,
+        heldout_reward_before=before.sampled_reward if before else None,
+        heldout_reward_after=after.sampled_reward if after else None,
         accuracy_by_group_before=_by_group(before),
         accuracy_by_group_after=_by_group(after),
         ledger=Ledger(loaded=count.loaded, trained=count.trained, lost=count.lost, duplicated=count.duplicated)

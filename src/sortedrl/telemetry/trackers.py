@@ -61,6 +61,7 @@ def evaluation_scalars(event: Evaluated) -> dict[str, float]:
     named: dict[str, float | None] = {
         "eval/accuracy": event.sampled_accuracy,
         "eval/greedy_accuracy": event.greedy_accuracy,
+        "eval/reward": event.sampled_reward,
         "eval/length": event.mean_length,
     }
     for group, figures in event.by_group.items():
