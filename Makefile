@@ -17,13 +17,16 @@ WARM_UP := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c 'import torch._dynamo
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-slow vllm test-vllm gpu-acceptance check clean
+.PHONY: help quickstart study-quick test test-slow vllm test-vllm gpu-acceptance check clean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
 quickstart: $(VENV)/.runtime ## Train the embedded default on this machine; more arguments: ARGS="section.key=value".
 	$(BIN)/sortedrl train configs/quickstart.toml $(ARGS)
+
+study-quick: $(VENV)/.runtime ## Four strategies on the quickstart task, three seeds each: what is learned, and how fast.
+	$(BIN)/python benchmarks/study.py runs/study-quick --quick $(ARGS)
 
 test: $(VENV)/.dev ## Run the tests (not the slow ones) with coverage.
 	@start=$$(date +%s); \
