@@ -16,7 +16,7 @@ RESULTS = Path(__file__).parent / "results"
 def stamp() -> dict[str, Any]:
     """Where and with what a figure was measured."""
     return {
-        "commit": _git("rev-parse", "--short", "HEAD") + ("+" if _git("status", "--porcelain") else ""),
+        "commit": _git("rev-parse", "--short", "HEAD") + ("+" if _changed() else ""),
         "machine": f"{_cpu_model()}, {os.cpu_count()} cores",
         "python": platform.python_version(),
         "torch": version("torch"),
@@ -29,6 +29,11 @@ def save(name: str, record: dict[str, Any]) -> Path:
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({"stamp": stamp(), **record}, indent=1) + "\n", encoding="utf-8")
     return path
+
+
+def _changed() -> str:
+    """What differs from the commit, results and pictures left aside: they are what benchmarks write."""
+    return _git("status", "--porcelain", "--", ":/", ":!/benchmarks/results", ":!/docs/*.svg")
 
 
 def _git(*arguments: str) -> str:
