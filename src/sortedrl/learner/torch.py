@@ -58,7 +58,7 @@ class TorchLearner:
                 f"learner.group_size is {settings.group_size}: {settings.algorithm} compares siblings, "
                 "set it to 2 or more or use reinforce++"
             )
-        check_packing(model)
+        self._check_model(model)
         self.model = model
         self.settings = settings
         self.temperature = temperature
@@ -67,6 +67,7 @@ class TorchLearner:
         )
         self.critic = Critic(model) if self.objective.algorithm.has_critic else None
         self.reference = Reference(model) if self.objective.has_reference else None
+        self._place_weights()
         self.optimizer = make_optimizer(model, self.critic, settings)
         self.inspect_dir: Path | None = None  # where a batch that stops the run is saved
         self.num_samples = 0  # trained so far
@@ -93,6 +94,12 @@ class TorchLearner:
             self._update = Future()
             self._update.set_result(self._work(batch))
         return self._update
+
+    def _check_model(self, model: Any) -> None:
+        check_packing(model)
+
+    def _place_weights(self) -> None:
+        """For learners whose weights are to be elsewhere than where they were made; the optimiser takes them then."""
 
     def close(self) -> None:
         if self._worker is not None:
@@ -261,7 +268,7 @@ class TorchLearner:
             return  # nothing to learn from: momentum alone must not move the weights
         found = self._gradients(terms, places, learned)
         tally.num_computed += found.num_computed
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters().values(), self.settings.grad_clip)
+        norm = self._clip()
         loss_value, norm_value = torch.stack((found.loss, norm.to(found.loss.dtype))).tolist()
         if math.isfinite(loss_value) and math.isfinite(norm_value):
             self._move_weights()
@@ -269,6 +276,10 @@ class TorchLearner:
             tally.add(loss_value, norm_value, found)
         else:
             self._skip(batch, terms, f"loss {loss_value}, gradient norm {norm_value}", tally)
+
+    def _clip(self) -> Tensor:
+        """Limit the gradients' norm; returns what it was."""
+        return torch.nn.utils.clip_grad_norm_(self._parameters().values(), self.settings.grad_clip)
 
     def _gradients(self, terms: Terms, places: range, learned: Sequence[int]) -> Found:
         """Leave a mini-batch's gradients in the parameters."""
