@@ -1,19 +1,25 @@
-"""Two gloo ranks against one process: losses, weights, metrics and states, in processes of their own and without Ray."""
+"""Two gloo ranks against one process: losses, weights, metrics and states, in processes without Ray."""
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as processes
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rank_cases import CASES, NUM_RANKS, SAVED_AFTER, batch_of, read_state, run_rank, run_updates, use_sgd
+from sortedrl.errors import LearnerError
 from sortedrl.learner.pack import pack
-from sortedrl.learner.ranks import deal
+from sortedrl.learner.ranks import RankLearner, deal
 from sortedrl.learner.shards import skeleton_of, weights_of
 from sortedrl.learner.torch import TorchLearner
 from test_torch_learner import make_model
@@ -43,8 +49,6 @@ def weights(learner: TorchLearner) -> dict[str, Tensor]:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with all that two ranks did; there is a state of one process for them to go on from."""
-    import json
-
     folder = tmp_path_factory.mktemp("ranks")
     learner = one_process("adam")
     run_updates(learner, 0, SAVED_AFTER)
@@ -124,3 +128,34 @@ def test_micro_batches_are_dealt_evenly() -> None:
     assert max(sizes) <= 0.7 * all_in_one.num_tokens
     assert sorted(torch.cat([micro.mark_a for micro in dealt]).unique().tolist()) == marks
     assert deal(samples, [0.0] * len(samples), 1000, 2, "cpu") == []
+
+
+@pytest.fixture
+def alone() -> Iterator[DeviceMesh]:
+    """A group of one rank, in this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_a_rank_out_of_memory_stops(alone: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are in the middle of exchanging weights with it: it cannot try again by itself."""
+    learner = RankLearner(make_model(), CASES["adam"].settings, temperature=1.0, mesh=alone)
+
+    def no_room(*_: object) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB\nand more lines")
+
+    monkeypatch.setattr("sortedrl.learner.torch.packed_logits", no_room)
+    with pytest.raises(LearnerError, match=r"of \d+ tokens .*20 GiB\): lower learner.micro_tokens, or raise .* resume"):
+        learner.start(batch_of(0))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_a_step_that_is_not_finite_is_not_taken(alone: DeviceMesh) -> None:
+    learner = RankLearner(make_model(), CASES["adam"].settings, temperature=1.0, mesh=alone)
+    start = learner.trained_weights()
+    batch = batch_of(0)
+    batch.samples[0].reward = math.inf
+    result = learner.start(batch).result()
+    assert (result.optimizer_steps, result.metrics["skipped_steps"]) == (0, 1)
+    assert all((array == start[name]).all() for name, array in learner.trained_weights().items())

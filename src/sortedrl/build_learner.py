@@ -12,6 +12,7 @@ from sortedrl.config import SortedConfig
 from sortedrl.engine.ray_cluster import connect, disconnect
 from sortedrl.errors import ConfigError
 from sortedrl.learner.sharded import ShardedLearner
+from sortedrl.learner.shards import check_torch
 from sortedrl.learner.skip import SkippingLearner
 
 RunLearner = SkippingLearner | ShardedLearner
@@ -22,6 +23,7 @@ def build_learner(config: SortedConfig, model: Any) -> RunLearner:
     temperature = config.engine.temperature or 1.0
     if settings.ranks == 1:
         return SkippingLearner(model, settings, temperature=temperature, overlap=overlap)
+    check_torch()
     check_room(config)
     is_ours = connect(config.engine.cluster or None)
     from sortedrl.learner.ray_ranks import RayRanks  # not before Ray knows where to listen

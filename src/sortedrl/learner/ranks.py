@@ -1,7 +1,7 @@
 """One rank of a learner that is cut over several processes: what `TorchLearner` does, on its share of each batch.
 
-Every rank gets the whole batch, makes the same terms of it and cuts it into the same micro-batches, of which it computes
-its share. Weights, gradients and optimiser state are cut over the ranks (`shards.py`). What it keeps true:
+Every rank gets the whole batch, makes the same terms of it and cuts it into the same micro-batches, of which it
+computes its share. Weights, gradients and optimiser state are cut over the ranks (`shards.py`). What it keeps true:
 - an update gives the loss, the metrics and, up to rounding, the weights that one process would give;
 - all ranks run the same number of passes, since each pass moves weights between them: a rank that has too few repeats
   one of another rank's, whose gradient then counts nothing;
@@ -150,8 +150,9 @@ class RankLearner(TorchLearner):
         self, module: Any, samples: Sequence[Sample], places: Sequence[int], *, is_policy: bool = True
     ) -> tuple[ByPlace, ByPlace]:
         logprobs, values = super()._score(module, samples, places, is_policy=is_policy)
+        logprobs = self._exchanged(samples, places, logprobs)
         has_values = is_policy and self.critic is not None
-        return self._exchanged(samples, places, logprobs), self._exchanged(samples, places, values) if has_values else {}
+        return logprobs, self._exchanged(samples, places, values) if has_values else {}
 
     def _exchanged(self, samples: Sequence[Sample], places: Sequence[int], mine: ByPlace) -> dict[int, Tensor]:
         """Numbers at the tokens of all these samples, from what each rank has computed."""

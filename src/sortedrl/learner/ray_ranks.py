@@ -207,8 +207,8 @@ class RayRanks:
             self._failure = f"{name}: {cause}"
         elif isinstance(error, DIED):
             self._failure = (
-                f"{name} has died ({_first_line(error)}): it was killed, its machine ran out of memory, or this package "
-                "is not there; see to that (less memory: learner.micro_tokens, learner.ranks) and resume"
+                f"{name} has died ({_first_line(error)}): it was killed, its machine ran out of memory (lower "
+                "learner.micro_tokens or raise learner.ranks), or lacks this package; see to that and resume"
             )
         else:
             others = f"; {', '.join(self._name(other) for other in silent)} did not answer" if silent else ""

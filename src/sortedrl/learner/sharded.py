@@ -71,8 +71,9 @@ class ShardedLearner:
         if self._worker is not None:
             self._update = self._worker.submit(self._work, kept)
         else:
+            result = self._work(kept)
             self._update = Future()
-            self._update.set_result(self._work(kept))
+            self._update.set_result(result)
         return self._update
 
     def close(self) -> None:
@@ -94,7 +95,8 @@ class ShardedLearner:
         self._left_out.load(state.get("left_out", []))
 
     def _work(self, batch: Batch) -> UpdateResult:
-        result, arrays = self._ranks.call("update", batch, self.inspect_dir)[0]
+        inspect_dir = None if self.inspect_dir is None else self.inspect_dir.absolute()
+        result, arrays = self._ranks.call("update", batch, inspect_dir)[0]
         parameters = dict(self.model.named_parameters())
         with torch.no_grad():
             for name, array in arrays.items():

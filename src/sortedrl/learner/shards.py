@@ -18,10 +18,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from sortedrl.errors import ModelError
+from sortedrl.errors import ConfigError, ModelError
 from sortedrl.weights import array_of, tensor_of
 
 META = torch.device("meta")
+
+
+def check_torch() -> None:
+    """Refuse a torch that cannot add gradients up over gloo."""
+    if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
+        raise ConfigError(f"learner.ranks needs a later torch than {torch.__version__}: upgrade it, or set it to 1")
 
 
 def skeleton_of(model: nn.Module) -> Any:

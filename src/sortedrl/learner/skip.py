@@ -35,7 +35,7 @@ class LeftOut:
         return [[sample, attempt] for sample, attempt in self._attempts.items()]
 
     def load(self, state: list[list[int]]) -> None:
-        self._attempts = {sample: attempt for sample, attempt in state}
+        self._attempts = {pair[0]: pair[1] for pair in state}
 
 
 def nothing_done() -> Future[UpdateResult]:
