@@ -31,13 +31,16 @@ class Case:
     settings: Settings
     is_sgd: bool = False
     is_skeleton: bool = False  # the ranks get the model without its weights
+    is_adapted: bool = False
     num_updates: int = NUM_UPDATES
 
 
 CASES = {
     # Micro-batches of 24 tokens are seven for two ranks, so that one rank repeats a pass.
     "sgd": Case(settings=Settings(micro_tokens=24, lr=0.1), is_sgd=True),
-    "clipped": Case(settings=Settings(micro_tokens=24, lr=0.1, grad_clip=0.05, loss_mean="sequence"), is_sgd=True),
+    "clipped": Case(
+        settings=Settings(micro_tokens=24, lr=0.1, grad_clip=0.05, loss_mean="sequence"), is_sgd=True, num_updates=2
+    ),
     # All of a mini-batch is one sample: a rank has no share at all.
     "one-by-one": Case(settings=Settings(inner_steps=8, lr=0.05), is_sgd=True, num_updates=1),
     "adam": Case(settings=Settings(micro_tokens=40, weight_decay=0.1), is_skeleton=True),
@@ -48,7 +51,19 @@ CASES = {
         is_skeleton=True,
         num_updates=3,
     ),
+    "adapters": Case(
+        settings=Settings(micro_tokens=24, lr=1.0), is_sgd=True, is_skeleton=True, is_adapted=True, num_updates=2
+    ),
 }
+
+
+def model_of(name: str) -> Any:
+    model = make_model()
+    if CASES[name].is_adapted:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+    return model
 
 
 def use_sgd(learner: TorchLearner) -> None:
@@ -69,7 +84,7 @@ def run_updates(learner: TorchLearner, first: int, last: int) -> list[dict[str, 
 
 
 def rank_learner(name: str) -> RankLearner:
-    case, model = CASES[name], make_model()
+    case, model = CASES[name], model_of(name)
     mesh = init_device_mesh("cpu", (NUM_RANKS,))
     weights = weights_of(model) if case.is_skeleton else None
     learner = RankLearner(

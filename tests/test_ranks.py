@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from rank_cases import CASES, NUM_RANKS, SAVED_AFTER, batch_of, read_state, run_rank, run_updates, use_sgd
+from rank_cases import CASES, NUM_RANKS, SAVED_AFTER, batch_of, model_of, read_state, run_rank, run_updates, use_sgd
 from sortedrl.errors import LearnerError
 from sortedrl.learner.pack import pack
 from sortedrl.learner.ranks import RankLearner, deal
@@ -24,12 +24,19 @@ from sortedrl.learner.shards import skeleton_of, weights_of
 from sortedrl.learner.torch import TorchLearner
 from test_torch_learner import make_model
 
-CLOSE = {"sgd": 1e-5, "clipped": 1e-5, "one-by-one": 1e-5, "adam": 1e-3, "ppo": 1e-4}  # relative, after all updates
+CLOSE = {
+    "sgd": 1e-5,
+    "clipped": 1e-5,
+    "one-by-one": 1e-5,
+    "adam": 1e-3,
+    "ppo": 1e-4,
+    "adapters": 1e-5,
+}  # relative, after all updates
 
 
 def one_process(name: str, model: Any = None) -> TorchLearner:
     case = CASES[name]
-    learner = TorchLearner(model or make_model(), case.settings, temperature=1.0)
+    learner = TorchLearner(model or model_of(name), case.settings, temperature=1.0)
     if case.is_sgd:
         use_sgd(learner)
     return learner
@@ -43,7 +50,8 @@ def check_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor], close: float
 
 
 def weights(learner: TorchLearner) -> dict[str, Tensor]:
-    return {name: parameter.detach() for name, parameter in learner.model.named_parameters()}
+    """Those that are trained."""
+    return {name: value.detach() for name, value in learner.model.named_parameters() if value.requires_grad}
 
 
 @pytest.fixture(scope="module")

@@ -165,6 +165,7 @@ def test_an_error_of_one_rank_names_it(cluster: None) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_run_whose_rank_was_killed_goes_on_in_one_process(tmp_path: Path) -> None:
     settings = [*SMALL, "run.dir=out", "run.report=false", "checkpoint.every_updates=2", "run.samples=100000"]
     with subprocess.Popen(
