@@ -150,10 +150,10 @@ def test_a_rank_out_of_memory_stops(alone: DeviceMesh, monkeypatch: pytest.Monke
     """The others are in the middle of exchanging weights with it: it cannot try again by itself."""
     learner = RankLearner(make_model(), CASES["adam"].settings, temperature=1.0, mesh=alone)
 
-    def no_room(*_: object) -> Tensor:
+    def no_room(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB\nand more lines")
 
-    monkeypatch.setattr("sortedrl.learner.torch.packed_logits", no_room)
+    monkeypatch.setattr(RankLearner, "_forward", no_room)
     with pytest.raises(LearnerError, match=r"of \d+ tokens .*20 GiB\): lower learner.micro_tokens, or raise .* resume"):
         learner.start(batch_of(0))
 

@@ -62,7 +62,7 @@ class _RankActor:
             names = [name for _, name in socket.if_nameindex()]
             os.environ["GLOO_SOCKET_IFNAME"] = "lo" if "lo" in names else "lo0"
         timeout = timedelta(seconds=timeout_s)
-        store = dist.TCPStore(
+        store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
             host,
             port,
             self._size,

@@ -344,7 +344,7 @@ class TorchLearner:
             self._micro_tokens,
         )
 
-    def _backward(self, micro: MicroBatch, terms: Terms, divisor: int, num_tokens: int, found: Found) -> None:
+    def _backward(self, micro: MicroBatch, terms: Terms, divisor: float, num_tokens: float, found: Found) -> None:
         """Add one micro-batch's gradients; what it needs besides is free when it returns."""
         objective, tokens = self.objective, terms.tokens(micro)
         logits_av, values_a = self._forward(self.model, micro, has_values=True)
