@@ -95,12 +95,6 @@ class TorchLearner:
             self._update.set_result(self._work(batch))
         return self._update
 
-    def _check_model(self, model: Any) -> None:
-        check_packing(model)
-
-    def _place_weights(self) -> None:
-        """For learners whose weights are to be elsewhere than where they were made; the optimiser takes them then."""
-
     def close(self) -> None:
         if self._worker is not None:
             self._worker.shutdown()
@@ -149,6 +143,12 @@ class TorchLearner:
         self.num_skipped, self._skipped_in_row = counters["num_skipped"], counters["skipped_in_row"]
         if self._worker is not None:
             self._source = self._live.snapshot()
+
+    def _check_model(self, model: Any) -> None:
+        check_packing(model)
+
+    def _place_weights(self) -> None:
+        """Comes before the optimiser takes them: for learners that keep weights elsewhere."""
 
     def _parameters(self) -> dict[str, torch.nn.Parameter]:
         """Everything that is trained, by name."""
@@ -277,8 +277,7 @@ class TorchLearner:
         else:
             self._skip(batch, terms, f"loss {loss_value}, gradient norm {norm_value}", tally)
 
-    def _clip(self) -> Tensor:
-        """Limit the gradients' norm; returns what it was."""
+    def _clip(self) -> Tensor:  # the norm that it was
         return torch.nn.utils.clip_grad_norm_(self._parameters().values(), self.settings.grad_clip)
 
     def _gradients(self, terms: Terms, places: range, learned: Sequence[int]) -> Found:
