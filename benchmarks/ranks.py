@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as processes
 from record import save
 from rich.console import Console
 from rich.table import Table
@@ -28,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.spawn import spawn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sortedrl.config import SortedConfig
@@ -105,8 +105,8 @@ def held_bytes(learner: TorchLearner) -> int:
 
 def run_rank(rank: int, args: argparse.Namespace, folder: Path) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), args.ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=args.ranks, timeout=timedelta(seconds=600))
+    meet = f"file://{folder / 'store'}"
+    dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=args.ranks, timeout=timedelta(seconds=600))
     mesh, model = init_device_mesh("cpu", (args.ranks,)), make_model(args.hidden)
     skeleton, arrays = skeleton_of(model), weights_of(model)
     learner = RankLearner(skeleton, SETTINGS, temperature=1.0, mesh=mesh, weights=arrays)
@@ -161,7 +161,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     alone = train(one, args.updates)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        processes.spawn(run_rank, args=(args, folder), nprocs=args.ranks)
+        spawn(run_rank, args=(args, folder), nprocs=args.ranks)
         found = json.loads((folder / "ranks" / "state.json").read_text(encoding="utf-8"))
         weights, state = load_file(folder / "ranks" / "weights.safetensors"), read_state(folder / "ranks")
         taken = TorchLearner(filled(make_model(args.hidden), weights), SETTINGS, temperature=1.0)
