@@ -1,4 +1,4 @@
-"""From a configuration to the objects of a run: with `build_task.py`, the only place that names concrete classes.
+"""From a configuration to the objects of a run: with the other build files, the only place that names concrete classes.
 
 `trainer.py` calls `build_run`. Everything that can be wrong with the configuration, the task or the model is found
 here, before the first token is sampled.
@@ -16,6 +16,7 @@ import torch
 
 from sortedrl.buffer import Buffer
 from sortedrl.build_engine import build_engine, build_sampling
+from sortedrl.build_learner import RunLearner, build_learner
 from sortedrl.build_task import build_task
 from sortedrl.clock import Clock
 from sortedrl.config import SortedConfig
@@ -26,7 +27,6 @@ from sortedrl.evaluate import Evaluator
 from sortedrl.learner.checkpoint import load_model
 from sortedrl.learner.lora import ADAPTER_FOLDER, adapt, check_base, check_peft_config, peft_config_of, restore_adapters
 from sortedrl.learner.model import check_model_folder, load_tokenizer, read_window
-from sortedrl.learner.skip import SkippingLearner
 from sortedrl.learner.smollm2 import smollm2_path
 from sortedrl.records import Prompt, Sample, sample_seed
 from sortedrl.reward import RewardPool, Score
@@ -45,7 +45,7 @@ class RunParts:
     model: Any
     tokenizer: Any
     engine: Engine
-    learner: SkippingLearner
+    learner: RunLearner
     rewards: RewardPool
     heldout_rewards: RewardPool  # its own, so that an evaluation never takes scores of training
     evaluator: Evaluator
@@ -60,8 +60,8 @@ class RunParts:
     def close(self) -> None:
         self.rewards.close()
         self.heldout_rewards.close()
-        self.learner.close()
         self.engine.close()
+        self.learner.close()  # the connection to Ray that both may use is its own
 
 
 @dataclass(slots=True, kw_only=True)
@@ -132,9 +132,13 @@ def build_run(
     check_prompts(config, task, tokenizer)
     heldout = heldout_prompts(config, task, tokenizer)
     model = build_model(config, model, peft_config, checkpoint)
-    knobs, temperature = config.knobs, config.engine.temperature or 1.0
-    learner = SkippingLearner(model, config.learner, temperature=temperature, overlap=knobs.overlap)
-    engine = build_engine(config, learner.source.module, knobs, decode=tokenizer.decode)
+    knobs = config.knobs
+    learner = build_learner(config, model)
+    try:
+        engine = build_engine(config, learner.source.module, knobs, decode=tokenizer.decode)
+    except BaseException:
+        learner.close()
+        raise
     sampling = build_sampling(config, stop_token_ids(model, tokenizer))
     evaluator = Evaluator(
         engine=engine,

@@ -218,6 +218,12 @@ class LearnerSection(Section):
     value_coef: float = Field(default=0.1, gt=0, description="ppo: weight of the value loss.")
     value_clip: float = Field(default=0.2, gt=0, description="ppo: how far a value may move in an update.")
     critic_lr: float | None = Field(default=None, gt=0, description="ppo: peak rate of the value head; open: `lr`.")
+    ranks: Int = Field(
+        default=1, ge=1, description="Processes that weights and updates are cut over (FSDP2, as Ray actors); 1: here."
+    )
+    rank_cpus: float = Field(default=1.0, gt=0, description="Processors that Ray sets aside for a rank.")
+    rank_gpus: float = Field(default=0.0, ge=0, description="GPUs that Ray sets aside for a rank.")
+    rank_timeout_s: float = Field(default=600.0, gt=0, description="Ranks that wait so long for another one give up.")
     grad_clip: float = Field(default=1.0, gt=0, description="Largest gradient norm.")
     inner_steps: Int = Field(default=1, ge=1, description="Mini-batches per update.")
     inner_epochs: Int = Field(default=1, ge=1, description="Passes over a batch.")

@@ -150,9 +150,10 @@ class SortedTrainer:
         return f"sortedrl train --resume {shlex.quote(str(self.run_dir))}"
 
     def _status_of_start(self) -> AbstractContextManager[object]:
-        """vLLM takes its time: say so."""
-        is_slow = self.config.engine.kind == "vllm" and not self.quiet
-        return self.console.status("starting vLLM") if is_slow else nullcontext()
+        """Some parts take their time: say so."""
+        slow = ["vLLM"] if self.config.engine.kind == "vllm" else []
+        slow += ["the learner's ranks"] if self.config.learner.ranks > 1 else []
+        return self.console.status(f"starting {' and '.join(slow)}") if slow and not self.quiet else nullcontext()
 
     def _call_back(self, callbacks: Sequence[Any]) -> CallbackSink:
         from sortedrl.callbacks import CallbackSink

@@ -19,7 +19,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 
 class ModuleWeights:
@@ -83,26 +83,35 @@ def merge_into(model: Any, target: nn.Module) -> None:
                 written[key].copy_(parameter)
 
 
-def arrays_of(module: nn.Module) -> dict[str, Any]:
-    """The weights as arrays that processes can share; half-precision ones as bits, since numpy knows no bfloat16."""
+def array_of(tensor: Tensor) -> Any:
+    """A tensor as an array that processes can share; a half-precision one as bits, since numpy knows no bfloat16."""
     import torch
 
-    arrays = {}
-    with torch.no_grad():
-        for name, tensor in module.state_dict().items():
-            plain = tensor.detach().cpu().contiguous()
-            arrays[name] = (plain.view(torch.int16) if plain.dtype == torch.bfloat16 else plain).numpy()
-    return arrays
+    plain = tensor.detach().cpu().contiguous()
+    return (plain.view(torch.int16) if plain.dtype == torch.bfloat16 else plain).numpy()
+
+
+def tensor_of(array: Any, *, is_floating: bool) -> Tensor:
+    """The tensor that `array_of` was given, in the array's memory: not to be written to."""
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # it is only read
+        plain = torch.from_numpy(array)
+    is_bits = plain.dtype == torch.int16 and is_floating
+    return plain.view(torch.bfloat16) if is_bits else plain
+
+
+def arrays_of(module: nn.Module) -> dict[str, Any]:
+    """The weights as arrays that processes can share."""
+    return {name: array_of(tensor) for name, tensor in module.state_dict().items()}
 
 
 def load_arrays(arrays: Mapping[str, Any], module: nn.Module) -> ModuleWeights:
     """Write such arrays into a module of the same shape, in place."""
     import torch
 
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # it is only read
+    with torch.no_grad():
         for name, tensor in module.state_dict().items():
-            plain = torch.from_numpy(arrays[name])
-            is_bits = plain.dtype == torch.int16 and tensor.is_floating_point()
-            tensor.copy_(plain.view(torch.bfloat16) if is_bits else plain)
+            tensor.copy_(tensor_of(arrays[name], is_floating=tensor.is_floating_point()))
     return ModuleWeights(module)

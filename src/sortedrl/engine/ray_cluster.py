@@ -21,7 +21,7 @@ CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 def connect(address: str | None = None) -> bool:
     """Join the cluster at an address (`auto`: the one of this machine), or start Ray here. False if that was done."""
     if importlib.util.find_spec("ray") is None:
-        raise EngineError("a pool of engines needs Ray: pip install 'sortedrl[ray]'")
+        raise EngineError("a pool of engines, or a learner of several ranks, needs Ray: pip install 'sortedrl[ray]'")
     if address is None and "ray" not in sys.modules:
         os.environ.setdefault(CLUSTERS, "0")
     import ray

@@ -58,7 +58,7 @@ class TorchLearner:
                 f"learner.group_size is {settings.group_size}: {settings.algorithm} compares siblings, "
                 "set it to 2 or more or use reinforce++"
             )
-        check_packing(model)
+        self._check_model(model)
         self.model = model
         self.settings = settings
         self.temperature = temperature
@@ -67,6 +67,7 @@ class TorchLearner:
         )
         self.critic = Critic(model) if self.objective.algorithm.has_critic else None
         self.reference = Reference(model) if self.objective.has_reference else None
+        self._place_weights()
         self.optimizer = make_optimizer(model, self.critic, settings)
         self.inspect_dir: Path | None = None  # where a batch that stops the run is saved
         self.num_samples = 0  # trained so far
@@ -142,6 +143,12 @@ class TorchLearner:
         self.num_skipped, self._skipped_in_row = counters["num_skipped"], counters["skipped_in_row"]
         if self._worker is not None:
             self._source = self._live.snapshot()
+
+    def _check_model(self, model: Any) -> None:
+        check_packing(model)
+
+    def _place_weights(self) -> None:
+        """Comes before the optimiser takes them: for learners that keep weights elsewhere."""
 
     def _parameters(self) -> dict[str, torch.nn.Parameter]:
         """Everything that is trained, by name."""
@@ -261,7 +268,7 @@ class TorchLearner:
             return  # nothing to learn from: momentum alone must not move the weights
         found = self._gradients(terms, places, learned)
         tally.num_computed += found.num_computed
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters().values(), self.settings.grad_clip)
+        norm = self._clip()
         loss_value, norm_value = torch.stack((found.loss, norm.to(found.loss.dtype))).tolist()
         if math.isfinite(loss_value) and math.isfinite(norm_value):
             self._move_weights()
@@ -269,6 +276,9 @@ class TorchLearner:
             tally.add(loss_value, norm_value, found)
         else:
             self._skip(batch, terms, f"loss {loss_value}, gradient norm {norm_value}", tally)
+
+    def _clip(self) -> Tensor:  # the norm that it was
+        return torch.nn.utils.clip_grad_norm_(self._parameters().values(), self.settings.grad_clip)
 
     def _gradients(self, terms: Terms, places: range, learned: Sequence[int]) -> Found:
         """Leave a mini-batch's gradients in the parameters."""
@@ -333,7 +343,7 @@ class TorchLearner:
             self._micro_tokens,
         )
 
-    def _backward(self, micro: MicroBatch, terms: Terms, divisor: int, num_tokens: int, found: Found) -> None:
+    def _backward(self, micro: MicroBatch, terms: Terms, divisor: float, num_tokens: float, found: Found) -> None:
         """Add one micro-batch's gradients; what it needs besides is free when it returns."""
         objective, tokens = self.objective, terms.tokens(micro)
         logits_av, values_a = self._forward(self.model, micro, has_values=True)
