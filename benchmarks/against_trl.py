@@ -34,7 +34,7 @@ FULL = {"model": "smollm2-135m", "task": "logic", "prompts": 4, "siblings": 8, "
 QUICK = {"model": "knights-tiny", "task": "knights", "prompts": 2, "siblings": 4, "new_tokens": 16}
 
 
-def variety(prompts: list[Any], completions: list[str], **columns: Any) -> list[float]:
+def variety(prompts: list[Any], completions: list[str], **columns: Any) -> Any:
     """A reward that differs between siblings, so that every sample is learned from."""
     return [len(set(completion)) + len(completion) / 1000 for completion in completions]
 
@@ -77,7 +77,8 @@ def run_trl(job: dict[str, Any], folder: Path, *, is_tuned: bool) -> dict[str, A
     import torch
     from datasets import Dataset
     from datasets.table import InMemoryTable
-    from trl import GRPOConfig, GRPOTrainer
+    from trl.trainer.grpo_config import GRPOConfig
+    from trl.trainer.grpo_trainer import GRPOTrainer
 
     torch.set_num_threads(job["threads"])
     rows, model, tokenizer = prepare(job)

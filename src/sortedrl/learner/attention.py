@@ -110,8 +110,8 @@ def _attend(
     if query.is_cuda and varlen_attn is not None and dropout == 0:
         lower = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else query.dtype
         if lower != torch.float32:
-            lowered = (states.to(lower) for states in (query, key, value))
-            return _attend_by_edges(*lowered, packing, scaling, sliding_window), None
+            query, key, value = query.to(lower), key.to(lower), value.to(lower)
+            return _attend_by_edges(query, key, value, packing, scaling, sliding_window), None
     return _attend_by_bucket(query, key, value, packing, scaling, dropout, sliding_window), None
 
 
@@ -136,6 +136,7 @@ def _attend_by_edges(
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )
+    assert isinstance(output_thd, Tensor), "nothing but the output was asked for"
     return output_thd.index_select(0, packing.place_n)[None]
 
 
