@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import CohereConfig, CohereForCausalLM
+from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXAttention
 
 import sortedrl.learner.head as head_module
 from sortedrl.learner.head import Scorer
 from sortedrl.learner.pack import pack, packed_attention
 from sortedrl.learner.torch import TorchLearner
 from test_pack import MIXED, SHAPE, make
-from test_torch_learner import Settings, assert_same, caught_gradients, make_batch, make_model, weights
+from test_torch_learner import Settings, assert_same, caught_gradients, make_batch, make_model
 from tiny_models import tiny_model
 
 
@@ -145,10 +146,23 @@ def test_bfloat16_passes_keep_float32_weights(is_in_pieces: bool, monkeypatch: p
         assert_same(rounded, exact, 1e-5)
 
 
-def test_recomputed_activations_give_the_same_update() -> None:
-    plain, recomputed = make_model(), make_model()
-    for model, settings in ((plain, Settings()), (recomputed, Settings(recompute=True))):
-        TorchLearner(model, settings, temperature=1.0).start(make_batch(model))
-    assert recomputed.is_gradient_checkpointing
-    assert not recomputed.training
-    assert_same(weights(recomputed), weights(plain), 1e-6)
+def test_recomputed_activations_give_the_same_update_without_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[bool] = []
+    attend = GPTNeoXAttention.forward
+    monkeypatch.setattr(
+        GPTNeoXAttention, "forward", lambda self, *args, **kw: calls.append(self.training) or attend(self, *args, **kw)
+    )
+    gradients: list[dict[str, Tensor]] = []
+    num_calls: list[int] = []
+    for is_recomputed in (False, True):
+        model = tiny_model("gpt-neox", hidden_dropout=0.5, attention_dropout=0.5)
+        learner = TorchLearner(model, Settings(recompute=is_recomputed), temperature=1.0)
+        gradients.append(caught_gradients(learner))
+        batch = make_batch(model)
+        calls.clear()
+        learner.start(batch)
+        num_calls.append(len(calls))
+        assert not any(calls)
+        assert not any(module.training for module in model.modules())
+    assert num_calls == [2, 4]  # two layers, each once more for its gradient
+    assert_same(gradients[1], gradients[0], 1e-6)

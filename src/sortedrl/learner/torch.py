@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sortedrl.errors import ConfigError, LearnerError
 from sortedrl.learner.advantage import AdvantageEstimator
@@ -175,8 +176,10 @@ class TorchLearner:
     def _work(self, batch: Batch) -> UpdateResult:
         """One update, in whichever thread."""
         was_training = self.model.training
-        # Dropout would move log-probs away from those sampled with; transformers checkpoints in train mode only.
-        self.model.train(getattr(self.model, "is_gradient_checkpointing", False))
+        self.model.eval()  # dropout would move log-probs away from those sampled with
+        for module in self.model.modules():
+            if isinstance(module, GradientCheckpointingLayer):  # recomputed in train mode only; what it holds stays
+                module.training = module.gradient_checkpointing
         try:
             with packed_attention(self.model):
                 result = self._train(batch)
