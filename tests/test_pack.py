@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +28,7 @@ from transformers import (
 )
 
 from sortedrl.errors import DataError, ModelError
+from sortedrl.learner import attention
 from sortedrl.learner.pack import MicroBatch, check_packing, pack, packed_attention, packed_logits
 from sortedrl.records import Prompt, Sample, Segment
 
@@ -131,6 +134,42 @@ def test_packed_gradients_equal_those_of_one_sample_at_a_time(name: str, micro_t
     assert_same(packed, weigh_alone(model, samples, ADVANTAGES), 1e-5)
 
 
+def plain_varlen(query: Tensor, key: Tensor, value: Tensor, edges: Tensor, *_: Any, **options: Any) -> Tensor:
+    """What torch's varlen_attn does on GPUs, row by row and with a mask: key j is seen from i - left to i."""
+    left, right = options["window_size"]
+    assert right == 0
+    outputs: list[Tensor] = []
+    for start, stop in itertools.pairwise(edges.tolist()):
+        query_hld, key_hld, value_hld = (states[start:stop].transpose(0, 1) for states in (query, key, value))
+        group = query_hld.shape[0] // key_hld.shape[0]
+        assert options["enable_gqa"] is (group > 1)
+        places = torch.arange(stop - start)
+        behind = places[:, None] - places[None, :]
+        is_hidden = (behind < 0) | ((behind > left) if left >= 0 else torch.zeros_like(behind, dtype=torch.bool))
+        scores = query_hld @ key_hld.repeat_interleave(group, 0).mT * options["scale"]
+        shares = scores.masked_fill(is_hidden, -math.inf).softmax(-1)
+        outputs.append((shares @ value_hld.repeat_interleave(group, 0)).transpose(0, 1))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "qwen2-window", "gpt-neox"])
+def test_attention_by_edges_is_that_of_one_sample_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # GPUs take this way; the kernel is theirs, what it is given is checked here.
+    monkeypatch.setattr(attention, "varlen_attn", plain_varlen)
+    monkeypatch.setattr(
+        attention,
+        "_attend_by_bucket",
+        lambda query, key, value, packing, scaling, dropout, window: attention._attend_by_edges(
+            query, key, value, packing, scaling, window
+        ),
+    )
+    torch.manual_seed(0)
+    model = MODELS[name]().eval()
+    samples = make(MIXED)
+    _, packed = weigh(model, pack(samples, ADVANTAGES, 60))
+    assert_same(packed, weigh_alone(model, samples, ADVANTAGES), 1e-5)
+
+
 def test_packed_logprobs_do_not_depend_on_what_else_is_packed() -> None:
     torch.manual_seed(0)
     model = MODELS["llama"]().eval()
@@ -157,6 +196,9 @@ def test_layout_by_hand() -> None:
     assert micro.layout.shapes == ((1, 4), (1, 3))
     assert micro.layout.index_p.tolist() == [0, 1, 2, 3, 0, 1, 4]
     assert micro.layout.index_p[micro.layout.slot_n].tolist() == [0, 1, 2, 3, 4]
+    assert micro.layout.edges.tolist() == [0, 4, 7]
+    assert micro.layout.index_t.tolist() == [0, 1, 2, 3, 0, 1, 4]
+    assert micro.layout.index_t[micro.layout.place_n].tolist() == [0, 1, 2, 3, 4]
 
 
 def test_budget_is_kept_and_every_answer_token_is_there_once() -> None:

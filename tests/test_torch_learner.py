@@ -53,6 +53,8 @@ class Settings:
     inner_steps: int = 1
     inner_epochs: int = 1
     micro_tokens: int = 16384
+    recompute: bool = False
+    dtype: str = "auto"
 
 
 def make_model(seed: int = 0) -> Any:

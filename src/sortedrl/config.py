@@ -60,6 +60,7 @@ CHANGEABLE = frozenset(
         "reward.keep_env",
         "reward.on_error",
         "learner.micro_tokens",
+        "learner.recompute",
         "eval.every_samples",
         "checkpoint.save",
         "checkpoint.every_updates",

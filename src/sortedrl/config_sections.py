@@ -228,6 +228,13 @@ class LearnerSection(Section):
     inner_steps: Int = Field(default=1, ge=1, description="Mini-batches per update.")
     inner_epochs: Int = Field(default=1, ge=1, description="Passes over a batch.")
     micro_tokens: Int = Field(default=16384, ge=1, description="Tokens per packed micro-batch.")
+    recompute: bool = Field(
+        default=False, description="Keep of each layer its input alone, and compute the rest again for the gradient."
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto",
+        description="Of the passes; weights and gradients are float32. auto is bfloat16 on GPUs that multiply in it.",
+    )
 
 
 class EvalSection(Section):

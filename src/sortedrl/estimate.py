@@ -17,13 +17,14 @@ from typing import Any
 
 from sortedrl.config import SortedConfig
 from sortedrl.errors import ModelError
+from sortedrl.learner.head import PIECE_ELEMENTS
 from sortedrl.simulate.costs import CostModel, Hardware, Model, RooflineCost, load_hardware, load_shape, preset_names
 from sortedrl.simulate.fit import fit_runs
 
 FLOAT = 4  # bytes of what the learner holds, and of all of the local engine
 HALF = 2  # of an engine on accelerators
 TYPICAL_SHARE = 0.25  # of the token budget that a typical answer is taken to use
-LOGIT_COPIES = 3  # logits, their log-softmax and the gradient
+LOGIT_COPIES = 3  # logits, their log-softmax, and its exponential or the gradient
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -126,8 +127,8 @@ def estimate_memory(config: SortedConfig, model: Model) -> Memory:
         gradients=trained * FLOAT,
         optimizer=2 * trained * FLOAT,
         kv_cache=int(config.engine.slots * window * model.kv_bytes),
-        activations=micro * activation_bytes(model),
-        logits=LOGIT_COPIES * micro * model.vocab * FLOAT,
+        activations=_kept_bytes(model, micro, is_recomputed=config.learner.recompute),
+        logits=LOGIT_COPIES * min(micro * model.vocab, PIECE_ELEMENTS) * FLOAT,
     )
 
 
@@ -145,6 +146,13 @@ def activation_bytes(model: Model) -> int:
         + 4 * model.intermediate
     )
     return model.layers * of_block * FLOAT
+
+
+def _kept_bytes(model: Model, num_tokens: int, *, is_recomputed: bool) -> int:
+    """Activations of a micro-batch: all of them, or every layer's input and all of one layer."""
+    if not is_recomputed:
+        return num_tokens * activation_bytes(model)
+    return num_tokens * (model.layers * model.hidden * FLOAT + activation_bytes(model) // model.layers)
 
 
 def _adapter_params(config: SortedConfig, model: Model) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
@@ -44,15 +46,52 @@ def engine(
         seed=seed,
         vllm_python=vllm_python,
     )
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=err, disable=as_json) as progress:
-        bar = progress.add_task("loading", total=rounds * (1 + len(peers)))
-
-        def on_round(name: str) -> None:
-            progress.update(bar, description=name, advance=1)
-
+    with rounds_bar(rounds * (1 + len(peers)), is_quiet=as_json) as on_round:
         result = measure(settings, on_round)
     print(json.dumps(result)) if as_json else stdout_console().print(engine_table(result))
+
+
+@bench.command()
+def learner(
+    model: Annotated[str, typer.Option(help="As model.path in a configuration.")] = "smollm2-135m",
+    trace: Annotated[str | None, typer.Option(help="Lengths of answers, as for simulate; left out, drawn.")] = None,
+    samples: Annotated[int, typer.Option(min=2, help="Answers of an update.")] = 64,
+    scale: Annotated[float, typer.Option(min=0.001, help="Of the trace's lengths.")] = 0.125,
+    prompt_tokens: Annotated[int, typer.Option(min=1)] = 16,
+    passes: Annotated[int, typer.Option(min=1, help="Micro-batches of an update.")] = 4,
+    rounds: Annotated[int, typer.Option(min=1, help="The median of so many rounds counts.")] = 1,
+    threads: Annotated[int | None, typer.Option(min=1, help="For every contender; left out, all cores.")] = None,
+    recomputed: Annotated[bool, typer.Option(help="Also without keeping activations.")] = True,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Speed and memory of an update, packed and padded to the longest answer, and whether gradients are the same."""
+    from sortedrl.bench.learner import LIKE_QWEN, LearnerBench, measure
+
+    settings = LearnerBench(
+        model=model,
+        trace=trace or LIKE_QWEN,
+        samples=samples,
+        scale=scale,
+        prompt_tokens=prompt_tokens,
+        passes=passes,
+        rounds=rounds,
+        threads=threads or os.cpu_count() or 1,
+        has_recomputed=recomputed,
+        seed=seed,
+    )
+    with rounds_bar(rounds * (2 + recomputed), is_quiet=as_json) as on_round:
+        result = measure(settings, on_round)
+    print(json.dumps(result)) if as_json else stdout_console().print(learner_table(result))
+
+
+@contextmanager
+def rounds_bar(total: int, *, is_quiet: bool) -> Iterator[Callable[[str], None]]:
+    """A bar on stderr; what it gives is called with a contender's name before each of its rounds."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=err, disable=is_quiet) as progress:
+        bar = progress.add_task("loading", total=total)
+        yield lambda name: progress.update(bar, description=name, advance=1)
 
 
 def engine_table(result: dict[str, Any]) -> Table:
@@ -71,4 +110,23 @@ def engine_table(result: dict[str, Any]) -> Table:
             note = f"matrix products alone; ours reaches {result['limit_fraction']:.0%}"
         speeds = (f"{row['tokens_per_s']:.0f}", f"{row['tokens_per_cpu_s']:.0f}")
         table.add_row(name, *speeds, "" if ratio is None else f"{ratio:.2f}", note)
+    return table
+
+
+def learner_table(result: dict[str, Any]) -> Table:
+    title = (
+        f"{result['model']}, {result['samples']} answers, {result['tokens']} tokens, the longest {result['longest']}, "
+        f"{result['passes']} passes, float32, {result['threads']} threads"
+    )
+    columns = ("update", "tokens/s", "tokens per CPU second", "peak GB", "above start", "gradients differ by")
+    table = Table(*columns, title=title)
+    for row in result["results"]:
+        error = row["gradient_error"]
+        speeds = (f"{row['tokens_per_s']:.0f}", f"{row['tokens_per_cpu_s']:.0f}")
+        peaks = (f"{row['peak_gb']:.2f}", f"{row['peak_above_start_gb']:.2f}")
+        table.add_row(row["name"], *speeds, *peaks, "" if error is None else f"{error:.1e}")
+    (peer,) = result["ratio"]
+    ratios = (f"{result['ratio'][peer]:.2f}", f"{result['ratio_cpu'][peer]:.2f}")
+    memory = (f"{result['memory'][peer]:.2f}", f"{result['memory_above_start'][peer]:.2f}")
+    table.add_row("ratio of the first two", *ratios, *memory, "")
     return table

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import torch
 
 # What allocators other than CUDA's say in a plain RuntimeError, or libraries under it when they could not allocate.
@@ -19,3 +21,10 @@ def first_line(error: BaseException) -> str:
     """The first line of an error; allocators write many."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+def free_unused() -> None:
+    """Give back what nobody holds, after a pass that did not fit."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

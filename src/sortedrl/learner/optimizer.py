@@ -8,6 +8,7 @@ import torch
 
 from sortedrl.errors import ModelError
 from sortedrl.learner.critic import Critic
+from sortedrl.learner.precision import Dtype
 
 
 class LearnerSettings(Protocol):
@@ -37,6 +38,10 @@ class LearnerSettings(Protocol):
     def inner_epochs(self) -> int: ...
     @property
     def micro_tokens(self) -> int: ...
+    @property
+    def recompute(self) -> bool: ...
+    @property
+    def dtype(self) -> Dtype: ...
 
 
 def learning_rate(settings: LearnerSettings, progress: float, num_samples: int) -> float:

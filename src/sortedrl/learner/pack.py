@@ -1,24 +1,19 @@
-"""Samples packed end to end into micro-batches of a token budget, and attention that keeps them apart.
+"""Samples packed end to end into micro-batches of a token budget.
 
 `learner/torch.py` packs a mini-batch and runs the model on each micro-batch. There is no padding between samples, and a
 prompt that siblings share is packed once: their answers follow it, each with the positions that it would have alone.
-Every layer but attention works token by token, so only attention has to know who belongs to whom. It is registered with
-transformers under the name `PACKED`: it lays the samples out as rows, rows of similar length together, attends causally
-within each row, and puts the results back. The padding at the end of a row comes after every real token, so causality
-alone keeps it out.
+Every layer but attention works token by token, so only attention has to know who belongs to whom (`attention.py`).
 
 What it keeps true: log-probs and gradients equal those of one sample at a time; every answer token that the policy
 sampled is predicted exactly once, and those that were fed into the answer are context alone; what cannot be learned
 from (no answer tokens, or mark 0) is not computed.
 
-Shapes: n packed tokens, a sampled answer tokens, p row slots (b rows of l tokens over all buckets), h heads, d head
-size.
+Shapes: n packed tokens, a sampled answer tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any
@@ -26,26 +21,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from transformers import AttentionInterface
 
 from sortedrl.errors import DataError, ModelError
+from sortedrl.learner.attention import Layout, lay_rows, packed_attention
 from sortedrl.records import Prompt, Sample, Segment
 
-PACKED = "sortedrl_packed"
 ROUNDING = 3e-5  # largest difference between packed and alone, relative to the largest logit, in fp32
 COARSE_ROUNDING = 3e-2  # and in shorter formats
-SIMILAR = 0.8  # rows share a bucket while the shortest is at least this share of the longest
-UNSUPPORTED = ("softcap", "s_aux", "position_bias")  # what some architectures ask of attention and ours does not give
-
-
-@dataclass(slots=True, kw_only=True, frozen=True)
-class Layout:
-    """How packed tokens are laid out as rows for attention, and found again."""
-
-    index_p: Tensor  # the packed token in each row slot; padding repeats token 0
-    slot_n: Tensor  # a row slot of each packed token
-    shapes: tuple[tuple[int, int], ...]  # (b, l) of each bucket
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -145,39 +127,11 @@ def _lay_out(families: Sequence[_Family], device: torch.device | str) -> MicroBa
     return MicroBatch(
         tokens_n=torch.tensor(tokens, device=device),
         positions_n=torch.from_numpy(np.concatenate(positions)).to(device),
-        layout=_rows(rows, len(tokens), device),
+        layout=lay_rows(rows, len(tokens), device),
         predictor_a=torch.from_numpy(np.concatenate(predictors)).to(device),
         targets_a=torch.tensor(targets, device=device),
         behaviour_a=torch.tensor(behaviour, dtype=torch.float32, device=device),
         mark_a=torch.from_numpy(np.repeat(np.array(marks, dtype=np.float32), repeats)).to(device),
-    )
-
-
-def _rows(rows: Sequence[np.ndarray], num_tokens: int, device: torch.device | str) -> Layout:
-    """Buckets of rows of similar length, the longest first."""
-    ordered = sorted(rows, key=lambda row: -len(row))
-    index: list[np.ndarray] = []
-    shapes: list[tuple[int, int]] = []
-    slot = np.zeros(num_tokens, dtype=np.int64)
-    start = 0
-    while start < len(ordered):
-        length = len(ordered[start])
-        stop = start + 1
-        while stop < len(ordered) and len(ordered[stop]) >= SIMILAR * length:
-            stop += 1
-        block = np.zeros((stop - start, length), dtype=np.int64)
-        base = sum(block.size for block in index)
-        for row, members in enumerate(ordered[start:stop]):
-            block[row, : len(members)] = members
-            # Siblings compute the same thing on their prompt, so it does not matter whose result is kept.
-            slot[members] = base + row * length + np.arange(len(members))
-        index.append(block.reshape(-1))
-        shapes.append((stop - start, length))
-        start = stop
-    return Layout(
-        index_p=torch.from_numpy(np.concatenate(index)).to(device),
-        slot_n=torch.from_numpy(slot).to(device),
-        shapes=tuple(shapes),
     )
 
 
@@ -191,68 +145,6 @@ def packed_logits(model: nn.Module, micro: MicroBatch) -> Tensor:
         packing=micro.layout,
     )
     return output.logits[0]
-
-
-@contextmanager
-def packed_attention(model: Any) -> Iterator[None]:
-    """Let the model attend by row; whoever else uses the module gets its own attention back afterwards."""
-    before = model.config._attn_implementation
-    model.config._attn_implementation = PACKED
-    try:
-        yield
-    finally:
-        model.config._attn_implementation = before
-
-
-def _attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    packing: Layout,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Attention with the signature that transformers calls: [1, h, n, d] in, [1, n, h, d] out."""
-    for name in UNSUPPORTED:
-        if kwargs.get(name) is not None:
-            raise ModelError(f"{type(module).__name__} wants {name} in attention, which packed training lacks")
-    sizes = [num_rows * length for num_rows, length in packing.shapes]
-    query_p, key_p, value_p = (_spread(states, packing.index_p, sizes) for states in (query, key, value))
-    outputs: list[Tensor] = []
-    for shape, query_bl, key_bl, value_bl in zip(packing.shapes, query_p, key_p, value_p, strict=True):
-        length = shape[1]
-        mask_ll = None
-        if sliding_window is not None and length > sliding_window:
-            ones_ll = torch.ones(length, length, dtype=torch.bool, device=query.device)
-            mask_ll = ones_ll.tril() & ones_ll.triu(1 - sliding_window)
-        output_bhld = functional.scaled_dot_product_attention(
-            query_bl.view(*shape, *query_bl.shape[1:]).transpose(1, 2),
-            key_bl.view(*shape, *key_bl.shape[1:]).transpose(1, 2),
-            value_bl.view(*shape, *value_bl.shape[1:]).transpose(1, 2),
-            attn_mask=mask_ll,
-            dropout_p=dropout,
-            is_causal=mask_ll is None,
-            scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        outputs.append(output_bhld.transpose(1, 2).flatten(0, 1).flatten(1))
-    output_n = torch.cat(outputs).index_select(0, packing.slot_n)
-    return output_n.view(1, query.shape[2], query.shape[1], -1), None
-
-
-def _spread(states: Tensor, index_p: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
-    """[1, h, n, d] -> per bucket [b * l, h, d]."""
-    _, h, n, d = states.shape
-    states_p = states[0].transpose(0, 1).reshape(n, h * d).index_select(0, index_p)
-    return states_p.view(-1, h, d).split(sizes)
-
-
-AttentionInterface.register(PACKED, _attend)
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ Shapes: t sampled tokens of one sample.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -19,6 +20,13 @@ from sortedrl.learner.critic import gae, whitened
 from sortedrl.learner.loss import divergence
 from sortedrl.learner.terms import ByPlace, Terms
 from sortedrl.records import Batch, Sample
+
+
+def cut(num_samples: int, num_parts: int) -> list[tuple[int, int]]:
+    """Bounds of consecutive mini-batches, equal but for one sample; never an empty one."""
+    parts = min(num_samples, num_parts)
+    edges = [num_samples * part // parts for part in range(parts + 1)]
+    return list(pairwise(edges))
 
 
 def shaped_rewards(samples: Sequence[Sample], objective: Objective) -> list[float]:

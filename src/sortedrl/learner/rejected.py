@@ -7,6 +7,7 @@ samples end to end; what is known of each sample, with where its tokens begin, i
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,19 @@ from sortedrl.records import Batch
 
 TENSORS_FILE = "batch.safetensors"
 SAMPLES_FILE = "batch.json"
+
+log = logging.getLogger(__name__)
+
+
+def try_to_save(folder: Path | None, batch: Batch, advantages: Sequence[float], reason: str) -> Path | None:
+    """Where the batch was saved, if anywhere: the run stops for the better reason when it cannot be."""
+    if folder is None:
+        return None
+    try:
+        return save_rejected(folder, batch, advantages, reason)
+    except OSError as error:
+        log.warning("the batch that stopped the run could not be saved in %s: %s", folder, error)
+        return None
 
 
 def save_rejected(folder: Path, batch: Batch, advantages: Sequence[float], reason: str) -> Path:

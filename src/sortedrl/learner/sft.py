@@ -25,7 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from sortedrl.errors import DataError, RunDirError
-from sortedrl.learner.pack import pack, packed_attention, packed_logits
+from sortedrl.learner.head import Scorer
+from sortedrl.learner.pack import pack, packed_attention
 from sortedrl.records import Prompt, Sample, Segment
 
 Example = tuple[Sequence[int], Sequence[int]]
@@ -187,7 +188,7 @@ def packed_loss(model: Any, batch: Sequence[Example]) -> Tensor:
         for number, (prompt, answer) in enumerate(batch)
     ]
     (micro,) = pack(samples, [1.0] * len(samples), sum(_length(example) for example in batch), model.device)
-    return nn.functional.cross_entropy(packed_logits(model, micro).float(), micro.targets_a)
+    return -Scorer(1.0).score(model, micro).logprobs_a.mean()
 
 
 def _optimizers(model: nn.Module, *, has_muon: bool) -> tuple[GroupedMuon, torch.optim.AdamW]:

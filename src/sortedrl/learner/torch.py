@@ -12,30 +12,32 @@ true:
 
 from __future__ import annotations
 
-import gc
-import itertools
 import logging
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sortedrl.errors import ConfigError, LearnerError
 from sortedrl.learner.advantage import AdvantageEstimator
 from sortedrl.learner.algorithms import estimator_of, needs_more_siblings, objective_of
 from sortedrl.learner.base import UpdateResult
 from sortedrl.learner.critic import Critic, value_loss
-from sortedrl.learner.loss import answer_logprobs, divergence, entropy_bonus, policy_loss
-from sortedrl.learner.memory import first_line, is_out_of_memory
+from sortedrl.learner.head import Scorer, Scores
+from sortedrl.learner.loss import divergence, policy_loss
+from sortedrl.learner.memory import first_line, free_unused, is_out_of_memory
 from sortedrl.learner.optimizer import LearnerSettings, learning_rate, make_optimizer
-from sortedrl.learner.pack import MicroBatch, check_packing, pack, packed_attention, packed_logits
-from sortedrl.learner.prepare import add_values, kl_penalties, make_terms, shaped_rewards
+from sortedrl.learner.pack import MicroBatch, check_packing, pack, packed_attention
+from sortedrl.learner.precision import passes_in
+from sortedrl.learner.prepare import add_values, cut, kl_penalties, make_terms, shaped_rewards
 from sortedrl.learner.reference import Reference
-from sortedrl.learner.rejected import save_rejected
+from sortedrl.learner.rejected import try_to_save
 from sortedrl.learner.tally import Found, Tally
 from sortedrl.learner.terms import ByPlace, Terms, by_place, marks
 from sortedrl.records import Batch, Sample
@@ -62,6 +64,7 @@ class TorchLearner:
         self.model = model
         self.settings = settings
         self.temperature = temperature
+        self._scorer = Scorer(temperature)
         self.advantages = AdvantageEstimator(
             *estimator_of(self.objective.algorithm, settings.group_size, settings.advantage_scope)
         )
@@ -75,6 +78,8 @@ class TorchLearner:
         self.num_skipped = 0
         self._skipped_in_row = 0
         self._micro_tokens = settings.micro_tokens  # less once memory has run out
+        if settings.recompute:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
         self._live = ModuleWeights(model)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="sortedrl-learner") if overlap else None
         self._source = self._live.snapshot() if overlap else self._live
@@ -178,8 +183,10 @@ class TorchLearner:
     def _work(self, batch: Batch) -> UpdateResult:
         """One update, in whichever thread."""
         was_training = self.model.training
-        # Dropout would move log-probs away from those sampled with; transformers checkpoints in train mode only.
-        self.model.train(getattr(self.model, "is_gradient_checkpointing", False))
+        self.model.eval()  # dropout would move log-probs away from those sampled with
+        for module in self.model.modules():
+            if isinstance(module, GradientCheckpointingLayer):  # recomputed in train mode only; what it holds stays
+                module.training = module.gradient_checkpointing
         try:
             with packed_attention(self.model):
                 result = self._train(batch)
@@ -247,20 +254,21 @@ class TorchLearner:
         values: dict[int, Tensor] = {}
 
         def visit(micro: MicroBatch) -> None:
-            logits_av, values_a = self._forward(module, micro, has_values=is_policy)
-            logprobs.update(by_place(micro, answer_logprobs(logits_av, micro.targets_a, self.temperature)[0]))
+            scores, values_a = self._forward(module, micro, has_values=is_policy)
+            logprobs.update(by_place(micro, scores.logprobs_a))
             if values_a is not None:
                 values.update(by_place(micro, values_a))
 
         self._visit(samples, places, visit, begin=logprobs.clear)
         return logprobs, values
 
-    def _forward(self, module: Any, micro: MicroBatch, *, has_values: bool) -> tuple[Tensor, Tensor | None]:
-        if self.critic is None or not has_values:
-            return packed_logits(module, micro), None
-        with self.critic.listening():
-            logits_av = packed_logits(module, micro)
-            return logits_av, self.critic.values()
+    def _forward(self, module: Any, micro: MicroBatch, *, has_values: bool) -> tuple[Scores, Tensor | None]:
+        """Scores of a micro-batch's answer tokens under a module, and values where there are such."""
+        is_bonus = self.objective.entropy_coef > 0
+        with self.critic.listening() if self.critic is not None and has_values else nullcontext():
+            with passes_in(self.settings.dtype, self.model.device):
+                scores = self._scorer.score(module, micro, has_entropy_gradient=is_bonus)
+            return scores, self.critic.values() if self.critic is not None and has_values else None
 
     def _step(self, batch: Batch, terms: Terms, places: range, tally: Tally) -> None:
         learned = terms.learned(places)
@@ -331,9 +339,7 @@ class TorchLearner:
     def _shrink(self, size: int, num_rows: int, reason: str) -> None:
         """Halve the micro-batches of this and later updates, after one of `num_rows` samples did not fit."""
         self._micro_tokens = size // 2
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        free_unused()
         log.warning(
             "out of memory in a micro-batch of %d samples, %d tokens (%s): going on with learner.micro_tokens = %d, "
             "which changes no result; set it from the start to save the second try",
@@ -346,14 +352,14 @@ class TorchLearner:
     def _backward(self, micro: MicroBatch, terms: Terms, divisor: float, num_tokens: float, found: Found) -> None:
         """Add one micro-batch's gradients; what it needs besides is free when it returns."""
         objective, tokens = self.objective, terms.tokens(micro)
-        logits_av, values_a = self._forward(self.model, micro, has_values=True)
-        logprobs_a, entropy = answer_logprobs(logits_av, micro.targets_a, self.temperature)
-        loss, moved = policy_loss(objective, tokens, logprobs_a, divisor=divisor)
-        sums = {"entropy": entropy}
+        scores, values_a = self._forward(self.model, micro, has_values=True)
+        loss, moved = policy_loss(objective, tokens, scores.logprobs_a, divisor=divisor)
+        sums = {"entropy": scores.entropy.detach()}
         if objective.entropy_coef > 0:
-            loss = loss - objective.entropy_coef * entropy_bonus(logits_av, self.temperature) / num_tokens
+            loss = loss - objective.entropy_coef * scores.entropy / num_tokens
         if tokens.reference_a is not None:
-            sums["kl_reference"] = divergence(logprobs_a.detach(), tokens.reference_a, objective.kl_estimator).sum()
+            apart_a = divergence(scores.logprobs_a.detach(), tokens.reference_a, objective.kl_estimator)
+            sums["kl_reference"] = apart_a.sum()
         if values_a is not None:
             assert tokens.values_a is not None, "a critic without the values of the start"
             assert tokens.returns_a is not None, "a critic without returns"
@@ -381,20 +387,9 @@ class TorchLearner:
         self._skipped_in_row += 1
         if self._skipped_in_row < MAX_SKIPPED:
             return
-        saved = ""
-        if self.inspect_dir is not None:
-            try:
-                saved = f", the batch is in {save_rejected(self.inspect_dir, batch, terms.advantages, reason)}"
-            except OSError as error:  # the run stops for the better reason
-                log.warning("the batch that stopped the run could not be saved in %s: %s", self.inspect_dir, error)
+        folder = try_to_save(self.inspect_dir, batch, terms.advantages, reason)
+        saved = "" if folder is None else f", the batch is in {folder}"
         raise LearnerError(
             f"{MAX_SKIPPED} steps in a row were not finite ({reason}{saved}): "
             "lower learner.lr, or go on from an earlier checkpoint"
         )
-
-
-def cut(num_samples: int, num_parts: int) -> list[tuple[int, int]]:
-    """Bounds of consecutive mini-batches, equal but for one sample; never an empty one."""
-    parts = min(num_samples, num_parts)
-    edges = [num_samples * part // parts for part in range(parts + 1)]
-    return list(itertools.pairwise(edges))

@@ -1,0 +1,191 @@
+"""Log-probs and entropy of packed answers, without a row of the vocabulary for every token at once.
+
+`learner/torch.py` and `sft.py` call `Scorer.score` on each micro-batch. Where logits would be large, the model's output
+layer is run for a few hundred tokens at a time, and of each such piece nothing stays but two numbers per token: the
+backward pass computes the logits of a piece again when it needs them. The model itself is called as always, with its
+output layer replaced for the call, so that hooks on either (those of adapters, of a critic, of sharded weights) work.
+
+What it keeps true: values and gradients, those of the output layer's weights included, are those of the whole; small
+logits are computed as a whole, bit by bit as `loss.py` does, and so are those of a model whose output layer is not
+plain or which changes logits afterwards.
+
+Shapes: n packed tokens, a answer tokens, r answer tokens of a piece, h hidden size, v vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from sortedrl.learner.loss import answer_logprobs, entropy_bonus
+from sortedrl.learner.pack import MicroBatch, packed_logits
+
+WHOLE_ELEMENTS = 1 << 22  # logits up to this size are computed as a whole
+PIECE_ELEMENTS = 1 << 23  # and larger ones in pieces of about this size
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Scores:
+    logprobs_a: Tensor
+    entropy: Tensor  # summed over positions; it has a gradient only where that was asked for
+
+
+class Scorer:
+    """`temperature` is the one that answers are sampled with; 0, greedy sampling, has the log-probs of 1."""
+
+    def __init__(self, temperature: float) -> None:
+        self._temperature = temperature
+        self._changes_logits = False  # whether a model was seen to do so
+
+    def score(self, model: Any, micro: MicroBatch, *, has_entropy_gradient: bool = False) -> Scores:
+        """Call it, and backward, within `packed_attention(model)`."""
+        head = model.get_output_embeddings()
+        if not self._changes_logits and self._is_worth_it(head, micro):
+            scores = self._score_in_pieces(model, head, micro, has_entropy_gradient)
+            if scores is not None:
+                return scores
+            self._changes_logits = True
+        logits_av = packed_logits(model, micro)
+        logprobs_a, entropy = answer_logprobs(logits_av, micro.targets_a, self._temperature)
+        if has_entropy_gradient:
+            entropy = entropy_bonus(logits_av, self._temperature)
+        return Scores(logprobs_a=logprobs_a, entropy=entropy)
+
+    def _is_worth_it(self, head: Any, micro: MicroBatch) -> bool:
+        return isinstance(head, nn.Linear) and micro.targets_a.numel() * head.out_features > WHOLE_ELEMENTS
+
+    def _score_in_pieces(
+        self, model: Any, head: nn.Linear, micro: MicroBatch, has_entropy_gradient: bool
+    ) -> Scores | None:
+        """None where the model does something to what its output layer returns."""
+        scale = 1.0 if self._temperature in (0.0, 1.0) else 1 / self._temperature
+        returned: list[Tensor] = []
+
+        def forward(hidden_ah: Tensor) -> Tensor:
+            logprobs_a, entropy_a = _Pieces.apply(hidden_ah[0], head.weight, head.bias, micro.targets_a, scale)
+            if not has_entropy_gradient:
+                entropy_a = entropy_a.detach()
+            returned.append(torch.stack((logprobs_a, entropy_a), -1)[None])
+            return returned[-1]
+
+        with _replaced(head, forward):
+            output_a2 = packed_logits(model, micro)
+        if output_a2.data_ptr() != returned[0].data_ptr() or output_a2.dtype != returned[0].dtype:
+            return None
+        entropy = output_a2[:, 1].sum()
+        return Scores(logprobs_a=output_a2[:, 0], entropy=entropy if has_entropy_gradient else entropy.detach())
+
+
+@contextmanager
+def _replaced(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Let calls of a module, its hooks included, go through another function."""
+    before = module.__dict__.get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
+
+
+class _Pieces(torch.autograd.Function):
+    """Hidden states to log-probs of the targets and entropies, [a] each, in float32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_ah: Tensor, weight_vh: Tensor, bias_v: Tensor | None, targets_a: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        device = hidden_ah.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_ah.dtype
+        logprobs_a, entropy_a = (hidden_ah.new_empty(len(hidden_ah), dtype=torch.float32) for _ in range(2))
+        with torch.autocast(device, enabled=False):
+            logprobs_of = _logprobs(hidden_ah, weight_vh, bias_v, scale, dtype)
+            for piece in _pieces(len(hidden_ah), len(weight_vh)):
+                logprobs_rv = logprobs_of(piece)
+                logprobs_a[piece] = logprobs_rv.gather(1, targets_a[piece, None])[:, 0]
+                entropy_a[piece] = -logprobs_rv.exp().mul_(logprobs_rv).sum(-1)
+        ctx.save_for_backward(hidden_ah, weight_vh, bias_v, targets_a, entropy_a)
+        ctx.scale, ctx.dtype = scale, dtype
+        ctx.set_materialize_grads(False)
+        return logprobs_a, entropy_a
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        by_logprob_a, by_entropy_a = gradients
+        hidden_ah, weight_vh, bias_v, targets_a, entropy_a = ctx.saved_tensors
+        scale, dtype = ctx.scale, ctx.dtype
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        # In float32: they are sums over all pieces.
+        by_weight_vh = torch.zeros_like(weight_vh, dtype=torch.float32) if needs_weight else None
+        by_bias_v = torch.zeros_like(bias_v, dtype=torch.float32) if needs_bias else None
+        by_hidden_ah = torch.empty_like(hidden_ah) if needs_hidden else None
+        logprobs_of = _logprobs(hidden_ah, weight_vh, bias_v, scale, dtype)
+        lower_vh = weight_vh.to(dtype)
+        for piece in _pieces(len(hidden_ah), len(weight_vh)):
+            by_logits_rv = _by_logits(
+                logprobs_of(piece),
+                targets_a[piece],
+                entropy_a[piece],
+                None if by_logprob_a is None else by_logprob_a[piece] * scale,
+                None if by_entropy_a is None else by_entropy_a[piece] * scale,
+            )
+            if by_bias_v is not None:
+                by_bias_v += by_logits_rv.sum(0)
+            lower_rv = by_logits_rv.to(dtype)
+            if by_hidden_ah is not None:
+                by_hidden_ah[piece] = (lower_rv @ lower_vh).to(hidden_ah.dtype)
+            if by_weight_vh is not None:
+                if dtype == torch.float32:
+                    by_weight_vh.addmm_(lower_rv.T, hidden_ah[piece].to(dtype))
+                else:
+                    by_weight_vh += lower_rv.T @ hidden_ah[piece].to(dtype)
+        return (
+            by_hidden_ah,
+            None if by_weight_vh is None else by_weight_vh.to(weight_vh.dtype),
+            None if by_bias_v is None else by_bias_v.to(bias_v.dtype),
+            None,
+            None,
+        )
+
+
+def _by_logits(
+    logprobs_rv: Tensor, targets_r: Tensor, entropy_r: Tensor, by_logprob_r: Tensor | None, by_entropy_r: Tensor | None
+) -> Tensor:
+    """The gradient of a piece's logits: g (1 at the target - p) for the log-prob, -g p (log p + H) for the entropy."""
+    weight_r1 = torch.zeros_like(entropy_r)[:, None] if by_logprob_r is None else by_logprob_r[:, None]
+    if by_entropy_r is None:
+        gradient_rv = logprobs_rv.exp_().mul_(-weight_r1)
+    else:
+        factor_rv = (logprobs_rv + entropy_r[:, None]).mul_(by_entropy_r[:, None]).add_(weight_r1)
+        gradient_rv = logprobs_rv.exp_().mul_(factor_rv).neg_()
+    return gradient_rv.scatter_add_(1, targets_r[:, None], weight_r1)
+
+
+def _logprobs(
+    hidden_ah: Tensor, weight_vh: Tensor, bias_v: Tensor | None, scale: float, dtype: torch.dtype
+) -> Callable[[slice], Tensor]:
+    """The log-probs of a piece over the vocabulary, in float32; the caller may write into them."""
+    weight_vh = weight_vh.to(dtype)
+    bias_v = None if bias_v is None else bias_v.to(dtype)
+
+    def logprobs_of(piece: slice) -> Tensor:
+        logits_rv = functional.linear(hidden_ah[piece].to(dtype), weight_vh, bias_v).float()
+        return (logits_rv if scale == 1.0 else logits_rv.mul_(scale)).log_softmax(-1)
+
+    return logprobs_of
+
+
+def _pieces(num_tokens: int, vocabulary: int) -> list[slice]:
+    """Pieces of about equal size, none larger than `PIECE_ELEMENTS` unless a single token is."""
+    num_pieces = -(-num_tokens // max(PIECE_ELEMENTS // vocabulary, 1))
+    edges = [num_tokens * number // num_pieces for number in range(num_pieces + 1)]
+    return [slice(start, stop) for start, stop in pairwise(edges)]
