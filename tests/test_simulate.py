@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scripted import ScriptedPolicy, scripted_run
 from sortedrl import cli
 from sortedrl.clock import VirtualClock
-from sortedrl.engine.base import Delta, Finished, InFlight, Request, Sampling, Span, Written, as_deltas
+from sortedrl.engine.base import Delta, Finished, InFlight, Request, Sampling, Span, as_deltas
 from sortedrl.engine.base import Event as EngineEvent
 from sortedrl.engine.cost import UnitCost
 from sortedrl.engine.sim import SimEngine
@@ -205,7 +205,7 @@ def test_the_summary_is_the_same_whoever_listens(strategy: Strategy, noise: str)
     assert sum(isinstance(event, AttemptStarted) for event in told) >= 192
 
 
-def test_written_events_are_deltas_in_one_piece() -> None:
+def test_what_is_told_in_segments_are_deltas_in_one_piece() -> None:
     policy, clock = ScriptedPolicy(lengths={7: 5}), VirtualClock()
     engine = SimEngine(policy, slots=1, clock=clock)
     engine.submit([Request(sample=3, attempt=2, prompt=(1,), budget=9, seed=7, sampling=Sampling())])
@@ -213,11 +213,12 @@ def test_written_events_are_deltas_in_one_piece() -> None:
     assert engine.poll() == []
     engine.publish(1, None, InFlight.KEEP)
     events = engine.poll()
-    assert [type(event) for event in events] == [Written, Finished]
+    assert [type(event) for event in events] == [Finished]
     told = [(e.start, e.tokens, e.version, e.slot_s) for e in as_deltas(events) if isinstance(e, Delta)]
     tokens = [policy.token(7, position, position >= 2) for position in range(5)]
     assert told == [(0, tokens[:2], 0, 2.0), (2, tokens[2:], 1, 3.0)]
     assert [(e.sample, e.attempt) for e in as_deltas(events)] == [(3, 2)] * 3
+    assert [type(event) for event in as_deltas(events)] == [Delta, Delta, Finished]
 
 
 def test_a_simulation_repeats_itself() -> None:

@@ -42,6 +42,7 @@ class TraceAnswers:
         self.drift = drift
         self.cap = cap
         self.is_steady = drift == 1.0
+        self.is_blank = True
 
     def length(self, request: Request, version: int) -> int:
         """Length of the whole answer under this version."""
@@ -74,10 +75,13 @@ class TraceAnswers:
         return self.length(request, version) <= length < self.cap  # at the cap it was cut off
 
     def end(self, request: Request, length: int, version: int) -> int:
-        return max(self.length(request, version), length + 1)
+        sample = request.sample
+        is_own = request.seed == self.seeds[sample] and self.is_steady  # then `length` finds the same
+        whole = self.lengths[sample] if is_own else self.length(request, version)
+        return whole if whole > length else length + 1
 
     def written(self, request: Request, start: int, count: int, version: int) -> tuple[Any, Any]:
-        zeros = bytearray(count)  # does what a list does, at an eighth of its memory and a tenth of its time
+        zeros = bytes(count)  # reads like a list, at an eighth of its memory and a tenth of its time
         return zeros, zeros
 
 
