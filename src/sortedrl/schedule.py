@@ -79,6 +79,8 @@ def hinges_on_scores(buffer: Buffer, knobs: Knobs) -> bool:
         cohort = next(iter(buffer.cohorts.values()))
         complete = sum(s.cohort == cohort.id for held in (buffer.finished, buffer.scored) for s in held.values())
         return complete == cohort.num_left
+    if len(buffer.finished) + len(buffer.scored) < knobs.update_batch:
+        return False  # as what follows would find out, but this is asked at every poll
     soon = buffer.num_ready_soon
     if soon == 0 or buffer.num_counted(knobs.flat_extra) + soon < knobs.update_batch:
         return False

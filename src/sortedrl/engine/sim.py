@@ -219,7 +219,7 @@ class SimEngine:
             ending[step] = [running for running in ending[step] if running.end_step == step]
             if not ending[step]:
                 del ending[heapq.heappop(ends)]
-        count = self._num_decoding
+        count = len(self.running) - len(self.parked)
         steps = ends[0] - self._progress_made.steps
         if self._limit is not None and count > 1:
             steps = min(steps, max(self._limit - self._context, 0) // count)
@@ -237,7 +237,7 @@ class SimEngine:
     def _decode(self, steps: int) -> None:
         if steps == 0:
             return
-        count, made, stats = self._num_decoding, self._progress_made, self._stats
+        count, made, stats = len(self.running) - len(self.parked), self._progress_made, self._stats
         seconds = self.cost.decode_s(count, self._context, steps)
         self._context += steps * count
         made.steps += steps

@@ -14,6 +14,7 @@ from typing import Any
 from sortedrl.engine.base import Request
 
 _MASK = (1 << 64) - 1
+_ZEROS = [bytes(count) for count in range(2048)]  # read like lists, and can be shared
 
 
 class TraceAnswers:
@@ -81,7 +82,7 @@ class TraceAnswers:
         return whole if whole > length else length + 1
 
     def written(self, request: Request, start: int, count: int, version: int) -> tuple[Any, Any]:
-        zeros = bytes(count)  # reads like a list, at an eighth of its memory and a tenth of its time
+        zeros = _ZEROS[count] if count < len(_ZEROS) else bytes(count)
         return zeros, zeros
 
 
