@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scripted import ScriptedPolicy, scripted_run
 from sortedrl import cli
 from sortedrl.clock import VirtualClock
-from sortedrl.engine.base import Delta, Finished, InFlight, Request, Sampling, Span, as_deltas
+from sortedrl.engine.base import Delta, Finished, InFlight, Request, Sampling, Span, Written, as_deltas
 from sortedrl.engine.base import Event as EngineEvent
 from sortedrl.engine.cost import UnitCost
 from sortedrl.engine.sim import SimEngine
@@ -219,6 +219,35 @@ def test_what_is_told_in_segments_are_deltas_in_one_piece() -> None:
     assert told == [(0, tokens[:2], 0, 2.0), (2, tokens[2:], 1, 3.0)]
     assert [(e.sample, e.attempt) for e in as_deltas(events)] == [(3, 2)] * 3
     assert [type(event) for event in as_deltas(events)] == [Delta, Delta, Finished]
+
+
+@pytest.mark.parametrize("strategy", list(Strategy))
+def test_segments_that_answers_share_change_nothing(strategy: Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = load_trace("lognormal(40, 1.0, 200)", samples=192, seed=5)
+    options = {"strategy": strategy, "slots": 12, "update_batch": 16, "divergence": 0.01, "prompt_tokens": 20}
+    shared: list[Event] = []
+    apart: list[Event] = []
+    simulate(trace, emit=shared.append, cost=UnitCost(kv_tokens=900), **options)
+    monkeypatch.setattr(TraceAnswers, "is_blank", False)
+    simulate(trace, emit=apart.append, cost=UnitCost(kv_tokens=900), **options)
+    assert shared == apart
+
+
+def test_no_answer_ends_with_a_segment_that_others_have_too() -> None:
+    clock = VirtualClock()
+    engine = SimEngine(TraceAnswers([9, 9], [0, 0], cap=9), slots=2, clock=clock)
+    engine.submit([Request(sample=n, attempt=1, prompt=(1,), budget=9, seed=0, sampling=Sampling()) for n in range(2)])
+    for version in (1, 2, 3):
+        clock.set_timer(3.0 * version - 1)
+        assert engine.poll() == []
+        engine.publish(version, None, InFlight.KEEP)
+    written = [event.segments for event in engine.interrupt() if isinstance(event, Written)]
+    told = [(0, 2, 2.0), (1, 3, 3.0), (2, 3, 3.0)]  # 2 steps before the first publication, 3 before each other
+    assert [[(s.version, len(s.tokens), s.slot_s) for s in segments] for segments in written] == [told, told]
+    (_, middle, last), (_, other_middle, other_last) = written
+    assert middle is other_middle
+    last.extend(middle)
+    assert (len(last.tokens), len(other_last.tokens)) == (6, 3)
 
 
 def test_a_simulation_repeats_itself() -> None:

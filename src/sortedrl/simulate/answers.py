@@ -25,6 +25,8 @@ class TraceAnswers:
     where a prompt has one answer only, of any answer in the trace.
     """
 
+    is_blank = True
+
     def __init__(
         self,
         lengths: Sequence[int],
@@ -43,7 +45,6 @@ class TraceAnswers:
         self.drift = drift
         self.cap = cap
         self.is_steady = drift == 1.0
-        self.is_blank = True
 
     def length(self, request: Request, version: int) -> int:
         """Length of the whole answer under this version."""
