@@ -214,9 +214,8 @@ class Buffer:
 
     def finish(self, sample: Sample, reason: FinishReason) -> None:
         """RUNNING -> FINISHED."""
-        number = sample.id
         self._move(sample, FINISHED, self.running, self.finished)
-        del self.attempt_version[number]
+        del self.attempt_version[sample.id]
         sample.finish_reason = reason
 
     def interrupt(self, sample: Sample) -> None:
@@ -362,13 +361,9 @@ class Buffer:
 
     def _retire_groups(self, batch: Sequence[Sample]) -> None:
         """Forget the groups of samples that are trained: each must be in the batch as a whole."""
-        for sample in batch:
-            key = sample.group
-            group = self.groups.pop(key, None)
-            if group is None:
-                continue  # a sibling came before
-            for sibling in group.samples:
-                assert sibling.state is TRAINED, f"half of group {key} is trained"
+        for key in dict.fromkeys(sample.group for sample in batch):
+            group = self.groups.pop(key)
+            assert all(sibling.state is TRAINED for sibling in group.samples), f"half of group {key} is trained"
             del self.ready[key]
             self.num_ready -= len(group.samples)
 

@@ -152,8 +152,13 @@ def _may_be_due(buffer: Buffer, knobs: Knobs) -> Iterable[Sample]:
 def _is_held_back(buffer: Buffer, knobs: Knobs) -> bool:
     """Whether a sample that this update must take is not ready yet."""
     is_due = _due(buffer, knobs)
-    unready = (sample for sample in buffer.samples.values() if not buffer.group_of(sample).is_ready)
-    return is_due is not None and any(map(is_due, unready))
+    if is_due is None:
+        return False
+    if not buffer.grouped:
+        unready = chain(buffer.running.values(), buffer.finished.values(), _may_be_due(buffer, knobs))
+    else:
+        unready = (sample for sample in buffer.samples.values() if not buffer.group_of(sample).is_ready)
+    return any(map(is_due, unready))
 
 
 def _admit_in_load_order(buffer: Buffer, knobs: Knobs, free: int) -> list[Sample]:
