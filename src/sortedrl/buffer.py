@@ -10,7 +10,7 @@ over changes nothing; tokens never exceed the sample's budget; tokens, log-probs
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -43,9 +43,10 @@ class Buffer:
         self.in_state: dict[State, dict[int, Sample]] = dict(zip(State, held, strict=False))  # in the order of states
         self.unstarted: dict[int, Sample] = {}  # the pending ones that never ran, in load order
         self.waiting: dict[int, Sample] = {}  # the pending ones that have run before, with or without tokens
-        self.groups: dict[object, Group] = {}  # by what siblings have in common, if these are trained together
+        self.groups: dict[tuple[int, str], Group] = {}  # siblings, if these are trained together
+        self._ready_groups: dict[tuple[int, str], Group] = {}
         # What could be trained now, whole groups or single samples; and how many samples that is.
-        self.ready: dict[Any, Unit] = {} if grouped else self.scored
+        self.ready: Mapping[Any, Unit] = self._ready_groups if grouped else self.scored
         self.num_ready = 0
         self.attempt_version: dict[int, int] = {}  # of the weights with which a running attempt began
         self.lengths = LengthEstimator()
@@ -190,7 +191,7 @@ class Buffer:
     def extend(self, sample: Sample, segments: Sequence[Segment], *, start: int) -> None:
         """Put what several versions wrote, each a segment, behind the `start` tokens that the sample holds.
 
-        Does what an `append` for each would do; the segments are the sample's from here on.
+        Does what an `append` for each would do. Only the last of them may grow later: the others may be shared.
         """
         assert sample.state == RUNNING, f"sample {sample.id} gets tokens while {sample.state}"
         held = sample.segments
@@ -268,7 +269,7 @@ class Buffer:
         group = self.groups[sample.group]
         group.num_scored += 1
         if group.num_scored == len(group.samples):
-            self.ready[sample.group] = group
+            self._ready_groups[sample.group] = group
             self.num_ready += group.num_scored
         return sample
 
@@ -348,8 +349,8 @@ class Buffer:
 
     def find_ready(self) -> None:
         """For a buffer that is read back: what is ready, in load order."""
-        if self.grouped:
-            self.ready = {key: group for key, group in self.groups.items() if group.is_ready}
+        self._ready_groups.clear()
+        self._ready_groups.update((key, group) for key, group in self.groups.items() if group.is_ready)
         self.num_ready = sum(len(unit.samples) for unit in self.ready.values())
 
     # ---- inside -----------------------------------------------------------------------------------------------------
@@ -364,7 +365,7 @@ class Buffer:
         for key in dict.fromkeys(sample.group for sample in batch):
             group = self.groups.pop(key)
             assert all(sibling.state is TRAINED for sibling in group.samples), f"half of group {key} is trained"
-            del self.ready[key]
+            del self._ready_groups[key]
             self.num_ready -= len(group.samples)
 
     def _finished_siblings(self, sample: Sample) -> list[int]:
@@ -385,7 +386,7 @@ class Buffer:
         if not self.grouped:
             self.num_ready -= 1
             return
-        if self.ready.pop(sample.group, None) is not None:
+        if self._ready_groups.pop(sample.group, None) is not None:
             self.num_ready -= len(self.groups[sample.group].samples)
         self.groups[sample.group].num_scored -= 1
 
