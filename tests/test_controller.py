@@ -185,7 +185,7 @@ class HastyEngine(SimEngine):
         for running in [self.running[sample] for sample in chosen if sample in self.running]:
             if running.end - running.length == 1:
                 running.length += 1
-                heard += self._progress(running)
+                self._finish(running, self.clock.now(), heard)
                 self.num_late += 1
         return [*heard, *super().interrupt(chosen)]
 

@@ -82,7 +82,7 @@ def test_only_plain_answers_reach_scorers_that_evaluate(name: str, answer: str, 
 @pytest.mark.parametrize("name", sorted((LISTS | FORMULAS) - SLOW))
 def test_scorers_that_evaluate_reward_no_adversarial_output(name: str) -> None:
     origin = {"name": name, "seed": "test/0", "item": 0, "options": {}}
-    assert max(score(text, origin) for text in outputs("gym", 3 * len(GYM), seed=1)) <= 0.05
+    assert max(score(text, origin) for text in outputs("gym", 3 * len(GYM), seed=1)) == 0.0
 
 
 def test_generators_make_prompts_and_score_their_own_answers() -> None:

@@ -205,7 +205,7 @@ def test_the_summary_is_the_same_whoever_listens(strategy: Strategy, noise: str)
     assert sum(isinstance(event, AttemptStarted) for event in told) >= 192
 
 
-def test_written_events_are_deltas_in_one_piece() -> None:
+def test_what_is_told_in_segments_are_deltas_in_one_piece() -> None:
     policy, clock = ScriptedPolicy(lengths={7: 5}), VirtualClock()
     engine = SimEngine(policy, slots=1, clock=clock)
     engine.submit([Request(sample=3, attempt=2, prompt=(1,), budget=9, seed=7, sampling=Sampling())])
@@ -213,11 +213,41 @@ def test_written_events_are_deltas_in_one_piece() -> None:
     assert engine.poll() == []
     engine.publish(1, None, InFlight.KEEP)
     events = engine.poll()
-    assert [type(event) for event in events] == [Written, Finished]
+    assert [type(event) for event in events] == [Finished]
     told = [(e.start, e.tokens, e.version, e.slot_s) for e in as_deltas(events) if isinstance(e, Delta)]
     tokens = [policy.token(7, position, position >= 2) for position in range(5)]
     assert told == [(0, tokens[:2], 0, 2.0), (2, tokens[2:], 1, 3.0)]
     assert [(e.sample, e.attempt) for e in as_deltas(events)] == [(3, 2)] * 3
+    assert [type(event) for event in as_deltas(events)] == [Delta, Delta, Finished]
+
+
+@pytest.mark.parametrize("strategy", list(Strategy))
+def test_segments_that_answers_share_change_nothing(strategy: Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = load_trace("lognormal(40, 1.0, 200)", samples=192, seed=5)
+    options = {"strategy": strategy, "slots": 12, "update_batch": 16, "divergence": 0.01, "prompt_tokens": 20}
+    shared: list[Event] = []
+    apart: list[Event] = []
+    simulate(trace, emit=shared.append, cost=UnitCost(kv_tokens=900), **options)
+    monkeypatch.setattr(TraceAnswers, "is_blank", False)
+    simulate(trace, emit=apart.append, cost=UnitCost(kv_tokens=900), **options)
+    assert shared == apart
+
+
+def test_no_answer_ends_with_a_segment_that_others_have_too() -> None:
+    clock = VirtualClock()
+    engine = SimEngine(TraceAnswers([9, 9], [0, 0], cap=9), slots=2, clock=clock)
+    engine.submit([Request(sample=n, attempt=1, prompt=(1,), budget=9, seed=0, sampling=Sampling()) for n in range(2)])
+    for version in (1, 2, 3):
+        clock.set_timer(3.0 * version - 1)
+        assert engine.poll() == []
+        engine.publish(version, None, InFlight.KEEP)
+    written = [event.segments for event in engine.interrupt() if isinstance(event, Written)]
+    told = [(0, 2, 2.0), (1, 3, 3.0), (2, 3, 3.0)]  # 2 steps before the first publication, 3 before each other
+    assert [[(s.version, len(s.tokens), s.slot_s) for s in segments] for segments in written] == [told, told]
+    (_, middle, last), (_, other_middle, other_last) = written
+    assert middle is other_middle
+    last.extend(middle)
+    assert (len(last.tokens), len(other_last.tokens)) == (6, 3)
 
 
 def test_a_simulation_repeats_itself() -> None:

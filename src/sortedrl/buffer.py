@@ -10,12 +10,17 @@ over changes nothing; tokens never exceed the sample's budget; tokens, log-probs
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from sortedrl.lengths import LengthEstimator
-from sortedrl.records import Cohort, FinishReason, Group, Mode, Sample, Segment, State, sample_from_dict
+from sortedrl.records import Cohort, FinishReason, Group, Mode, Sample, Segment, State, Unit, sample_from_dict
+
+# By names of their own: Python 3.11 finds a member on its class ten times as slowly, and every sample needs some.
+PENDING, RUNNING, FINISHED, SCORED, TRAINED = State
+FRESH, RESUME = Mode.FRESH, Mode.RESUME
+_COUNTERS = ("version", "num_updates", "num_trained", "num_loaded", "next_cohort")  # of the durable form
 
 
 class Buffer:
@@ -38,9 +43,11 @@ class Buffer:
         self.in_state: dict[State, dict[int, Sample]] = dict(zip(State, held, strict=False))  # in the order of states
         self.unstarted: dict[int, Sample] = {}  # the pending ones that never ran, in load order
         self.waiting: dict[int, Sample] = {}  # the pending ones that have run before, with or without tokens
-        self.groups: dict[object, Group] = {}
-        self.ready: dict[object, Group] = {}  # those whose samples could all be trained now
-        self.num_ready = 0  # samples in them
+        self.groups: dict[tuple[int, str], Group] = {}  # siblings, if these are trained together
+        self._ready_groups: dict[tuple[int, str], Group] = {}
+        # What could be trained now, whole groups or single samples; and how many samples that is.
+        self.ready: Mapping[Any, Unit] = self._ready_groups if grouped else self.scored
+        self.num_ready = 0
         self.attempt_version: dict[int, int] = {}  # of the weights with which a running attempt began
         self.lengths = LengthEstimator()
         self.next_cohort = 0
@@ -72,19 +79,20 @@ class Buffer:
         """Samples whose groups lack nothing but scores."""
         if not self.grouped:
             return len(self.finished)
-        groups = {self._group_key(sample): self.group_of(sample) for sample in self.finished.values()}
-        complete = (State.FINISHED, State.SCORED)
+        groups = {sample.group: self.groups[sample.group] for sample in self.finished.values()}
+        complete = (FINISHED, SCORED)
         return sum(len(group.samples) for group in groups.values() if all(s.state in complete for s in group.samples))
 
-    def group_of(self, sample: Sample) -> Group:
-        return self.groups[self._group_key(sample)]
+    def group_of(self, sample: Sample) -> Unit:
+        """What is trained together with a sample: its siblings, or nothing but itself."""
+        return self.groups[sample.group] if self.grouped else sample
 
     def oldest_version(self, sample: Sample) -> int | None:
         """Version of the oldest token that the sample holds, or that its running attempt may have written."""
-        if sample.state != State.RUNNING:
+        if sample.state != RUNNING:
             return sample.oldest_version
         begun = self.attempt_version[sample.id]
-        held = sample.oldest_version if sample.mode == Mode.RESUME else None
+        held = sample.oldest_version if sample.mode == RESUME else None
         return begun if held is None else min(begun, held)
 
     def staleness(self, sample: Sample, version: int) -> int:
@@ -99,7 +107,7 @@ class Buffer:
     def counts(self) -> Counter[str]:
         """Samples by state, the trained ones included."""
         counts = Counter({state.value: len(held) for state, held in self.in_state.items()})
-        counts[State.TRAINED.value] = self.num_trained
+        counts[TRAINED.value] = self.num_trained
         return counts
 
     # ---- what the controller tells ----------------------------------------------------------------------------------
@@ -114,7 +122,8 @@ class Buffer:
             assert sample.id not in self.samples, f"sample {sample.id} is loaded already"
             assert sample.cohort == cohort.id, f"sample {sample.id} belongs to cohort {sample.cohort}, not {cohort.id}"
             self.samples[sample.id] = self.pending[sample.id] = self.unstarted[sample.id] = sample
-            self._join_group(sample)
+            if self.grouped:
+                self._join_group(sample)
         self.cohorts[cohort.id] = cohort
         self.next_cohort += 1
         self.num_loaded += len(samples)
@@ -122,14 +131,16 @@ class Buffer:
 
     def start(self, sample: Sample) -> None:
         """PENDING -> RUNNING, as a new attempt."""
-        self._move(sample, State.RUNNING, self.pending, self.running)
+        number = sample.id
+        self._move(sample, RUNNING, self.pending, self.running)
         if sample.attempt == 0:
-            del self.unstarted[sample.id]
-            self.lengths.start(sample.id, sample.prompt.id, self._finished_siblings(sample) if self.grouped else ())
+            del self.unstarted[number]
+            if self.grouped or sample.prompt.id in self.lengths.prompts:
+                self.lengths.start(number, sample.prompt.id, self._finished_siblings(sample))
         else:
-            del self.waiting[sample.id]
+            del self.waiting[number]
         sample.attempt += 1
-        self.attempt_version[sample.id] = self.version
+        self.attempt_version[number] = self.version
         self.num_started += 1
 
     def find(self, sample_id: int, attempt: int) -> Sample | None:
@@ -153,7 +164,7 @@ class Buffer:
         The first `verified` of them repeat what is there: they were decoded once, and keep the slot time it took; those
         that were fed stay masked.
         """
-        assert sample.state == State.RUNNING, f"sample {sample.id} gets tokens while {sample.state}"
+        assert sample.state == RUNNING, f"sample {sample.id} gets tokens while {sample.state}"
         held, count = sample.num_tokens, len(tokens)
         end = start + count
         assert count == len(logprobs), f"sample {sample.id}: {count} tokens, {len(logprobs)} log-probs"
@@ -172,7 +183,7 @@ class Buffer:
             elif count:
                 sample.segments.append(part)
                 last = part
-        sample.mode = Mode.RESUME
+        sample.mode, sample.held = RESUME, end
         if end > sample.known_length:
             sample.known_length = end
         return held - start - verified
@@ -180,15 +191,14 @@ class Buffer:
     def extend(self, sample: Sample, segments: Sequence[Segment], *, start: int) -> None:
         """Put what several versions wrote, each a segment, behind the `start` tokens that the sample holds.
 
-        Does what an `append` for each would do; the segments are the sample's from here on.
+        Does what an `append` for each would do. Only the last of them may grow later: the others may be shared.
         """
-        assert sample.state == State.RUNNING, f"sample {sample.id} gets tokens while {sample.state}"
+        assert sample.state == RUNNING, f"sample {sample.id} gets tokens while {sample.state}"
         held = sample.segments
         end, version = (sample.num_tokens, held[-1].version) if held else (0, 0)
         assert start == end, f"sample {sample.id}: tokens at {start}, but it holds {end}"
         for segment in segments:
-            count = len(segment.tokens)
-            num_logprobs = len(segment.logprobs)
+            count, num_logprobs = len(segment.tokens), len(segment.logprobs)
             assert 0 < count == num_logprobs, f"sample {sample.id}: {count} tokens, {num_logprobs} log-probs"
             assert segment.version >= version, f"sample {sample.id}: version {segment.version} after {version}"
             version = segment.version
@@ -199,13 +209,13 @@ class Buffer:
             held.extend(segments[1:])
         else:
             held.extend(segments)
-        sample.mode = Mode.RESUME
+        sample.mode, sample.held = RESUME, end
         if end > sample.known_length:
             sample.known_length = end
 
     def finish(self, sample: Sample, reason: FinishReason) -> None:
         """RUNNING -> FINISHED."""
-        self._move(sample, State.FINISHED, self.running, self.finished)
+        self._move(sample, FINISHED, self.running, self.finished)
         del self.attempt_version[sample.id]
         sample.finish_reason = reason
 
@@ -221,7 +231,7 @@ class Buffer:
 
     def cut_off(self, sample: Sample) -> None:
         """RUNNING -> PENDING, because whoever ran it ended; tokens are kept, and nobody is to blame."""
-        self._move(sample, State.PENDING, self.running, self.pending)
+        self._move(sample, PENDING, self.running, self.pending)
         del self.attempt_version[sample.id]
         self.waiting[sample.id] = sample
 
@@ -229,9 +239,7 @@ class Buffer:
         """RUNNING -> FINISHED with an empty answer, after too many failures; returns discarded tokens."""
         Buffer.finish(self, sample, FinishReason.FAILED)
         sample.num_failures += 1
-        discarded = sample.num_tokens
-        sample.segments.clear()
-        return discarded
+        return self._clear(sample)
 
     def feed(self, sample: Sample, tokens: Sequence[int]) -> None:
         """FINISHED -> PENDING: what ended was a turn. These tokens, sampled by nobody, follow, and the answer goes on.
@@ -242,10 +250,10 @@ class Buffer:
         assert tokens, f"sample {sample.id} is fed nothing"
         assert sample.finish_reason == FinishReason.STOP, f"sample {sample.id} is fed after {sample.finish_reason}"
         assert end < sample.budget, f"sample {sample.id} is fed beyond its budget of {sample.budget}"
-        self._move(sample, State.PENDING, self.finished, self.pending)
+        self._move(sample, PENDING, self.finished, self.pending)
         self.waiting[sample.id] = sample
         sample.segments.append(Segment(self.version, list(tokens), [0.0] * len(tokens), 0.0, True))
-        sample.mode, sample.finish_reason = Mode.RESUME, None
+        sample.mode, sample.finish_reason, sample.held = RESUME, None, end
         sample.known_length = max(sample.known_length, end)
 
     def score(self, sample_id: int, attempt: int, reward: float) -> Sample | None:
@@ -253,48 +261,50 @@ class Buffer:
         sample = self.finished.get(sample_id)
         if sample is None or sample.attempt != attempt:
             return None
-        self._move(sample, State.SCORED, self.finished, self.scored)
+        self._move(sample, SCORED, self.finished, self.scored)
         sample.reward = reward
-        key = sample.group if self.grouped else sample_id
-        group = self.groups[key]
+        if not self.grouped:  # it is ready now that it is among the scored ones
+            self.num_ready += 1
+            return sample
+        group = self.groups[sample.group]
         group.num_scored += 1
         if group.num_scored == len(group.samples):
-            self.ready[key] = group
+            self._ready_groups[sample.group] = group
             self.num_ready += group.num_scored
         return sample
 
     def requeue(self, sample: Sample, mode: Mode) -> int:
         """PENDING, FINISHED or SCORED -> PENDING, to be taken up again as `mode`; returns discarded tokens."""
-        if sample.state == State.SCORED:
+        if sample.state is SCORED:
             self._unready(sample)
-            self.group_of(sample).num_scored -= 1
-        if sample.state != State.PENDING:
-            assert sample.state in (State.FINISHED, State.SCORED), (
-                f"sample {sample.id} cannot go back from {sample.state}"
-            )
-            self._move(sample, State.PENDING, self.in_state[sample.state], self.pending)
+        if sample.state != PENDING:
+            assert sample.state in (FINISHED, SCORED), f"sample {sample.id} cannot go back from {sample.state}"
+            self._move(sample, PENDING, self.in_state[sample.state], self.pending)
             self.waiting[sample.id] = sample
         sample.mode, sample.reward, sample.finish_reason = mode, None, None
-        if mode != Mode.FRESH:
+        if mode != FRESH:
             return 0
-        discarded = sample.num_tokens
-        sample.segments.clear()
         sample.num_restarts += 1
-        return discarded
+        return self._clear(sample)
 
     def take(self, samples: Iterable[Sample]) -> list[Sample]:
         """SCORED -> TRAINED: the samples leave the buffer for good, as one update batch."""
-        batch = list(samples)
+        batch, version, learn = list(samples), self.version, self.lengths.learn
         for sample in batch:
-            self._move(sample, State.TRAINED, self.scored)
-            sample.trained_version = self.version
-            del self.samples[sample.id]
-            self.lengths.learn(sample.id, sample.prompt.id, sample.num_tokens)
-            cohort = self.cohorts[sample.cohort]
-            cohort.num_left -= 1
-            if cohort.num_left == 0:
-                del self.cohorts[cohort.id]
-        self._retire_groups(batch)
+            number = sample.id
+            found = self.scored.pop(number, None)
+            assert found is sample, f"sample {number} cannot be trained while {sample.state}"
+            sample.state, sample.trained_version = TRAINED, version
+            del self.samples[number]
+            learn(number, sample.prompt.id, sample.num_tokens)
+        for cohort, count in Counter([sample.cohort for sample in batch]).items():
+            self.cohorts[cohort].num_left -= count
+            if self.cohorts[cohort].num_left == 0:
+                del self.cohorts[cohort]
+        if self.grouped:
+            self._retire_groups(batch)
+        else:
+            self.num_ready -= len(batch)
         self.num_trained += len(batch)
         self.num_updates += 1
         self.num_started = 0
@@ -311,11 +321,7 @@ class Buffer:
         """Everything as plain data; running samples count as interrupted."""
         return {
             "grouped": self.grouped,
-            "version": self.version,
-            "num_updates": self.num_updates,
-            "num_trained": self.num_trained,
-            "num_loaded": self.num_loaded,
-            "next_cohort": self.next_cohort,
+            **{name: getattr(self, name) for name in _COUNTERS},
             "cohorts": [asdict(cohort) for cohort in self.cohorts.values()],
             "trained_lengths": self.lengths.state_dict(),
             "samples": [asdict(sample) for sample in self.samples.values()],
@@ -324,69 +330,70 @@ class Buffer:
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> Buffer:
         buffer = cls(grouped=state["grouped"])
-        buffer.version = state["version"]
-        buffer.num_updates = state["num_updates"]
-        buffer.num_trained = state["num_trained"]
-        buffer.num_loaded = state["num_loaded"]
-        buffer.next_cohort = state["next_cohort"]
+        for name in _COUNTERS:
+            setattr(buffer, name, state[name])
         buffer.cohorts = {cohort["id"]: Cohort(**cohort) for cohort in state["cohorts"]}
         buffer.lengths = LengthEstimator.from_state_dict(state["trained_lengths"])
         for record in state["samples"]:
             sample = sample_from_dict(record)
-            if sample.state == State.RUNNING:
-                sample.state = State.PENDING
+            if sample.state == RUNNING:
+                sample.state = PENDING
             buffer.samples[sample.id] = sample
             buffer.in_state[sample.state][sample.id] = sample
-            if sample.state == State.PENDING:
+            if sample.state == PENDING:
                 (buffer.waiting if sample.attempt else buffer.unstarted)[sample.id] = sample
-            buffer._join_group(sample).num_scored += sample.state == State.SCORED
-        buffer.ready = {key: group for key, group in buffer.groups.items() if group.is_ready}
-        buffer.num_ready = sum(len(group.samples) for group in buffer.ready.values())
+            if buffer.grouped:
+                buffer._join_group(sample).num_scored += sample.state is SCORED
+        buffer.find_ready()
         return buffer
+
+    def find_ready(self) -> None:
+        """For a buffer that is read back: what is ready, in load order."""
+        self._ready_groups.clear()
+        self._ready_groups.update((key, group) for key, group in self.groups.items() if group.is_ready)
+        self.num_ready = sum(len(unit.samples) for unit in self.ready.values())
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
-    def _group_key(self, sample: Sample) -> object:
-        return sample.group if self.grouped else sample.id
-
     def _join_group(self, sample: Sample) -> Group:
-        key = sample.group if self.grouped else sample.id
-        group = self.groups.get(key)
-        if group is None:
-            group = self.groups[key] = Group([sample])
-        else:
-            group.samples.append(sample)
+        group = self.groups.setdefault(sample.group, Group())
+        group.samples.append(sample)
         return group
 
     def _retire_groups(self, batch: Sequence[Sample]) -> None:
         """Forget the groups of samples that are trained: each must be in the batch as a whole."""
-        for sample in batch:
-            key = sample.group if self.grouped else sample.id
-            group = self.groups.pop(key, None)
-            if group is None:
-                continue  # a sibling came before
-            for sibling in group.samples:
-                assert sibling.state is State.TRAINED, f"half of group {key} is trained"
-            del self.ready[key]
+        for key in dict.fromkeys(sample.group for sample in batch):
+            group = self.groups.pop(key)
+            assert all(sibling.state is TRAINED for sibling in group.samples), f"half of group {key} is trained"
+            del self._ready_groups[key]
             self.num_ready -= len(group.samples)
 
     def _finished_siblings(self, sample: Sample) -> list[int]:
         """Lengths of the answers in its group that are complete."""
         if not self.grouped:
             return []
-        complete = (State.FINISHED, State.SCORED)
-        return [s.num_tokens for s in self.group_of(sample).samples if s.state in complete and s is not sample]
+        complete = (FINISHED, SCORED)
+        return [s.num_tokens for s in self.groups[sample.group].samples if s.state in complete and s is not sample]
+
+    def _clear(self, sample: Sample) -> int:
+        """Throw the answer away; returns its tokens."""
+        discarded, sample.held = sample.num_tokens, 0
+        sample.segments.clear()
+        return discarded
 
     def _unready(self, sample: Sample) -> None:
-        group = self.ready.pop(self._group_key(sample), None)
-        self.num_ready -= len(group.samples) if group is not None else 0
+        """A scored sample is to be written again."""
+        if not self.grouped:
+            self.num_ready -= 1
+            return
+        if self._ready_groups.pop(sample.group, None) is not None:
+            self.num_ready -= len(self.groups[sample.group].samples)
+        self.groups[sample.group].num_scored -= 1
 
-    def _move(
-        self, sample: Sample, to: State, source: dict[int, Sample], target: dict[int, Sample] | None = None
-    ) -> None:
-        """From one state's samples to another's; the trained ones are not kept."""
-        found = source.pop(sample.id, None)
-        assert found is sample, f"sample {sample.id} cannot go from {sample.state} to {to}"
+    def _move(self, sample: Sample, to: State, source: dict[int, Sample], target: dict[int, Sample]) -> None:
+        """From one state's samples to another's."""
+        number = sample.id
+        found = source.pop(number, None)
+        assert found is sample, f"sample {number} cannot go from {sample.state} to {to}"
         sample.state = to
-        if target is not None:
-            target[sample.id] = sample
+        target[number] = sample

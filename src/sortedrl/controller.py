@@ -29,7 +29,7 @@ from sortedrl.telemetry.events import Emit
 from sortedrl.telemetry.harvest import EngineAccount, batch_taken
 
 IDLE_POLL_S = 0.05  # how long to wait for one thing before looking at the others
-COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
+FRESH, FAILED = Mode.FRESH, FinishReason.FAILED  # every sample needs them, and Python 3.11 finds members slowly
 MAX_FAILED_UPDATES = 3  # in a row: more is no bad luck
 STOP_POLL_S = 0.5  # how long a request to stop may go unheard
 TOLD_WAIT_S = 1e-4  # a shorter wait for scores is not worth an event
@@ -147,19 +147,23 @@ class Controller:
 
     def listen(self) -> None:
         """Wait for the engine, or for scores when nothing runs, and write down what happened."""
-        if self.buffer.running:
-            is_expecting = self.update is not None or bool(self.buffer.finished)
+        buffer = self.buffer
+        if buffer.running:
+            is_expecting = self.update is not None or bool(buffer.finished)
             self.hear(self.engine.poll(IDLE_POLL_S if is_expecting else STOP_POLL_S))
         while True:
             scores = self.await_scores(self.patience())
             for score in scores:
-                self.score(*score.key, score.reward)
-            if not scores or not self.hinges_on_scores():
+                number, attempt = score.key
+                self.score(number, attempt, score.reward)
+            if not scores or not (buffer.finished and self.hinges_on_scores()):
                 return
 
     def await_scores(self, timeout: float) -> Sequence[Score]:
+        if timeout <= 0.0:
+            return self.scorer.poll(timeout)
         began, scores = self.clock.now(), self.scorer.poll(timeout)
-        if timeout > 0.0 and (waited := self.clock.now() - began) > TOLD_WAIT_S:
+        if (waited := self.clock.now() - began) > TOLD_WAIT_S:
             num_paused = self.buffer.num_running if self.engine.capabilities.waits else 0
             self.emit(events.ScoresAwaited(t=began + waited, seconds=waited, num_paused=num_paused))
         return scores
@@ -173,7 +177,7 @@ class Controller:
         A batch that only lacks scores is worth a short wait: quick rewards then never depend on timing, and slow ones
         cost each answer at most that much.
         """
-        idle = 0.0 if self.buffer.num_running or self.update else IDLE_POLL_S
+        idle = 0.0 if self.buffer.running or self.update else IDLE_POLL_S
         return max(idle, self.last_finish + self.score_grace_s - self.clock.now()) if self.hinges_on_scores() else idle
 
     def harvest(self) -> None:
@@ -247,10 +251,10 @@ class Controller:
 
     def start(self, sample: Sample) -> Request:
         """Mark a sample as running and make the request for its attempt."""
-        mode = sample.mode if sample.segments else Mode.FRESH
+        mode = sample.mode if sample.segments else FRESH
         self.buffer.start(sample)
         cached, spans = (), ()
-        if mode != Mode.FRESH:
+        if mode is not FRESH:
             cached, spans = sample.tokens, [Span(s.version, len(s.tokens), s.is_masked) for s in sample.segments]
         number, attempt = sample.id, sample.attempt
         if self.follows_attempts:
@@ -278,16 +282,18 @@ class Controller:
     def hear(self, heard: Sequence[engine_events.Event]) -> None:
         """Write engine events into the buffer; those of attempts that are over are ignored."""
         buffer, running, now = self.buffer, self.buffer.running, self.clock.now()
+        follows = self.follows_attempts
         for event in heard:
             sample = running.get(event.sample)
             if sample is None or sample.attempt != event.attempt:
                 continue
-            match event:  # the most frequent in a simulation come first
-                case engine_events.Written(start=start, segments=segments):
-                    buffer.extend(sample, segments, start=start)
-                case engine_events.Finished(reason=reason):
-                    buffer.finish(sample, reason)
-                    self.ended(sample, reason, now)
+            match event:
+                case engine_events.Finished():  # first, as the most frequent in a simulation
+                    if event.segments:
+                        buffer.extend(sample, event.segments, start=event.start)
+                    buffer.finish(sample, event.reason)
+                    if follows:
+                        self.ended(sample, event.reason, now)
                     self.scorer.submit(sample)
                     self.last_finish = now
                 case engine_events.Delta():
@@ -300,6 +306,8 @@ class Controller:
                         slot_s=event.slot_s,
                         verified=event.verified,
                     )
+                case engine_events.Written(start=start, segments=segments):
+                    buffer.extend(sample, segments, start=start)
                 case engine_events.Verified(cached=cached, accepted=accepted):
                     self.emit(events.AttemptVerified(now, sample.id, sample.attempt, cached, accepted))
                 case engine_events.Partial():
@@ -327,8 +335,6 @@ class Controller:
         if self.follows_attempts:
             row = self.row_of.pop(sample.id)
             heapq.heappush(self.rows, row)
-        elif sample.finish_reason in COMPLETE:
-            return
         self.emit(events.AttemptEnded(now, sample.id, sample.attempt, outcome, sample.num_tokens, row, error))
 
     def score(self, sample_id: int, attempt: int, reward: float) -> None:
@@ -380,7 +386,7 @@ class Controller:
             assert bound is None or staleness <= bound, f"sample {sample.id} is {staleness} versions old"
             assert staleness >= 0, f"sample {sample.id} has tokens of a version that does not exist yet"
             assert length <= sample.budget, f"sample {sample.id} exceeds its budget"
-        is_failed = all(sample.finish_reason == FinishReason.FAILED for sample in batch.samples)
+        is_failed = all(sample.finish_reason is FAILED for sample in batch.samples)
         self.num_failed_updates = self.num_failed_updates + 1 if is_failed else 0
         if self.num_failed_updates >= MAX_FAILED_UPDATES:
             raise EngineError(

@@ -1,8 +1,8 @@
 """The nouns that every part shares: prompts, samples, their segments, cohorts, groups and update batches.
 
 Standard library only, so that buffer, schedule and a user's own tools can hold them without torch. A sample lives
-through states and is mutable, and so are cohorts and groups, but only `buffer.py` changes them; the rest is frozen.
-What a simulation makes by the million can be made without keywords: Python does that several times as fast.
+through states and is mutable, and so are cohorts and groups, but only `buffer.py` changes them. What a simulation makes
+by the million can be made without keywords and is not frozen: Python makes such records several times as fast.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ class State(StrEnum):
     TRAINED = "trained"  # consumed; never leaves this state within an epoch
 
 
+_SCORED = State.SCORED  # asked for by the thousand, and Python 3.11 finds members slowly
+
+
 class Mode(StrEnum):
     """How an engine takes up a sample: from nothing, from its cached tokens, or by checking them first."""
 
@@ -40,9 +43,9 @@ class FinishReason(StrEnum):
     FAILED = "failed"  # the engine failed on it too often; it is scored as it is
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class Prompt:
-    """One task instance. `content` is what reward functions see: text, or a list of chat messages."""
+    """One task instance, which nobody changes. `content` is what reward functions see: text, or chat messages."""
 
     id: str
     tokens: tuple[int, ...]
@@ -67,15 +70,14 @@ class Segment:
 
     def extend(self, more: Segment) -> None:
         """Take in what the same version wrote next."""
-        self.tokens.extend(more.tokens)
-        if self.logprobs is not self.tokens:  # in a simulation, where neither says anything, they are one
-            self.logprobs.extend(more.logprobs)
+        self.tokens += more.tokens  # a simulation's stand-in for a list can do this too
+        self.logprobs += more.logprobs
         self.slot_s += more.slot_s
 
-    def cut(self, keep: int) -> None:
-        """Keep only the first tokens."""
-        self.slot_s *= keep / len(self.tokens)
-        del self.tokens[keep:], self.logprobs[keep:]
+    def first(self, keep: int) -> Segment:
+        """A segment of its own with the first tokens only."""
+        slot_s = self.slot_s * (keep / len(self.tokens))
+        return Segment(self.version, self.tokens[:keep], self.logprobs[:keep], slot_s, self.is_masked)
 
     def parted(self, masked: Sequence[range]) -> list[Segment]:
         """The same tokens, with those at these places, counted from its first, masked; slot time goes to the others."""
@@ -117,24 +119,37 @@ class Sample:
     num_restarts: int = 0
     num_failures: int = 0
     trained_version: int | None = None  # the version in force when it was trained
+    held: int | None = None  # tokens of its segments, as the buffer counted them; None: nobody has
 
     @property
     def group(self) -> tuple[int, str]:
         """What siblings have in common."""
         return (self.epoch, self.prompt.id)
 
+    # Where siblings train apart, a sample is all that a Group is otherwise.
+
+    @property
+    def samples(self) -> list[Sample]:
+        return [self]
+
+    @property
+    def is_ready(self) -> bool:
+        return self.state is _SCORED
+
+    @property
+    def is_flat(self) -> bool:
+        return False  # it takes two to differ
+
     @property
     def num_tokens(self) -> int:
-        count = 0
-        for segment in self.segments:  # asked so often that a generator would show in a simulation's time
-            count += len(segment.tokens)
-        return count
+        """Tokens of the answer so far."""
+        return sum(len(segment.tokens) for segment in self.segments) if self.held is None else self.held
 
     @property
     def tokens(self) -> list[int]:
         tokens = self.segments[0].tokens[:] if self.segments else []
         for segment in self.segments[1:]:
-            tokens.extend(segment.tokens)  # a simulation's stand-in for a list can do this too
+            tokens += segment.tokens
         return tokens
 
     @property
@@ -183,8 +198,7 @@ class Sample:
             keep = min(max(start - position, 0), length)
             slot_s += segment.slot_s * (min(max(start + again - position, 0), length) - keep) / length
             if keep:
-                segment.cut(keep)
-                kept.append(segment)
+                kept.append(segment.first(keep))
             position += length
         self.segments = kept
         return slot_s
@@ -202,10 +216,23 @@ class Cohort:
 
 @dataclass(slots=True)
 class Group:
-    """Siblings that must be trained together; a group of one where the algorithm needs no siblings."""
+    """Siblings that must be trained together."""
 
     samples: list[Sample] = field(default_factory=list)
     num_scored: int = 0
+
+    @property
+    def id(self) -> int:
+        """Of its first sample, and so are seed and cohort."""
+        return self.samples[0].id
+
+    @property
+    def seed(self) -> int:
+        return self.samples[0].seed
+
+    @property
+    def cohort(self) -> int:
+        return self.samples[0].cohort
 
     @property
     def is_ready(self) -> bool:
@@ -213,15 +240,11 @@ class Group:
 
     @property
     def known_length(self) -> int:
-        if len(self.samples) == 1:  # as where siblings train apart: then there are as many groups as samples
-            return self.samples[0].known_length
         return max(sample.known_length for sample in self.samples)
 
     @property
     def num_tokens(self) -> int:
         """Of its longest answer."""
-        if len(self.samples) == 1:
-            return self.samples[0].num_tokens
         return max(sample.num_tokens for sample in self.samples)
 
     @property
@@ -229,6 +252,10 @@ class Group:
         """Whether it is siblings that were all rewarded alike."""
         rewards = [sample.reward for sample in self.samples if sample.reward is not None]
         return len(rewards) > 1 and is_flat(rewards)
+
+
+Unit = Sample | Group
+"""What is trained as a whole: siblings, where the algorithm compares them, or else each sample by itself."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

@@ -12,7 +12,11 @@ from itertools import chain, islice
 
 from sortedrl.buffer import Buffer
 from sortedrl.knobs import Admission, Fate, Harvest, Knobs, Order
-from sortedrl.records import Cohort, Group, Sample
+from sortedrl.records import Cohort, Sample, Unit
+
+# By names of their own, since every poll asks for some and Python 3.11 is slow at finding a member on its class.
+WAIT, RESUME, RESTART, DRAIN = Fate.WAIT, Fate.RESUME, Fate.RESTART, Harvest.DRAIN
+LOAD_ORDER, TAIL_LAST = Admission.LOAD_ORDER, Admission.TAIL_LAST
 
 # ---- the four decisions ---------------------------------------------------------------------------------------------
 
@@ -21,7 +25,7 @@ def wants_cohort(buffer: Buffer, knobs: Knobs, slots: int) -> bool:
     """Load the next cohort when all is consumed, or when slots would idle and the lookahead allows it."""
     if not buffer.cohorts:
         return True
-    if buffer.num_pending + buffer.num_running >= slots:
+    if len(buffer.pending) + len(buffer.running) >= slots:
         return False
     if knobs.flat_extra and not buffer.num_in_work and buffer.num_counted(knobs.flat_extra) < knobs.update_batch:
         return True  # groups without signal are made up for, whatever the lookahead
@@ -30,13 +34,13 @@ def wants_cohort(buffer: Buffer, knobs: Knobs, slots: int) -> bool:
 
 def admit(buffer: Buffer, knobs: Knobs, slots: int) -> list[Sample]:
     """The pending samples that get a slot now, in order."""
-    free = slots - buffer.num_running
+    free = slots - len(buffer.running)
     if free <= 0 or not buffer.pending:
         return []
     is_due = _due(buffer, knobs)
     is_full = buffer.num_counted(knobs.flat_extra) >= knobs.update_batch
-    waits = knobs.on_bound == Fate.WAIT and knobs.max_staleness == 0 and is_full
-    if is_due is not None and not (waits or buffer.grouped or knobs.admission == Admission.TAIL_LAST):
+    waits = knobs.on_bound == WAIT and knobs.max_staleness == 0 and is_full
+    if is_due is not None and not (waits or buffer.grouped or knobs.admission == TAIL_LAST):
         # Most often none of thousands is due, and then what follows gives the same at a fraction of the price.
         is_due = is_due if any(map(is_due, _may_be_due(buffer, knobs))) else None
     if is_due is not None:
@@ -44,19 +48,21 @@ def admit(buffer: Buffer, knobs: Knobs, slots: int) -> list[Sample]:
         if waits:
             pending = [s for s in pending if is_due(s)]  # any other would have to be waited for as well
         return sorted(pending, key=lambda s: not is_due(s))[:free]
-    if knobs.admission == Admission.TAIL_LAST:
+    if knobs.admission == TAIL_LAST:
         return _admit_tail_last(buffer, knobs, free)
-    if knobs.admission == Admission.LOAD_ORDER:
+    if knobs.admission == LOAD_ORDER:
         return _admit_in_load_order(buffer, knobs, free)
     return _arrange(buffer, knobs, buffer.pending.values())[:free]
 
 
 def harvest(buffer: Buffer, knobs: Knobs, *, has_data: bool = False) -> list[Sample] | None:
     """The next update batch, in training order, or None while there is reason to wait, be it for data still to load."""
-    if knobs.harvest == Harvest.DRAIN:
+    if knobs.harvest == DRAIN:
         return _deal(buffer, knobs)
     if not buffer.ready:
         return None
+    if buffer.num_ready < knobs.update_batch and buffer.running:
+        return None  # what follows says the same, but this is asked at every poll
     may_grow = buffer.num_in_work or (has_data and knobs.flat_extra)
     if may_grow and buffer.num_counted(knobs.flat_extra) < knobs.update_batch:
         return None
@@ -69,10 +75,12 @@ def hinges_on_scores(buffer: Buffer, knobs: Knobs) -> bool:
     """Whether the next batch lacks nothing but scores that are under way."""
     if not buffer.finished:
         return False
-    if knobs.harvest == Harvest.DRAIN:
+    if knobs.harvest == DRAIN:
         cohort = next(iter(buffer.cohorts.values()))
         complete = sum(s.cohort == cohort.id for held in (buffer.finished, buffer.scored) for s in held.values())
         return complete == cohort.num_left
+    if len(buffer.finished) + len(buffer.scored) < knobs.update_batch:
+        return False  # as what follows would find out, but this is asked at every poll
     soon = buffer.num_ready_soon
     if soon == 0 or buffer.num_counted(knobs.flat_extra) + soon < knobs.update_batch:
         return False
@@ -84,7 +92,7 @@ def hinges_on_scores(buffer: Buffer, knobs: Knobs) -> bool:
 def interrupts_at_publication(buffer: Buffer, knobs: Knobs) -> list[Sample]:
     """Running samples that cannot simply go on under the next version."""
     running = buffer.running.values()
-    if knobs.interrupted != Fate.RESUME:
+    if knobs.interrupted != RESUME:
         return list(running)
     if knobs.max_staleness is None:
         return []
@@ -100,7 +108,7 @@ def fates(buffer: Buffer, knobs: Knobs) -> list[tuple[Sample, Fate]]:
             decisions.append((sample, knobs.on_bound if exceeds else knobs.interrupted))
     for complete in (buffer.finished, buffer.scored) if knobs.max_staleness is not None else ():
         decisions += [(s, knobs.on_bound) for s in complete.values() if _exceeds(buffer, knobs, s, buffer.version)]
-    assert all(fate != Fate.WAIT for _, fate in decisions), "a sample at the bound was not waited for"
+    assert all(fate != WAIT for _, fate in decisions), "a sample at the bound was not waited for"
     return decisions
 
 
@@ -117,7 +125,7 @@ def _due(buffer: Buffer, knobs: Knobs) -> Callable[[Sample], bool] | None:
     It must take all that is left of a cohort whose last update it is, and, where the harvest waits for samples at the
     staleness bound, those that would exceed it one version later, each with its siblings.
     """
-    bound = knobs.max_staleness if knobs.on_bound == Fate.WAIT else None
+    bound = knobs.max_staleness if knobs.on_bound == WAIT else None
     cohorts = _due_cohorts(buffer, knobs)
     if bound is None:
         return (lambda s: s.cohort in cohorts) if cohorts else None
@@ -144,13 +152,18 @@ def _may_be_due(buffer: Buffer, knobs: Knobs) -> Iterable[Sample]:
 def _is_held_back(buffer: Buffer, knobs: Knobs) -> bool:
     """Whether a sample that this update must take is not ready yet."""
     is_due = _due(buffer, knobs)
-    unready = (sample for sample in buffer.samples.values() if not buffer.group_of(sample).is_ready)
-    return is_due is not None and any(map(is_due, unready))
+    if is_due is None:
+        return False
+    if not buffer.grouped:
+        unready = chain(buffer.running.values(), buffer.finished.values(), _may_be_due(buffer, knobs))
+    else:
+        unready = (sample for sample in buffer.samples.values() if not buffer.group_of(sample).is_ready)
+    return any(map(is_due, unready))
 
 
 def _admit_in_load_order(buffer: Buffer, knobs: Knobs, free: int) -> list[Sample]:
     """Restarts come last, the shortest known first; whatever holds work comes before what never ran."""
-    holds_work = knobs.interrupted != Fate.RESTART
+    holds_work = knobs.interrupted != RESTART
     if not holds_work and len(buffer.unstarted) >= free:
         return list(islice(buffer.unstarted.values(), free))
     started = _shortest_known_first(buffer)
@@ -182,7 +195,7 @@ def _arrange(buffer: Buffer, knobs: Knobs, samples: Iterable[Sample]) -> list[Sa
     """Pending samples in the order of admission."""
     if knobs.admission == Admission.LONGEST_EXPECTED_FIRST:
         return sorted(samples, key=lambda s: (-buffer.expected_length(s), s.id))
-    restarts = knobs.interrupted == Fate.RESTART
+    restarts = knobs.interrupted == RESTART
     return sorted(
         samples, key=lambda s: ((s.id in buffer.unstarted) != restarts, buffer.group_of(s).known_length, s.id)
     )
@@ -193,13 +206,13 @@ def _deal(buffer: Buffer, knobs: Knobs) -> list[Sample] | None:
     cohort: Cohort | None = next(iter(buffer.cohorts.values()), None)
     if cohort is None:
         return None
-    groups = [group for group in buffer.ready.values() if group.samples[0].cohort == cohort.id]
+    groups = [group for group in buffer.ready.values() if group.cohort == cohort.id]
     if sum(len(group.samples) for group in groups) < cohort.num_left:
         return None
     return _in_order(_dealt(groups, knobs), knobs.order)
 
 
-def _dealt(groups: list[Group], knobs: Knobs) -> list[Group]:
+def _dealt(groups: list[Unit], knobs: Knobs) -> list[Unit]:
     """As many groups of a drained cohort as make up one update batch."""
     ranked = _ranked(groups, knobs.order)
     num_batches = max(1, round(sum(len(group.samples) for group in groups) / knobs.update_batch))
@@ -214,13 +227,15 @@ def _dealt(groups: list[Group], knobs: Knobs) -> list[Group]:
     return dealt
 
 
-def _ranked(groups: list[Group], order: Order) -> list[Group]:
+def _ranked(groups: list[Unit], order: Order) -> list[Unit]:
     """Groups by length, or in an order that has nothing to do with it."""
     if order == Order.SHUFFLED:
-        return sorted(groups, key=lambda group: (group.samples[0].seed, group.samples[0].id))
+        return sorted(groups, key=lambda group: (group.seed, group.id))
     sign = -1 if order == Order.LONGEST_FIRST else 1
-    return sorted(groups, key=lambda group: (sign * group.num_tokens, group.samples[0].id))
+    return sorted(groups, key=lambda group: (sign * group.num_tokens, group.id))
 
 
-def _in_order(groups: list[Group], order: Order) -> list[Sample]:
-    return [sample for group in _ranked(groups, order) for sample in group.samples]
+def _in_order(groups: list[Unit], order: Order) -> list[Sample]:
+    ranked = _ranked(groups, order)
+    singles = [group for group in ranked if isinstance(group, Sample)]
+    return singles if len(singles) == len(ranked) else [sample for group in ranked for sample in group.samples]

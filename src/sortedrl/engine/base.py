@@ -1,9 +1,9 @@
 """The protocol between the controller and whatever samples tokens.
 
 An engine has a fixed number of slots and no queue of its own: the controller submits at most as many requests as there
-are free slots. Tokens arrive in `Delta` or `Written` events only; `Finished`, `Partial` and `Failed` end an attempt.
-Every event carries (sample, attempt), so that an event of an attempt that is over can be told and ignored, and the
-engine's clock.
+are free slots. Tokens arrive in `Delta` events, or as the segments of `Written` and `Finished`; `Finished`, `Partial`
+and `Failed` end an attempt. Every event carries (sample, attempt), so that an event of an attempt that is over can be
+told and ignored, and the engine's clock.
 
 What an engine keeps true:
 - the version of a token is that of the weights that sampled it, or that verified it by replay;
@@ -103,22 +103,10 @@ class Delta(Event):
 @dataclass(slots=True)
 class Written(Event):
     """What one version after the other wrote behind the `start` tokens of the answer, in one event in place of a Delta
-    for each. The segments are the receiver's from here on."""
+    for each. The list is the receiver's from here on, and so is the last segment; the others may be shared."""
 
     start: int
     segments: list[Segment]
-
-
-def as_deltas(events: Iterable[Event]) -> Iterator[Event]:
-    """The events with each Written as the Deltas that it stands for, for those who would rather know one kind."""
-    for event in events:
-        if not isinstance(event, Written):
-            yield event
-            continue
-        start = event.start
-        for s in event.segments:
-            yield Delta(event.sample, event.attempt, event.clock, start, s.tokens, s.logprobs, s.version, s.slot_s)
-            start += len(s.tokens)
 
 
 @dataclass(slots=True)
@@ -131,7 +119,11 @@ class Verified(Event):
 
 @dataclass(slots=True)
 class Finished(Event):
+    """The answer is complete. An engine may tell its last tokens along with that, as in a Written event."""
+
     reason: FinishReason
+    start: int = 0
+    segments: list[Segment] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -144,6 +136,20 @@ class Failed(Event):
     """The attempt failed; the engine lives on."""
 
     error: str
+
+
+def as_deltas(events: Iterable[Event]) -> Iterator[Event]:
+    """The events with Deltas for all that was told in segments, for those who would rather know one kind."""
+    for event in events:
+        if isinstance(event, Written | Finished):
+            start = event.start
+            for s in event.segments:
+                yield Delta(event.sample, event.attempt, event.clock, start, s.tokens, s.logprobs, s.version, s.slot_s)
+                start += len(s.tokens)
+        if isinstance(event, Finished):
+            yield Finished(event.sample, event.attempt, event.clock, event.reason)
+        elif not isinstance(event, Written):
+            yield event
 
 
 class InFlight(StrEnum):

@@ -38,6 +38,11 @@ class Answers(Protocol):
         """Whether new weights leave the length of every answer under way as it is."""
         ...
 
+    @property
+    def is_blank(self) -> bool:
+        """Whether tokens and log-probs are nothing but zeros, given as bytes: then answers can share them."""
+        ...
+
     def accepted(self, request: Request, version: int) -> int:
         """How many cached tokens these weights would write again."""
         ...
@@ -61,6 +66,7 @@ class SpelledOut:
 
     script: Script
     is_steady: bool = False
+    is_blank: bool = False
 
     def accepted(self, request: Request, version: int) -> int:
         places = masked_places(request.spans)

@@ -13,6 +13,7 @@ full and go on, prefilled again, when there is room; slot time is the time in wh
 from __future__ import annotations
 
 import heapq
+import operator
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -36,8 +37,11 @@ from sortedrl.engine.base import (
 from sortedrl.engine.cost import DecodeCost, UnitCost
 from sortedrl.engine.script import Answers, Script, SpelledOut
 from sortedrl.engine.sim_attempt import Progress, Running
-from sortedrl.records import FinishReason, Mode, Segment
+from sortedrl.engine.sim_marks import Marks
+from sortedrl.records import FinishReason, Mode
 
+REPLAY, STOP, LENGTH = Mode.REPLAY, FinishReason.STOP, FinishReason.LENGTH  # Python 3.11 finds members slowly
+_in_order = operator.attrgetter("order")
 RESERVE_SHARE = 1 / 64  # of the KV cache stays free when a parked sequence goes on, lest it be parked again at once
 
 
@@ -79,11 +83,12 @@ class SimEngine:
         self.running: dict[int, Running] = {}  # by sample, in order of submission; the parked ones too
         self.parked: deque[Running] = deque()  # those that the KV cache has no room for, oldest first
         self._progress_made = Progress()
-        self._ends: list[tuple[int, int, int, Running]] = []  # heap of (step, order, entry, attempt); some are void
+        self._ends: list[int] = []  # heap of the steps at which attempts end
+        self._ending: dict[int, list[Running]] = {}  # those attempts; some entries are void
         self._serial = 0
         self._context = 0  # tokens of all that decode, prompts included
         self._prompts = 0  # of these, those of prompts
-        self._marks: list[tuple[int, float, int]] = []  # publications: (steps, decode time) so far, version before
+        self._marks = Marks(self.answers)  # publications
         self._stall_s = 0.0  # prefill that is still to be paid
         self._tellers: list[Running] = []  # attempts that have something to tell at the next poll
         self._stats = EngineStats()
@@ -95,20 +100,20 @@ class SimEngine:
 
     def submit(self, requests: Iterable[Request]) -> None:
         prefilled: list[int] = []
-        made, stats = self._progress_made, self._stats
+        made, stats, num_marks = self._progress_made, self._stats, len(self._marks)
         for request in requests:
             assert len(self.running) < self.slots, "more requests than free slots"
-            length, context = len(request.cached), len(request.prompt) + len(request.cached)
-            stats.prompt_tokens += len(request.prompt)
-            has_room = self._limit is None or self._has_room(context)
+            length, prompt = len(request.cached), len(request.prompt)
+            stats.prompt_tokens += prompt
+            has_room = self._limit is None or self._has_room(prompt + length)
             if has_room:
                 stats.recomputed_tokens += length
-                prefilled.append(context)
-            told = self._verify(request) if request.mode is Mode.REPLAY else None
+                prefilled.append(prompt + length)
+            told = self._verify(request) if request.mode is REPLAY else None
             if told is not None:
                 length = told[0].accepted
             self._serial += 1
-            running = Running(request, made, self._serial, length, made.steps, made.decode_s, length, len(self._marks))
+            running = Running(request, made, self._serial, length, made.steps, made.decode_s, length, num_marks)
             running.end = self._end(request, length, is_verified=told is not None)
             if told is not None:
                 running.events = told
@@ -129,18 +134,24 @@ class SimEngine:
             if self._stall_s and not self._pay_stall(timer):
                 return []
             self._decode(self._next_stop(timer))
-            if ends[0][0] <= made.steps or (timer is not None and self.clock.now() >= timer):
+            if ends[0] <= made.steps or (timer is not None and self.clock.now() >= timer):
                 break
             self._make_room()
         events: list[Event] = []
-        for running in self._tellers:
-            events += running.events
-            running.events = ()
-        self._tellers.clear()
-        while ends and (ends[0][0] <= made.steps or ends[0][3].entry != ends[0][2]):
-            _, _, entry, running = heapq.heappop(ends)
-            if running.entry == entry:
-                events += self._progress(running)
+        if self._tellers:
+            for running in self._tellers:
+                events += running.events
+                running.events = ()
+            self._tellers.clear()
+        now = self.clock.now()
+        while ends and ends[0] <= made.steps:
+            step = heapq.heappop(ends)
+            ending = self._ending.pop(step)
+            if len(ending) > 1:
+                ending.sort(key=_in_order)
+            for running in ending:
+                if running.end_step == step:
+                    self._finish(running, now, events)
         if self.parked:
             self._unpark()
         return events
@@ -154,7 +165,7 @@ class SimEngine:
                 self._leave(running)
                 events.append(Partial(sample, running.request.attempt, self.clock.now()))
         if not self.running:
-            self._ends.clear()
+            self._forget_ends()
         if self.parked:
             self._unpark()
         return events
@@ -162,10 +173,10 @@ class SimEngine:
     def publish(self, version: int, source: Any, in_flight: InFlight = InFlight.ABORT) -> Handle:
         assert in_flight != InFlight.ABORT or not self.running, "samples still run"
         if self.running:
-            self._marks.append((self._progress_made.steps, self._progress_made.decode_s, self.version))
+            self._marks.add(self._progress_made, self.version)
         self.version = version
         if not self.answers.is_steady:
-            self._ends.clear()
+            self._forget_ends()
             for running in self.running.values():
                 running.end = self._end(running.request, running.length)
                 if not running.is_parked:
@@ -181,7 +192,7 @@ class SimEngine:
     def close(self) -> None:
         self.running.clear()
         self.parked.clear()
-        self._ends.clear()
+        self._forget_ends()
 
     # ---- time -------------------------------------------------------------------------------------------------------
 
@@ -202,11 +213,14 @@ class SimEngine:
 
     def _next_stop(self, timer: float | None) -> int:
         """Steps until an attempt ends, the KV cache is full, or the timer is reached."""
-        ends = self._ends
-        while ends[0][3].entry != ends[0][2]:
-            heapq.heappop(ends)
-        count = self._num_decoding
-        steps = ends[0][0] - self._progress_made.steps
+        ends, ending = self._ends, self._ending
+        while ending[ends[0]][0].end_step != ends[0]:
+            step = ends[0]
+            ending[step] = [running for running in ending[step] if running.end_step == step]
+            if not ending[step]:
+                del ending[heapq.heappop(ends)]
+        count = len(self.running) - len(self.parked)
+        steps = ends[0] - self._progress_made.steps
         if self._limit is not None and count > 1:
             steps = min(steps, max(self._limit - self._context, 0) // count)
         if timer is None or steps == 0:
@@ -223,7 +237,7 @@ class SimEngine:
     def _decode(self, steps: int) -> None:
         if steps == 0:
             return
-        count, made, stats = self._num_decoding, self._progress_made, self._stats
+        count, made, stats = len(self.running) - len(self.parked), self._progress_made, self._stats
         seconds = self.cost.decode_s(count, self._context, steps)
         self._context += steps * count
         made.steps += steps
@@ -278,10 +292,17 @@ class SimEngine:
 
     def _push(self, running: Running) -> None:
         """Enter where it ends; what was entered for it before is void."""
-        self._serial += 1
-        running.entry = self._serial
-        step = running.since_step + running.end - running.since_length
-        heapq.heappush(self._ends, (step, running.order, self._serial, running))
+        step = running.end_step = running.since_step + running.end - running.since_length
+        ending = self._ending.get(step)
+        if ending is None:
+            self._ending[step] = [running]
+            heapq.heappush(self._ends, step)
+        else:
+            ending.append(running)
+
+    def _forget_ends(self) -> None:
+        self._ends.clear()
+        self._ending.clear()
 
     def _leave(self, running: Running) -> None:
         del self.running[running.request.sample]
@@ -300,9 +321,9 @@ class SimEngine:
     def _part(self, running: Running) -> None:
         """It decodes no longer."""
         prompt = len(running.request.prompt)
-        self._context -= prompt + running.length
+        self._context -= prompt + running.since_length + self._progress_made.steps - running.since_step
         self._prompts -= prompt
-        running.entry = -1
+        running.end_step = -1
 
     def _verify(self, request: Request) -> tuple[Verified, Delta]:
         """Check the cached tokens: how many are kept, and these once more under the present version."""
@@ -321,41 +342,36 @@ class SimEngine:
         """
         if is_verified and length > 0 and self.answers.is_complete(request, length, self.version):
             return length
-        end = min(self.answers.end(request, length, self.version), request.budget)
+        end = self.answers.end(request, length, self.version)
+        if end > request.budget:
+            end = request.budget
         failure = None if self.fails is None else self.fails(request)
         return end if failure is None else max(min(end, failure), length)
 
-    def _progress(self, running: Running) -> list[Event]:
-        """The last events of an attempt that has reached its end."""
-        request, length = running.request, running.length
-        events = self._flush(running)
-        self._leave(running)
-        sample, attempt, clock = request.sample, request.attempt, self.clock.now()
+    def _finish(self, running: Running, now: float, events: list[Event]) -> None:
+        """Add the last events of an attempt that has reached its end."""
+        request, length, start = running.request, running.end, running.delivered
+        if running.events:
+            events += running.events
+            running.events = ()
+        segments = self._marks.untold(running, self.version)
+        sample, attempt = request.sample, request.attempt
+        del self.running[sample]
+        self._part(running)
         failure = None if self.fails is None else self.fails(request)
         if failure is not None and length >= failure:
-            events.append(Failed(sample, attempt, clock, "scripted failure"))
-            return events
+            if segments:
+                events.append(Written(sample, attempt, now, start, segments))
+            events.append(Failed(sample, attempt, now, "scripted failure"))
+            return
         is_stop = length < request.budget or self.answers.is_complete(request, length, self.version)
-        reason = FinishReason.STOP if is_stop else FinishReason.LENGTH
-        events.append(Finished(sample, attempt, clock, reason))
-        return events
+        events.append(Finished(sample, attempt, now, STOP if is_stop else LENGTH, start, segments))
 
     def _flush(self, running: Running) -> list[Event]:
-        """Everything not yet told of an attempt: a segment for each version that wrote some of it."""
-        events = [*running.events]
+        """Everything not yet told of an attempt."""
+        events, start, request = [*running.events], running.delivered, running.request
         running.events = ()
-        if running.is_parked:
-            return events  # it told all when it was parked
-        request, made, first = running.request, self._progress_made, running.delivered
-        ahead = running.since_length - running.since_step  # of its length over the steps taken
-        segments: list[Segment] = []
-        for steps, decode_s, version in (*self._marks[running.since_mark :], (made.steps, made.decode_s, self.version)):
-            start, stop = running.delivered, ahead + steps
-            if stop > start:
-                tokens, logprobs = self.answers.written(request, start, stop - start, version)
-                slot_s, running.since_s, running.delivered = decode_s - running.since_s, decode_s, stop
-                segments.append(Segment(version, tokens, logprobs, slot_s))
-        running.since_s, running.since_mark = made.decode_s, len(self._marks)
+        segments = self._marks.untold(running, self.version)
         if segments:
-            events.append(Written(request.sample, request.attempt, self.clock.now(), first, segments))
+            events.append(Written(request.sample, request.attempt, self.clock.now(), start, segments))
         return events

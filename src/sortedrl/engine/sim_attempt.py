@@ -29,7 +29,7 @@ class Running:
     delivered: int  # answer tokens that events have told of
     since_mark: int  # publications that events have told of
     end: int = 0  # answer tokens it will have under these weights
-    entry: int = -1  # the number under which its end is entered; any other entry of it is void
+    end_step: int = -1  # the step at which it is entered to end; any other entry of it is void
     is_parked: bool = False
     events: Sequence[Event] = ()  # to be told first
 

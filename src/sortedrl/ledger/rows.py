@@ -217,7 +217,7 @@ def _set_counters(buffer: Buffer, connection: sqlite3.Connection) -> None:
     for state, held in buffer.in_state.items():
         held.clear()
         held.update((s.id, s) for s in buffer.samples.values() if s.state == state)
-    buffer.ready = {key: group for key, group in buffer.groups.items() if group.is_ready}
+    buffer.find_ready()
 
 
 def version_in_force(connection: sqlite3.Connection) -> int:

@@ -111,12 +111,13 @@ class TraceLoader:
     def load(self, cohort: int, count: int) -> list[Sample]:
         trace, samples, epoch = self.trace, [], 0
         first, self.num_loaded = self.num_loaded, min(self.num_loaded + count, self.trace.num_samples)
+        prompts, seeds, tokens, cap, prompt = trace.prompts, self.seeds, self.prompt_tokens, trace.cap, self.prompt
         for number in range(first, self.num_loaded):
-            prompt_id = str(trace.prompts[number])
-            if self.prompt is None or self.prompt.id != prompt_id:
-                self.prompt = Prompt(prompt_id, self.prompt_tokens, "", {})
+            prompt_id = str(prompts[number])
+            if prompt is None or prompt.id != prompt_id:
+                prompt = self.prompt = Prompt(prompt_id, tokens, "", {})
             # A sample's id is its place in the trace, and so is its index: siblings are told apart by their seeds.
-            samples.append(Sample(number, self.prompt, number, epoch, cohort, self.seeds[number], trace.cap))
+            samples.append(Sample(number, prompt, number, epoch, cohort, seeds[number], cap))
         return samples
 
 

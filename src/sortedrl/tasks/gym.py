@@ -38,6 +38,7 @@ INSTRUCTION = "Give your final answer between <answer> and </answer>, and nothin
 BLOCK = 64  # rows that come from one dataset: some generators make all of theirs at once
 TRIES = 8  # items for each row, of which the first that is not held out is taken
 HELDOUT_SHARE = 4  # one question in this many is held out
+CONSOLATION = 0.05  # what reasoning-gym gives for any answer that it can read, however wrong
 MAX_ANSWER = 20_000  # characters
 # Where generators without an answer of their own keep one that is right.
 EXAMPLES = {
@@ -63,7 +64,8 @@ def score(completion: str, origin: Mapping[str, Any]) -> float:
         return 0.0
     dataset, item = make_item(origin["name"], origin["seed"], json.dumps(origin["options"]), origin["item"])
     with contextlib.redirect_stdout(io.StringIO()):  # some scorers print
-        return float(dataset.score_answer(answer, item))
+        found = float(dataset.score_answer(answer, item))
+    return found if found > CONSOLATION else 0.0
 
 
 def reference_answer(name: str, item: Mapping[str, Any]) -> str | None:

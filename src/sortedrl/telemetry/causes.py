@@ -48,6 +48,7 @@ MEANINGS: dict[Cause, str] = {
     Cause.SAVE: "waiting on a checkpoint",
     Cause.START_UP: "idle: starting up",
 }
+TAIL, START_UP = Cause.TAIL, Cause.START_UP  # asked for at every event, and Python 3.11 finds members slowly
 WAITING = (Cause.TAIL, Cause.REWARD, Cause.UPDATE, Cause.PUBLISH, Cause.SAVE, Cause.START_UP)
 
 
@@ -89,7 +90,7 @@ class SlotTime:
             self.busy_slot_s += elapsed * working
             self.rollout_s += elapsed
         if working < self.slots:
-            cause = self.waiting_for or (Cause.TAIL if working else Cause.START_UP)
+            cause = self.waiting_for or (TAIL if working else START_UP)
             self.waited[cause] += elapsed * (self.slots - working)
 
     def stood_still(self, t: float, cause: Cause, *, seconds: float, paused: int) -> None:

@@ -9,6 +9,8 @@ from sortedrl.engine.base import Engine, EngineStats
 from sortedrl.records import Batch, FinishReason
 from sortedrl.telemetry import events
 
+LENGTH = FinishReason.LENGTH  # Python 3.11 finds members slowly
+
 
 class EngineAccount:
     """What an engine counts from one harvest to the next, evaluations left out."""
@@ -35,8 +37,8 @@ def batch_taken(t: float, batch: Batch, since: EngineStats, num_interrupted: int
     samples, version = batch.samples, batch.version
     lengths, staleness, token_sums, slot_s = [], [], [], 0.0
     for sample in samples:  # one walk over the segments, since a simulation has millions of them
-        length = token_sum = 0
-        for segment in sample.segments:
+        length, token_sum, segments = 0, 0, sample.segments
+        for segment in segments:
             count = len(segment.tokens)
             length += count
             if not segment.is_masked:
@@ -44,7 +46,7 @@ def batch_taken(t: float, batch: Batch, since: EngineStats, num_interrupted: int
             slot_s += segment.slot_s
         lengths.append(length)
         token_sums.append(token_sum)
-        staleness.append(sample.staleness(version))
+        staleness.append(version - segments[0].version if segments else 0)  # of its oldest token
     return events.BatchTaken(
         t=t,
         update=batch.update,
@@ -54,7 +56,7 @@ def batch_taken(t: float, batch: Batch, since: EngineStats, num_interrupted: int
         rewards=[s.reward or 0.0 for s in samples],
         staleness=staleness,
         staleness_token_sum=token_sums,
-        truncated=sum([s.finish_reason is FinishReason.LENGTH for s in samples]),
+        truncated=sum([s.finish_reason is LENGTH for s in samples]),
         num_interrupted=num_interrupted,
         num_paused=num_paused,
         slot_s=slot_s,

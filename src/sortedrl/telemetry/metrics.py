@@ -247,10 +247,13 @@ class RunMetrics:
         self.num_without_spread += len(set(event.rewards)) == 1
         self.num_all_truncated += event.truncated == len(event.samples)
         self._trained.update(event.samples)
+        held, reached, cohort_of = self._held, self._longest, self._cohort_of
         for sample, length in zip(event.samples, event.lengths, strict=True):
-            self._held.pop(sample, None)
-            longest = max(self._longest.pop(sample, 0), length)
-            cohort = self.cohorts.get(self._cohort_of.get(sample, -1))
+            longest = length
+            if held or reached:  # nothing is held where nobody tells of attempts, as in a simulation
+                held.pop(sample, None)
+                longest = max(reached.pop(sample, 0), length)
+            cohort = self.cohorts.get(cohort_of.get(sample, -1))
             if cohort is not None:
                 cohort.trained += 1
                 cohort.trained_tokens += length
