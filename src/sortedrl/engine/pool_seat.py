@@ -39,6 +39,10 @@ class Members(Protocol):
 
     def launch(self, index: int) -> Member: ...
 
+    def stock_up(self) -> None:
+        """Called when a member has come up: the moment to prepare for the next."""
+        ...
+
     def put(self, source: Any) -> Any:
         """Store a learner's weights once, for all members to read; what it returns goes into their `publish`."""
         ...
@@ -54,6 +58,7 @@ class Seat:
     member: Member | None = None  # None: dead, or not up yet
     starting: Future[Any] | None = None
     start_member: Member | None = None
+    start_version: int | None = None  # of the weights that it was given since
     taking: Future[Report] | None = None
     asked_at: float = 0.0
     submitting: list[tuple[Future[None], list[Request]]] = field(default_factory=list)
@@ -91,7 +96,7 @@ class Seat:
     def vacate(self) -> list[Request]:
         """The member is dead: what it ran, which is nowhere any more."""
         left = list(self.running.values())
-        self.member = self.taking = None
+        self.member = self.taking = self.start_member = self.starting = None
         self.running.clear()
         self.prompts.clear()
         self.submitting.clear()

@@ -1,4 +1,7 @@
-"""The pool on real Ray actors: answers, publication through the object store, and processes that are killed."""
+"""The pool on real Ray actors: the conformance suite on two local engines, and what only processes can get wrong.
+
+One Ray serves all tests of this file; test_conformance_pool_vllm.py has the pool of vLLM engines.
+"""
 
 from __future__ import annotations
 
@@ -11,43 +14,76 @@ from typing import Any
 
 import psutil
 import pytest
+from cases import model_case
 
 from sortedrl.engine.base import Engine
 from sortedrl.engine.local import LocalEngine
 from sortedrl.engine.pool import Pool
 from sortedrl.engine.ray_cluster import connect, disconnect
-from sortedrl.testing import Caller
+from sortedrl.testing import CHECKS, Caller, Check, EngineCase
 from test_pool import check_same, serve_through
 from tiny_models import make_requests, serve, shake, source, tiny_model
 
+pytestmark = pytest.mark.xdist_group("ray")  # one worker, and so one Ray
 SLOTS = 4
+MAX_LENGTH = 384
+ANSWER_TOKENS = 240  # answers are read and interrupted from afar: short ones would be over before
 
 
 def make_engine() -> tuple[Engine, Any]:
     model = tiny_model()
-    return LocalEngine(model, slots=SLOTS, max_length=128, stream_every=1), model
+    return LocalEngine(model, slots=SLOTS, max_length=MAX_LENGTH, stream_every=1), model
 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
     with pytest.MonkeyPatch.context() as patch:
-        here = str(Path(__file__).parent)  # where the actors' processes find `make_engine`
-        patch.setenv("PYTHONPATH", os.pathsep.join([here, os.environ.get("PYTHONPATH", "")]))
+        here = Path(__file__).parent  # where the actors' processes find `make_engine`
+        paths = [str(here), str(here.parent), os.environ.get("PYTHONPATH", "")]
+        patch.setenv("PYTHONPATH", os.pathsep.join(paths))
         connect()
     from sortedrl.engine.ray_members import RayMembers
 
-    members = RayMembers(make_engine, num_cpus=0.5, num_gpus=0, threads=1)
+    members = RayMembers(make_engine, num_cpus=0.5, num_gpus=0, threads=1, has_spare=True)
     pool = Pool(members, size=2, slots=SLOTS, exact_replay=True, keep_kv=True)
     yield pool
     pool.close()
     disconnect()
 
 
+@pytest.fixture(scope="module")
+def case(pool: Pool) -> EngineCase:
+    def kill() -> None:
+        for pid in pids(pool):
+            os.kill(pid, signal.SIGKILL)
+
+    pool.publish(0, source(tiny_model())).wait()
+    return model_case(pool, tiny_model(), kill=kill, answer_tokens=ANSWER_TOKENS)
+
+
 def pids(pool: Pool) -> list[int]:
-    return [member["pid"] for member in pool.stats().extra["members"]]
+    """Of the engines that are up."""
+    return [member["pid"] for member in pool.stats().extra["members"] if member]
+
+
+def wait_until_all_are_up(pool: Pool) -> None:
+    deadline = time.monotonic() + 60
+    while len(pids(pool)) < 2 and time.monotonic() < deadline:
+        pool.submit([])  # looks after the members
+        time.sleep(0.1)
+    assert len(pids(pool)) == 2
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=str)
+def test_pool(check: Check, case: EngineCase) -> None:
+    assert check.needs(case), "a pool of exact engines promises everything"
+    check.run(case)
+    assert case.engine.stats().running == 0
 
 
 def test_answers_are_those_of_one_engine(pool: Pool) -> None:
+    wait_until_all_are_up(pool)
+    pool.publish(100, source(tiny_model())).wait()
     requests = make_requests(12)
     check_same(serve_through(pool, requests), serve(tiny_model(), requests))
     assert os.getpid() not in pids(pool)
@@ -69,15 +105,17 @@ def test_ray_listens_on_loopback(pool: Pool) -> None:
 def test_published_weights_reach_every_process(pool: Pool) -> None:
     model = tiny_model()
     shake(model, 0.1, seed=5)
-    pool.publish(3, source(model)).wait()
+    pool.publish(101, source(model)).wait()
     requests = make_requests(8, seed=2)
     answers = serve_through(pool, requests)
     check_same(answers, serve(model, requests))
-    assert {version for answer in answers.values() for version in answer.versions} == {3}
-    pool.publish(4, source(tiny_model())).wait()
+    assert {version for answer in answers.values() for version in answer.versions} == {101}
+    pool.publish(102, source(tiny_model())).wait()
 
 
 def test_a_process_that_is_killed(pool: Pool) -> None:
+    wait_until_all_are_up(pool)
+    num_restarts = pool.stats().extra["restarts"]
     victim = pids(pool)[0]
     killed: list[int] = []
 
@@ -90,9 +128,6 @@ def test_a_process_that_is_killed(pool: Pool) -> None:
     answers = serve_through(pool, requests, meanwhile=kill)
     check_same(answers, serve(tiny_model(), requests))
     assert killed
-    assert pool.stats().extra["restarts"] == 1
-    deadline = time.monotonic() + 60
-    while len(pool.stats().extra["members"][0]) == 0 and time.monotonic() < deadline:
-        pool.poll(0.1)
-        time.sleep(0.1)
+    assert pool.stats().extra["restarts"] == num_restarts + 1
+    wait_until_all_are_up(pool)
     assert victim not in pids(pool)
