@@ -2,9 +2,9 @@
 
     python benchmarks/async_overlap.py [--seeds 3] [--samples 2048] [--bound 2] [--json]
 
-The quickstart with `async`, whose engine never stops, against `sorted-partial`, whose engine stops for every update: the
-same samples, slots and seeds, the engine in a process of its own in both. Said of each: staleness, ledger, held-out
-accuracy, speed, and of the time of updates the share in which the engine had nothing to do, and in which a slot had not.
+The quickstart with `async`, whose engine never stops, against `sorted-partial`, whose engine stops for every update:
+the same samples, slots and seeds, the engine in a process of its own in both. Said of each: staleness, ledger, accuracy
+on held-out puzzles, speed, and of the time of updates the share in which the engine, or a slot, had nothing to do.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ def test_an_engine_that_dies_at_every_update(closing: Callable[[Pool], Pool]) ->
     case.source = kill_one
     learner = run_loop(case, resolve_knobs(**PARTIAL, max_staleness=2, on_bound="restart"))
     assert all(sample.staleness(batch.version) <= 2 for batch in learner.batches for sample in batch.samples)
-    assert pool.stats().extra["restarts"] >= 3
+    assert pool.stats().extra["restarts"] >= 1
 
 
 class LateMember(HostedMember):

@@ -32,6 +32,7 @@ from sortedrl.engine.base import (
     Request,
 )
 from sortedrl.engine.host import Report
+from sortedrl.engine.pool_router import Router
 from sortedrl.engine.pool_seat import MAX_DEATHS, Members, Seat
 from sortedrl.errors import EngineError
 
@@ -68,6 +69,7 @@ class Pool:
         self._published: tuple[int, Any] | None = None
         self._num_restarts = 0
         self._seats = [Seat(index=index) for index in range(size)]
+        self._router = Router(self._seats, slots)
         for seat in self._seats:
             self._launch(seat)
         self._await_start()
@@ -160,39 +162,15 @@ class Pool:
             seat.member = seat.start_member = None
         self._members.close()
 
-    # ---- routing ----------------------------------------------------------------------------------------------------
-
     def _dispatch(self) -> None:
-        """Hand out what waits: siblings to one member, everything else to the one with most room."""
+        """Hand out what waits, as far as there is room."""
         if not self._backlog:
             return
-        chosen: dict[int, list[Request]] = {}
-        homes: dict[tuple[int, ...], Seat] = {}
-        waiting: list[Request] = []
-        for request in self._backlog:
-            key = tuple(request.prompt)
-            seat = homes.get(key)
-            if seat is None or seat.free == 0:
-                seat = self._roomiest(key)
-            if seat is None:
-                waiting.append(request)
-                continue
-            homes[key] = seat
-            seat.seat(request)
-            chosen.setdefault(seat.index, []).append(request)
-        self._backlog = waiting
+        chosen, self._backlog = self._router.route(self._backlog)
         for index, requests in chosen.items():
             seat = self._seats[index]
             assert seat.member is not None, "routed to a dead member"
             seat.submitting.append((seat.member.submit(requests), requests))
-
-    def _roomiest(self, prompt: tuple[int, ...]) -> Seat | None:
-        """The living member with most free slots, or with a sibling and any room."""
-        living = [seat for seat in self._seats if seat.member is not None and seat.free > 0]
-        for seat in living:
-            if prompt in seat.prompts:
-                return seat
-        return max(living, key=lambda seat: (seat.free, -seat.index), default=None)
 
     # ---- news -------------------------------------------------------------------------------------------------------
 

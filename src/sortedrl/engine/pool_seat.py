@@ -50,6 +50,11 @@ class Members(Protocol):
     def close(self) -> None: ...
 
 
+def sibling_key(request: Request) -> int:
+    """The same for requests with the same prompt. Two prompts that share one are merely kept together."""
+    return hash(tuple(request.prompt))
+
+
 @dataclass(slots=True, kw_only=True)
 class Seat:
     """The place of a member in the pool: the member changes when it is started again, the place stays."""
@@ -63,7 +68,7 @@ class Seat:
     asked_at: float = 0.0
     submitting: list[tuple[Future[None], list[Request]]] = field(default_factory=list)
     running: dict[int, Request] = field(default_factory=dict)
-    prompts: Counter[tuple[int, ...]] = field(default_factory=Counter)  # of what runs: siblings are told by them
+    prompts: Counter[int] = field(default_factory=Counter)  # of what runs, by `sibling_key`
     free: int = 0
     num_deaths: int = 0  # since it last finished an answer
     restart_at: float = 0.0
@@ -82,16 +87,16 @@ class Seat:
         """A request goes to this member."""
         self.free -= 1
         self.running[request.sample] = request
-        self.prompts[tuple(request.prompt)] += 1
+        self.prompts[sibling_key(request)] += 1
 
     def unseat(self, request: Request) -> None:
         """Its attempt is over."""
         del self.running[request.sample]
         self.free += 1
-        prompt = tuple(request.prompt)
-        self.prompts[prompt] -= 1
-        if not self.prompts[prompt]:
-            del self.prompts[prompt]
+        key = sibling_key(request)
+        self.prompts[key] -= 1
+        if not self.prompts[key]:
+            del self.prompts[key]
 
     def vacate(self) -> list[Request]:
         """The member is dead: what it ran, which is nowhere any more."""
