@@ -77,7 +77,7 @@ def cluster(link: Link) -> Iterator[str]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def wait_for(is_there: Callable[[], bool], seconds: float = 300.0) -> None:
+def wait_for(is_there: Callable[[], bool], seconds: float = 600.0) -> None:
     deadline = time.monotonic() + seconds
     while not is_there():
         assert time.monotonic() < deadline, "it never came"
