@@ -16,6 +16,8 @@ from sortedrl.errors import EngineError
 
 # Ray's own switch: without clusters it binds to 127.0.0.1, on any system.
 CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+# Ray would let its workers stand back behind every other process of the machine, the learner included.
+NICENESS = "RAY_worker_niceness"
 
 
 def connect(address: str | None = None) -> bool:
@@ -24,6 +26,7 @@ def connect(address: str | None = None) -> bool:
         raise EngineError("a pool of engines needs Ray: pip install 'sortedrl[ray]'")
     if address is None and "ray" not in sys.modules:
         os.environ.setdefault(CLUSTERS, "0")
+        os.environ.setdefault(NICENESS, "0")
     import ray
 
     if ray.is_initialized():
