@@ -29,8 +29,8 @@ def why_not() -> str | None:
     """What is missing here."""
     if os.geteuid() != 0:
         return "network namespaces need root"
-    if not os.path.exists("/dev/net/tun") or not all(map(shutil.which, ("ip", "nsenter"))):
-        return "no /dev/net/tun, ip or nsenter here"
+    if not os.path.exists("/dev/net/tun") or not all(map(shutil.which, ("ip", "nsenter", "unshare"))):
+        return "no /dev/net/tun, ip, nsenter or unshare here"
     if subprocess.run(["unshare", "-n", "true"], check=False).returncode:
         return "network namespaces are not allowed here"
     return None

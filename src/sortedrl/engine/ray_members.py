@@ -165,10 +165,12 @@ class RayMembers:
             self._on_close()
 
     def _take_spare(self) -> Any:
-        """The actor in reserve, if it is up and lives."""
-        if self._spare_ready is None or not self._spare_ready.done():
+        """The actor in reserve, if it lives; one that is still importing is further than one that would start now."""
+        if self._spare is None or self._spare_ready is None:
             return None
-        spare, self._spare, self._spare_ready = self._spare, None, None
+        (spare, ready), self._spare, self._spare_ready = (self._spare, self._spare_ready), None, None
+        if not ready.done():
+            return spare
         try:
             ray.get(spare.ready.remote(), timeout=ANSWER_S)
         except RayError:
