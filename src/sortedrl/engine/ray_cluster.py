@@ -37,7 +37,7 @@ def connect(address: str | None = None) -> bool:
             ray.init(address=address, **quiet)
         else:
             ray.init(include_dashboard=False, num_cpus=os.cpu_count(), **quiet)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except Exception as error:  # a start that takes too long raises no narrower kind
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
         where = "on this machine" if address is None else f"at {address!r}"
         raise EngineError(

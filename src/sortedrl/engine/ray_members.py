@@ -144,8 +144,8 @@ class RayMembers:
 
     def stock_up(self) -> None:
         if self._has_spare and self._spare is None:
-            self._spare = self._spare_class.remote(self._threads)
-            self._spare_ready = self._spare.ready.remote().future()
+            spare: Any = self._spare_class.remote(self._threads)
+            self._spare, self._spare_ready = spare, spare.ready.remote().future()
 
     def put(self, source: Any) -> Any:
         try:
