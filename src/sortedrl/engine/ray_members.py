@@ -136,11 +136,8 @@ class RayMembers:
         self._spare_class = ray.remote(_EngineActor).options(num_cpus=0, **shape)
 
     def launch(self, index: int) -> RayMember:
-        actor = self._take_spare()
-        if actor is None:
-            actor = self._actor_class.remote(self._threads)
-        opening: Future[int] = actor.open.remote(self._make_engine).future()
-        return RayMember(actor, opening)
+        actor: Any = self._take_spare() or self._actor_class.remote(self._threads)
+        return RayMember(actor, actor.open.remote(self._make_engine).future())
 
     def stock_up(self) -> None:
         if self._has_spare and self._spare is None:
