@@ -13,8 +13,11 @@ from typing import Any
 import pytest
 
 from hosted import HostedMember, HostedMembers
+from sortedrl.build_engine import build_engine
+from sortedrl.config import SortedConfig
 from sortedrl.engine.base import Delta, Engine, Event, InFlight, Partial
 from sortedrl.engine.pool import Pool
+from sortedrl.errors import ConfigError
 from sortedrl.knobs import Strategy, resolve_knobs
 from sortedrl.testing import Caller, EngineCase
 from sortedrl.testing.runs import run_loop
@@ -218,3 +221,9 @@ def test_an_engine_that_does_not_come_up_again_is_tried_again(closing: Callable[
                 pool.submit(make_requests(1, budget=100))
     assert len(started) == 4
     pool.interrupt()
+
+
+def test_more_engines_than_processors_are_refused_before_ray_starts() -> None:
+    config = SortedConfig(engine={"replicas": 9999})
+    with pytest.raises(ConfigError, match=r"replicas 9999.*need 9999 processors"):
+        build_engine(config, tiny_model(), config.knobs)

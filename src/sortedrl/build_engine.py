@@ -19,7 +19,7 @@ from sortedrl.engine.base import Engine, Sampling
 from sortedrl.engine.local import LocalEngine
 from sortedrl.engine.paths import choose_dtype
 from sortedrl.engine.pool import Pool
-from sortedrl.engine.ray_cluster import connect, disconnect
+from sortedrl.engine.ray_cluster import connect, disconnect, is_connected
 from sortedrl.engine.watchdog import Watchdog
 from sortedrl.errors import ConfigError
 from sortedrl.knobs import Fate, Knobs
@@ -110,7 +110,7 @@ def build_pool(
     """Engines that `make` makes, `replicas` times, with the weights of `model` as version 0."""
     settings = config.engine
     needed, there = settings.replicas * settings.replica_cpus, os.cpu_count() or 1
-    if not settings.cluster and needed > there:
+    if not settings.cluster and not is_connected() and needed > there:
         raise ConfigError(
             f"engine.replicas {settings.replicas} with engine.replica_cpus {settings.replica_cpus:g} need {needed:g} "
             f"processors, and this machine has {there}: lower one of them, or name a cluster"

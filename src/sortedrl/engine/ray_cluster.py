@@ -20,6 +20,12 @@ CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 NICENESS = "RAY_worker_niceness"
 
 
+def is_connected() -> bool:
+    """Whether this process has a Ray already, its own or a cluster's."""
+    ray: Any = sys.modules.get("ray")
+    return ray is not None and ray.is_initialized()
+
+
 def connect(address: str | None = None) -> bool:
     """Join the cluster at an address (`auto`: the one of this machine), or start Ray here. False if that was done."""
     if importlib.util.find_spec("ray") is None:
