@@ -30,7 +30,7 @@ study-quick: $(VENV)/.runtime ## Four strategies on the quickstart task, three s
 
 test: $(VENV)/.dev ## Run the tests (not the slow ones) with coverage.
 	@start=$$(date +%s); \
-	$(BIN)/python -m pytest -q -n 2 -m "not slow and not vllm" --cov=sortedrl $(ARGS); status=$$?; \
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "not slow and not vllm" --cov=sortedrl $(ARGS); status=$$?; \
 	echo "make test took $$(( $$(date +%s) - start )) s"; exit $$status
 
 test-slow: $(VENV)/.dev ## Run the slow tests.
@@ -80,7 +80,7 @@ $(VLLM_VENV)/.ready: pyproject.toml constraints-vllm.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "sortedrl needs Python 3.11 or later: set PYTHON")'
 	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV)
 	@echo "Installing $(VLLM) and sortedrl into $(VLLM_VENV), which takes a few minutes."
-	$(VLLM_BIN)/python -m pip install -q --disable-pip-version-check --no-compile -c constraints-vllm.txt -e '.[$(VLLM)]' \
+	$(VLLM_BIN)/python -m pip install -q --disable-pip-version-check --no-compile -c constraints-vllm.txt -e '.[$(VLLM),ray]' \
 		hypothesis peft psutil pytest pytest-timeout
 	test $(VLLM) = vllm || $(VLLM_BIN)/python -m pip uninstall -q -y torchvision torchaudio torchcodec triton
 	@touch $@

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
+from cores import engine_processes
 from record import save
 from rich.console import Console
 from rich.table import Table
@@ -27,7 +27,6 @@ from sortedrl.ledger.reader import Ledger
 from sortedrl.ledger.verify import verify
 from sortedrl.trainer import SortedTrainer
 
-ACTOR = "ray::_EngineActor"
 WINDOW_S = 3.0
 BACK_AT = 0.8
 
@@ -49,24 +48,13 @@ class Watch:
         return sum(start <= t < stop for t in self.finished) / (stop - start)
 
 
-def engines() -> list[psutil.Process]:
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        try:
-            if process.cmdline()[:1] and process.cmdline()[0].startswith(ACTOR):
-                found.append(process)
-        except psutil.NoSuchProcess:
-            continue
-    return sorted(found, key=lambda process: process.create_time())
-
-
 def kill_in_turn(watch: Watch, kills: list[float], *, seconds: float, every_s: float, is_over: threading.Event) -> None:
     """The oldest engine each time, so that both have their turn."""
     while not watch.finished and not is_over.wait(0.2):
         pass
     began = time.monotonic()
     while not is_over.wait(every_s) and time.monotonic() - began < seconds:
-        living = engines()
+        living = engine_processes()
         if living:
             living[0].kill()
             kills.append(time.monotonic())

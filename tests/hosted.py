@@ -78,6 +78,9 @@ class HostedMembers:
         self.started.append(member)
         return member
 
+    def stock_up(self) -> None:
+        pass
+
     def put(self, source: Any) -> Any:
         return arrays_of(source.module)
 

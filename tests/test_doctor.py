@@ -43,7 +43,10 @@ def test_every_shipped_configuration_loads_and_has_an_estimate(path: Path) -> No
         assert forecast_run(config, Path("nowhere"), hardware="cpu", devices=1, from_run=None).fits
 
 
-@pytest.mark.parametrize(("name", "devices", "too_few"), [("kk-llama3-8b", 8, 2), ("math-qwen2.5-32b", 32, 12)])
+@pytest.mark.parametrize(
+    ("name", "devices", "too_few"),
+    [("kk-llama3-8b", 8, 2), ("math-qwen2.5-32b", 32, 12), ("scale-8gpu", 8, 4), ("scale-4nodes", 32, 16)],
+)
 def test_recipes_for_accelerators_fit_as_many_as_they_say(name: str, devices: int, too_few: int) -> None:
     path = CONFIGS / f"{name}.toml"
     found = by_name(examine(path, Target(hardware="h100", devices=devices)))
@@ -52,6 +55,11 @@ def test_recipes_for_accelerators_fit_as_many_as_they_say(name: str, devices: in
     assert "not on this machine" in found["model"].text
     few = by_name(examine(path, Target(hardware="h100", devices=too_few)))
     assert not few["memory"].is_fine
+
+
+def test_the_recipe_for_one_accelerator_fits_it() -> None:
+    found = by_name(examine(CONFIGS / "scale-1gpu.toml", Target(hardware="h100")))
+    assert found["memory"].is_fine, found["memory"].text
 
 
 def test_a_sound_configuration_is_told_in_its_own_terms(tmp_path: Path) -> None:

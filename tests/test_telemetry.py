@@ -203,6 +203,7 @@ def test_every_figure_of_the_hand_worked_run():
         "bubble_ratio": 0.25,  # 24 of 4 x 8 slot-seconds were busy
         "goodput": 0.5,  # (5 + 11) of 32 decoded what was trained
         "slot_time": SLOT_TIME,
+        "learner_wait_s": 9.0,  # 5 until the first harvest, then from 7 to 11
         "emit_s": None,
         "staleness_mean": 0.25,  # one of four samples lags by one
         "staleness_token_mean": 5 / 16,
@@ -514,6 +515,7 @@ def test_metrics_file_has_a_line_per_update(tmp_path: Path):
             "tail": 5 / 28,
             "update": 8 / 28,
         },
+        "learner_wait_s": 5.0,
         "learner": {"loss": 0.5},
     }
     assert (second["samples_trained"], second["reward_mean"], second["staleness_max"]) == (4, 1.0, 1)

@@ -7,6 +7,7 @@ weights by the first publication: a machine of the cluster needs this package, a
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,12 +15,11 @@ from typing import Any
 import torch
 
 from sortedrl.config import SortedConfig
-from sortedrl.config_sections import EngineSection
 from sortedrl.engine.base import Engine, Sampling
 from sortedrl.engine.local import LocalEngine
 from sortedrl.engine.paths import choose_dtype
 from sortedrl.engine.pool import Pool
-from sortedrl.engine.ray_cluster import connect, disconnect
+from sortedrl.engine.ray_cluster import connect, disconnect, is_connected
 from sortedrl.engine.watchdog import Watchdog
 from sortedrl.errors import ConfigError
 from sortedrl.knobs import Fate, Knobs
@@ -34,15 +34,19 @@ def build_engine(
     """`decode` turns tokens into the text in which stop strings are looked for."""
     needs_replay = Fate.REPLAY in (knobs.interrupted, knobs.on_bound)
     length = config.task.max_prompt_tokens + config.engine.max_new_tokens
-    is_pool = config.engine.replicas > 1 or bool(config.engine.cluster)
+    is_pool = config.engine.replicas > 1 or config.engine.own_process or bool(config.engine.cluster)
     if config.engine.stop and (is_pool or config.engine.kind != "local"):
         raise ConfigError("engine.stop needs the local engine in this process: leave it out, or engine.replicas at 1")
     match config.engine.kind:
         case "vllm" if is_pool:
-            raise ConfigError("a pool has local engines only: set engine.replicas = 1, or engine.kind = local")
+            dtype = next(model.parameters()).dtype
+            dtype = dtype if config.engine.dtype == "auto" else getattr(torch, config.engine.dtype)
+            check_replay(knobs, is_exact=dtype == torch.float32)
+            settings = vllm_settings(config)
+            engine = build_pool(config, model, partial(vllm_engine, **settings), dtype=dtype, max_length=length)
         case "local" if is_pool:
             dtype = choose_dtype(model, config.engine.dtype, is_exact=needs_replay)
-            engine = build_pool(config.engine, model, dtype, max_length=length, threads=config.run.threads)
+            engine = build_pool(config, model, local_engine, dtype=dtype, max_length=length)
         case "local":
             own = _private_copy(model) if knobs.overlap else model
             dtype = choose_dtype(own, config.engine.dtype, is_exact=needs_replay)
@@ -73,15 +77,14 @@ def build_vllm(config: SortedConfig, model: Any, max_length: int) -> Engine:
     """vLLM with a copy of the model; it may be silent for half as long as the watchdog allows, then it starts anew."""
     from sortedrl.engine.vllm import VllmEngine  # it needs much that others do not have
 
+    dtype = None if config.engine.dtype == "auto" else getattr(torch, config.engine.dtype)
+    return VllmEngine(model, slots=config.engine.slots, max_length=max_length, dtype=dtype, **vllm_settings(config))
+
+
+def vllm_settings(config: SortedConfig) -> dict[str, Any]:
     settings = config.engine
-    return VllmEngine(
-        model,
-        slots=settings.slots,
-        max_length=max_length,
-        dtype=None if settings.dtype == "auto" else getattr(torch, settings.dtype),
-        kv_bytes=None if settings.kv_gb is None else int(settings.kv_gb * 2**30),
-        limit_s=settings.watchdog_s / 2,
-    )
+    kv_bytes = None if settings.kv_gb is None else int(settings.kv_gb * 2**30)
+    return {"kv_bytes": kv_bytes, "limit_s": settings.watchdog_s / 2}
 
 
 def build_sampling(config: SortedConfig, stop_tokens: tuple[int, ...]) -> Sampling:
@@ -101,13 +104,22 @@ def _private_copy(model: Any) -> Any:
     return copy.deepcopy(model).requires_grad_(False)
 
 
-def build_pool(settings: EngineSection, model: Any, dtype: torch.dtype, *, max_length: int, threads: int) -> Engine:
-    """Engines like the one that the settings describe, `replicas` times, with the weights of `model` as version 0."""
+def build_pool(
+    config: SortedConfig, model: Any, make: Callable[..., tuple[Engine, Any]], *, dtype: torch.dtype, max_length: int
+) -> Engine:
+    """Engines that `make` makes, `replicas` times, with the weights of `model` as version 0."""
+    settings = config.engine
+    needed, there = settings.replicas * settings.replica_cpus, os.cpu_count() or 1
+    if not settings.cluster and not is_connected() and needed > there:
+        raise ConfigError(
+            f"engine.replicas {settings.replicas} with engine.replica_cpus {settings.replica_cpus:g} need {needed:g} "
+            f"processors, and this machine has {there}: lower one of them, or name a cluster"
+        )
     is_ours = connect(settings.cluster or None)
     from sortedrl.engine.ray_members import RayMembers  # not before Ray knows where to listen
 
     make_engine = partial(
-        local_engine,
+        make,
         model.config.to_dict(),
         weights_dtype=next(model.parameters()).dtype,
         dtype=dtype,
@@ -118,7 +130,8 @@ def build_pool(settings: EngineSection, model: Any, dtype: torch.dtype, *, max_l
         make_engine,
         num_cpus=settings.replica_cpus,
         num_gpus=settings.replica_gpus,
-        threads=threads,
+        threads=config.run.threads,
+        has_spare=settings.kind == "local" and not settings.cluster and not settings.replica_gpus,
         on_close=disconnect if is_ours else None,
     )
     pool = Pool(
@@ -137,12 +150,32 @@ def local_engine(
     config: dict[str, Any], *, weights_dtype: torch.dtype, dtype: torch.dtype, slots: int, max_length: int
 ) -> tuple[Engine, Any]:
     """Called in an actor: an engine around a model of this shape, whose weights are yet to come."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    settings = AutoConfig.for_model(**config)
-    model = AutoModelForCausalLM.from_config(settings, dtype=weights_dtype, trust_remote_code=False)
-    model.requires_grad_(False).eval()
+    model = empty_model(config, weights_dtype)
     if torch.cuda.is_available():
         model.to("cuda")
     engine = LocalEngine(model, slots=slots, max_length=max_length, dtype=dtype, stream_every=STREAM_EVERY)
     return engine, model
+
+
+def vllm_engine(
+    config: dict[str, Any],
+    *,
+    weights_dtype: torch.dtype,
+    dtype: torch.dtype,
+    slots: int,
+    max_length: int,
+    **settings: Any,
+) -> tuple[Engine, Any]:
+    """The same with vLLM, which has its devices to itself: the model beside it stays in memory."""
+    from sortedrl.engine.vllm import VllmEngine
+
+    model = empty_model(config, weights_dtype)
+    return VllmEngine(model, slots=slots, max_length=max_length, dtype=dtype, **settings), model
+
+
+def empty_model(config: dict[str, Any], dtype: torch.dtype) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = AutoConfig.for_model(**config)
+    model = AutoModelForCausalLM.from_config(settings, dtype=dtype, trust_remote_code=False)
+    return model.requires_grad_(False).eval()

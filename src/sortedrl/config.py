@@ -45,6 +45,7 @@ CHANGEABLE = frozenset(
         "run.report",
         "engine.kv_gb",
         "engine.watchdog_s",
+        "engine.own_process",
         "engine.cluster",
         "engine.replica_cpus",
         "engine.replica_gpus",

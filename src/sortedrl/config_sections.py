@@ -136,6 +136,9 @@ class EngineSection(Section):
     replicas: Int = Field(
         default=1, ge=1, description="Engines of `slots` each; more than one run as a pool of Ray actors."
     )
+    own_process: bool = Field(
+        default=False, description="One engine, too, in a process of its own: rollout then goes on during updates."
+    )
     cluster: str = Field(
         default="", description="Ray cluster for the pool: its address, or auto; left out, this machine alone."
     )

@@ -122,11 +122,11 @@ def estimate_memory(config: SortedConfig, model: Model) -> Memory:
     has_reference = config.learner.kl_coef > 0 and config.lora.rank == 0  # without adapters the model is its reference
     return Memory(
         weights=weights,
-        engine_copy=int(model.weight_bytes),
+        engine_copy=int(model.weight_bytes) * config.engine.replicas,
         reference=weights if has_reference else 0,
         gradients=trained * FLOAT,
         optimizer=2 * trained * FLOAT,
-        kv_cache=int(config.engine.slots * window * model.kv_bytes),
+        kv_cache=int(config.slots * window * model.kv_bytes),
         activations=_kept_bytes(model, micro, is_recomputed=config.learner.recompute),
         logits=LOGIT_COPIES * min(micro * model.vocab, PIECE_ELEMENTS) * FLOAT,
     )

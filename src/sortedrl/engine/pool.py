@@ -32,10 +32,12 @@ from sortedrl.engine.base import (
     Request,
 )
 from sortedrl.engine.host import Report
-from sortedrl.engine.pool_seat import MAX_DEATHS, Member, Members, Seat
+from sortedrl.engine.pool_router import Router
+from sortedrl.engine.pool_seat import MAX_DEATHS, Members, Seat
 from sortedrl.errors import EngineError
 
 TAKE_S = 0.5  # how long a member may keep tokens to itself: what a dead one takes with it
+ENDS = (Finished, Partial, Failed)
 BACK_OFF_S = (0.0, 1.0, 2.0, 5.0, 10.0)
 
 logger = logging.getLogger(__name__)
@@ -63,10 +65,11 @@ class Pool:
         self._start_s = start_s
         self._clock = clock
         self._backlog: list[Request] = []
-        self._lost: list[Event] = []  # the ends of attempts whose member died
+        self._unheard: list[Event] = []  # came while somebody asked for something else: the next to listen gets them
         self._published: tuple[int, Any] | None = None
         self._num_restarts = 0
         self._seats = [Seat(index=index) for index in range(size)]
+        self._router = Router(self._seats, slots)
         for seat in self._seats:
             self._launch(seat)
         self._await_start()
@@ -79,7 +82,9 @@ class Pool:
 
     @property
     def num_running(self) -> int:
-        return len(self._backlog) + sum(len(seat.running) for seat in self._seats)
+        """Attempts whose end nobody has been told of."""
+        untold = sum(isinstance(event, ENDS) for event in self._unheard)
+        return len(self._backlog) + sum(len(seat.running) for seat in self._seats) + untold
 
     def submit(self, requests: Iterable[Request]) -> None:
         """Start requests, or keep those back for which no living member has room."""
@@ -114,7 +119,11 @@ class Pool:
                 asked.append((seat, seat.member.interrupt(chosen)))
         for seat, future in asked:
             heard.extend(self._settle(seat, future))
-        return self._with_lost(heard)
+        heard = self._with_unheard(heard)
+        if wanted is not None:
+            self._unheard = [event for event in heard if event.sample not in wanted]
+            heard = [event for event in heard if event.sample in wanted]
+        return heard
 
     def publish(self, version: int, source: Any, in_flight: InFlight = InFlight.ABORT) -> _Publication:
         if in_flight is InFlight.ABORT:
@@ -153,39 +162,15 @@ class Pool:
             seat.member = seat.start_member = None
         self._members.close()
 
-    # ---- routing ----------------------------------------------------------------------------------------------------
-
     def _dispatch(self) -> None:
-        """Hand out what waits: siblings to one member, everything else to the one with most room."""
+        """Hand out what waits, as far as there is room."""
         if not self._backlog:
             return
-        chosen: dict[int, list[Request]] = {}
-        homes: dict[tuple[int, ...], Seat] = {}
-        waiting: list[Request] = []
-        for request in self._backlog:
-            key = tuple(request.prompt)
-            seat = homes.get(key)
-            if seat is None or seat.free == 0:
-                seat = self._roomiest(key)
-            if seat is None:
-                waiting.append(request)
-                continue
-            homes[key] = seat
-            seat.seat(request)
-            chosen.setdefault(seat.index, []).append(request)
-        self._backlog = waiting
+        chosen, self._backlog = self._router.route(self._backlog)
         for index, requests in chosen.items():
             seat = self._seats[index]
             assert seat.member is not None, "routed to a dead member"
             seat.submitting.append((seat.member.submit(requests), requests))
-
-    def _roomiest(self, prompt: tuple[int, ...]) -> Seat | None:
-        """The living member with most free slots, or with a sibling and any room."""
-        living = [seat for seat in self._seats if seat.member is not None and seat.free > 0]
-        for seat in living:
-            if prompt in seat.prompts:
-                return seat
-        return max(living, key=lambda seat: (seat.free, -seat.index), default=None)
 
     # ---- news -------------------------------------------------------------------------------------------------------
 
@@ -207,12 +192,14 @@ class Pool:
                 heard.extend(self._refused(seat))
             elif self._clock() - seat.asked_at > self._health_s:
                 self._bury(seat, f"it has not answered for {self._health_s:g} s")
-        return self._with_lost(heard)
+        return self._with_unheard(heard)
 
-    def _with_lost(self, heard: list[Event]) -> list[Event]:
-        """Events and, after them, the ends of attempts that died with their member."""
-        lost, self._lost = self._lost, []
-        return [*heard, *lost]
+    def _with_unheard(self, heard: list[Event]) -> list[Event]:
+        """All that came since the last time; what ended with its member stands behind the tokens that it had sent."""
+        ends = [event for event in self._unheard if isinstance(event, Partial)]
+        others = [event for event in self._unheard if not isinstance(event, Partial)]
+        self._unheard = []
+        return [*others, *heard, *ends]
 
     def _settle(self, seat: Seat, reply: Future[Report] | None) -> list[Event]:
         """Take in the report that is under way, and one more that was asked for, in their order; ask again."""
@@ -231,7 +218,7 @@ class Pool:
         request = seat.running.get(event.sample)
         if request is None or request.attempt != event.attempt:
             return False
-        if isinstance(event, Finished | Partial | Failed):
+        if isinstance(event, ENDS):
             seat.unseat(request)
             if isinstance(event, Finished):
                 seat.num_deaths = 0
@@ -281,6 +268,8 @@ class Pool:
         for seat in self._seats:
             if seat.starting is not None and seat.starting.done():
                 self._welcome(seat)
+            elif seat.starting is not None and self._clock() - seat.asked_at > self._start_s:
+                self._bury(seat, f"it did not come up within {self._start_s:g} s")
             elif seat.is_vacant and self._clock() >= seat.restart_at:
                 self._num_restarts += 1
                 self._launch(seat)
@@ -294,24 +283,27 @@ class Pool:
     def _launch(self, seat: Seat) -> None:
         seat.start_member = self._members.launch(seat.index)
         seat.starting = seat.start_member.slots()
+        seat.start_version, seat.asked_at = None, self._clock()
 
     def _welcome(self, seat: Seat) -> None:
-        """A member is up: it gets the weights in force before its first request."""
+        """A call to a member that starts has returned: it gets the weights in force, and then its first requests."""
         member, future = seat.start_member, seat.starting
         assert member is not None, "nobody was started"
         assert future is not None, "nobody was started"
-        seat.starting = seat.start_member = None
         try:
             slots = future.result()
-            assert slots == self._slots, f"member {seat.index} has {slots} slots instead of {self._slots}"
-            if self._published is not None:
-                version, weights = self._published
-                member.publish(version, weights, InFlight.ABORT).result(timeout=self._start_s)
         except Exception as error:
-            self._bury(seat, _first_line(error), member)
+            self._bury(seat, _first_line(error))
             return
-        seat.member, seat.free = member, slots
+        assert slots in (None, self._slots), f"member {seat.index} has {slots} slots instead of {self._slots}"
+        if self._published is not None and seat.start_version != self._published[0]:
+            seat.start_version, weights = self._published  # others go on meanwhile, and may get yet another version
+            seat.starting = member.publish(seat.start_version, weights, InFlight.ABORT)
+            return
+        seat.starting = seat.start_member = None
+        seat.member, seat.free = member, self._slots
         self._ask(seat)
+        self._members.stock_up()
 
     def _await_start(self) -> None:
         """The first time all members must come up: what stops one would stop it again."""
@@ -328,14 +320,14 @@ class Pool:
         for seat in self._seats:
             self._welcome(seat)
 
-    def _bury(self, seat: Seat, why: str, member: Member | None = None) -> None:
+    def _bury(self, seat: Seat, why: str) -> None:
         """End a member: what it ran comes back as interrupted, and its place is filled again after a while."""
-        dead = member or seat.member
+        dead = seat.member or seat.start_member
         if dead is None:
             return  # two calls can find the same death
         dead.kill()
         left = seat.vacate()
-        self._lost.extend(self._partial(request) for request in left)
+        self._unheard.extend(self._partial(request) for request in left)
         logger.warning("engine %d of the pool is gone (%s): %d samples go back to wait", seat.index, why, len(left))
         seat.restart_at = self._clock() + BACK_OFF_S[min(seat.num_deaths, len(BACK_OFF_S) - 1)]
         seat.num_deaths += 1
@@ -356,5 +348,6 @@ class _Publication:
 
 
 def _first_line(error: BaseException) -> str:
+    error = getattr(error, "cause", None) or error  # Ray's errors carry the one that was raised far away
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

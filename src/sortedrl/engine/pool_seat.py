@@ -39,11 +39,20 @@ class Members(Protocol):
 
     def launch(self, index: int) -> Member: ...
 
+    def stock_up(self) -> None:
+        """Called when a member has come up: the moment to prepare for the next."""
+        ...
+
     def put(self, source: Any) -> Any:
         """Store a learner's weights once, for all members to read; what it returns goes into their `publish`."""
         ...
 
     def close(self) -> None: ...
+
+
+def sibling_key(request: Request) -> int:
+    """The same for requests with the same prompt. Two prompts that share one are merely kept together."""
+    return hash(tuple(request.prompt))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,11 +63,12 @@ class Seat:
     member: Member | None = None  # None: dead, or not up yet
     starting: Future[Any] | None = None
     start_member: Member | None = None
+    start_version: int | None = None  # of the weights that it was given since
     taking: Future[Report] | None = None
     asked_at: float = 0.0
     submitting: list[tuple[Future[None], list[Request]]] = field(default_factory=list)
     running: dict[int, Request] = field(default_factory=dict)
-    prompts: Counter[tuple[int, ...]] = field(default_factory=Counter)  # of what runs: siblings are told by them
+    prompts: Counter[int] = field(default_factory=Counter)  # of what runs, by `sibling_key`
     free: int = 0
     num_deaths: int = 0  # since it last finished an answer
     restart_at: float = 0.0
@@ -77,21 +87,21 @@ class Seat:
         """A request goes to this member."""
         self.free -= 1
         self.running[request.sample] = request
-        self.prompts[tuple(request.prompt)] += 1
+        self.prompts[sibling_key(request)] += 1
 
     def unseat(self, request: Request) -> None:
         """Its attempt is over."""
         del self.running[request.sample]
         self.free += 1
-        prompt = tuple(request.prompt)
-        self.prompts[prompt] -= 1
-        if not self.prompts[prompt]:
-            del self.prompts[prompt]
+        key = sibling_key(request)
+        self.prompts[key] -= 1
+        if not self.prompts[key]:
+            del self.prompts[key]
 
     def vacate(self) -> list[Request]:
         """The member is dead: what it ran, which is nowhere any more."""
         left = list(self.running.values())
-        self.member = self.taking = None
+        self.member = self.taking = self.start_member = self.starting = None
         self.running.clear()
         self.prompts.clear()
         self.submitting.clear()

@@ -16,6 +16,14 @@ from sortedrl.errors import EngineError
 
 # Ray's own switch: without clusters it binds to 127.0.0.1, on any system.
 CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+# Ray would let its workers stand back behind every other process of the machine, the learner included.
+NICENESS = "RAY_worker_niceness"
+
+
+def is_connected() -> bool:
+    """Whether this process has a Ray already, its own or a cluster's."""
+    ray: Any = sys.modules.get("ray")
+    return ray is not None and ray.is_initialized()
 
 
 def connect(address: str | None = None) -> bool:
@@ -24,6 +32,7 @@ def connect(address: str | None = None) -> bool:
         raise EngineError("a pool of engines, or a learner of several ranks, needs Ray: pip install 'sortedrl[ray]'")
     if address is None and "ray" not in sys.modules:
         os.environ.setdefault(CLUSTERS, "0")
+        os.environ.setdefault(NICENESS, "0")
     import ray
 
     if ray.is_initialized():
@@ -34,7 +43,7 @@ def connect(address: str | None = None) -> bool:
             ray.init(address=address, **quiet)
         else:
             ray.init(include_dashboard=False, num_cpus=os.cpu_count(), **quiet)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except Exception as error:  # a start that takes too long raises no narrower kind
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
         where = "on this machine" if address is None else f"at {address!r}"
         raise EngineError(

@@ -4,6 +4,9 @@
 whose references turn into futures. Weights go into the object store once and are read there by every actor of a
 machine without a copy: the driver serialises them once, whatever the number of engines.
 
+An actor first imports what every engine needs, and makes its engine when it is told to. One such actor can be kept in
+reserve: to replace an engine that died is then to make a model, and not to start Python and import torch.
+
 `ray_cluster.connect` comes first. What this keeps true: an actor that ends takes its engine along; Ray never restarts
 an actor by itself, since the pool has to know.
 """
@@ -16,7 +19,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import ray
-from ray.exceptions import ObjectStoreFullError
+from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RayError
 
 from sortedrl.engine.base import Engine, EngineStats, InFlight, Request
 from sortedrl.engine.host import EngineHost, Report
@@ -24,28 +27,34 @@ from sortedrl.errors import EngineError
 from sortedrl.weights import arrays_of, load_arrays
 
 CALLS_AT_ONCE = 8  # a `take` that waits must not keep the others out
+ANSWER_S = 2.0  # an actor in reserve that does not answer in this time is of no use
 
 
 class _EngineActor:
     """What runs in the actor's process."""
 
-    def __init__(self, make_engine: Callable[[], tuple[Engine, Any]], threads: int) -> None:
+    def __init__(self, threads: int) -> None:
         import torch
+        import transformers.models.auto.modeling_auto  # noqa: F401 - most of the time that a start takes
 
         torch.set_num_threads(threads)
         self._model: Any = None
+
+    def ready(self) -> None:
+        """Answers when the actor is up."""
+
+    def open(self, make_engine: Callable[[], tuple[Engine, Any]]) -> int:
+        """Make the engine, and say how many slots it has."""
 
         def make() -> Engine:
             engine, self._model = make_engine()
             return engine
 
         self._host = EngineHost(make, self._take_up)
+        return self._host.slots()
 
     def _take_up(self, engine: Engine, version: int, weights: Mapping[str, Any], in_flight: InFlight) -> None:
         engine.publish(version, load_arrays(weights, self._model), in_flight).wait()
-
-    def slots(self) -> int:
-        return self._host.slots()
 
     def submit(self, requests: list[Request]) -> None:
         self._host.submit(requests)
@@ -68,11 +77,12 @@ class _EngineActor:
 class RayMember:
     """The driver's end of one actor."""
 
-    def __init__(self, actor: Any) -> None:
+    def __init__(self, actor: Any, opening: Future[int]) -> None:
         self._actor = actor
+        self._opening = opening
 
     def slots(self) -> Future[int]:
-        return self._actor.slots.remote().future()
+        return self._opening
 
     def submit(self, requests: list[Request]) -> Future[None]:
         return self._actor.submit.remote(requests).future()
@@ -94,7 +104,11 @@ class RayMember:
 
 
 class RayMembers:
-    """`make_engine` is called in each actor and returns an engine with the module that holds its weights."""
+    """`make_engine` is called in each actor and returns an engine with the module that holds its weights.
+
+    `has_spare`: keep an actor in reserve. It claims no processor while it waits, nor when it has taken a place, and it
+    stands wherever Ray put it: right on one machine without accelerators, wrong on a cluster.
+    """
 
     def __init__(
         self,
@@ -103,33 +117,60 @@ class RayMembers:
         num_cpus: float,
         num_gpus: float,
         threads: int,
+        has_spare: bool = False,
         on_close: Callable[[], None] | None = None,
     ) -> None:
         self._make_engine = make_engine
-        self._on_close = on_close
         self._threads = threads
-        self._actor_class = ray.remote(_EngineActor).options(
-            num_cpus=num_cpus,
-            num_gpus=num_gpus,
-            max_restarts=0,
-            max_task_retries=0,
-            max_concurrency=CALLS_AT_ONCE,
-            runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads)}},
-        )
+        self._has_spare = has_spare
+        self._on_close = on_close
+        self._spare: Any = None
+        self._spare_ready: Future[None] | None = None
+        shape: dict[str, Any] = {
+            "max_restarts": 0,
+            "max_task_retries": 0,
+            "max_concurrency": CALLS_AT_ONCE,
+            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(threads)}},
+        }
+        self._actor_class = ray.remote(_EngineActor).options(num_cpus=num_cpus, num_gpus=num_gpus, **shape)
+        self._spare_class = ray.remote(_EngineActor).options(num_cpus=0, **shape)
 
     def launch(self, index: int) -> RayMember:
-        return RayMember(self._actor_class.remote(self._make_engine, self._threads))
+        actor: Any = self._take_spare() or self._actor_class.remote(self._threads)
+        return RayMember(actor, actor.open.remote(self._make_engine).future())
+
+    def stock_up(self) -> None:
+        if self._has_spare and self._spare is None:
+            spare: Any = self._spare_class.remote(self._threads)
+            self._spare, self._spare_ready = spare, spare.ready.remote().future()
 
     def put(self, source: Any) -> Any:
         try:
             return ray.put(arrays_of(source.module))
-        except ObjectStoreFullError as error:
+        except (ObjectStoreFullError, OutOfDiskError) as error:
             raise EngineError(
                 "the weights do not fit into Ray's object store: start Ray with a larger --object-store-memory, or "
-                "give its machine more shared memory"
+                "give its machine more shared memory and disk, then resume the run"
             ) from error
 
     def close(self) -> None:
         """The pool has killed the actors one by one; the connection goes with whoever opened it."""
+        if self._spare is not None:
+            ray.kill(self._spare, no_restart=True)
+        self._spare = self._spare_ready = None
         if self._on_close is not None:
             self._on_close()
+
+    def _take_spare(self) -> Any:
+        """The actor in reserve, if it lives; one that is still importing is further than one that would start now."""
+        if self._spare is None or self._spare_ready is None:
+            return None
+        (spare, ready), self._spare, self._spare_ready = (self._spare, self._spare_ready), None, None
+        if not ready.done():
+            return spare
+        try:
+            ray.get(spare.ready.remote(), timeout=ANSWER_S)
+        except RayError:
+            ray.kill(spare, no_restart=True)
+            return None
+        return spare

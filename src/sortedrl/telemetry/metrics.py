@@ -91,6 +91,7 @@ class UpdateRow:
     goodput: float | None
     tokens_per_s: float | None
     slot_time: dict[str, float] | None  # shares of slot time by cause
+    learner_wait_s: float
     learner: dict[str, float]
 
 
@@ -113,6 +114,7 @@ class RunMetrics:
     staleness_token_sum: int = 0
     staleness_max: int | None = None
     trained_slot_s: float = 0.0
+    learner_wait_s: float = 0.0  # without an update under way, from the first cohort to the last harvest
     num_truncated: int = 0
     num_interrupted: int = 0  # attempts
     num_failed: int = 0  # attempts
@@ -136,6 +138,7 @@ class RunMetrics:
     _longest: dict[int, int] = field(default_factory=dict)
     _batches: dict[int, tuple[BatchTaken, int]] = field(default_factory=dict)  # update under way; samples so far
     _done: tuple[BatchTaken, int] | None = None  # those of the update done last
+    _free_since: float | None = None  # when the learner came to wait
 
     def emit(self, event: Event) -> None:
         """Fold one event in. The most frequent come first: a simulation has millions."""
@@ -168,11 +171,12 @@ class RunMetrics:
                     self.num_filtered = (self.num_filtered or 0) + int(event.metrics["filtered_samples"])
                 self._done = self._batches.pop(event.update, None)
                 self.occupancy.waiting_for = Cause.PUBLISH
+                self._free_since = event.t
             case WeightsPublished():
                 self.occupancy.paused, self.occupancy.waiting_for = 0, None
             case CohortLoaded():
                 if self.occupancy.started is None:
-                    self.occupancy.started = event.t
+                    self.occupancy.started = self._free_since = event.t
                 self.cohorts[event.cohort] = CohortLength(loaded=len(event.samples))
                 self._cohort_of.update(dict.fromkeys(event.samples, event.cohort))
             case Evaluated():
@@ -229,6 +233,9 @@ class RunMetrics:
 
     def _fold_batch(self, event: BatchTaken) -> None:
         self.last_batch = event
+        if self._free_since is not None:
+            self.learner_wait_s += event.t - self._free_since
+            self._free_since = None
         self.occupancy.harvest(
             busy_s=event.busy_s,
             prefill_s=event.prefill_s,
@@ -369,6 +376,7 @@ class RunMetrics:
             goodput=self.goodput(timing),
             tokens_per_s=self.tokens_per_s(timing),
             slot_time=self.slot_time(),
+            learner_wait_s=self.learner_wait_s,
             learner=dict(event.metrics),
         )
 

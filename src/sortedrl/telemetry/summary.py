@@ -66,6 +66,7 @@ class Summary(BaseModel):
     bubble_ratio: float | None = None
     goodput: float | None = None
     slot_time: dict[str, float] | None = None  # shares by cause (causes.py): they add up to 1
+    learner_wait_s: float | None = None  # without an update under way: rollout held the learner back
     emit_s: float | None = None  # telling events, since the last resume
     staleness_mean: float | None = None
     staleness_token_mean: float | None = None
@@ -166,6 +167,7 @@ def summarize(
         bubble_ratio=metrics.bubble_ratio(stats, timing) if stats and timing else None,
         goodput=metrics.goodput(timing) if timing else None,
         slot_time=metrics.slot_time(),
+        learner_wait_s=metrics.learner_wait_s,
         emit_s=emit_s,
         staleness_mean=metrics.staleness_mean,
         staleness_token_mean=metrics.staleness_token_mean,

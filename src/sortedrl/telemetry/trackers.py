@@ -49,6 +49,7 @@ def update_scalars(row: UpdateRow) -> dict[str, float]:
         "run/updates": row.update + 1,
         "run/seconds": row.t,
         "run/tokens_per_s": row.tokens_per_s,
+        "run/learner_wait_s": row.learner_wait_s,
         "slots/bubble": row.bubble_ratio,
         "slots/goodput": row.goodput,
         **{f"slot_time/{cause}": share for cause, share in (row.slot_time or {}).items()},

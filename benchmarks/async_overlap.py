@@ -1,0 +1,140 @@
+"""`async` for real: rollout in a process of its own goes on while the learner updates, on a core each.
+
+    python benchmarks/async_overlap.py [--seeds 3] [--samples 2048] [--bound 2] [--json]
+
+The quickstart with `async`, whose engine never stops, against `sorted-partial`, whose engine stops for every update:
+the same samples, slots and seeds, the engine in a process of its own in both. Said of each: staleness, ledger, accuracy
+on held-out puzzles, speed, and of the time of updates the share in which the engine, or a slot, had nothing to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from cores import EnginesApart
+from record import save
+from rich.console import Console
+from rich.table import Table
+
+from sortedrl.config import SortedConfig
+from sortedrl.trainer import SortedTrainer
+
+QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.toml"
+STRATEGIES = ("sorted-partial", "async")
+GOAL_IDLE = 0.1
+
+
+class UpdateWatch:
+    """Adds up, over the time of updates, how long no sample ran and how many slots were free: a sink of the run."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self.update_s = self.idle_s = self.free_slot_s = 0.0
+        self._running, self._last, self._is_update = 0, 0.0, False
+
+    def emit(self, event: Any) -> None:
+        if self._is_update:
+            elapsed = event.t - self._last
+            self.update_s += elapsed
+            self.idle_s += 0.0 if self._running else elapsed
+            self.free_slot_s += elapsed * (self.slots - self._running)
+        self._last = event.t
+        match event.kind:
+            case "AttemptStarted":
+                self._running += 1
+            case "AttemptEnded":
+                self._running -= 1
+            case "BatchTaken":
+                self._is_update = True
+            case "UpdateDone":
+                self._is_update = False
+
+    def close(self) -> None:
+        pass
+
+
+def train(strategy: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
+    bound = [f"schedule.max_staleness={options.bound}"] if strategy == "async" else []
+    with tempfile.TemporaryDirectory() as folder:
+        settings = [
+            f"run.dir={folder}",
+            f"run.seed={seed}",
+            f"run.samples={options.samples}",
+            f"eval.every_samples={options.samples}",
+            "run.report=false",
+            "engine.own_process=true",
+            "checkpoint.save=false",
+        ]
+        config = SortedConfig.load(QUICKSTART, [*settings, f"schedule.strategy={strategy}", *bound])
+        watch = UpdateWatch(config.slots)
+        summary = SortedTrainer(args=config, sinks=[watch], quiet=options.json).train()
+    assert summary.ledger is not None, "a run without a ledger"
+    return {
+        "strategy": strategy,
+        "seed": seed,
+        "accuracy": summary.accuracy_after,
+        "staleness_max": summary.staleness_max,
+        "ledger": summary.ledger.model_dump(),
+        "engine_idle": watch.idle_s / watch.update_s,
+        "slots_free": watch.free_slot_s / (watch.slots * watch.update_s),
+        "learner_wait_s": summary.learner_wait_s,
+        "update_s": summary.update_s,
+        "publish_s": summary.publish_s,
+        "wall_s": summary.wall_s,
+        "tokens_per_s": summary.tokens_per_s,
+    }
+
+
+def judge(rows: list[dict[str, Any]], bound: int) -> dict[str, bool]:
+    ours = [row for row in rows if row["strategy"] == "async"]
+    theirs = [row["accuracy"] for row in rows if row["strategy"] == "sorted-partial"]
+    spread = max(max(theirs) - min(theirs), 0.03)  # 256 held-out answers are no better known than that
+    return {
+        "bound_kept": all(row["staleness_max"] <= bound for row in ours),
+        "nothing_dropped": all(row["ledger"]["lost"] == row["ledger"]["duplicated"] == 0 for row in ours),
+        "accuracy_within_spread": statistics.mean(row["accuracy"] for row in ours) >= statistics.mean(theirs) - spread,
+        "engine_idle_below_goal": all(row["engine_idle"] < GOAL_IDLE for row in ours),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Rollout that goes on during updates.")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--samples", type=int, default=2048)
+    parser.add_argument("--bound", type=int, default=2)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    apart = EnginesApart()
+    apart.start()
+    rows = [train(strategy, seed, options) for seed in range(options.seeds) for strategy in STRATEGIES]
+    apart.stop()
+    record = {"bound": options.bound, "samples": options.samples, "goals": judge(rows, options.bound), "rows": rows}
+    save("async_overlap", record)
+    if options.json:
+        print(json.dumps(record))
+        return
+    table = Table(
+        "strategy", "seed", "accuracy", "staleness", "lost", "engine idle", "slots free", "tokens / s", box=None
+    )
+    for row in rows:
+        table.add_row(
+            row["strategy"],
+            str(row["seed"]),
+            f"{row['accuracy']:.3f}",
+            str(row["staleness_max"]),
+            str(row["ledger"]["lost"]),
+            f"{row['engine_idle']:.1%}",
+            f"{row['slots_free']:.1%}",
+            f"{row['tokens_per_s']:,.0f}",
+        )
+    Console().print(table)
+    Console().print(record["goals"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""The pool on real Ray actors: the conformance suite on two local engines, and what only processes can get wrong.
+
+One Ray serves all tests of this file; test_conformance_pool_vllm.py has the pool of vLLM engines.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from cases import model_case
+
+from sortedrl.config import SortedConfig
+from sortedrl.engine.base import Engine
+from sortedrl.engine.local import LocalEngine
+from sortedrl.engine.pool import Pool
+from sortedrl.engine.ray_cluster import connect, disconnect
+from sortedrl.testing import CHECKS, Caller, Check, EngineCase
+from sortedrl.trainer import SortedTrainer
+from test_pool import check_same, serve_through
+from tiny_models import make_requests, serve, shake, source, tiny_model
+
+pytestmark = pytest.mark.xdist_group("ray")  # one worker, and so one Ray
+SLOTS = 4
+MAX_LENGTH = 384
+ANSWER_TOKENS = 240  # answers are read and interrupted from afar: short ones would be over before
+
+
+def make_engine() -> tuple[Engine, Any]:
+    model = tiny_model()
+    return LocalEngine(model, slots=SLOTS, max_length=MAX_LENGTH, stream_every=1), model
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with pytest.MonkeyPatch.context() as patch:
+        here = Path(__file__).parent  # where the actors' processes find `make_engine`
+        paths = [str(here), str(here.parent), os.environ.get("PYTHONPATH", "")]
+        patch.setenv("PYTHONPATH", os.pathsep.join(paths))
+        connect()
+    from sortedrl.engine.ray_members import RayMembers
+
+    members = RayMembers(make_engine, num_cpus=0.5, num_gpus=0, threads=1, has_spare=True)
+    pool = Pool(members, size=2, slots=SLOTS, exact_replay=True, keep_kv=True)
+    yield pool
+    pool.close()
+    disconnect()
+
+
+@pytest.fixture(scope="module")
+def case(pool: Pool) -> EngineCase:
+    def kill() -> None:
+        for pid in pids(pool):
+            os.kill(pid, signal.SIGKILL)
+
+    pool.publish(0, source(tiny_model())).wait()
+    return model_case(pool, tiny_model(), kill=kill, answer_tokens=ANSWER_TOKENS)
+
+
+def pids(pool: Pool) -> list[int]:
+    """Of the engines that are up."""
+    return [member["pid"] for member in pool.stats().extra["members"] if member]
+
+
+def wait_until_all_are_up(pool: Pool) -> None:
+    deadline = time.monotonic() + 60
+    while len(pids(pool)) < 2 and time.monotonic() < deadline:
+        pool.submit([])  # looks after the members
+        time.sleep(0.1)
+    assert len(pids(pool)) == 2
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=str)
+def test_pool(check: Check, case: EngineCase) -> None:
+    assert check.needs(case), "a pool of exact engines promises everything"
+    check.run(case)
+    assert case.engine.stats().running == 0
+
+
+def test_answers_are_those_of_one_engine(pool: Pool) -> None:
+    wait_until_all_are_up(pool)
+    pool.publish(100, source(tiny_model())).wait()
+    requests = make_requests(12)
+    check_same(serve_through(pool, requests), serve(tiny_model(), requests))
+    assert os.getpid() not in pids(pool)
+    assert len(set(pids(pool))) == 2
+
+
+def test_ray_listens_on_loopback(pool: Pool) -> None:
+    ours = psutil.Process()
+    listening = {
+        (process.name(), connection.laddr.ip)
+        for process in (ours, *ours.children(recursive=True))
+        for connection in process.net_connections()
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert {name for name, _ in listening} >= {"raylet", "gcs_server"}
+    assert {address for _, address in listening} <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
+
+
+def test_published_weights_reach_every_process(pool: Pool) -> None:
+    model = tiny_model()
+    shake(model, 0.1, seed=5)
+    pool.publish(101, source(model)).wait()
+    requests = make_requests(8, seed=2)
+    answers = serve_through(pool, requests)
+    check_same(answers, serve(model, requests))
+    assert {version for answer in answers.values() for version in answer.versions} == {101}
+    pool.publish(102, source(tiny_model())).wait()
+
+
+def test_a_process_that_is_killed(pool: Pool) -> None:
+    wait_until_all_are_up(pool)
+    num_restarts = pool.stats().extra["restarts"]
+    victim = pids(pool)[0]
+    killed: list[int] = []
+
+    def kill(caller: Caller) -> None:
+        if not killed and any(answer.tokens for answer in caller.answers.values()):
+            os.kill(victim, signal.SIGKILL)
+            killed.append(victim)
+
+    requests = make_requests(24, seed=3)
+    answers = serve_through(pool, requests, meanwhile=kill)
+    check_same(answers, serve(tiny_model(), requests))
+    assert killed
+    assert pool.stats().extra["restarts"] == num_restarts + 1
+    wait_until_all_are_up(pool)
+    assert victim not in pids(pool)
+
+
+def test_rollout_that_goes_on_during_updates(pool: Pool, tmp_path: Path) -> None:
+    """The engine in a process of its own, weights swapped in flight: nothing is dropped, and the bound holds."""
+    config = SortedConfig(
+        run={"name": "apart", "dir": str(tmp_path), "samples": 96, "report": False},
+        engine={"slots": 8, "own_process": True, "replica_cpus": 0.5, "max_new_tokens": 96},
+        schedule={"strategy": "async", "update_batch": 8, "max_staleness": 2},
+        learner={"algorithm": "reinforce++", "group_size": 1},
+        eval={"prompts": 0},
+        checkpoint={"save": False},
+    )
+    watch = RunningAtUpdates()
+    summary = SortedTrainer(args=config, sinks=[watch], quiet=True).train()
+    assert summary.ledger is not None
+    assert (summary.ledger.trained, summary.ledger.lost, summary.ledger.duplicated) == (96, 0, 0)
+    assert summary.staleness_max is not None
+    assert summary.staleness_max <= 2
+    assert summary.learner_wait_s is not None
+    assert 0 < summary.learner_wait_s < summary.wall_s
+    assert max(watch.running) > 0, "rollout stopped for every update"
+
+
+class RunningAtUpdates:
+    """How many samples run when an update ends."""
+
+    def __init__(self) -> None:
+        self.running: list[int] = []
+        self._now = 0
+
+    def emit(self, event: Any) -> None:
+        self._now += (event.kind == "AttemptStarted") - (event.kind == "AttemptEnded")
+        if event.kind == "UpdateDone":
+            self.running.append(self._now)
+
+    def close(self) -> None:
+        pass
