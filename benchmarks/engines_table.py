@@ -23,7 +23,7 @@ from rich.console import Console
 TESTS = Path(__file__).parent.parent / "tests"
 sys.path[:0] = [str(TESTS), str(TESTS / "conformance")]
 
-from cases import MAX_LENGTH, SLOTS, local_case, model_case, sim_case  # noqa: E402
+from cases import MAX_LENGTH, SLOTS, letters, local_case, model_case, sim_case  # noqa: E402
 
 from sortedrl.engine.vllm_core import vllm_version  # noqa: E402
 from sortedrl.testing import CHECKS, EngineCase, run_checks  # noqa: E402
@@ -36,7 +36,7 @@ def vllm_case() -> EngineCase:
     from sortedrl.engine.vllm import VllmEngine
 
     model = tiny_model(hidden_size=64, num_attention_heads=2, num_key_value_heads=2, head_dim=32)
-    engine = VllmEngine(model, slots=SLOTS, max_length=MAX_LENGTH)
+    engine = VllmEngine(model, slots=SLOTS, max_length=MAX_LENGTH, decode=letters)
     return model_case(engine, model, kill=lambda: os.kill(engine.pids[0], signal.SIGKILL))
 
 

@@ -118,10 +118,13 @@ def test_params_are_what_the_request_asks_for() -> None:
 
 
 def test_a_verdict_ends_at_the_first_token_that_does_not_stand() -> None:
-    kept = Check.read([4, 5], [entry(t4=-1.0), entry(t5=-2.0)])
+    kept = Check.read([4, 5], [entry(t4=-1.0), entry(t5=-2.0)], [False] * 2)
     assert (kept.accepted, kept.logprobs, kept.drawn) == (2, [-1.0, -2.0], None)
-    cut = Check.read([4, 5, 6], [entry(t4=-1.0), entry(t5=-2.0, t7=-0.5), entry(t6=-0.1)])
+    positions = [entry(t4=-1.0), entry(t5=-2.0, t7=-0.5), entry(t6=-0.1)]
+    cut = Check.read([4, 5, 6], positions, [False] * 3)
     assert (cut.accepted, cut.logprobs, cut.drawn) == (1, [-1.0], (7, -0.5))
+    fed = Check.read([4, 5, 6], positions, [False, True, False])
+    assert (fed.accepted, fed.logprobs, fed.drawn) == (3, [-1.0, 0.0, -0.1], None)
 
 
 def test_a_flight_ends_as_vllm_says() -> None:
@@ -134,6 +137,15 @@ def test_a_flight_ends_as_vllm_says() -> None:
     assert stopped.take(output([3], reason="abort"), 1.0) is Turn.STOPPED
     assert flight().take(output([3], logprob=float("nan")), 1.0) is Turn.BROKEN
     assert flight().take(output([], reason="error"), 1.0) is Turn.FAILED
+
+
+def test_a_stop_string_ends_a_flight_that_vllm_goes_on_with() -> None:
+    request = Request(sample=1, attempt=0, prompt=[8], budget=9, seed=3, sampling=Sampling(stop_strings=("bc",)))
+    stopped = Flight.begin(Attempt.begin(request, lambda tokens: "".join("abcde"[token] for token in tokens)))
+    assert stopped.take(output([2, 1]), 1.0) is Turn.ON
+    assert stopped.take(output([2, 4]), 2.0) is Turn.FINISHED  # two at once: the second is none of the answer's
+    assert (stopped.attempt.tokens, stopped.attempt.ending, stopped.num_decoded) == ([2, 1, 2], FinishReason.STOP, 1)
+    assert stopped.is_open
 
 
 def test_a_replay_goes_on_where_its_tokens_stand() -> None:

@@ -35,8 +35,8 @@ def build_engine(
     needs_replay = Fate.REPLAY in (knobs.interrupted, knobs.on_bound)
     length = config.task.max_prompt_tokens + config.engine.max_new_tokens
     is_pool = config.engine.replicas > 1 or bool(config.engine.cluster)
-    if config.engine.stop and (is_pool or config.engine.kind != "local"):
-        raise ConfigError("engine.stop needs the local engine in this process: leave it out, or engine.replicas at 1")
+    if config.engine.stop and is_pool:
+        raise ConfigError("engine.stop is not for pools: leave it out, or engine.replicas at 1")
     match config.engine.kind:
         case "vllm" if is_pool:
             raise ConfigError("a pool has local engines only: set engine.replicas = 1, or engine.kind = local")
@@ -50,7 +50,7 @@ def build_engine(
         case "vllm":
             if config.engine.dtype == "bfloat16":
                 check_replay(knobs, is_exact=False)  # before it is started for nothing
-            engine = build_vllm(config, model, length)
+            engine = build_vllm(config, model, length, decode)
     if config.engine.in_flight == "keep" and not engine.capabilities.keep_kv:
         raise ConfigError(f"engine {config.engine.kind} cannot keep its cache: set engine.in_flight = reprefill")
     try:
@@ -69,7 +69,9 @@ def check_replay(knobs: Knobs, *, is_exact: bool) -> None:
         )
 
 
-def build_vllm(config: SortedConfig, model: Any, max_length: int) -> Engine:
+def build_vllm(
+    config: SortedConfig, model: Any, max_length: int, decode: Callable[[list[int]], str] | None
+) -> Engine:
     """vLLM with a copy of the model; it may be silent for half as long as the watchdog allows, then it starts anew."""
     from sortedrl.engine.vllm import VllmEngine  # it needs much that others do not have
 
@@ -81,6 +83,7 @@ def build_vllm(config: SortedConfig, model: Any, max_length: int) -> Engine:
         dtype=None if settings.dtype == "auto" else getattr(torch, settings.dtype),
         kv_bytes=None if settings.kv_gb is None else int(settings.kv_gb * 2**30),
         limit_s=settings.watchdog_s / 2,
+        decode=decode,
     )
 
 

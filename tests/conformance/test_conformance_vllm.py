@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
-from cases import MAX_LENGTH, SLOTS, model_case
+from cases import MAX_LENGTH, SLOTS, letters, model_case
 
 from sortedrl.engine.vllm_core import vllm_version
 from sortedrl.testing import CHECKS, Check, EngineCase
@@ -32,7 +32,7 @@ def case() -> Iterator[EngineCase]:
     from sortedrl.engine.vllm import VllmEngine
 
     model = tiny_model(**HEADS)
-    engine = VllmEngine(model, slots=SLOTS, max_length=MAX_LENGTH)
+    engine = VllmEngine(model, slots=SLOTS, max_length=MAX_LENGTH, decode=letters)
 
     def kill() -> None:
         os.kill(engine.pids[0], signal.SIGKILL)

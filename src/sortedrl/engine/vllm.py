@@ -35,7 +35,6 @@ from sortedrl.engine.base import (
     Partial,
     Request,
     Verified,
-    masked_places,
 )
 from sortedrl.engine.fault import find_fault
 from sortedrl.engine.module import Geometry
@@ -63,7 +62,8 @@ class VllmEngine:
     """Samples from a transformers causal language model, which vLLM loads from a copy of its weights.
 
     `dtype`: of weights and KV in vLLM; None takes the model's. `kv_bytes`: memory for the KV cache; None is enough for
-    all slots at full length. `limit_s`: how long vLLM may be silent.
+    all slots at full length. `limit_s`: how long vLLM may be silent. `decode`: turns tokens into the text in which stop
+    strings are looked for.
     """
 
     def __init__(
@@ -75,6 +75,7 @@ class VllmEngine:
         dtype: torch.dtype | None = None,
         kv_bytes: int | None = None,
         limit_s: float = 300.0,
+        decode: Callable[[list[int]], str] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         check_installed()
@@ -88,7 +89,7 @@ class VllmEngine:
             )
         self._slots, self._max_length, self._vocab = slots, max_length, geometry.vocab
         self._dtype = dtype or next(model.parameters()).dtype
-        self._limit_s, self._clock = limit_s, clock
+        self._limit_s, self._clock, self._decode = limit_s, clock, decode
         self._tower, self._counts = Tower(clock), StepCounts()
         self._num_losses = self._num_losses_in_row = 0
         self._is_closed = False
@@ -210,13 +211,13 @@ class VllmEngine:
         """A flight for the request, or None when there is nothing to ask vLLM."""
         tower = self._tower
         assert request.sample not in tower.flights, f"sample {request.sample} is running already"
-        error = find_fault(request, max_length=self._max_length, vocab=self._vocab, has_decode=False)
-        if error is None and request.mode is Mode.REPLAY and masked_places(request.spans):
-            error = "vLLM does not replay answers with fed tokens: set schedule.interrupted to resume or restart"
+        error = find_fault(
+            request, max_length=self._max_length, vocab=self._vocab, has_decode=self._decode is not None
+        )
         if error is not None:
             tower.emit(Failed, request, is_end=True, error=error)
             return None
-        flight = Flight.begin(Attempt.begin(request))
+        flight = Flight.begin(Attempt.begin(request, self._decode))
         if request.mode is Mode.REPLAY and not flight.is_checking:
             tower.emit(Verified, request, cached=0, accepted=0)
         if flight.is_complete:

@@ -29,7 +29,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDi
 from vllm.v1.sample.sampler import Sampler
 
 from sortedrl.engine.base import Sampling
-from sortedrl.engine.sampling import Draw, draw_noise, make_noise, shape_logits
+from sortedrl.engine.sampling import Draw, Noise, make_noise, shape_logits
 from sortedrl.engine.vllm_terms import Terms
 
 _GREEDY = Draw(0, 0, Sampling(temperature=0.0))  # for rows that are not ours: what vLLM runs to warm up
@@ -91,6 +91,7 @@ class NoiseSampler(Sampler):
     def __init__(self, rows: NoiseRows) -> None:
         super().__init__(logprobs_mode="processed_logprobs")
         self._noise_rows = rows
+        self._noise: Noise | None = None
 
     def sample(
         self, logits: torch.Tensor, sampling_metadata: Any, logprobs_mode_override: Any = None
@@ -98,17 +99,21 @@ class NoiseSampler(Sampler):
         draws = self._noise_rows.draws(len(logits))
         if draws is None:
             return super().sample(logits, sampling_metadata, logprobs_mode_override)
+        self._noise = self._noise or make_noise(1, logits.shape[1], logits.device)
         scaled_rv = shape_logits(logits, [draw.sampling for draw in draws])
-        noise_rv = draw_noise(draws, logits.shape[1], logits.device).squeeze(1)
-        return (scaled_rv + noise_rv).argmax(-1), torch.log_softmax(scaled_rv, -1)
+        drawn = self._noise.verify(scaled_rv, draws, [-1] * len(draws), [0.0] * len(draws)).drawn
+        logprobs_r = torch.tensor(drawn.logprobs, device=logits.device)
+        return torch.tensor(drawn.tokens, device=logits.device), logprobs_r.unsqueeze(1)
 
     @staticmethod
     def gather_logprobs(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> LogprobsTensors:
         """Of the drawn tokens alone. vLLM's own also ranks them, by a kernel that takes half a minute to compile."""
         assert num_logprobs == 0, "requests of this engine ask for the log-prob of the drawn token only"
         token_ids = token_ids.unsqueeze(-1)
+        if logprobs.shape[1] > 1:  # of a whole vocabulary: no row is ours
+            logprobs = logprobs.gather(-1, token_ids)
         ranks_r = torch.zeros(len(token_ids), dtype=torch.int64, device=logprobs.device)
-        return LogprobsTensors(token_ids.to(torch.int32), logprobs.gather(-1, token_ids), ranks_r)
+        return LogprobsTensors(token_ids.to(torch.int32), logprobs, ranks_r)
 
 
 class SortedWorker:
