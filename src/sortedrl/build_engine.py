@@ -48,6 +48,8 @@ def build_engine(
             dtype = choose_dtype(own, config.engine.dtype, is_exact=needs_replay)
             engine = LocalEngine(own, slots=config.engine.slots, max_length=length, dtype=dtype, decode=decode)
         case "vllm":
+            if config.engine.address and config.engine.port:
+                raise ConfigError("engine.address names a vLLM server and engine.port starts one: set one of them")
             if config.engine.dtype == "bfloat16":
                 check_replay(knobs, is_exact=False)  # before it is started for nothing
             engine = build_vllm(config, model, length, decode)
@@ -64,14 +66,13 @@ def build_engine(
 def check_replay(knobs: Knobs, *, is_exact: bool) -> None:
     if Fate.REPLAY in (knobs.interrupted, knobs.on_bound) and not is_exact:
         raise ConfigError(
-            "replay needs an engine whose replay is exact (float32 weights): load the model in float32 and set "
-            "engine.dtype = float32, or set schedule.interrupted and schedule.on_bound to resume, restart or wait"
+            "replay needs an engine whose replay is exact (float32 weights; of vLLM servers, one with sortedrl's "
+            "worker extension): load the model in float32 and set engine.dtype = float32, or set schedule.interrupted "
+            "and schedule.on_bound to resume, restart or wait"
         )
 
 
-def build_vllm(
-    config: SortedConfig, model: Any, max_length: int, decode: Callable[[list[int]], str] | None
-) -> Engine:
+def build_vllm(config: SortedConfig, model: Any, max_length: int, decode: Callable[[list[int]], str] | None) -> Engine:
     """vLLM with a copy of the model; it may be silent for half as long as the watchdog allows, then it starts anew."""
     from sortedrl.engine.vllm import VllmEngine  # it needs much that others do not have
 
@@ -84,6 +85,8 @@ def build_vllm(
         kv_bytes=None if settings.kv_gb is None else int(settings.kv_gb * 2**30),
         limit_s=settings.watchdog_s / 2,
         decode=decode,
+        address=settings.address,
+        port=settings.port,
     )
 
 

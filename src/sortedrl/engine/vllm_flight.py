@@ -60,6 +60,7 @@ class Flight:
     attempt: Attempt
     is_checking: bool = False  # the verdict on its cached tokens is still to come
     is_stopped: bool = False  # it is being interrupted: a second request must not be made
+    is_parked: bool = False  # it is interrupted for a moment only, and stays in the air
     collector: Any = None
     task: asyncio.Task[None] | None = None
     is_started: bool = False  # its first output has come

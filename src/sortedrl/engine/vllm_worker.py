@@ -122,12 +122,13 @@ class SortedWorker:
     model_runner: Any
 
     def sorted_prepare(self, owner: int) -> None:
-        """Once, after the start: put our sampler in place, and end with the process `owner`."""
+        """Put our sampler in place, and end with the process `owner`, if there is one (not 0)."""
         runner = self.model_runner
         (rows,) = (p for p in runner.input_batch.logitsprocs.all if isinstance(p, NoiseRows))
         runner.sampler = NoiseSampler(rows)
         runner._get_prompt_logprobs_dict = lambda hidden_td, scheduled: _verify_prompts(runner, hidden_td, scheduled)
-        threading.Thread(target=_end_with, args=(owner,), name="sortedrl-owner", daemon=True).start()
+        if owner:
+            threading.Thread(target=_end_with, args=(owner,), name="sortedrl-owner", daemon=True).start()
 
     def sorted_take_weights(self, path: str) -> None:
         runner = self.model_runner
