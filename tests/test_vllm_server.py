@@ -132,7 +132,7 @@ class _Healthy(BaseHTTPRequestHandler):
 def test_a_server_without_its_development_mode_is_refused(tmp_path: Path) -> None:
     server = HTTPServer(("127.0.0.1", 0), _Healthy)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    with pytest.raises(EngineError, match="VLLM_SERVER_DEV_MODE=1 vllm serve"):
+    with pytest.raises(EngineError, match="VLLM_SERVER_DEV_MODE=1 python -m vllm"):
         Server(settings(tmp_path), StepCounts(), limit_s=5.0, address=f"http://127.0.0.1:{server.server_port}/")
     server.shutdown()
     server.server_close()
@@ -167,7 +167,7 @@ def plain_server(tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]
     for option in ("--worker-extension-cls", "--logits-processors"):
         place = command.index(option)
         del command[place : place + 2]
-    command[:1] = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
+    command[0] = sys.executable
     process = subprocess.Popen(command, env=os.environ | {"VLLM_SERVER_DEV_MODE": "1"})
     yield f"http://127.0.0.1:{port}", process
     for child in psutil.Process(process.pid).children(recursive=True):

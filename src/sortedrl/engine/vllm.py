@@ -7,7 +7,7 @@ where the tower (`vllm_tower.py`, `vllm_http.py`) has all attempts (`vllm_flight
 What runs in vLLM's worker is in `vllm_worker.py`.
 
 What it keeps true, beyond the protocol:
-- an interruption is done by vLLM's core, behind its last step: no token is lost, and nothing decodes after it;
+- an interruption is done by vLLM's core: no token is lost, and nothing decodes after it;
 - whatever KV was computed under other weights is never read: prefixes are cached under the version's name;
 - a core that dies, or does not answer for `limit_s`, gives its samples back as interrupted, with every token that had
   arrived, and the next submission starts another core from the weights in force. `MAX_LOSSES` of them without an answer
@@ -249,7 +249,7 @@ class VllmEngine:
             life = Server(self._settings, self._counts, limit_s=self._limit_s, **place)
         else:
             life = Core(self._settings, self._counts, limit_s=self._limit_s)
-        self._tower.front, self._has_noise = life.front, life.has_noise
+        self._tower.front, self._tower.flag, self._has_noise = life.front, life.flag, life.has_noise
         try:
             life.call(life.front.update_weight_version(str(self._tower.version)))
         except CoreLost as error:

@@ -14,6 +14,7 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
+from sortedrl.engine.vllm_halt import HaltFlag
 from sortedrl.engine.vllm_life import CLOSE_S, ENVIRONMENT, CoreSettings, Life, StepCounts
 from sortedrl.errors import EngineError
 
@@ -53,6 +54,7 @@ class Core(Life):
             os.environ.setdefault(name, value)
         before = _children()
         try:
+            self.flag = HaltFlag(settings.flag)
             self.front = asyncio.run_coroutine_threadsafe(_start(settings, counts), self.loop).result()
         except BaseException as error:
             self._pids = sorted(_children() - before)
@@ -124,7 +126,7 @@ async def _start(settings: CoreSettings, counts: StepCounts) -> Any:
         use_tqdm_on_load=False,
     )
     llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[Counter])
-    await llm.collective_rpc("sorted_prepare", args=(os.getpid(),))
+    await llm.collective_rpc("sorted_prepare", args=(os.getpid(), str(settings.flag)))
     return llm
 
 

@@ -117,6 +117,8 @@ class Flight:
                 return turn
         for token, entry in zip(answer.token_ids, answer.logprobs or (), strict=True):
             if not self.attempt.add(token, entry[token].logprob):
+                if self.is_stopped:  # the step was broken off: it has written nothing
+                    return Turn.ON if self.is_open else Turn.STOPPED
                 return Turn.BROKEN
             self.num_decoded += 1
             if self.attempt.decode is not None and self.attempt.ending is not None:

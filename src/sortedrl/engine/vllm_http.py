@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import math
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from sortedrl.engine.base import InFlight
 from sortedrl.engine.vllm_flight import Flight
 from sortedrl.engine.vllm_tower import Tower
 from sortedrl.errors import EngineError
+
+log = logging.getLogger(__name__)
 
 _AGAIN_S = 0.05  # after a pause, until what reached the server behind it is ended as well
 _CONNECT_S = 10.0
@@ -114,6 +117,11 @@ class HttpFront:
             return False
         return response.status_code == httpx.codes.OK
 
+    async def is_without_tokens(self) -> bool:
+        """Whether the server refuses requests in tokens, whatever they say."""
+        response = await self.client.post(_GENERATE, json={})
+        return response.status_code in (httpx.codes.FORBIDDEN, httpx.codes.NOT_FOUND)
+
     def body(self, flight: Flight, version: int) -> dict[str, Any]:
         """The request of a flight."""
         params = flight.params(dict, None)
@@ -155,14 +163,14 @@ class HttpStream:
             self._response = await self._front.client.send(request, stream=True)
             if self._response.status_code != httpx.codes.OK:
                 await self._response.aread()
-                return await self._failed()
+                return await self._failed(self._response.text)
             self._lines = aiter(self._response.aiter_lines())
         async for line in self._lines:
             if not line.startswith("data: {"):
                 continue
             chunk = json.loads(line.removeprefix("data: "))
             if "error" in chunk:
-                return await self._failed()
+                return await self._failed(line)
             if chunk["choices"]:
                 written = Written.read(chunk["choices"][0])
                 if written.finish_reason is not None:
@@ -180,7 +188,7 @@ class HttpStream:
         body["sampling_params"] |= {"max_tokens": 1}
         response = await self._front.client.post(_GENERATE, json=body)
         if response.status_code != httpx.codes.OK:
-            return await self._failed()
+            return await self._failed(response.text)
         answer = response.json()
         positions = answer.get("prompt_logprobs")
         if not positions:
@@ -191,8 +199,9 @@ class HttpStream:
         versions = Written.read(answer["choices"][0]).weight_versions
         return self._heard(Written(weight_versions=versions), read)
 
-    async def _failed(self) -> Heard:
+    async def _failed(self, text: str) -> Heard:
         """A request that failed on a server that lives has failed alone."""
+        log.warning("the vLLM server refused a request: %s", text[:300])
         await self.close()
         if not await self._front.is_healthy():
             raise ConnectionError("the vLLM server is gone")

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from sortedrl.engine.vllm_halt import HaltFlag
+
 CLOSE_S = 10.0
 DEAD = "vLLM's core has died"
 _LOOK_S = 0.25  # between two looks at whether vLLM lives, while it is waited for
@@ -48,6 +50,11 @@ class CoreSettings:
     kv_bytes: int
     block_size: int
 
+    @property
+    def flag(self) -> Path:
+        """The file of the flag at which a step is broken off."""
+        return self.folder / "halt"
+
 
 @dataclass(slots=True, kw_only=True)
 class StepCounts:
@@ -72,6 +79,7 @@ class StepCounts:
 
 class Life(ABC):
     front: Any = None  # what a tower talks to
+    flag: HaltFlag | None = None  # breaks off the step under way, where that can be done
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s

@@ -31,12 +31,15 @@ _START_S = 900.0
 _CONNECT_S = 30.0  # that a named server may take to come back
 _LOOK_S = 0.2
 _TOTALS = {"steps": "vllm:iteration_tokens_total_count", "preemptions": "vllm:num_preemptions_total"}
+# What `vllm serve` runs; that command itself does not start in vLLM's CPU build.
+_ENTRY = ("python", "-m", "vllm.entrypoints.launchers.api_server.entry")
 _EXTENSION = "sortedrl.engine.vllm_worker"
 
 
 def serve_command(settings: CoreSettings, port: int) -> list[str]:
     """What starts a server that this engine can drive."""
     options = {
+        "model": settings.folder,
         "host": HOST,
         "port": port,
         "dtype": settings.dtype,
@@ -50,9 +53,9 @@ def serve_command(settings: CoreSettings, port: int) -> list[str]:
         "logits-processors": f"{_EXTENSION}:NoiseRows",
         "uvicorn-log-level": "error",
     }
-    flags = ["skip-tokenizer-init", "enforce-eager", "no-async-scheduling", "enable-prefix-caching"]
+    flags = ["enable-scale-out", "skip-tokenizer-init", "enforce-eager", "no-async-scheduling", "enable-prefix-caching"]
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    return ["vllm", "serve", str(settings.folder), *words, *(f"--{flag}" for flag in flags)]
+    return [*_ENTRY, *words, *(f"--{flag}" for flag in flags)]
 
 
 class Server(Life):
@@ -123,6 +126,11 @@ class Server(Life):
             raise EngineError(
                 f"the vLLM server at {self._address} is not in development mode, without which it cannot be paused nor "
                 f"given weights: start it with VLLM_SERVER_DEV_MODE=1 {' '.join(serve_command(settings, 8000))}"
+            )
+        if await self.front.is_without_tokens():
+            raise EngineError(
+                f"the vLLM server at {self._address} takes no tokens: start it with --enable-scale-out, on a loopback "
+                "address"
             )
         config = response.json()["vllm_config"]
         self.front.has_noise = config["parallel_config"].get("worker_extension_cls") == f"{_EXTENSION}.SortedWorker"
@@ -207,7 +215,7 @@ def _launch(settings: CoreSettings, port: int) -> subprocess.Popen[bytes]:
             raise EngineError(
                 f"port {port} is in use: name a free one in engine.port, or in engine.address the server that is there"
             ) from error
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", *serve_command(settings, port)[1:]]
+    command = [sys.executable, *serve_command(settings, port)[1:]]
     environment = ENVIRONMENT | os.environ | {"VLLM_SERVER_DEV_MODE": "1"}
     return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=2)  # its messages are for people
 

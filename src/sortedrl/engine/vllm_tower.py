@@ -12,15 +12,18 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 from sortedrl.engine.base import EngineStats, Event, Failed, Finished, InFlight, Partial, Request, Verified
 from sortedrl.engine.vllm_flight import Flight, Turn
+from sortedrl.engine.vllm_halt import HaltFlag
 
 
 class Tower:
     def __init__(self, clock: Callable[[], float]) -> None:
         self.front: Any = None  # what talks to vLLM, while there is one
+        self.flag: HaltFlag | None = None
         self.version = 0
         self.flights: dict[int, Flight] = {}  # by sample
         self.changed = threading.Condition()
@@ -33,6 +36,7 @@ class Tower:
         self._clock = clock
         self._ready: list[Event] = []
         self._busy_since = clock()
+        self._num_halts = 0  # a broken step leaves KV that must not be found again
 
     # ---- in any thread ----------------------------------------------------------------------------------------------
 
@@ -86,11 +90,13 @@ class Tower:
             flight.task = asyncio.create_task(self._fly(flight))
 
     async def stop(self, flights: list[Flight], *, is_all: bool) -> None:
-        """Interrupt flights, behind the step that vLLM is in."""
+        """Interrupt flights: all of them at once, in the midst of a step where it can be broken off."""
         for flight in flights:
             flight.is_stopped = True
         if is_all:
-            await self.front.pause_generation(mode="abort", clear_cache=False)
+            with nullcontext() if self.flag is None else self.flag.raised():
+                await self.front.pause_generation(mode="abort", clear_cache=False)
+            self._num_halts += 1
         else:
             # vLLM's core can only abort all; who is aborted by the front end loses what is on its way, so that first.
             await self.front.pause_generation(mode="keep", clear_cache=False)
@@ -122,7 +128,7 @@ class Tower:
         request = flight.attempt.request
         flight.collector = await self.front.add_request(
             f"{request.sample}-{request.attempt}",
-            tokens_input(flight.tokens(), cache_salt=f"version {self.version}"),
+            tokens_input(flight.tokens(), cache_salt=f"version {self.version}, halt {self._num_halts}"),
             flight.params(SamplingParams, RequestOutputKind.DELTA),
         )
         flight.is_started, flight.is_open = False, True

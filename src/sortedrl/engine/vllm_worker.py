@@ -14,6 +14,7 @@ Shapes: r rows of logits, v vocabulary, t tokens of one step.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -30,6 +31,7 @@ from vllm.v1.sample.sampler import Sampler
 
 from sortedrl.engine.base import Sampling
 from sortedrl.engine.sampling import Draw, Noise, make_noise, shape_logits
+from sortedrl.engine.vllm_halt import HaltFlag, Halts
 from sortedrl.engine.vllm_terms import Terms
 
 _GREEDY = Draw(0, 0, Sampling(temperature=0.0))  # for rows that are not ours: what vLLM runs to warm up
@@ -88,15 +90,18 @@ class NoiseRows(LogitsProcessor):
 class NoiseSampler(Sampler):
     """vLLM's sampler with the draw replaced; it returns the log-probs of the distribution that is drawn from."""
 
-    def __init__(self, rows: NoiseRows) -> None:
+    def __init__(self, rows: NoiseRows, halts: Halts | None) -> None:
         super().__init__(logprobs_mode="processed_logprobs")
         self._noise_rows = rows
+        self._halts = halts
         self._noise: Noise | None = None
 
     def sample(
         self, logits: torch.Tensor, sampling_metadata: Any, logprobs_mode_override: Any = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         draws = self._noise_rows.draws(len(logits))
+        if self._halts is not None and self._halts.has_halted:
+            return torch.zeros(len(logits), dtype=torch.int64), torch.full((len(logits), 1), math.nan)
         if draws is None:
             return super().sample(logits, sampling_metadata, logprobs_mode_override)
         self._noise = self._noise or make_noise(1, logits.shape[1], logits.device)
@@ -121,12 +126,19 @@ class SortedWorker:
 
     model_runner: Any
 
-    def sorted_prepare(self, owner: int) -> None:
-        """Put our sampler in place, and end with the process `owner`, if there is one (not 0)."""
+    def sorted_prepare(self, owner: int, flag: str = "") -> None:
+        """Put our sampler in place, and end with the process `owner`, if there is one (not 0).
+
+        `flag`: the file of a flag at which a step is broken off.
+        """
         runner = self.model_runner
+        is_alone = runner.parallel_config.world_size == 1 and runner.device.type == "cpu"
+        halts = Halts(runner, HaltFlag(Path(flag))) if flag and is_alone else None
         (rows,) = (p for p in runner.input_batch.logitsprocs.all if isinstance(p, NoiseRows))
-        runner.sampler = NoiseSampler(rows)
-        runner._get_prompt_logprobs_dict = lambda hidden_td, scheduled: _verify_prompts(runner, hidden_td, scheduled)
+        runner.sampler = NoiseSampler(rows, halts)
+        runner._get_prompt_logprobs_dict = lambda hidden_td, scheduled: (
+            {} if halts is not None and halts.has_halted else _verify_prompts(runner, hidden_td, scheduled)
+        )
         if owner:
             threading.Thread(target=_end_with, args=(owner,), name="sortedrl-owner", daemon=True).start()
 
