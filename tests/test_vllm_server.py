@@ -1,36 +1,25 @@
-"""vLLM as a server: what is read of it, what it is refused for, and a real one that somebody else has started."""
+"""vLLM as a server, without one: what is read of it, what it is refused for, and what is said when none is there."""
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from safetensors.torch import load_file
 
 from sortedrl.build import build_engine
 from sortedrl.config import SortedConfig
 from sortedrl.engine import vllm_server
-from sortedrl.engine.base import Partial
-from sortedrl.engine.vllm_core import vllm_version
 from sortedrl.engine.vllm_http import Written
 from sortedrl.engine.vllm_life import CoreSettings, StepCounts
-from sortedrl.engine.vllm_server import Server, find_server_fault, read_metrics, serve_command
+from sortedrl.engine.vllm_server import Server, find_server_fault, read_metrics
 from sortedrl.engine.vllm_weights import map_tensors
 from sortedrl.errors import ConfigError, EngineError
-from sortedrl.testing import Caller, run_checks
-from tiny_models import make_requests, tiny_model
-
-HEADS = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
+from tiny_models import tiny_model
 
 
 def settings(folder: Path, **changes: Any) -> CoreSettings:
@@ -153,66 +142,3 @@ def test_mapped_tensors_are_the_file(tmp_path: Path) -> None:
     assert all((mapped[name] == before[name]).all() for name in before)
     mapped["model.norm.weight"].fill_(0.5)
     assert (load_file(path)["model.norm.weight"] == 0.5).all()
-
-
-# A real server that is somebody else's
-
-
-@pytest.fixture
-def plain_server(tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """Without our worker extension, as its owner would start it."""
-    tiny_model("qwen3", **HEADS).save_pretrained(tmp_path / "model")
-    port = free_port()
-    command = serve_command(settings(tmp_path / "model"), port)
-    for option in ("--worker-extension-cls", "--logits-processors"):
-        place = command.index(option)
-        del command[place : place + 2]
-    command[0] = sys.executable
-    process = subprocess.Popen(command, env=os.environ | {"VLLM_SERVER_DEV_MODE": "1"})
-    yield f"http://127.0.0.1:{port}", process
-    for child in psutil.Process(process.pid).children(recursive=True):
-        child.kill()
-    process.kill()
-    process.wait()
-
-
-@pytest.mark.vllm
-@pytest.mark.skipif(vllm_version() is None, reason="vLLM is not installed here: make test-vllm")
-@pytest.mark.timeout(1200)
-def test_a_named_server_keeps_what_it_promises_and_its_loss_is_told(
-    plain_server: tuple[str, subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from cases import model_case
-
-    from sortedrl.engine.vllm import VllmEngine
-
-    address, process = plain_server
-    monkeypatch.setattr(vllm_server, "_CONNECT_S", 600.0)
-    model = tiny_model("qwen3", **HEADS)
-    config = SortedConfig(
-        engine={"kind": "vllm", "address": address, "slots": 4, "max_new_tokens": 64},
-        task={"max_prompt_tokens": 128},
-        schedule={"strategy": "sorted-replay"},
-    )
-    with pytest.raises(ConfigError, match=r"worker extension.*to resume, restart or wait"):
-        build_engine(config, model, config.knobs)
-    engine = VllmEngine(model, slots=4, max_length=256, address=address)
-    assert not engine.capabilities.exact_replay
-    found = run_checks(model_case(engine, model, decode=None))
-    assert {name: result for name, result in found.items() if result.startswith("failed")} == {}
-    assert sum(result == "passed" for result in found.values()) > 10
-    assert engine.stats().decode_steps > 0
-    caller, requests = Caller(engine), make_requests(3, budget=200)
-    engine.submit(requests)
-    before = engine.stats().decoded_tokens
-    while engine.stats().decoded_tokens < before + 6:
-        caller.take(engine.poll(0.01))
-    process.send_signal(signal.SIGKILL)
-    events = []
-    while engine.stats().running:
-        events += engine.poll(1.0)
-    assert {event.sample for event in events if isinstance(event, Partial)} == {0, 1, 2}
-    monkeypatch.setattr(vllm_server, "_CONNECT_S", 0.5)
-    with pytest.raises(EngineError, match="no vLLM server answers at"):
-        engine.submit(make_requests(1))
-    engine.close()
