@@ -283,6 +283,7 @@ class VllmEngine:
         loss, tower.loss, self._life, tower.front = tower.loss, None, None, None
         if life is not None:
             life.close(is_lost=True)
+            tower.loss = None  # which each flight tells for itself
         if tower.bug is not None:
             raise tower.bug
         lost = tower.clear()

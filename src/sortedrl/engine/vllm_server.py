@@ -117,6 +117,9 @@ class Server(Life):
         if self._process is None and not is_lost:
             with contextlib.suppress(EngineError, httpx.TransportError):
                 await self.front.abort_all()
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()  # who still reads a stream reads in vain
+        await asyncio.sleep(0)
         await self.front.client.aclose()
 
     async def _connect(self, settings: CoreSettings) -> None:
