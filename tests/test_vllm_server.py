@@ -103,8 +103,8 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
 
 def test_a_server_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_server, "_CONNECT_S", 0.3)
-    address = f"http://127.0.0.1:{free_port()}"
-    with pytest.raises(EngineError, match=rf"no vLLM server answers at {address}: start it"):
+    address = f"127.0.0.1:{free_port()}"
+    with pytest.raises(EngineError, match=rf"no vLLM server answers at http://{address}: start it"):
         Server(settings(tmp_path), StepCounts(), limit_s=5.0, address=address)
 
 

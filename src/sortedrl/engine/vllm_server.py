@@ -70,14 +70,17 @@ class Server(Life):
         self._counts, self._pids = counts, list[int]()
         self._seen: dict[str, int] = {}  # totals of the server, as last read
         self._process: subprocess.Popen[bytes] | None = None
-        self._address = address.rstrip("/") or f"http://{HOST}:{port}"
+        place = address.rstrip("/") or f"{HOST}:{port}"
+        self._address = place if "://" in place else f"http://{place}"
         self.front = HttpFront(self._address, slots=settings.slots)
         try:
             if not address:
                 self._process = _launch(settings, port)
             asyncio.run_coroutine_threadsafe(self._connect(settings), self.loop).result()
-        except BaseException:
+        except BaseException as error:
             self.close(is_lost=True)
+            if isinstance(error, httpx.TransportError):
+                raise EngineError(f"the vLLM server at {self._address} has gone while it was greeted") from error
             raise
         self._pids = [] if self._process is None else _descendants(self._process.pid)
 
