@@ -118,8 +118,9 @@ class HttpFront:
         return response.status_code == httpx.codes.OK
 
     async def is_without_tokens(self) -> bool:
-        """Whether the server refuses requests in tokens, whatever they say."""
-        response = await self.client.post(_GENERATE, json={})
+        """Whether the server refuses requests in tokens; a server that does not writes one."""
+        params = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
+        response = await self.client.post(_GENERATE, json={"token_ids": [0], "sampling_params": params})
         return response.status_code in (httpx.codes.FORBIDDEN, httpx.codes.NOT_FOUND)
 
     def body(self, flight: Flight, version: int) -> dict[str, Any]:

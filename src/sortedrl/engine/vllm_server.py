@@ -133,6 +133,7 @@ class Server(Life):
                 f"the vLLM server at {self._address} is not in development mode, without which it cannot be paused nor "
                 f"given weights: start it with VLLM_SERVER_DEV_MODE=1 {' '.join(serve_command(settings, 8000))}"
             )
+        await self.front.resume()  # whoever used it before may have left it paused
         if await self.front.is_without_tokens():
             raise EngineError(
                 f"the vLLM server at {self._address} takes no tokens: start it with --enable-scale-out, on a loopback "
@@ -147,7 +148,6 @@ class Server(Life):
             await self.front.rpc("sorted_prepare", 0 if self._process is None else os.getpid())
         if self._process is None:  # whatever it serves, these are the weights in force
             await self.front.abort_all()
-            await self.front.resume()
             await self.front.take_weights(str(settings.folder / "model.safetensors"))
         await self.count()
 
