@@ -1,11 +1,15 @@
 """What controlling vLLM costs, and whether it does what it says: interruption, publication, log-probs, replay.
 
-    .venv-vllm/bin/python benchmarks/vllm_control.py [--model smollm2-135m] [--dtype bfloat16] [--rounds 3] [--json]
+    .venv-vllm/bin/python benchmarks/vllm_control.py [--model smollm2-135m] [--dtype auto] [--rounds 3] [--json]
 
 Each round lets 64 requests decode, interrupts them all, publishes weights that differ from those before, and compares
 the log-probs of answers written since with transformers' in float32, under the weights just published and under those
 before. Last it replays answers under the very weights that wrote them: whatever is not kept there is rounding, since
 decode and prefill sum in another order.
+
+Times are told in their parts: `step_s`, a decode step of all slots; of an interruption `pause_s`, until vLLM's core has
+ended all requests; of a publication `write_s`, into shared memory, and `load_s`, by vLLM's worker. `--dtype auto` is
+bfloat16 where the processor computes in it, else float32: a step in bfloat16 takes ten times as long without.
 """
 
 from __future__ import annotations
@@ -28,11 +32,13 @@ from rich.table import Table
 from sortedrl.build import model_path
 from sortedrl.config import SortedConfig
 from sortedrl.engine.base import Request, Sampling
+from sortedrl.engine.linear import has_fast_bfloat16
 from sortedrl.engine.vllm import VllmEngine
 from sortedrl.learner.checkpoint import load_model
 from sortedrl.records import Mode
 from sortedrl.testing import Caller
 
+PARTS = ("step_s", "pause_s", "write_s", "load_s")
 TEXT = "The village had two kinds of people, and every one of them had a story about the bridge that"
 
 
@@ -40,6 +46,10 @@ TEXT = "The village had two kinds of people, and every one of them had a story a
 class Figures:
     interrupt_s: list[float] = field(default_factory=list)
     publish_s: list[float] = field(default_factory=list)
+    step_s: list[float] = field(default_factory=list)
+    pause_s: list[float] = field(default_factory=list)
+    write_s: list[float] = field(default_factory=list)
+    load_s: list[float] = field(default_factory=list)
     gap_new: list[float] = field(default_factory=list)  # mean |log-prob difference| to transformers, by round
     gap_old: list[float] = field(default_factory=list)
     num_verified: int = 0
@@ -72,8 +82,42 @@ def mean_gap(model: Any, requests: list[Request], caller: Caller) -> float:
     return torch.cat(gaps).mean().item()
 
 
+def time_parts(engine: VllmEngine, figures: Figures) -> None:
+    """Keep the seconds of the engine's calls that interruptions and publications are made of."""
+
+    def keep(owner: Any, name: str, seconds: list[float]) -> None:
+        call = getattr(owner, name)
+
+        async def timed(*args: Any, **named: Any) -> Any:
+            began = time.perf_counter()
+            result = await call(*args, **named)
+            seconds.append(time.perf_counter() - began)
+            return result
+
+        setattr(owner, name, timed)
+
+    assert engine._life is not None, "the engine has started"
+    keep(engine._life.front, "pause_generation", figures.pause_s)
+    keep(engine._life.front, "collective_rpc", figures.load_s)
+    write = engine._weights.write
+
+    def timed_write(model: Any) -> None:
+        began = time.perf_counter()
+        write(model)
+        figures.write_s.append(time.perf_counter() - began)
+
+    engine._weights.write = timed_write  # type: ignore[method-assign]
+
+
+def decode(engine: VllmEngine, num_tokens: int) -> None:
+    wanted = engine.stats().decoded_tokens + num_tokens
+    while engine.stats().decoded_tokens < wanted:
+        engine.poll(0.01)
+
+
 def measure(options: argparse.Namespace, model: Any, prompt: list[int], engine: VllmEngine) -> Figures:
     figures, number = Figures(), 0
+    time_parts(engine, figures)
     requests: list[Request] = []
     caller = Caller(engine)
 
@@ -89,9 +133,10 @@ def measure(options: argparse.Namespace, model: Any, prompt: list[int], engine: 
 
     for version in range(1, options.rounds + 1):
         engine.submit(made(options.slots, options.max_length - 64))
-        wanted = engine.stats().decoded_tokens + 2 * options.slots
-        while engine.stats().decoded_tokens < wanted:
-            engine.poll(0.05)
+        decode(engine, 2 * options.slots)  # prompts are read, and every slot decodes
+        steps, began = engine.stats().decode_steps, time.perf_counter()
+        decode(engine, 3 * options.slots)
+        figures.step_s.append((time.perf_counter() - began) / (engine.stats().decode_steps - steps))
         began = time.perf_counter()
         engine.interrupt()
         figures.interrupt_s.append(time.perf_counter() - began)
@@ -115,7 +160,7 @@ def measure(options: argparse.Namespace, model: Any, prompt: list[int], engine: 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--answers", type=int, default=12)
@@ -124,6 +169,8 @@ def main() -> None:
     parser.add_argument("--step", type=float, default=0.03, help="how far a publication moves a weight, in its spread")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    if options.dtype == "auto":
+        options.dtype = "bfloat16" if has_fast_bfloat16(torch.device("cpu")) else "float32"
     model, tokenizer = load_model(model_path(SortedConfig(model={"path": options.model})))
     began = time.perf_counter()
     with Console(stderr=True).status("starting vLLM and measuring"):
@@ -143,6 +190,8 @@ def main() -> None:
         "requests": options.slots,
         "interrupt_s": figures.interrupt_s,
         "publish_s": figures.publish_s,
+        "parts": {name: getattr(figures, name) for name in PARTS},
+        "threads": torch.get_num_threads(),
         "logprob_gap_new": figures.gap_new,
         "logprob_gap_old": figures.gap_old,
         "replayed_tokens": figures.num_verified,
@@ -154,8 +203,9 @@ def main() -> None:
         print(json.dumps(result))
         return
     table = Table("figure", "median", "most", title=f"vLLM, {options.model}, {options.dtype}")
-    for name in ("interrupt_s", "publish_s", "logprob_gap_new", "logprob_gap_old"):
-        table.add_row(name, f"{statistics.median(result[name]):.3f}", f"{max(result[name]):.3f}")
+    for name in ("interrupt_s", "publish_s", *PARTS, "logprob_gap_new", "logprob_gap_old"):
+        values = getattr(figures, name.replace("logprob_", ""))
+        table.add_row(name, f"{statistics.median(values):.3f}", f"{max(values):.3f}")
     rate = f"{result['divergence_rate']:.1e}"
     table.add_row("replay, tokens not kept", rate, f"{figures.num_rejected} of {figures.num_verified}")
     Console().print(table)

@@ -6,8 +6,10 @@ import importlib.metadata
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from sortedrl.engine.base import Request, Sampling
 from sortedrl.engine.module import Geometry
 from sortedrl.engine.vllm import needed_kv_bytes
 from sortedrl.engine.vllm_flight import Check, Flight, Turn
+from sortedrl.engine.vllm_halt import HaltFlag, Halts
 from sortedrl.engine.vllm_terms import Terms
 from sortedrl.engine.vllm_weights import WeightFolder
 from sortedrl.errors import ConfigError, EngineError
@@ -118,10 +121,13 @@ def test_params_are_what_the_request_asks_for() -> None:
 
 
 def test_a_verdict_ends_at_the_first_token_that_does_not_stand() -> None:
-    kept = Check.read([4, 5], [entry(t4=-1.0), entry(t5=-2.0)])
+    kept = Check.read([4, 5], [entry(t4=-1.0), entry(t5=-2.0)], [False] * 2)
     assert (kept.accepted, kept.logprobs, kept.drawn) == (2, [-1.0, -2.0], None)
-    cut = Check.read([4, 5, 6], [entry(t4=-1.0), entry(t5=-2.0, t7=-0.5), entry(t6=-0.1)])
+    positions = [entry(t4=-1.0), entry(t5=-2.0, t7=-0.5), entry(t6=-0.1)]
+    cut = Check.read([4, 5, 6], positions, [False] * 3)
     assert (cut.accepted, cut.logprobs, cut.drawn) == (1, [-1.0], (7, -0.5))
+    fed = Check.read([4, 5, 6], positions, [False, True, False])
+    assert (fed.accepted, fed.logprobs, fed.drawn) == (3, [-1.0, 0.0, -0.1], None)
 
 
 def test_a_flight_ends_as_vllm_says() -> None:
@@ -134,6 +140,59 @@ def test_a_flight_ends_as_vllm_says() -> None:
     assert stopped.take(output([3], reason="abort"), 1.0) is Turn.STOPPED
     assert flight().take(output([3], logprob=float("nan")), 1.0) is Turn.BROKEN
     assert flight().take(output([], reason="error"), 1.0) is Turn.FAILED
+
+
+def test_a_stop_string_ends_a_flight_that_vllm_goes_on_with() -> None:
+    request = Request(sample=1, attempt=0, prompt=[8], budget=9, seed=3, sampling=Sampling(stop_strings=("bc",)))
+    stopped = Flight.begin(Attempt.begin(request, lambda tokens: "".join("abcde"[token] for token in tokens)))
+    assert stopped.take(output([2, 1]), 1.0) is Turn.ON
+    assert stopped.take(output([2, 4]), 2.0) is Turn.FINISHED  # two at once: the second is none of the answer's
+    assert (stopped.attempt.tokens, stopped.attempt.ending, stopped.num_decoded) == ([2, 1, 2], FinishReason.STOP, 1)
+    assert stopped.is_open
+
+
+def test_a_step_that_was_broken_off_writes_nothing() -> None:
+    stopped = flight()
+    assert stopped.take(output([3]), 1.0) is Turn.ON
+    stopped.is_stopped = True
+    assert stopped.take(output([0], logprob=float("nan")), 2.0) is Turn.ON
+    assert stopped.take(output([0], logprob=float("nan"), reason="stop"), 3.0) is Turn.STOPPED
+    assert (stopped.attempt.tokens, stopped.num_decoded) == ([3], 0)
+
+
+class Runner:
+    """As much of vLLM's model runner as a halt touches."""
+
+    def __init__(self) -> None:
+        self.model: Any = torch.nn.Module()
+        self.model.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
+        self.model.compute_logits = lambda hidden_td: torch.ones(len(hidden_td), 7)
+        sizes = {"get_hidden_size": lambda: 4, "get_vocab_size": lambda: 7}
+        self.model_config = SimpleNamespace(dtype=torch.float32, **sizes)
+        self.num_layers = 0
+
+    def _model_forward(self, positions: torch.Tensor) -> torch.Tensor:
+        hidden_td = torch.ones(len(positions), 4)
+        for layer in self.model.layers:
+            hidden_td = layer(hidden_td)
+            self.num_layers += 1
+        return hidden_td
+
+
+def test_a_raised_flag_ends_the_forward_pass_before_the_next_layer(tmp_path: Path) -> None:
+    mine, theirs = HaltFlag(tmp_path / "halt"), HaltFlag(tmp_path / "halt")
+    runner = Runner()
+    halts = Halts(runner, theirs)
+    whole = runner._model_forward(positions=torch.arange(2))
+    assert (runner.num_layers, halts.has_halted) == (3, False)
+    assert runner.model.compute_logits(whole).tolist() == [[1.0] * 7] * 2
+    runner.model.layers[0].register_forward_hook(lambda *_: raised.enter_context(mine.raised()))
+    with ExitStack() as raised:
+        broken = runner._model_forward(positions=torch.arange(2))
+    assert (runner.num_layers, halts.has_halted) == (4, True)
+    assert broken.shape == whole.shape
+    assert runner.model.compute_logits(broken).tolist() == [[0.0] * 7] * 2
+    assert not theirs.is_raised
 
 
 def test_a_replay_goes_on_where_its_tokens_stand() -> None:

@@ -35,8 +35,12 @@ def build_engine(
     needs_replay = Fate.REPLAY in (knobs.interrupted, knobs.on_bound)
     length = config.task.max_prompt_tokens + config.engine.max_new_tokens
     is_pool = config.engine.replicas > 1 or config.engine.own_process or bool(config.engine.cluster)
-    if config.engine.stop and (is_pool or config.engine.kind != "local"):
-        raise ConfigError("engine.stop needs the local engine in this process: leave it out, or engine.replicas at 1")
+    if config.engine.stop and is_pool:
+        raise ConfigError("engine.stop is not for pools: leave it out, or engine.replicas at 1")
+    if is_pool and (config.engine.address or config.engine.port):
+        raise ConfigError(
+            "a pool starts its own engines: leave out engine.address and engine.port, or engine.replicas at 1"
+        )
     match config.engine.kind:
         case "vllm" if is_pool:
             dtype = next(model.parameters()).dtype
@@ -52,9 +56,11 @@ def build_engine(
             dtype = choose_dtype(own, config.engine.dtype, is_exact=needs_replay)
             engine = LocalEngine(own, slots=config.engine.slots, max_length=length, dtype=dtype, decode=decode)
         case "vllm":
+            if config.engine.address and config.engine.port:
+                raise ConfigError("engine.address names a vLLM server and engine.port starts one: set one of them")
             if config.engine.dtype == "bfloat16":
                 check_replay(knobs, is_exact=False)  # before it is started for nothing
-            engine = build_vllm(config, model, length)
+            engine = build_vllm(config, model, length, decode)
     if config.engine.in_flight == "keep" and not engine.capabilities.keep_kv:
         raise ConfigError(f"engine {config.engine.kind} cannot keep its cache: set engine.in_flight = reprefill")
     try:
@@ -68,20 +74,31 @@ def build_engine(
 def check_replay(knobs: Knobs, *, is_exact: bool) -> None:
     if Fate.REPLAY in (knobs.interrupted, knobs.on_bound) and not is_exact:
         raise ConfigError(
-            "replay needs an engine whose replay is exact (float32 weights): load the model in float32 and set "
-            "engine.dtype = float32, or set schedule.interrupted and schedule.on_bound to resume, restart or wait"
+            "replay needs an engine whose replay is exact (float32 weights; of vLLM servers, one with sortedrl's "
+            "worker extension): load the model in float32 and set engine.dtype = float32, or set schedule.interrupted "
+            "and schedule.on_bound to resume, restart or wait"
         )
 
 
-def build_vllm(config: SortedConfig, model: Any, max_length: int) -> Engine:
+def build_vllm(config: SortedConfig, model: Any, max_length: int, decode: Callable[[list[int]], str] | None) -> Engine:
     """vLLM with a copy of the model; it may be silent for half as long as the watchdog allows, then it starts anew."""
     from sortedrl.engine.vllm import VllmEngine  # it needs much that others do not have
 
-    dtype = None if config.engine.dtype == "auto" else getattr(torch, config.engine.dtype)
-    return VllmEngine(model, slots=config.engine.slots, max_length=max_length, dtype=dtype, **vllm_settings(config))
+    settings = config.engine
+    return VllmEngine(
+        model,
+        slots=settings.slots,
+        max_length=max_length,
+        dtype=None if settings.dtype == "auto" else getattr(torch, settings.dtype),
+        decode=decode,
+        address=settings.address,
+        port=settings.port,
+        **vllm_settings(config),
+    )
 
 
 def vllm_settings(config: SortedConfig) -> dict[str, Any]:
+    """What holds for an engine of its own and for each of a pool's."""
     settings = config.engine
     kv_bytes = None if settings.kv_gb is None else int(settings.kv_gb * 2**30)
     return {"kv_bytes": kv_bytes, "limit_s": settings.watchdog_s / 2}

@@ -130,6 +130,14 @@ class EngineSection(Section):
     kv_gb: float | None = Field(
         default=None, gt=0.0, description="vllm: GiB for the KV cache; left out, enough for all slots at full length."
     )
+    address: str = Field(
+        default="",
+        description="vllm: a server to use in place of one's own, as http://127.0.0.1:8000; docs/engines.md has its "
+        "command.",
+    )
+    port: Int = Field(
+        default=0, ge=0, lt=65536, description="vllm: start it as a server on this port; 0 runs it in this process."
+    )
     watchdog_s: float = Field(
         default=600.0, gt=0.0, description="An engine that does not answer for so long is given up."
     )

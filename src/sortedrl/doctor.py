@@ -125,7 +125,8 @@ def _model(config: SortedConfig, target: Target) -> Finding:
             return Finding(name="model", text=f"{config.model.path}: not on this machine, so not tried")
         model, tokenizer = load_model(model_path(config))
         if config.engine.kind == "vllm":
-            check_installed()  # starting it would take a minute
+            if not config.engine.address:
+                check_installed()  # starting it would take a minute
         else:
             build_engine(config, model, config.knobs)
     except SortedRLError as error:

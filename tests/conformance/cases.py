@@ -36,6 +36,11 @@ def weights_of(model: Any) -> Callable[[int], Any]:
     return step
 
 
+def letters(tokens: list[int]) -> str:
+    """Text of tokens, a letter each, in which stop strings are looked for."""
+    return "".join(chr(ord("a") + token) for token in tokens)
+
+
 def model_case(engine: Any, model: Any, **changes: Any) -> EngineCase:
     """A case of an engine that was made of `model`."""
     step = weights_of(model)
@@ -49,6 +54,7 @@ def model_case(engine: Any, model: Any, **changes: Any) -> EngineCase:
             "prompts": PROMPTS,
             "source": lambda number: source(step(number)),
             "logprobs": logprobs,
+            "decode": letters,
             "spoil": lambda request: replace(request, prompt=[0, VOCAB]),
         }
         | changes
@@ -57,7 +63,13 @@ def model_case(engine: Any, model: Any, **changes: Any) -> EngineCase:
 
 def local_case(path: str) -> EngineCase:
     model = tiny_model()
-    engine = LocalEngine(copy.deepcopy(model), slots=SLOTS, max_length=MAX_LENGTH, path=path)  # type: ignore[arg-type]
+    engine = LocalEngine(
+        copy.deepcopy(model),
+        slots=SLOTS,
+        max_length=MAX_LENGTH,
+        path=path,  # type: ignore[arg-type]
+        decode=letters,
+    )
     return model_case(engine, model, advance=lambda: engine.poll(0))
 
 

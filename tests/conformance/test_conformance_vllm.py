@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Iterator
 
 import psutil
 import pytest
-from cases import MAX_LENGTH, SLOTS, model_case
+from cases import MAX_LENGTH, SLOTS, letters, model_case
 
 from sortedrl.engine.vllm_core import vllm_version
 from sortedrl.testing import CHECKS, Check, EngineCase
@@ -22,17 +23,25 @@ pytestmark = [
 HEADS = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}  # what its kernels like
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 def is_gone(pids: list[int]) -> bool:
     alive = [process for process in psutil.process_iter(["pid", "status"]) if process.info["pid"] in pids]
     return all(process.info["status"] == psutil.STATUS_ZOMBIE for process in alive)
 
 
-@pytest.fixture(scope="module")
-def case() -> Iterator[EngineCase]:
+@pytest.fixture(scope="module", params=["core", "server"])
+def case(request: pytest.FixtureRequest) -> Iterator[EngineCase]:
+    """vLLM in this process, and as a server behind HTTP."""
     from sortedrl.engine.vllm import VllmEngine
 
     model = tiny_model(**HEADS)
-    engine = VllmEngine(model, slots=SLOTS, max_length=MAX_LENGTH)
+    port = free_port() if request.param == "server" else 0
+    engine = VllmEngine(model, slots=SLOTS, max_length=MAX_LENGTH, decode=letters, port=port)
 
     def kill() -> None:
         os.kill(engine.pids[0], signal.SIGKILL)

@@ -2,11 +2,12 @@
 """The vLLM engine: real vLLM behind the protocol of `base.py`, with shared noise and replay.
 
 `build.py` makes it; the controller drives it like any other. vLLM decodes in processes of its own, and `poll` waits.
-Its outputs are read in the thread of an event loop (`vllm_core.py`), where the tower (`vllm_tower.py`) has all attempts
-(`vllm_flight.py`) and makes events of what they say. What runs in vLLM's worker is in `vllm_worker.py`.
+Its outputs are read in the thread of an event loop (`vllm_life.py`: `vllm_core.py`, or over HTTP `vllm_server.py`),
+where the tower (`vllm_tower.py`, `vllm_http.py`) has all attempts (`vllm_flight.py`) and makes events of what they say.
+What runs in vLLM's worker is in `vllm_worker.py`.
 
 What it keeps true, beyond the protocol:
-- an interruption is done by vLLM's core, behind its last step: no token is lost, and nothing decodes after it;
+- an interruption is done by vLLM's core: no token is lost, and nothing decodes after it;
 - whatever KV was computed under other weights is never read: prefixes are cached under the version's name;
 - a core that dies, or does not answer for `limit_s`, gives its samples back as interrupted, with every token that had
   arrived, and the next submission starts another core from the weights in force. `MAX_LOSSES` of them without an answer
@@ -35,12 +36,14 @@ from sortedrl.engine.base import (
     Partial,
     Request,
     Verified,
-    masked_places,
 )
 from sortedrl.engine.fault import find_fault
 from sortedrl.engine.module import Geometry
-from sortedrl.engine.vllm_core import Core, CoreLost, CoreSettings, StepCounts, check_installed
+from sortedrl.engine.vllm_core import Core, check_installed
 from sortedrl.engine.vllm_flight import Flight
+from sortedrl.engine.vllm_http import ServerTower
+from sortedrl.engine.vllm_life import CoreLost, CoreSettings, Life, StepCounts
+from sortedrl.engine.vllm_server import Server
 from sortedrl.engine.vllm_tower import Tower
 from sortedrl.engine.vllm_weights import WeightFolder
 from sortedrl.errors import EngineError, ModelError
@@ -63,7 +66,9 @@ class VllmEngine:
     """Samples from a transformers causal language model, which vLLM loads from a copy of its weights.
 
     `dtype`: of weights and KV in vLLM; None takes the model's. `kv_bytes`: memory for the KV cache; None is enough for
-    all slots at full length. `limit_s`: how long vLLM may be silent.
+    all slots at full length. `limit_s`: how long vLLM may be silent. `decode`: turns tokens into the text in which stop
+    strings are looked for. `address` names a vLLM server to use, `port` is where one is started; without either, vLLM's
+    front end runs in this process.
     """
 
     def __init__(
@@ -75,9 +80,13 @@ class VllmEngine:
         dtype: torch.dtype | None = None,
         kv_bytes: int | None = None,
         limit_s: float = 300.0,
+        decode: Callable[[list[int]], str] | None = None,
+        address: str = "",
+        port: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        check_installed()
+        if not address:
+            check_installed()
         geometry = Geometry.of(model)
         if slots < 1:
             raise EngineError(f"slots = {slots}: an engine needs at least one")
@@ -88,8 +97,10 @@ class VllmEngine:
             )
         self._slots, self._max_length, self._vocab = slots, max_length, geometry.vocab
         self._dtype = dtype or next(model.parameters()).dtype
-        self._limit_s, self._clock = limit_s, clock
-        self._tower, self._counts = Tower(clock), StepCounts()
+        self._limit_s, self._clock, self._decode = limit_s, clock, decode
+        self._address, self._port = address, port
+        self._tower = ServerTower(clock) if self._is_server else Tower(clock)
+        self._counts = StepCounts()
         self._num_losses = self._num_losses_in_row = 0
         self._is_closed = False
         self._weights = WeightFolder(model, self._dtype)
@@ -101,9 +112,9 @@ class VllmEngine:
             kv_bytes=kv_bytes or needed_kv_bytes(geometry, slots, max_length, self._dtype),
             block_size=_BLOCK,
         )
-        self._core: Core | None = None
+        self._life: Life | None = None
         try:
-            self._core = self._start()
+            self._life = self._start()
         except BaseException:
             self._weights.close()
             raise
@@ -112,8 +123,12 @@ class VllmEngine:
 
     @property
     def capabilities(self) -> Capabilities:
-        is_exact = self._dtype == torch.float32
-        return Capabilities(slots=self._slots, exact_replay=is_exact, keep_kv=True, waits=False)
+        is_exact = self._dtype == torch.float32 and self._has_noise
+        return Capabilities(slots=self._slots, exact_replay=is_exact, keep_kv=not self._is_server, waits=False)
+
+    @property
+    def _is_server(self) -> bool:
+        return bool(self._address or self._port)
 
     @property
     def num_running(self) -> int:
@@ -145,8 +160,8 @@ class VllmEngine:
                     tower.changed.wait(min(deadline - now, self._limit_s))
         if tower.loss is not None:
             self._give_back()
-        elif tower.num_ends and self._core is not None:
-            self._core.let_run()  # all that ended in the same step comes together
+        elif tower.num_ends and self._life is not None:
+            self._life.let_run()  # all that ended in the same step comes together
         tower.num_ends = 0
         return tower.drain()
 
@@ -155,6 +170,7 @@ class VllmEngine:
         stopped = [f for sample, f in list(tower.flights.items()) if chosen is None or sample in chosen]
         if stopped:
             self._call(tower.stop(stopped, is_all=len(stopped) == self.num_running))
+            self._count()
         if tower.loss is not None:
             self._give_back()
         return tower.drain(chosen)
@@ -164,6 +180,7 @@ class VllmEngine:
             assert not self.num_running, "weights published with abort while samples run: interrupt them first"
         self._weights.write(source.module)
         self._call(self._tower.swap(version, str(self._weights.weights), in_flight))
+        self._count()
         if self._tower.loss is not None:
             self._give_back()  # under the version that wrote the tokens
         self._tower.version = version
@@ -190,19 +207,19 @@ class VllmEngine:
         if self._is_closed:
             return
         self._is_closed = True
-        core, self._core = self._core, None
+        life, self._life = self._life, None
         try:
-            if core is not None:
-                core.close()
+            if life is not None:
+                life.close()
         finally:
             self._tower.clear()
-            self._tower.llm = None
+            self._tower.front = None
             self._weights.close()
 
     @property
     def pids(self) -> list[int]:
         """Of vLLM's processes, for who wants to watch them, or see what happens without them."""
-        return [] if self._core is None else self._core.pids
+        return [] if self._life is None else self._life.pids
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
@@ -210,13 +227,11 @@ class VllmEngine:
         """A flight for the request, or None when there is nothing to ask vLLM."""
         tower = self._tower
         assert request.sample not in tower.flights, f"sample {request.sample} is running already"
-        error = find_fault(request, max_length=self._max_length, vocab=self._vocab, has_decode=False)
-        if error is None and request.mode is Mode.REPLAY and masked_places(request.spans):
-            error = "vLLM does not replay answers with fed tokens: set schedule.interrupted to resume or restart"
+        error = find_fault(request, max_length=self._max_length, vocab=self._vocab, has_decode=self._decode is not None)
         if error is not None:
             tower.emit(Failed, request, is_end=True, error=error)
             return None
-        flight = Flight.begin(Attempt.begin(request))
+        flight = Flight.begin(Attempt.begin(request, self._decode))
         if request.mode is Mode.REPLAY and not flight.is_checking:
             tower.emit(Verified, request, cached=0, accepted=0)
         if flight.is_complete:
@@ -225,39 +240,50 @@ class VllmEngine:
             return None
         return flight
 
-    def _start(self) -> Core:
-        log.info("starting vLLM, which takes from ten seconds to minutes")
-        core = Core(self._settings, self._counts, limit_s=self._limit_s)
-        self._tower.llm = core.llm
+    def _start(self) -> Life:
+        if not self._address:
+            log.info("starting vLLM, which takes from ten seconds to minutes")
+        life: Life
+        if self._is_server:
+            place = {"address": self._address, "port": self._port}
+            life = Server(self._settings, self._counts, limit_s=self._limit_s, **place)
+        else:
+            life = Core(self._settings, self._counts, limit_s=self._limit_s)
+        self._tower.front, self._tower.flag, self._has_noise = life.front, life.flag, life.has_noise
         try:
-            core.call(core.llm.update_weight_version(str(self._tower.version)))
+            life.call(life.front.update_weight_version(str(self._tower.version)))
         except CoreLost as error:
-            core.close(is_lost=True)
+            life.close(is_lost=True)
             raise EngineError(f"{error} right after its start: see its messages above") from error
-        return core
+        return life
 
     def _launch(self, flights: list[Flight]) -> None:
-        if self._core is None:
-            self._core = self._start()
+        if self._life is None:
+            self._life = self._start()
         self._tower.enter(flights)
         self._call(self._tower.launch(flights))  # a loss shows in the next poll
 
     def _call(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """In the loop of the present core; nothing happens without one."""
-        if self._core is None:
+        if self._life is None:
             coroutine.close()
             return
         try:
-            self._core.call(coroutine)
+            self._life.call(coroutine)
         except CoreLost as error:
             self._tower.loss = str(error)
 
+    def _count(self) -> None:
+        if self._life is not None and self._tower.loss is None:
+            self._call(self._life.count())
+
     def _give_back(self) -> None:
         """End a lost core, and return every sample with the tokens that had arrived."""
-        tower, core = self._tower, self._core
-        loss, tower.loss, self._core, tower.llm = tower.loss, None, None, None
-        if core is not None:
-            core.close(is_lost=True)
+        tower, life = self._tower, self._life
+        loss, tower.loss, self._life, tower.front = tower.loss, None, None, None
+        if life is not None:
+            life.close(is_lost=True)
+            tower.loss = None  # which each flight tells for itself
         if tower.bug is not None:
             raise tower.bug
         lost = tower.clear()

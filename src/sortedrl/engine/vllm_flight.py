@@ -38,10 +38,16 @@ class Check:
     drawn: tuple[int, float] | None
 
     @classmethod
-    def read(cls, cached: Sequence[int], positions: Sequence[Any]) -> Check:
-        """`positions`: per cached token, log-probs by token: of the cached one, and of the one to stand there."""
+    def read(cls, cached: Sequence[int], positions: Sequence[Any], is_masked: Sequence[bool]) -> Check:
+        """`positions`: per cached token, log-probs by token: of the cached one, and of the one to stand there.
+
+        A masked token is context: it stands, whatever would be drawn there.
+        """
         logprobs: list[float] = []
-        for index, (token, entry) in enumerate(zip(cached, positions, strict=True)):
+        for index, (token, entry, is_given) in enumerate(zip(cached, positions, is_masked, strict=True)):
+            if is_given:
+                logprobs.append(0.0)
+                continue
             others = [other for other in entry if other != token]
             if others:
                 return cls(accepted=index, logprobs=logprobs, drawn=(others[0], entry[others[0]].logprob))
@@ -54,6 +60,7 @@ class Flight:
     attempt: Attempt
     is_checking: bool = False  # the verdict on its cached tokens is still to come
     is_stopped: bool = False  # it is being interrupted: a second request must not be made
+    is_parked: bool = False  # it is interrupted for a moment only, and stays in the air
     collector: Any = None
     task: asyncio.Task[None] | None = None
     is_started: bool = False  # its first output has come
@@ -110,8 +117,12 @@ class Flight:
                 return turn
         for token, entry in zip(answer.token_ids, answer.logprobs or (), strict=True):
             if not self.attempt.add(token, entry[token].logprob):
+                if self.is_stopped:  # the step was broken off: it has written nothing
+                    return Turn.ON if self.is_open else Turn.STOPPED
                 return Turn.BROKEN
             self.num_decoded += 1
+            if self.attempt.decode is not None and self.attempt.ending is not None:
+                return Turn.FINISHED  # by a stop string, of which vLLM knows nothing: it may have gone on
         match answer.finish_reason:
             case None:
                 return Turn.ON
@@ -125,7 +136,8 @@ class Flight:
 
     def _settle_check(self, prompt_logprobs: Sequence[Any]) -> Turn:
         attempt, self.is_checking = self.attempt, False
-        self.check = Check.read(attempt.tokens, prompt_logprobs[len(attempt.request.prompt) :])
+        answer = prompt_logprobs[len(attempt.request.prompt) :]
+        self.check = Check.read(attempt.tokens, answer, attempt.is_masked)
         if not attempt.keep(self.check.accepted, self.check.logprobs):
             return Turn.BROKEN
         if self.check.drawn is not None:

@@ -12,15 +12,18 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 from sortedrl.engine.base import EngineStats, Event, Failed, Finished, InFlight, Partial, Request, Verified
 from sortedrl.engine.vllm_flight import Flight, Turn
+from sortedrl.engine.vllm_halt import HaltFlag
 
 
 class Tower:
     def __init__(self, clock: Callable[[], float]) -> None:
-        self.llm: Any = None  # vLLM's front end, while there is one
+        self.front: Any = None  # what talks to vLLM, while there is one
+        self.flag: HaltFlag | None = None
         self.version = 0
         self.flights: dict[int, Flight] = {}  # by sample
         self.changed = threading.Condition()
@@ -33,6 +36,7 @@ class Tower:
         self._clock = clock
         self._ready: list[Event] = []
         self._busy_since = clock()
+        self._num_halts = 0  # a broken step leaves KV that must not be found again
 
     # ---- in any thread ----------------------------------------------------------------------------------------------
 
@@ -86,32 +90,34 @@ class Tower:
             flight.task = asyncio.create_task(self._fly(flight))
 
     async def stop(self, flights: list[Flight], *, is_all: bool) -> None:
-        """Interrupt flights, behind the step that vLLM is in."""
+        """Interrupt flights: all of them at once, in the midst of a step where it can be broken off."""
         for flight in flights:
             flight.is_stopped = True
         if is_all:
-            await self.llm.pause_generation(mode="abort", clear_cache=False)
+            with nullcontext() if self.flag is None else self.flag.raised():
+                await self.front.pause_generation(mode="abort", clear_cache=False)
+            self._num_halts += 1
         else:
             # vLLM's core can only abort all; who is aborted by the front end loses what is on its way, so that first.
-            await self.llm.pause_generation(mode="keep", clear_cache=False)
+            await self.front.pause_generation(mode="keep", clear_cache=False)
             await self._hear_out()
             await self._abort(flight for flight in flights if flight.is_open)
         await asyncio.gather(*(flight.task for flight in flights if flight.task is not None))
-        await self.llm.resume_generation()
+        await self.front.resume_generation()
 
     async def swap(self, version: int, weights: str, in_flight: InFlight) -> None:
         """Let the worker take up the weights of a file; what runs waits meanwhile."""
         is_running = bool(self.flights)
         if is_running:
-            await self.llm.pause_generation(mode="keep", clear_cache=in_flight is InFlight.REPREFILL)
+            await self.front.pause_generation(mode="keep", clear_cache=in_flight is InFlight.REPREFILL)
             await self._hear_out()
             for flight in self.flights.values():
                 self.deliver(flight)
-        await self.llm.collective_rpc("sorted_take_weights", args=(weights,))
-        await self.llm.update_weight_version(str(version))
+        await self.front.collective_rpc("sorted_take_weights", args=(weights,))
+        await self.front.update_weight_version(str(version))
         self.version = version
         if is_running:
-            await self.llm.resume_generation()
+            await self.front.resume_generation()
 
     async def _ask(self, flight: Flight) -> None:
         """Give a flight's request to vLLM."""
@@ -120,9 +126,9 @@ class Tower:
         from vllm.sampling_params import RequestOutputKind
 
         request = flight.attempt.request
-        flight.collector = await self.llm.add_request(
+        flight.collector = await self.front.add_request(
             f"{request.sample}-{request.attempt}",
-            tokens_input(flight.tokens(), cache_salt=f"version {self.version}"),
+            tokens_input(flight.tokens(), cache_salt=f"version {self.version}, halt {self._num_halts}"),
             flight.params(SamplingParams, RequestOutputKind.DELTA),
         )
         flight.is_started, flight.is_open = False, True
@@ -147,7 +153,8 @@ class Tower:
                 self.loss = f"vLLM's core was lost ({type(error).__name__})"
                 self.changed.notify()
             return
-        self._land(flight, turn)
+        if turn is not Turn.STOPPED or not flight.is_parked:
+            self._land(flight, turn)
 
     def _hear(self, flight: Flight, output: Any) -> Turn:
         is_first, check, request = not flight.is_started, flight.check, flight.attempt.request
@@ -187,11 +194,11 @@ class Tower:
                     self.emit(Failed, attempt.request, is_end=True, error="vLLM failed on this request")
 
     async def _abort(self, flights: Iterable[Flight]) -> None:
-        await self.llm.abort([flight.collector.request_id for flight in flights], internal=True)
+        await self.front.abort([flight.collector.request_id for flight in flights], internal=True)
 
     async def _hear_out(self) -> None:
         """Return when everything that the paused core had sent is written into the attempts."""
-        waiting = self.llm.engine_core.outputs_queue
+        waiting = self.front.engine_core.outputs_queue
         while not waiting.empty() or any(flight.collector.output is not None for flight in self.flights.values()):
             await asyncio.sleep(0)
         await asyncio.sleep(0)

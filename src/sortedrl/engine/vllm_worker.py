@@ -14,6 +14,7 @@ Shapes: r rows of logits, v vocabulary, t tokens of one step.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -29,7 +30,8 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDi
 from vllm.v1.sample.sampler import Sampler
 
 from sortedrl.engine.base import Sampling
-from sortedrl.engine.sampling import Draw, draw_noise, make_noise, shape_logits
+from sortedrl.engine.sampling import Draw, Noise, make_noise, shape_logits
+from sortedrl.engine.vllm_halt import HaltFlag, Halts
 from sortedrl.engine.vllm_terms import Terms
 
 _GREEDY = Draw(0, 0, Sampling(temperature=0.0))  # for rows that are not ours: what vLLM runs to warm up
@@ -88,27 +90,35 @@ class NoiseRows(LogitsProcessor):
 class NoiseSampler(Sampler):
     """vLLM's sampler with the draw replaced; it returns the log-probs of the distribution that is drawn from."""
 
-    def __init__(self, rows: NoiseRows) -> None:
+    def __init__(self, rows: NoiseRows, halts: Halts | None) -> None:
         super().__init__(logprobs_mode="processed_logprobs")
         self._noise_rows = rows
+        self._halts = halts
+        self._noise: Noise | None = None
 
     def sample(
         self, logits: torch.Tensor, sampling_metadata: Any, logprobs_mode_override: Any = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         draws = self._noise_rows.draws(len(logits))
+        if self._halts is not None and self._halts.has_halted:
+            return torch.zeros(len(logits), dtype=torch.int64), torch.full((len(logits), 1), math.nan)
         if draws is None:
             return super().sample(logits, sampling_metadata, logprobs_mode_override)
+        self._noise = self._noise or make_noise(1, logits.shape[1], logits.device)
         scaled_rv = shape_logits(logits, [draw.sampling for draw in draws])
-        noise_rv = draw_noise(draws, logits.shape[1], logits.device).squeeze(1)
-        return (scaled_rv + noise_rv).argmax(-1), torch.log_softmax(scaled_rv, -1)
+        drawn = self._noise.verify(scaled_rv, draws, [-1] * len(draws), [0.0] * len(draws)).drawn
+        logprobs_r = torch.tensor(drawn.logprobs, device=logits.device)
+        return torch.tensor(drawn.tokens, device=logits.device), logprobs_r.unsqueeze(1)
 
     @staticmethod
     def gather_logprobs(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> LogprobsTensors:
         """Of the drawn tokens alone. vLLM's own also ranks them, by a kernel that takes half a minute to compile."""
         assert num_logprobs == 0, "requests of this engine ask for the log-prob of the drawn token only"
         token_ids = token_ids.unsqueeze(-1)
+        if logprobs.shape[1] > 1:  # of a whole vocabulary: no row is ours
+            logprobs = logprobs.gather(-1, token_ids)
         ranks_r = torch.zeros(len(token_ids), dtype=torch.int64, device=logprobs.device)
-        return LogprobsTensors(token_ids.to(torch.int32), logprobs.gather(-1, token_ids), ranks_r)
+        return LogprobsTensors(token_ids.to(torch.int32), logprobs, ranks_r)
 
 
 class SortedWorker:
@@ -116,13 +126,21 @@ class SortedWorker:
 
     model_runner: Any
 
-    def sorted_prepare(self, owner: int) -> None:
-        """Once, after the start: put our sampler in place, and end with the process `owner`."""
+    def sorted_prepare(self, owner: int, flag: str = "") -> None:
+        """Put our sampler in place, and end with the process `owner`, if there is one (not 0).
+
+        `flag`: the file of a flag at which a step is broken off.
+        """
         runner = self.model_runner
+        is_alone = runner.parallel_config.world_size == 1 and runner.device.type == "cpu"
+        halts = Halts(runner, HaltFlag(Path(flag))) if flag and is_alone else None
         (rows,) = (p for p in runner.input_batch.logitsprocs.all if isinstance(p, NoiseRows))
-        runner.sampler = NoiseSampler(rows)
-        runner._get_prompt_logprobs_dict = lambda hidden_td, scheduled: _verify_prompts(runner, hidden_td, scheduled)
-        threading.Thread(target=_end_with, args=(owner,), name="sortedrl-owner", daemon=True).start()
+        runner.sampler = NoiseSampler(rows, halts)
+        runner._get_prompt_logprobs_dict = lambda hidden_td, scheduled: (
+            {} if halts is not None and halts.has_halted else _verify_prompts(runner, hidden_td, scheduled)
+        )
+        if owner:
+            threading.Thread(target=_end_with, args=(owner,), name="sortedrl-owner", daemon=True).start()
 
     def sorted_take_weights(self, path: str) -> None:
         runner = self.model_runner

@@ -116,6 +116,7 @@ class EngineCase:
     answer_tokens: int = 48  # a budget that an answer uses up, and that takes the engine a while
     tolerance: float = 1e-3  # of log-probs
     has_stop_tokens: bool = True
+    decode: Callable[[list[int]], str] | None = None  # the one that the engine looks for stop strings with, if it does
     advance: Callable[[], list[Event]] | None = None  # lets the engine work for a moment; left out, a short poll
     kill: Callable[[], None] | None = None  # ends the engine's process, if it has one
     clock: Clock = field(default_factory=WallClock)

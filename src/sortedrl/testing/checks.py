@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from sortedrl.engine.base import Event, InFlight, Request, Sampling
+from sortedrl.engine.base import Event, InFlight, Request, Sampling, Span
 from sortedrl.errors import SortedRLError
 from sortedrl.records import FinishReason, Mode
-from sortedrl.testing.case import EngineCase
+from sortedrl.testing.case import Answer, EngineCase
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -69,6 +69,23 @@ def stop_tokens_stop(case: EngineCase) -> None:
     again = replace(request, attempt=1, sampling=replace(request.sampling, stop_tokens=(stop,)))
     answer = case.caller().serve([again])[request.sample]
     assert answer.tokens == free[: free.index(stop) + 1]
+    assert answer.reason is FinishReason.STOP
+
+
+@check(
+    "a stop string ends an answer with the token that completes it",
+    needs=lambda case: case.decode is not None and is_exact(case),
+)
+def stop_strings_stop(case: EngineCase) -> None:
+    assert case.decode is not None, "selected by `needs`"
+    (request,) = case.requests(1, budget=24)
+    free = case.caller().serve([request])[request.sample].tokens
+    string = case.decode(free[9:11])
+    again = replace(request, attempt=1, sampling=replace(request.sampling, stop_strings=(string,)))
+    answer = case.caller().serve([again])[request.sample]
+    end = next(end for end in range(1, 25) if string in case.decode(free[:end]))
+    assert answer.tokens == free[:end]
+    assert len(answer.logprobs) == end
     assert answer.reason is FinishReason.STOP
 
 
@@ -270,6 +287,28 @@ def replay_equals_restart(case: EngineCase) -> None:
         assert replayed.tokens == restarted[request.sample].tokens
         assert case.is_close(replayed.logprobs, restarted[request.sample].logprobs)
         assert replayed.verified[0][0] == cached[request.sample]
+
+
+@check("fed tokens are context: a replay keeps them as given, and goes on behind them", needs=is_exact)
+def a_replay_keeps_fed_tokens(case: EngineCase) -> None:
+    (request,) = case.requests(1)
+    first = case.caller().serve([replace(request, budget=8)])[request.sample].tokens
+    fed = list(case.prompts[0])
+    cached = (*first, *fed)
+    spans = [Span(case.version, len(first)), Span(case.version, len(fed), is_masked=True)]
+    answers: list[Answer] = []
+    for mode in (Mode.RESUME, Mode.REPLAY):
+        caller = case.caller()
+        held = Answer(tokens=[*cached], logprobs=[0.0] * len(cached), versions=[case.version] * len(cached))
+        caller.answers[request.sample] = held
+        again = replace(request, attempt=1, mode=mode, cached=cached, spans=spans)
+        answers.append(caller.serve([again])[request.sample])
+    resumed, replayed = answers
+    assert replayed.verified == [(len(cached), len(cached))]
+    assert replayed.tokens == resumed.tokens
+    assert len(replayed.tokens) == request.budget
+    assert replayed.logprobs[len(first) : len(cached)] == [0.0] * len(fed)
+    assert case.is_close(replayed.logprobs[len(cached) :], resumed.logprobs[len(cached) :])
 
 
 @check("what runs goes on with its old KV cache under the new weights (mixed-kv)", needs=keeps_kv)
