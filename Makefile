@@ -30,7 +30,7 @@ study-quick: $(VENV)/.runtime ## Four strategies on the quickstart task, three s
 
 test: $(VENV)/.dev ## Run the tests (not the slow ones) with coverage.
 	@start=$$(date +%s); \
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "not slow and not vllm" --cov=sortedrl $(ARGS); status=$$?; \
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not vllm" --cov=sortedrl $(ARGS); status=$$?; \
 	echo "make test took $$(( $$(date +%s) - start )) s"; exit $$status
 
 test-slow: $(VENV)/.dev ## Run the slow tests.

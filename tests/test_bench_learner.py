@@ -29,6 +29,7 @@ def test_packed_gradients_are_those_of_the_padded_batch() -> None:
     assert result["tokens"] == sum(heavy_tailed(LearnerBench(samples=8, scale=0.25)))
 
 
+@pytest.mark.slow
 def test_a_table_for_people() -> None:
     run = CliRunner().invoke(app, ["bench", "learner", *SMALL, "--no-recomputed"])
     assert run.exit_code == 0, run.output
@@ -43,6 +44,7 @@ def test_lengths_are_spread_over_the_trace(tmp_path) -> None:
     assert heavy_tailed(LearnerBench(trace=str(path), samples=4, scale=0.5)) == [10, 40, 80, 200]
 
 
+@pytest.mark.slow
 def test_a_contender_that_fails_says_why() -> None:
     with pytest.raises(LearnerError, match=r"padded update did not end well .*lower --samples"):
         run_round({"folder": "/no/such/folder", "contender": "padded", "threads": 1})

@@ -33,6 +33,8 @@ SETTINGS: Any = SimpleNamespace(
     inner_steps=1,
     inner_epochs=1,
     micro_tokens=1024,
+    recompute=False,
+    dtype="auto",
 )
 
 

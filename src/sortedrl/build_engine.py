@@ -38,9 +38,7 @@ def build_engine(
     if config.engine.stop and is_pool:
         raise ConfigError("engine.stop is not for pools: leave it out, or engine.replicas at 1")
     if is_pool and (config.engine.address or config.engine.port):
-        raise ConfigError(
-            "a pool starts its own engines: leave out engine.address and engine.port"
-        )
+        raise ConfigError("a pool starts its own engines: leave out engine.address and engine.port")
     match config.engine.kind:
         case "vllm" if is_pool:
             dtype = next(model.parameters()).dtype

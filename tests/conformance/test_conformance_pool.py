@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from cases import model_case
+from cases import letters, model_case
 
 from sortedrl.config import SortedConfig
 from sortedrl.engine.base import Engine
@@ -26,7 +26,6 @@ from sortedrl.trainer import SortedTrainer
 from test_pool import check_same, serve_through
 from tiny_models import make_requests, serve, shake, source, tiny_model
 
-pytestmark = pytest.mark.xdist_group("ray")  # one worker, and so one Ray
 SLOTS = 4
 MAX_LENGTH = 384
 ANSWER_TOKENS = 240  # answers are read and interrupted from afar: short ones would be over before
@@ -34,7 +33,7 @@ ANSWER_TOKENS = 240  # answers are read and interrupted from afar: short ones wo
 
 def make_engine() -> tuple[Engine, Any]:
     model = tiny_model()
-    return LocalEngine(model, slots=SLOTS, max_length=MAX_LENGTH, stream_every=1), model
+    return LocalEngine(model, slots=SLOTS, max_length=MAX_LENGTH, stream_every=1, decode=letters), model
 
 
 @pytest.fixture(scope="module")
