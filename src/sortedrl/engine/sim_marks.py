@@ -42,6 +42,9 @@ class Marks:
         made, marks, first = running.progress, self._marks, running.since_mark
         start, since_s, ahead = running.delivered, running.since_s, running.since_length - running.since_step
         running.since_mark, running.since_s, running.delivered = len(marks), made.decode_s, ahead + made.steps
+        if first == len(marks) and ahead + made.steps > start:  # no publication since: most answers are short
+            tokens, logprobs = self._answers.written(running.request, start, ahead + made.steps - start, version)
+            return [Segment(version, tokens, logprobs, made.decode_s - since_s)]
         stretches = [*marks[first:], (made.steps, made.decode_s, version)]
         shared = self._between[first + 1 :] if len(stretches) > 2 and self._answers.is_blank else ()
         for steps, decode_s, writer in (stretches[0], stretches[-1]) if shared else stretches:

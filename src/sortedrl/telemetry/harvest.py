@@ -37,14 +37,12 @@ def batch_taken(t: float, batch: Batch, since: EngineStats, num_interrupted: int
     samples, version = batch.samples, batch.version
     lengths, staleness, token_sums, slot_s = [], [], [], 0.0
     for sample in samples:  # one walk over the segments, since a simulation has millions of them
-        length, token_sum, segments = 0, 0, sample.segments
+        token_sum, segments = 0, sample.segments
         for segment in segments:
-            count = len(segment.tokens)
-            length += count
-            if not segment.is_masked:
-                token_sum += (version - segment.version) * count
+            if segment.version != version and not segment.is_masked:
+                token_sum += (version - segment.version) * len(segment.tokens)
             slot_s += segment.slot_s
-        lengths.append(length)
+        lengths.append(sample.num_tokens)
         token_sums.append(token_sum)
         staleness.append(version - segments[0].version if segments else 0)  # of its oldest token
     return events.BatchTaken(
