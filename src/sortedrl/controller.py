@@ -154,8 +154,7 @@ class Controller:
         while True:
             scores = self.await_scores(self.patience())
             for score in scores:
-                number, attempt = score.key
-                self.score(number, attempt, score.reward)
+                self.score(*score.key, score.reward)
             if not scores or not (buffer.finished and self.hinges_on_scores()):
                 return
 

@@ -105,6 +105,7 @@ class TraceLoader:
         self.trace = trace
         self.seeds: list[int] = np.random.default_rng((seed, 1)).integers(0, 2**62, size=trace.num_samples).tolist()
         self.prompt_tokens = tuple(range(prompt_tokens))
+        self.columns: dict[str, Any] = {}  # of all prompts: there is nothing to know of them
         self.num_loaded = 0
         self.prompt: Prompt | None = None
 
@@ -112,10 +113,11 @@ class TraceLoader:
         trace, samples, epoch = self.trace, [], 0
         first, self.num_loaded = self.num_loaded, min(self.num_loaded + count, self.trace.num_samples)
         prompts, seeds, tokens, cap, prompt = trace.prompts, self.seeds, self.prompt_tokens, trace.cap, self.prompt
+        columns = self.columns
         for number in range(first, self.num_loaded):
             prompt_id = str(prompts[number])
             if prompt is None or prompt.id != prompt_id:
-                prompt = self.prompt = Prompt(prompt_id, tokens, "", {})
+                prompt = self.prompt = Prompt(prompt_id, tokens, "", columns)
             # A sample's id is its place in the trace, and so is its index: siblings are told apart by their seeds.
             samples.append(Sample(number, prompt, number, epoch, cohort, seeds[number], cap))
         return samples
