@@ -198,17 +198,18 @@ class Buffer:
         end, version = (sample.num_tokens, held[-1].version) if held else (0, 0)
         assert start == end, f"sample {sample.id}: tokens at {start}, but it holds {end}"
         for segment in segments:
-            count, num_logprobs = len(segment.tokens), len(segment.logprobs)
-            assert 0 < count == num_logprobs, f"sample {sample.id}: {count} tokens, {num_logprobs} log-probs"
-            assert segment.version >= version, f"sample {sample.id}: version {segment.version} after {version}"
-            version = segment.version
+            count, earlier, version = len(segment.tokens), version, segment.version
+            assert 0 < count == len(segment.logprobs), (
+                f"sample {sample.id}: {count} tokens, {len(segment.logprobs)} log-probs"
+            )
+            assert version >= earlier, f"sample {sample.id}: version {version} after {earlier}"
             end += count
         assert end <= sample.budget, f"sample {sample.id} exceeds its budget of {sample.budget}"
         if held and segments and held[-1].version == segments[0].version and not held[-1].is_masked:
             held[-1].extend(segments[0])
             held.extend(segments[1:])
         else:
-            held.extend(segments)
+            held += segments
         sample.mode, sample.held = RESUME, end
         if end > sample.known_length:
             sample.known_length = end

@@ -281,7 +281,7 @@ class Controller:
     def hear(self, heard: Sequence[engine_events.Event]) -> None:
         """Write engine events into the buffer; those of attempts that are over are ignored."""
         buffer, running, now = self.buffer, self.buffer.running, self.clock.now()
-        follows = self.follows_attempts
+        follows, extend, finish, submit = self.follows_attempts, buffer.extend, buffer.finish, self.scorer.submit
         for event in heard:
             sample = running.get(event.sample)
             if sample is None or sample.attempt != event.attempt:
@@ -289,11 +289,11 @@ class Controller:
             match event:
                 case engine_events.Finished():  # first, as the most frequent in a simulation
                     if event.segments:
-                        buffer.extend(sample, event.segments, start=event.start)
-                    buffer.finish(sample, event.reason)
+                        extend(sample, event.segments, start=event.start)
+                    finish(sample, event.reason)
                     if follows:
                         self.ended(sample, event.reason, now)
-                    self.scorer.submit(sample)
+                    submit(sample)
                     self.last_finish = now
                 case engine_events.Delta():
                     buffer.append(
@@ -306,7 +306,7 @@ class Controller:
                         verified=event.verified,
                     )
                 case engine_events.Written(start=start, segments=segments):
-                    buffer.extend(sample, segments, start=start)
+                    extend(sample, segments, start=start)
                 case engine_events.Verified(cached=cached, accepted=accepted):
                     self.emit(events.AttemptVerified(now, sample.id, sample.attempt, cached, accepted))
                 case engine_events.Partial():
