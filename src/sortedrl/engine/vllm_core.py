@@ -133,6 +133,7 @@ async def _start(settings: CoreSettings, counts: StepCounts) -> Any:
 async def _shut_down(llm: Any) -> None:
     """What still waits for an answer waits in vain: end it, or vLLM's front end outlives the loop in its hands."""
     llm.shutdown(timeout=1.0)
+    llm.shutdown = lambda: None  # its `__del__` calls it once more, when the interpreter ends and modules are gone
     for task in asyncio.all_tasks() - {asyncio.current_task()}:
         task.cancel()
     await asyncio.sleep(0)
