@@ -106,16 +106,19 @@ class TraceLoader:
         self.seeds: list[int] = np.random.default_rng((seed, 1)).integers(0, 2**62, size=trace.num_samples).tolist()
         self.prompt_tokens = tuple(range(prompt_tokens))
         self.columns: dict[str, Any] = {}  # of all prompts: there is nothing to know of them
+        # What outlives a sample is made beforehand: among what comes and goes it would tear the memory into pieces.
+        self.numbers = list(range(trace.num_samples))
+        self.prompt_ids = list(map(str, trace.prompts))
         self.num_loaded = 0
         self.prompt: Prompt | None = None
 
     def load(self, cohort: int, count: int) -> list[Sample]:
         trace, samples, epoch = self.trace, [], 0
         first, self.num_loaded = self.num_loaded, min(self.num_loaded + count, self.trace.num_samples)
-        prompts, seeds, tokens, cap, prompt = trace.prompts, self.seeds, self.prompt_tokens, trace.cap, self.prompt
+        prompt_ids, seeds, tokens, cap, prompt = self.prompt_ids, self.seeds, self.prompt_tokens, trace.cap, self.prompt
         columns = self.columns
-        for number in range(first, self.num_loaded):
-            prompt_id = str(prompts[number])
+        for number in self.numbers[first : self.num_loaded]:
+            prompt_id = prompt_ids[number]
             if prompt is None or prompt.id != prompt_id:
                 prompt = self.prompt = Prompt(prompt_id, tokens, "", columns)
             # A sample's id is its place in the trace, and so is its index: siblings are told apart by their seeds.
