@@ -14,6 +14,7 @@ from sortedrl.errors import LearnerError
 SMALL = ["--model", "knights-tiny", "--samples", "8", "--scale", "0.25", "--passes", "2", "--threads", "1"]
 
 
+@pytest.mark.slow
 def test_packed_gradients_are_those_of_the_padded_batch() -> None:
     run = CliRunner().invoke(app, ["bench", "learner", *SMALL, "--json"])
     assert run.exit_code == 0, run.output

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import MAX_LENGTH, SLOTS, model_case
+from cases import SLOTS, letters, model_case
 from test_conformance_vllm import HEADS
 
 from sortedrl.engine.base import Engine
@@ -26,13 +26,15 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="a pool needs Ray: make test-vllm"),
     pytest.mark.timeout(1800),
 ]
+MAX_LENGTH = 384
+ANSWER_TOKENS = 240  # answers are read and interrupted from afar: short ones would be over before
 
 
 def make_engine() -> tuple[Engine, Any]:
     from sortedrl.engine.vllm import VllmEngine
 
     model = tiny_model(**HEADS)
-    return VllmEngine(model, slots=SLOTS, max_length=MAX_LENGTH), model
+    return VllmEngine(model, slots=SLOTS, max_length=MAX_LENGTH, decode=letters), model
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +54,7 @@ def case() -> Iterator[EngineCase]:
             if member:
                 os.kill(member["pid"], signal.SIGKILL)
 
-    yield model_case(pool, tiny_model(**HEADS), kill=kill)
+    yield model_case(pool, tiny_model(**HEADS), kill=kill, answer_tokens=ANSWER_TOKENS)
     pool.close()
     disconnect()
 
