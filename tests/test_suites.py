@@ -141,6 +141,11 @@ def test_marks_tell_right_from_wrong_and_equal_answers_from_others() -> None:
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
+        ("walks 1200 / 2 = 600 miles. She walks 1200 * 6 = ", None),  # cut off
+        ("1200 * 6", None),
+        ("in all **12**.", "12"),
+        ("3 + 4 = 7", "7"),
+        ("it is +5", "5"),
         ("first 3, then 1,234.50 in all.", "1,234.50"),
         ("it is -7.", "-7"),
         ("so 3/4 of it", "3/4"),

@@ -31,6 +31,8 @@ MATH_INSTRUCTION = "Please reason step by step, and put your final answer within
 QUESTIONS = ("problem", "question", "quiz", "prompt")  # the columns that files have it under, best first
 ANSWERS = ("answer", "final_answer", "expected_answer", "solution_text_format", "solution")
 NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?(?:/\d+)?")
+OPERATOR = r"(?:[+/^×÷]|\*(?!\*)|\\(?:times|cdot|div))"  # two stars set a number in bold
+OPERAND_BEFORE, GOES_ON = re.compile(rf"[\d)}}\]]\s*{OPERATOR}\s*$"), re.compile(rf"\s*(?:=|{OPERATOR})")
 DATA_VARIABLE = "SORTEDRL_DATA"
 DATA_PLACES = ("data", "../data", "../shared/data")  # where suites are looked for before the hub is asked
 FINGERPRINT_BYTES = 6  # twice a number of 48 bits, plus one, is exact as a float
@@ -210,9 +212,15 @@ def math_verifier() -> ModuleType:
 
 
 def last_number(text: str) -> str | None:
-    """What a response without box or tags ends on. Rewards of training ask for more; a test asks what a model knows."""
-    found = NUMBER.findall(text)
-    return found[-1] if found else None
+    """What a response without box or tags ends on. Rewards of training ask for more; a test asks what a model knows.
+
+    A calculation that was cut off, such as "7 * 6 =", ends on no number.
+    """
+    found = [*NUMBER.finditer(text)]
+    if not found:
+        return None
+    before, after = text[max(found[-1].start() - 40, 0) : found[-1].start()], text[found[-1].end() :]
+    return None if OPERAND_BEFORE.search(before) or GOES_ON.match(after) else found[-1][0]
 
 
 def _fingerprint(vote: str) -> int:
