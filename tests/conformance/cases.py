@@ -3,23 +3,55 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from scripted import ScriptedPolicy
 from sortedrl.clock import VirtualClock
 from sortedrl.engine.base import Event, Request
 from sortedrl.engine.local import LocalEngine
 from sortedrl.engine.sim import SimEngine
-from sortedrl.testing import EngineCase
+from sortedrl.testing import Check, EngineCase
 from tiny_models import VOCAB, shake, source, teacher_forced, tiny_model
 
 SLOTS = 4
 MAX_LENGTH = 256
 # The second is longer than a block of vLLM's KV cache, so that its prefix is found there again.
 PROMPTS = [[3, 1, 4], [(7 * i) % VOCAB for i in range(70)], [2, 7, 1, 8, 2, 8], [5] * 11]
+
+
+def keep_promise(check: Check, case: EngineCase) -> None:
+    """Run a check on an engine that others share; whatever comes of it, nothing is left running."""
+    if not check.needs(case):
+        pytest.skip(f"not promised by this engine: {check.promise}")
+    try:
+        check.run(case)
+    finally:
+        case.engine.interrupt()
+    assert case.engine.stats().running == 0
+
+
+@contextmanager
+def local_ray() -> Iterator[None]:
+    """A Ray of our own, whose actors find the modules of the tests."""
+    from sortedrl.engine.ray_cluster import connect, disconnect
+
+    with pytest.MonkeyPatch.context() as patch:
+        here = Path(__file__).parent
+        paths = [str(here), str(here.parent), os.environ.get("PYTHONPATH", "")]
+        patch.setenv("PYTHONPATH", os.pathsep.join(paths))
+        connect()
+    try:
+        yield
+    finally:
+        disconnect()
 
 
 def weights_of(model: Any) -> Callable[[int], Any]:

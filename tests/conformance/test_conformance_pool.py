@@ -14,13 +14,12 @@ from typing import Any
 
 import psutil
 import pytest
-from cases import letters, model_case
+from cases import letters, local_ray, model_case
 
 from sortedrl.config import SortedConfig
 from sortedrl.engine.base import Engine
 from sortedrl.engine.local import LocalEngine
 from sortedrl.engine.pool import Pool
-from sortedrl.engine.ray_cluster import connect, disconnect
 from sortedrl.testing import CHECKS, Caller, Check, EngineCase
 from sortedrl.trainer import SortedTrainer
 from test_pool import check_same, serve_through
@@ -38,18 +37,13 @@ def make_engine() -> tuple[Engine, Any]:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
-    with pytest.MonkeyPatch.context() as patch:
-        here = Path(__file__).parent  # where the actors' processes find `make_engine`
-        paths = [str(here), str(here.parent), os.environ.get("PYTHONPATH", "")]
-        patch.setenv("PYTHONPATH", os.pathsep.join(paths))
-        connect()
-    from sortedrl.engine.ray_members import RayMembers
+    with local_ray():
+        from sortedrl.engine.ray_members import RayMembers
 
-    members = RayMembers(make_engine, num_cpus=0.5, num_gpus=0, threads=1, has_spare=True)
-    pool = Pool(members, size=2, slots=SLOTS, exact_replay=True, keep_kv=True)
-    yield pool
-    pool.close()
-    disconnect()
+        members = RayMembers(make_engine, num_cpus=0.5, num_gpus=0, threads=1, has_spare=True)
+        pool = Pool(members, size=2, slots=SLOTS, exact_replay=True, keep_kv=True)
+        yield pool
+        pool.close()
 
 
 @pytest.fixture(scope="module")

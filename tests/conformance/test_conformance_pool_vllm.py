@@ -6,16 +6,14 @@ import importlib.util
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import SLOTS, letters, model_case
+from cases import SLOTS, keep_promise, letters, local_ray, model_case
 from test_conformance_vllm import HEADS
 
 from sortedrl.engine.base import Engine
 from sortedrl.engine.pool import Pool
-from sortedrl.engine.ray_cluster import connect, disconnect
 from sortedrl.engine.vllm_core import vllm_version
 from sortedrl.testing import CHECKS, Check, EngineCase
 from tiny_models import tiny_model
@@ -39,32 +37,21 @@ def make_engine() -> tuple[Engine, Any]:
 
 @pytest.fixture(scope="module")
 def case() -> Iterator[EngineCase]:
-    with pytest.MonkeyPatch.context() as patch:
-        here = Path(__file__).parent  # where the actors' processes find `make_engine`
-        paths = [str(here), str(here.parent), os.environ.get("PYTHONPATH", "")]
-        patch.setenv("PYTHONPATH", os.pathsep.join(paths))
-        connect()
-    from sortedrl.engine.ray_members import RayMembers
+    with local_ray():
+        from sortedrl.engine.ray_members import RayMembers
 
-    members = RayMembers(make_engine, num_cpus=0.5, num_gpus=0, threads=1)
-    pool = Pool(members, size=2, slots=SLOTS, exact_replay=True, keep_kv=True, health_s=300, start_s=900)
+        members = RayMembers(make_engine, num_cpus=0.5, num_gpus=0, threads=1)
+        pool = Pool(members, size=2, slots=SLOTS, exact_replay=True, keep_kv=True, health_s=300, start_s=900)
 
-    def kill() -> None:
-        for member in pool.stats().extra["members"]:
-            if member:
-                os.kill(member["pid"], signal.SIGKILL)
+        def kill() -> None:
+            for member in pool.stats().extra["members"]:
+                if member:
+                    os.kill(member["pid"], signal.SIGKILL)
 
-    yield model_case(pool, tiny_model(**HEADS), kill=kill, answer_tokens=ANSWER_TOKENS)
-    pool.close()
-    disconnect()
+        yield model_case(pool, tiny_model(**HEADS), kill=kill, answer_tokens=ANSWER_TOKENS)
+        pool.close()
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=str)
 def test_pool_of_vllm(check: Check, case: EngineCase) -> None:
-    if not check.needs(case):
-        pytest.skip(f"not promised by this engine: {check.promise}")
-    try:
-        check.run(case)
-    finally:
-        case.engine.interrupt()
-    assert case.engine.stats().running == 0
+    keep_promise(check, case)

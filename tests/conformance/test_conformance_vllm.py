@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
-from cases import MAX_LENGTH, SLOTS, letters, model_case
+from cases import MAX_LENGTH, SLOTS, keep_promise, letters, model_case
 
 from sortedrl.engine.vllm_core import vllm_version
 from sortedrl.testing import CHECKS, Check, EngineCase
@@ -54,10 +54,4 @@ def case(request: pytest.FixtureRequest) -> Iterator[EngineCase]:
 
 @pytest.mark.parametrize("check", CHECKS, ids=str)
 def test_vllm(check: Check, case: EngineCase) -> None:
-    if not check.needs(case):
-        pytest.skip(f"not promised by this engine: {check.promise}")
-    try:
-        check.run(case)
-    finally:
-        case.engine.interrupt()
-    assert case.engine.stats().running == 0
+    keep_promise(check, case)
