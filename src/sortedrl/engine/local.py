@@ -277,10 +277,8 @@ class LocalEngine:
     def _step(self) -> int:
         """Feed every running attempt's last token and draw the next; returns how many attempts ended."""
         active, start = self._active, self._clock()
-        plan, self._plan = (
-            self._next_plan(),
-            None,
-        )  # put back once the step is done: it must not run ahead of a failed one
+        plan = self._next_plan()
+        self._plan = None  # put back once the step is done: it must not run ahead of a failed one
         tokens_b = torch.tensor([attempt.tokens[-1] for attempt in active], device=self._device)
         logits_bv = self._decoder.forward(tokens_b, plan.positions_b, None, plan)
         scaled_bv = shape_logits(logits_bv, [attempt.request.sampling for attempt in active])
