@@ -4,10 +4,11 @@
     python benchmarks/study.py RUNS_DIR --quick      # four arms, three seeds, 512 samples: `make study-quick`
     python benchmarks/study.py RUNS_DIR --read       # makes no runs: tables and result file from those that are there
 
-Arms differ in their schedule alone; they share configs/quickstart.toml, with as many slots as an update takes samples.
-On one seed all arms get the same prompts and the same noise, so differences are taken seed by seed. Every arm chooses
-among the same learning rates by the same number of tuning runs, on a seed of their own. Seconds are CPU seconds of a
-run's process, which has one thread: other work on the machine does not stretch them, and evaluations do not count.
+Arms differ in their schedule alone; they share configs/quickstart.toml, with as many slots as an update takes samples,
+but train half as long, since most is learned by then, and are examined eight times. On one seed all arms get the same
+prompts and the same noise, so differences are taken seed by seed. Every arm chooses among the same learning rates by
+the same number of tuning runs, on a seed of their own. Seconds are CPU seconds of a run's process, which has one
+thread: other work on the machine does not stretch them, and evaluations do not count.
 
 A run that is there is not made again: a study that was cut off goes on where it was.
 """
@@ -162,7 +163,7 @@ def make(runs: Sequence[Run], folder: Path, *, jobs: int, title: str) -> None:
 
 def tuning_runs(algorithms: Sequence[str]) -> list[Run]:
     return [
-        Run(algorithm=algorithm, arm=arm, rate=rate, seed=TUNING_SEED, samples=1024, eval_every=256, eval_prompts=128)
+        Run(algorithm=algorithm, arm=arm, rate=rate, seed=TUNING_SEED, samples=1024, eval_every=256, eval_prompts=96)
         for algorithm in algorithms
         for arm in arms_of(algorithm)
         for rate in RATES
@@ -186,7 +187,7 @@ def chosen_rates(runs: Sequence[Run], folder: Path) -> dict[tuple[str, str], flo
 def study_runs(rates: Mapping[tuple[str, str], float], samples: int) -> list[Run]:
     """Seed by seed, so that what is there at any time is paired."""
     return [
-        Run(algorithm=algorithm, arm=arm, rate=rate, seed=seed, samples=samples, eval_every=256, eval_prompts=128)
+        Run(algorithm=algorithm, arm=arm, rate=rate, seed=seed, samples=samples, eval_every=128, eval_prompts=96)
         for seed in SEEDS
         for (algorithm, arm), rate in rates.items()
     ]
@@ -213,7 +214,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--read", action="store_true", help="make no runs")
     parser.add_argument("--algorithms", default=",".join(ALGORITHMS))
-    parser.add_argument("--samples", type=int, default=2048, help="trained in each run")
+    parser.add_argument("--samples", type=int, default=1024, help="trained in each run")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, on a core each")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
