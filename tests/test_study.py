@@ -56,10 +56,14 @@ def test_the_bootstrap_goes_through_all_draws() -> None:
     assert figures.bootstrap([3.0]) == (3.0, -math.inf, math.inf)
 
 
+def test_the_final_accuracy_is_that_of_the_last_three_evaluations() -> None:
+    assert figures.final(record("x", 0, [0.1, 0.9, 0.4, 0.5, 0.6])) == pytest.approx(0.5)
+
+
 def test_differences_are_taken_seed_by_seed() -> None:
     # Seeds differ by far more than the arms: paired, the arm is better by 0.1 with no spread at all.
-    runs = [record("sync", seed, [0.1, 0.2 + 0.2 * seed]) for seed in range(3)]
-    runs += [record("sorted-replay", seed, [0.1, 0.3 + 0.2 * seed], bubble=0.1) for seed in range(3)]
+    runs = [record("sync", seed, [0.1, *[0.2 + 0.2 * seed] * 3]) for seed in range(3)]
+    runs += [record("sorted-replay", seed, [0.1, *[0.3 + 0.2 * seed] * 3], bubble=0.1) for seed in range(3)]
     first, second = figures.tabulate(runs, "a")
     assert first["accuracy_difference"] == pytest.approx((0.0, 0.0, 0.0))
     assert second["accuracy_difference"] == pytest.approx((0.1, 0.1, 0.1))
@@ -76,9 +80,9 @@ def test_a_verdict_needs_the_whole_interval(interval: Any, answer: str) -> None:
 
 
 def test_claims_are_judged_for_sorted_arms_alone() -> None:
-    runs = [record("sync", seed, [0.1, 0.5, 0.6], bubble=0.8) for seed in range(2)]
-    runs += [record("sync-large", seed, [0.1, 0.5, 0.6]) for seed in range(2)]
-    runs += [record("sorted-partial", seed, [0.1, 0.6, 0.66], bubble=0.2) for seed in range(2)]
+    runs = [record("sync", seed, [0.1, 0.5, *[0.6] * 3], bubble=0.8) for seed in range(2)]
+    runs += [record("sync-large", seed, [0.1, 0.5, *[0.6] * 3]) for seed in range(2)]
+    runs += [record("sorted-partial", seed, [0.1, 0.6, *[0.66] * 3], bubble=0.2) for seed in range(2)]
     gain, fewer, cut = figures.judge(runs, "a")
     assert {found["arm"] for found in (gain, fewer, cut)} == {"sorted-partial"}
     assert gain["interval"][0] == pytest.approx(0.1)
