@@ -210,7 +210,7 @@ def test_what_several_versions_wrote_comes_in_one_piece() -> None:
         (2, [1], 1, 1, "tokens at 2, but it holds 3"),
         (3, [1, 2], 4, 4, "exceeds its budget of 10"),
         (3, [1], 2, 1, "2 tokens, 1 log-probs"),
-        (3, [1], 0, 0, "0 tokens, 0 log-probs"),
+        (3, [1], 0, 0, "a segment of 0 tokens"),
         (3, [2, 1], 1, 1, "version 1 after 2"),
         (3, [0], 1, 1, "version 0 after 1"),
     ],

@@ -129,7 +129,7 @@ def test_scores_of_attempts_that_are_over_change_nothing() -> None:
     run.controller.hear(run.engine.poll())
     num_events = len(run.events)
     for key in ((0, 0), (0, 2), (99, 1)):
-        run.controller.score(*key, 5.0)
+        assert run.controller.buffer.score(*key, 5.0) is None
     assert len(run.events) == num_events
     assert run.controller.run()
     assert all(sample.reward != 5.0 for sample in run.trained)

@@ -15,7 +15,7 @@ def taught(**lengths: list[int]) -> LengthEstimator:
     estimator = LengthEstimator()
     for prompt, values in lengths.items():
         for value in values:
-            estimator.learn(-1, prompt, value)
+            estimator.learn([(-1, prompt, value)])
     return estimator
 
 
@@ -47,9 +47,7 @@ def test_guesses_are_compared_with_what_was_trained() -> None:
     estimator.start(1, "a")  # (20 + 8) / 2 = 14
     estimator.start(2, "b")  # (20 + 32) / 2 = 26
     estimator.start(3, "c")  # nothing of its own: not counted
-    estimator.learn(1, "a", 7)
-    estimator.learn(2, "b", 52)
-    estimator.learn(3, "c", 1)
+    estimator.learn([(1, "a", 7), (2, "b", 52), (3, "c", 1)])
     calibration = estimator.calibration
     assert (calibration.num_guesses, calibration.num_pairs, calibration.num_in_order) == (2, 1, 1)
     assert calibration.log_error == pytest.approx(math.log(2))  # 14 for 7, 26 for 52

@@ -118,12 +118,14 @@ class Buffer:
             id=self.next_cohort, loaded_update=self.num_updates, num_samples=len(samples), num_left=len(samples)
         )
         assert samples, "a cohort needs samples"
-        for sample in samples:
-            assert sample.id not in self.samples, f"sample {sample.id} is loaded already"
-            assert sample.cohort == cohort.id, f"sample {sample.id} belongs to cohort {sample.cohort}, not {cohort.id}"
-            self.samples[sample.id] = self.pending[sample.id] = self.unstarted[sample.id] = sample
-            if self.grouped:
-                self._join_group(sample)
+        by_id = {sample.id: sample for sample in samples}
+        assert len(by_id) == len(samples), f"cohort {cohort.id} has a sample twice"
+        assert self.samples.keys().isdisjoint(by_id), f"cohort {cohort.id} has samples that are loaded already"
+        assert {sample.cohort for sample in samples} == {cohort.id}, f"samples of another cohort than {cohort.id}"
+        for held in (self.samples, self.pending, self.unstarted):
+            held.update(by_id)
+        for sample in samples if self.grouped else ():
+            self._join_group(sample)
         self.cohorts[cohort.id] = cohort
         self.next_cohort += 1
         self.num_loaded += len(samples)
@@ -132,7 +134,9 @@ class Buffer:
     def start(self, sample: Sample) -> None:
         """PENDING -> RUNNING, as a new attempt."""
         number = sample.id
-        self._move(sample, RUNNING, self.pending, self.running)
+        found = self.pending.pop(number, None)
+        assert found is sample, f"sample {number} cannot start while {sample.state}"
+        sample.state, self.running[number] = RUNNING, sample
         if sample.attempt == 0:
             del self.unstarted[number]
             if self.grouped or sample.prompt.id in self.lengths.prompts:
@@ -193,17 +197,19 @@ class Buffer:
 
         Does what an `append` for each would do. Only the last of them may grow later: the others may be shared.
         """
-        assert sample.state == RUNNING, f"sample {sample.id} gets tokens while {sample.state}"
+        assert sample.state is RUNNING, f"sample {sample.id} gets tokens while {sample.state}"
         held = sample.segments
         end, version = (sample.num_tokens, held[-1].version) if held else (0, 0)
         assert start == end, f"sample {sample.id}: tokens at {start}, but it holds {end}"
         for segment in segments:
-            count, earlier, version = len(segment.tokens), version, segment.version
-            assert 0 < count == len(segment.logprobs), (
-                f"sample {sample.id}: {count} tokens, {len(segment.logprobs)} log-probs"
+            tokens = segment.tokens
+            assert tokens, f"sample {sample.id}: a segment of 0 tokens"
+            assert len(tokens) == len(segment.logprobs), (
+                f"sample {sample.id}: {len(tokens)} tokens, {len(segment.logprobs)} log-probs"
             )
-            assert version >= earlier, f"sample {sample.id}: version {version} after {earlier}"
-            end += count
+            assert segment.version >= version, f"sample {sample.id}: version {segment.version} after {version}"
+            version = segment.version
+            end += len(tokens)
         assert end <= sample.budget, f"sample {sample.id} exceeds its budget of {sample.budget}"
         if held and segments and held[-1].version == segments[0].version and not held[-1].is_masked:
             held[-1].extend(segments[0])
@@ -216,9 +222,11 @@ class Buffer:
 
     def finish(self, sample: Sample, reason: FinishReason) -> None:
         """RUNNING -> FINISHED."""
-        self._move(sample, FINISHED, self.running, self.finished)
-        del self.attempt_version[sample.id]
-        sample.finish_reason = reason
+        number = sample.id
+        found = self.running.pop(number, None)
+        assert found is sample, f"sample {number} cannot finish while {sample.state}"
+        sample.state, sample.finish_reason, self.finished[number] = FINISHED, reason, sample
+        del self.attempt_version[number]
 
     def interrupt(self, sample: Sample) -> None:
         """RUNNING -> PENDING; tokens are kept until `requeue` decides."""
@@ -262,8 +270,8 @@ class Buffer:
         sample = self.finished.get(sample_id)
         if sample is None or sample.attempt != attempt:
             return None
-        self._move(sample, SCORED, self.finished, self.scored)
-        sample.reward = reward
+        del self.finished[sample_id]
+        sample.state, sample.reward, self.scored[sample_id] = SCORED, reward, sample
         if not self.grouped:  # it is ready now that it is among the scored ones
             self.num_ready += 1
             return sample
@@ -290,14 +298,14 @@ class Buffer:
 
     def take(self, samples: Iterable[Sample]) -> list[Sample]:
         """SCORED -> TRAINED: the samples leave the buffer for good, as one update batch."""
-        batch, version, learn = list(samples), self.version, self.lengths.learn
+        batch, version = list(samples), self.version
         for sample in batch:
             number = sample.id
             found = self.scored.pop(number, None)
             assert found is sample, f"sample {number} cannot be trained while {sample.state}"
             sample.state, sample.trained_version = TRAINED, version
             del self.samples[number]
-            learn(number, sample.prompt.id, sample.num_tokens)
+        self.lengths.learn([(sample.id, sample.prompt.id, sample.num_tokens) for sample in batch])
         for cohort, count in Counter([sample.cohort for sample in batch]).items():
             self.cohorts[cohort].num_left -= count
             if self.cohorts[cohort].num_left == 0:

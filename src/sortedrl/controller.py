@@ -154,7 +154,8 @@ class Controller:
         while True:
             scores = self.await_scores(self.patience())
             for score in scores:
-                self.score(*score.key, score.reward)
+                if buffer.score(*score.key, score.reward) is not None and self.follows_attempts:
+                    self.emit(events.SampleScored(self.clock.now(), *score.key, score.reward))
             if not scores or not (buffer.finished and self.hinges_on_scores()):
                 return
 
@@ -327,7 +328,9 @@ class Controller:
         discarded = self.buffer.give_up(sample)
         self.ended(sample, "failed", now, error)
         self.emit(events.SampleRequeued(now, sample.id, "give-up", discarded))
-        self.score(sample.id, sample.attempt, 0.0)
+        self.buffer.score(sample.id, sample.attempt, 0.0)
+        if self.follows_attempts:
+            self.emit(events.SampleScored(now, sample.id, sample.attempt, 0.0))
 
     def ended(self, sample: Sample, outcome: str, now: float, error: str = "") -> None:
         row = -1
@@ -335,10 +338,6 @@ class Controller:
             row = self.row_of.pop(sample.id)
             heapq.heappush(self.rows, row)
         self.emit(events.AttemptEnded(now, sample.id, sample.attempt, outcome, sample.num_tokens, row, error))
-
-    def score(self, sample_id: int, attempt: int, reward: float) -> None:
-        if self.buffer.score(sample_id, attempt, reward) is not None and self.follows_attempts:
-            self.emit(events.SampleScored(self.clock.now(), sample_id, attempt, reward))
 
     def publish(self, version: int) -> None:
         began = self.clock.now()
@@ -381,10 +380,8 @@ class Controller:
     def check(self, batch: Batch, taken: events.BatchTaken) -> None:
         """The guarantees, once more, on what is about to be trained."""
         bound = self.knobs.max_staleness
-        for sample, length, staleness in zip(batch.samples, taken.lengths, taken.staleness, strict=True):
-            assert bound is None or staleness <= bound, f"sample {sample.id} is {staleness} versions old"
-            assert staleness >= 0, f"sample {sample.id} has tokens of a version that does not exist yet"
-            assert length <= sample.budget, f"sample {sample.id} exceeds its budget"
+        assert bound is None or max(taken.staleness) <= bound, f"update {batch.update} has samples past the bound"
+        assert min(taken.staleness) >= 0, f"update {batch.update} has tokens of a version that does not exist yet"
         is_failed = all(sample.finish_reason is FAILED for sample in batch.samples)
         self.num_failed_updates = self.num_failed_updates + 1 if is_failed else 0
         if self.num_failed_updates >= MAX_FAILED_UPDATES:

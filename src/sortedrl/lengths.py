@@ -81,15 +81,16 @@ class LengthEstimator:
         if lengths or prompt in self.prompts:
             self._guesses[sample] = self.expected(prompt, finished=lengths)
 
-    def learn(self, sample: int, prompt: str, length: int) -> None:
-        """A sample is trained at this length."""
-        guess = self._guesses.pop(sample, None)
-        if guess is not None:
-            self.calibration.add(guess, length)
-        tokens, answers = self.prompts.get(prompt, (0, 0))
-        self.prompts[prompt] = (tokens + length, answers + 1)
-        self.num_tokens += length
-        self.num_answers += 1
+    def learn(self, trained: Iterable[tuple[int, str, int]]) -> None:
+        """Samples are trained: of each its number, its prompt and its length."""
+        prompts, guesses = self.prompts, self._guesses
+        for sample, prompt, length in trained:
+            if sample in guesses:
+                self.calibration.add(guesses.pop(sample), length)
+            tokens, answers = prompts.get(prompt, (0, 0))
+            prompts[prompt] = (tokens + length, answers + 1)
+            self.num_tokens += length
+            self.num_answers += 1
 
     def _own(self, prompt: str, finished: Iterable[int]) -> tuple[int, int]:
         tokens, answers = self.prompts.get(prompt, (0, 0))

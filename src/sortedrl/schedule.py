@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from itertools import chain, islice
+from operator import attrgetter
 
 from sortedrl.buffer import Buffer
 from sortedrl.knobs import Admission, Fate, Harvest, Knobs, Order
@@ -231,8 +232,9 @@ def _ranked(groups: list[Unit], order: Order) -> list[Unit]:
     """Groups by length, or in an order that has nothing to do with it."""
     if order == Order.SHUFFLED:
         return sorted(groups, key=lambda group: (group.seed, group.id))
-    sign = -1 if order == Order.LONGEST_FIRST else 1
-    return sorted(groups, key=lambda group: (sign * group.num_tokens, group.id))
+    if order == Order.LONGEST_FIRST:
+        return sorted(groups, key=lambda group: (-group.num_tokens, group.id))
+    return sorted(groups, key=attrgetter("num_tokens", "id"))
 
 
 def _in_order(groups: list[Unit], order: Order) -> list[Sample]:

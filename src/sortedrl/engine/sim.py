@@ -15,7 +15,7 @@ from __future__ import annotations
 import heapq
 import operator
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -100,30 +100,34 @@ class SimEngine:
 
     def submit(self, requests: Iterable[Request]) -> None:
         prefilled: list[int] = []
-        made, stats, num_marks = self._progress_made, self._stats, len(self._marks)
-        for request in requests:
-            assert len(self.running) < self.slots, "more requests than free slots"
+        made, num_marks, limit = self._progress_made, len(self._marks), self._limit
+        steps, decode_s, num_prompt = made.steps, made.decode_s, 0
+        for order, request in enumerate(requests, self._serial + 1):
             length, prompt = len(request.cached), len(request.prompt)
-            stats.prompt_tokens += prompt
-            has_room = self._limit is None or self._has_room(prompt + length)
+            num_prompt += prompt
+            has_room = limit is None or self._has_room(prompt + length)
             if has_room:
-                stats.recomputed_tokens += length
+                self._stats.recomputed_tokens += length
                 prefilled.append(prompt + length)
-            told = self._verify(request) if request.mode is REPLAY else None
-            if told is not None:
-                length = told[0].accepted
-            self._serial += 1
-            running = Running(request, made, self._serial, length, made.steps, made.decode_s, length, num_marks)
-            running.end = self._end(request, length, is_verified=told is not None)
-            if told is not None:
-                running.events = told
+            events: Sequence[Event] = ()
+            if request.mode is REPLAY:
+                verified, again = self._verify(request)
+                events, length = (verified, again), verified.accepted
+            end = self._end(request, length, bool(events))
+            running = Running(request, made, order, length, steps, decode_s, length, num_marks, end, events)
+            if events:
                 self._tellers.append(running)
             self.running[request.sample] = running
             if has_room:
-                self._join(running)
+                self._context += prompt + length
+                self._prompts += prompt
+                self._push(running)
             else:
                 running.is_parked = True
                 self.parked.append(running)
+            self._serial = order
+        assert len(self.running) <= self.slots, "more requests than free slots"
+        self._stats.prompt_tokens += num_prompt
         self._stall_s += self.cost.prefill_s(prefilled)
 
     def poll(self, timeout: float | None = None) -> list[Event]:
@@ -282,7 +286,9 @@ class SimEngine:
             running.is_parked = False
             running.since_step, running.since_s = self._progress_made.steps, self._progress_made.decode_s
             running.since_mark = len(self._marks)
-            self._join(running)
+            self._context += running.context
+            self._prompts += len(running.request.prompt)
+            self._push(running)
             prefilled.append(running.context)
             self._stats.recomputed_tokens += running.length
         if prefilled:
@@ -311,13 +317,6 @@ class SimEngine:
         else:
             self._part(running)
 
-    def _join(self, running: Running) -> None:
-        """It decodes from here on."""
-        prompt = len(running.request.prompt)
-        self._context += prompt + running.since_length
-        self._prompts += prompt
-        self._push(running)
-
     def _part(self, running: Running) -> None:
         """It decodes no longer."""
         prompt = len(running.request.prompt)
@@ -335,7 +334,7 @@ class SimEngine:
         )
         return Verified(cached=cached, accepted=accepted, **stamp), again
 
-    def _end(self, request: Request, length: int, *, is_verified: bool = False) -> int:
+    def _end(self, request: Request, length: int, is_verified: bool = False) -> int:
         """Where an attempt with `length` tokens ends: by itself, at its budget, or by a failure.
 
         Only what a replay has just verified may be complete as it is; whatever runs on writes at least one token more.
@@ -345,7 +344,9 @@ class SimEngine:
         end = self.answers.end(request, length, self.version)
         if end > request.budget:
             end = request.budget
-        failure = None if self.fails is None else self.fails(request)
+        if self.fails is None:
+            return end
+        failure = self.fails(request)
         return end if failure is None else max(min(end, failure), length)
 
     def _finish(self, running: Running, now: float, events: list[Event]) -> None:
@@ -355,9 +356,10 @@ class SimEngine:
             events += running.events
             running.events = ()
         segments = self._marks.untold(running, self.version)
-        sample, attempt = request.sample, request.attempt
+        sample, attempt, prompt = request.sample, request.attempt, len(request.prompt)
         del self.running[sample]
-        self._part(running)
+        self._context -= prompt + length
+        self._prompts -= prompt
         failure = None if self.fails is None else self.fails(request)
         if failure is not None and length >= failure:
             if segments:

@@ -28,10 +28,10 @@ class Running:
     since_s: float  # decode time at which its untold slot time began
     delivered: int  # answer tokens that events have told of
     since_mark: int  # publications that events have told of
-    end: int = 0  # answer tokens it will have under these weights
+    end: int  # answer tokens it will have under these weights
+    events: Sequence[Event] = ()  # to be told first
     end_step: int = -1  # the step at which it is entered to end; any other entry of it is void
     is_parked: bool = False
-    events: Sequence[Event] = ()  # to be told first
 
     @property
     def length(self) -> int:

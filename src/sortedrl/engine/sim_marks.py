@@ -9,8 +9,10 @@ segment, but never as their last, since the last one may yet grow.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
+from sortedrl.engine.base import Request
 from sortedrl.engine.script import Answers
 from sortedrl.engine.sim_attempt import Progress, Running
 from sortedrl.records import Segment
@@ -36,27 +38,32 @@ class Marks:
 
     def untold(self, running: Running, version: int) -> list[Segment]:
         """What an attempt wrote and no event has told; `version` is the one that writes now."""
-        segments: list[Segment] = []
         if running.is_parked:
-            return segments  # it told all when it was parked
-        made, marks, first = running.progress, self._marks, running.since_mark
+            return []  # it told all when it was parked
+        made, num_marks, first = running.progress, len(self._marks), running.since_mark
         start, since_s, ahead = running.delivered, running.since_s, running.since_length - running.since_step
-        running.since_mark, running.since_s, running.delivered = len(marks), made.decode_s, ahead + made.steps
-        if first == len(marks) and ahead + made.steps > start:  # no publication since: most answers are short
-            tokens, logprobs = self._answers.written(running.request, start, ahead + made.steps - start, version)
-            return [Segment(version, tokens, logprobs, made.decode_s - since_s)]
-        stretches = [*marks[first:], (made.steps, made.decode_s, version)]
-        shared = self._between[first + 1 :] if len(stretches) > 2 and self._answers.is_blank else ()
-        for steps, decode_s, writer in (stretches[0], stretches[-1]) if shared else stretches:
-            stop = ahead + steps
-            if stop > start:
-                tokens, logprobs = self._answers.written(running.request, start, stop - start, writer)
-                segments.append(Segment(writer, tokens, logprobs, decode_s - since_s))
-                start, since_s = stop, decode_s
-            if shared:
-                segments += shared
-                steps, since_s, _ = marks[-1]
-                start, shared = ahead + steps, ()
-        if segments and self._between and segments[-1] is self._between[-1]:
+        end = running.delivered = ahead + made.steps
+        running.since_mark, running.since_s = num_marks, made.decode_s
+        written, request = self._answers.written, running.request
+        segments: list[Segment] = []
+        if first < num_marks:
+            steps, decode_s, writer = self._marks[first]
+            if (count := ahead + steps - start) > 0:
+                segments.append(Segment(writer, *written(request, start, count, writer), decode_s - since_s))
+            segments += self._whole(request, first + 1, ahead)
+            steps, since_s, _ = self._marks[-1]
+            start = ahead + steps
+        if end > start:
+            segments.append(Segment(version, *written(request, start, end - start, version), made.decode_s - since_s))
+        elif segments and segments[-1] is self._between[-1]:
             segments[-1] = replace(segments[-1])
         return segments
+
+    def _whole(self, request: Request, first: int, ahead: int) -> list[Segment]:
+        """Of an attempt that decoded all the while: what it wrote from each mark to the next."""
+        if self._answers.is_blank:
+            return self._between[first:]
+        return [
+            Segment(writer, *self._answers.written(request, ahead + steps, until - steps, writer), until_s - decode_s)
+            for (steps, decode_s, _), (until, until_s, writer) in pairwise(self._marks[first - 1 :])
+        ]

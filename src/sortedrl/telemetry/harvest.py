@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
+from operator import attrgetter
 
 from sortedrl.engine.base import Engine, EngineStats
 from sortedrl.records import Batch, FinishReason
 from sortedrl.telemetry import events
 
 LENGTH = FinishReason.LENGTH  # Python 3.11 finds members slowly
+_slot_s = attrgetter("slot_s")
 
 
 class EngineAccount:
@@ -35,25 +38,19 @@ class EngineAccount:
 
 def batch_taken(t: float, batch: Batch, since: EngineStats, num_interrupted: int, num_paused: int) -> events.BatchTaken:
     samples, version = batch.samples, batch.version
-    lengths, staleness, token_sums, slot_s = [], [], [], 0.0
-    for sample in samples:  # one walk over the segments, since a simulation has millions of them
-        token_sum, segments = 0, sample.segments
-        for segment in segments:
-            if segment.version != version and not segment.is_masked:
-                token_sum += (version - segment.version) * len(segment.tokens)
-            slot_s += segment.slot_s
-        lengths.append(sample.num_tokens)
-        token_sums.append(token_sum)
-        staleness.append(version - segments[0].version if segments else 0)  # of its oldest token
+    answers = [sample.segments for sample in samples]
+    slot_s = sum(map(_slot_s, chain.from_iterable(answers)))
     return events.BatchTaken(
         t=t,
         update=batch.update,
         version=version,
         samples=[s.id for s in samples],
-        lengths=lengths,
+        lengths=[s.num_tokens for s in samples],
         rewards=[s.reward or 0.0 for s in samples],
-        staleness=staleness,
-        staleness_token_sum=token_sums,
+        staleness=[version - segments[0].version if segments else 0 for segments in answers],  # of its oldest token
+        staleness_token_sum=[
+            sum([(version - s.version) * len(s.tokens) for s in segments if not s.is_masked]) for segments in answers
+        ],
         truncated=sum([s.finish_reason is LENGTH for s in samples]),
         num_interrupted=num_interrupted,
         num_paused=num_paused,

@@ -254,17 +254,18 @@ class RunMetrics:
         self.num_without_spread += len(set(event.rewards)) == 1
         self.num_all_truncated += event.truncated == len(event.samples)
         self._trained.update(event.samples)
-        held, reached, cohort_of = self._held, self._longest, self._cohort_of
-        for sample, length in zip(event.samples, event.lengths, strict=True):
-            longest = length
-            if held or reached:  # nothing is held where nobody tells of attempts, as in a simulation
-                held.pop(sample, None)
-                longest = max(reached.pop(sample, 0), length)
-            cohort = self.cohorts.get(cohort_of.get(sample, -1))
-            if cohort is not None:
+        longest = event.lengths
+        if self._held or self._longest:  # nothing is held where nobody tells of attempts, as in a simulation
+            longest = [max(self._longest.pop(s, 0), n) for s, n in zip(event.samples, longest, strict=True)]
+            for sample in event.samples:
+                self._held.pop(sample, None)
+        places = map(self._cohort_of.get, event.samples)
+        for place, length, most in zip(places, event.lengths, longest, strict=True):
+            if place is not None:
+                cohort = self.cohorts[place]
                 cohort.trained += 1
                 cohort.trained_tokens += length
-                cohort.longest_tokens += longest
+                cohort.longest_tokens += most
         self._batches[event.update] = (event, self.samples)
 
     # ---- figures ----------------------------------------------------------------------------------------------------
