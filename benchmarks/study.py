@@ -61,6 +61,17 @@ ARMS: Mapping[str, tuple[str, ...]] = {
     "sorted-replay, cohort scope": _sorted("sorted-replay", 0, "learner.advantage_scope=cohort"),
     "sorted-replay, shuffled": _sorted("sorted-replay", 2, "schedule.order=shuffled"),
 }
+# What followed from the first results: is it staleness that cost `sorted-partial` a seed? Each changes the bound alone,
+# at the rate that was tuned for the arm without one.
+FOLLOWED = "sorted-partial, lookahead 2"
+FOLLOW_UPS: Mapping[str, tuple[str, ...]] = {
+    f"sorted-partial, staleness at most {bound}": (
+        *ARMS[FOLLOWED],
+        f"schedule.max_staleness={bound}",
+        "schedule.on_bound=replay",
+    )
+    for bound in (1, 3)
+}
 ONLY_WHITENED = ("sorted-replay, cohort scope",)  # GRPO compares siblings, whatever the scope
 QUICK_ARMS = ("sync", "sync-large", "sorted-partial, lookahead 2", "sorted-replay, lookahead 2")
 RATES = (7.5e-5, 1.5e-4, 3e-4)
@@ -99,7 +110,7 @@ class Run:
                 f"eval.every_samples={self.eval_every}",
                 f"learner.lr={self.rate}",
                 *ALGORITHMS[self.algorithm],
-                *ARMS[self.arm],
+                *{**ARMS, **FOLLOW_UPS}[self.arm],
             ],
         )
 
@@ -181,7 +192,10 @@ def chosen_rates(runs: Sequence[Run], folder: Path) -> dict[tuple[str, str], flo
         if is_made(run, folder):
             score = mean(point["accuracy"] for point in read_curve(run, folder)[1:])
             found.setdefault((run.algorithm, run.arm), []).append((score, run.rate))
-    return {key: max(tried)[1] for key, tried in found.items()}
+    rates = {key: max(tried)[1] for key, tried in found.items()}
+    if ("reinforce++", FOLLOWED) in rates:
+        rates |= {("reinforce++", arm): rates["reinforce++", FOLLOWED] for arm in FOLLOW_UPS}
+    return rates
 
 
 def study_runs(rates: Mapping[tuple[str, str], float], samples: int) -> list[Run]:

@@ -123,6 +123,3 @@ def test_pip_audit_itself_against_a_service(
     assert code == (1 if has_fault else 0), out
     assert ("brittle 1.0: PYSEC-0000-1, fixed in 1.1" in out) is has_fault
     assert "1 packages looked up" in out
-    if has_fault:  # and when the service goes away
-        assert audit.main([*where, "-s", "osv", "--osv-url", address]) == 0
-        assert capsys.readouterr().out == "pip-audit: no advisory service reachable, skipped\n"
