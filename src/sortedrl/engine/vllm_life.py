@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from sortedrl.engine.vllm_adapter import AdapterTerms
 from sortedrl.engine.vllm_halt import HaltFlag
 
 CLOSE_S = 10.0
@@ -49,6 +50,7 @@ class CoreSettings:
     dtype: str
     kv_bytes: int
     block_size: int
+    adapter: AdapterTerms | None = None  # that requests name, where adapters are published as they are
 
     @property
     def flag(self) -> Path:
