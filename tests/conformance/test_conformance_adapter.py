@@ -1,4 +1,4 @@
-"""Adapters published as they are, on real vLLM: weights, versions, replay, a core that dies. Run by `make test-vllm`."""
+"""Adapters published as they are, on real vLLM: weights, versions, replay, a core that dies; by `make test-vllm`."""
 
 from __future__ import annotations
 
