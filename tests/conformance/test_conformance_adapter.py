@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from cases import MAX_LENGTH, SLOTS, keep_promise, letters, model_case
+from process_cases import HEADS
 
 from sortedrl.engine.base import Request
 from sortedrl.engine.vllm_core import vllm_version
@@ -26,7 +27,6 @@ pytestmark = [
     pytest.mark.skipif(vllm_version() is None, reason="vLLM is not installed here: make test-vllm"),
     pytest.mark.timeout(900),
 ]
-HEADS = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
 # What adapters could break: all that looks at weights, versions or cached tokens.
 NAMES = (
     "a-publication-takes-effect",

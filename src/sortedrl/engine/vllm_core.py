@@ -163,6 +163,16 @@ def _children() -> set[int]:
     return {process.pid for process in psutil.Process().children(recursive=True)}
 
 
+def is_alive(pid: int) -> bool:
+    """Whether a process is there and has not ended."""
+    import psutil
+
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def kill_vllm(pids: Iterable[int]) -> None:
     """What is left of vLLM's processes, stopped ones included."""
     import psutil
