@@ -78,7 +78,9 @@ def table(engines: dict[str, dict[str, Any]]) -> list[str]:
         marks = ["not run" if result is None else MARKS.get(result, "NO") for result in results]
         lines.append(f"| {check.promise} | {' | '.join(marks)} | {check.issue} |")
     runs = [f"`{name}` {engine['day']} at {engine['stamp']['commit']}" for name, engine in engines.items()]
-    return [*lines, "", *wrapped(f"Run: {', '.join(runs)}.")]
+    missing = [f"`{name}`" for name in MAKERS if name not in engines]
+    rest = f" Not run: {', '.join(missing)}." if missing else ""
+    return [*lines, "", *wrapped(f"Run: {', '.join(runs)}.{rest}")]
 
 
 def wrapped(text: str, width: int = 120) -> list[str]:
