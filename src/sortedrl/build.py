@@ -135,8 +135,7 @@ def build_run(
     knobs = config.knobs
     learner = build_learner(config, model)
     try:
-        rolled = engine_model(config, model, learner.source)
-        engine = build_engine(config, rolled, knobs, decode=tokenizer.decode)
+        engine = build_engine(config, engine_model(config, model, learner.source), knobs, decode=tokenizer.decode)
     except BaseException:
         learner.close()
         raise

@@ -278,6 +278,11 @@ class VllmEngine:
         except CoreLost as error:
             life.close(is_lost=True)
             raise EngineError(f"{error} right after its start: see its messages above") from error
+        except Exception as error:
+            life.close()
+            if self._adapter is None:
+                raise
+            raise EngineError(f"vLLM does not take the adapters ({error}): set lora.merge = true") from error
         return life
 
     def _launch(self, flights: list[Flight]) -> None:

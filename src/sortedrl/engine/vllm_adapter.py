@@ -47,7 +47,6 @@ _PLAIN_STARTS = ("gaussian", "eva", "orthogonal")  # other named ways to begin c
 class AdapterTerms:
     """What vLLM has to know of adapters before it is started."""
 
-    folder: Path
     rank: int  # that it makes room for
     modules: tuple[str, ...]  # that have adapters, by the last part of their names
 
@@ -91,7 +90,7 @@ class AdapterFolder:
         except OSError as error:
             raise EngineError(f"cannot hand the adapters to vLLM: {error}; make room in {path.parent}") from error
         room = next(size for size in _RANKS if size >= _rank(tensors))
-        self.terms = AdapterTerms(folder=path, rank=room, modules=tuple(sorted(_modules(tensors))))
+        self.terms = AdapterTerms(rank=room, modules=tuple(sorted(_modules(tensors))))
         self._shapes = {name: tensor.shape for name, tensor in tensors.items()}
         self.write(tensors)
 
