@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
 
+from sortedrl.engine.vllm_life import AdapterTerms
 from sortedrl.errors import EngineError
 from sortedrl.weights import adapter_tensors
 
@@ -41,14 +41,6 @@ _VARIANTS = (
     "velora_config",
 )
 _PLAIN_STARTS = ("gaussian", "eva", "orthogonal")  # other named ways to begin change the base model
-
-
-@dataclass(slots=True, kw_only=True, frozen=True)
-class AdapterTerms:
-    """What vLLM has to know of adapters before it is started."""
-
-    rank: int  # that it makes room for
-    modules: tuple[str, ...]  # that have adapters, by the last part of their names
 
 
 def find_adapter_fault(model: Any) -> str | None:

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sortedrl.engine.vllm_adapter import AdapterTerms
 from sortedrl.engine.vllm_halt import HaltFlag
 
 CLOSE_S = 10.0
@@ -40,6 +39,14 @@ ENVIRONMENT = {
 
 class CoreLost(Exception):
     """vLLM has died, or does not answer."""
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class AdapterTerms:
+    """What vLLM has to know of adapters before it is started."""
+
+    rank: int  # that it makes room for
+    modules: tuple[str, ...]  # that have adapters, by the last part of their names
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
