@@ -1,77 +1,125 @@
 # pyright: reportMissingImports=false
 """Which engine keeps which promise: the conformance suite on every engine, as the table of docs/engines.md.
 
-    python benchmarks/engines_table.py [--engines sim,local,vllm,vllm-server] [--json]
+    .venv/bin/python benchmarks/engines_table.py --engines sim,local,pool --write
+    .venv-vllm/bin/python benchmarks/engines_table.py --engines vllm --write      (of `make vllm`; so the next two)
+    .venv-vllm/bin/python benchmarks/engines_table.py --engines vllm-server --write
+    .venv-vllm/bin/python benchmarks/engines_table.py --engines pool-vllm --write
 
-Without `--engines`, those that can run here; vLLM needs the environment of `make vllm`. What an engine does not claim
-by its capabilities is no promise of it and shows as a dash.
+Each run adds its engines to benchmarks/results/engines.json, with the commit and the day, in place of what was there of
+them; the table has a column for every engine in that file. `--write` puts it into the page, `--engines ""` makes it
+again without running anything, `--json` prints what was found. What an engine does not claim by its capabilities is no
+promise of it and shows as a dash.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
-from record import save
+from record import RESULTS, save, stamp
 from rich.console import Console
 
-TESTS = Path(__file__).parent.parent / "tests"
-sys.path[:0] = [str(TESTS), str(TESTS / "conformance")]
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "conformance")]
 
-from cases import MAX_LENGTH, SLOTS, letters, local_case, model_case, sim_case  # noqa: E402
+from cases import local_case, sim_case  # noqa: E402
+from process_cases import local_pool_case, vllm_case, vllm_pool_case  # noqa: E402
 
 from sortedrl.engine.vllm_core import vllm_version  # noqa: E402
 from sortedrl.testing import CHECKS, EngineCase, run_checks  # noqa: E402
-from tiny_models import tiny_model  # noqa: E402
 
-SERVER_PORT = 8719
+PAGE = ROOT / "docs" / "engines.md"
 MARKS = {"passed": "yes", "not applicable": "-"}
 
 
-def vllm_case(port: int = 0) -> EngineCase:
-    from sortedrl.engine.vllm import VllmEngine
+@contextmanager
+def plain(make: Callable[[], EngineCase]) -> Iterator[EngineCase]:
+    case = make()
+    try:
+        yield case
+    finally:
+        case.engine.close()
 
-    model = tiny_model(hidden_size=64, num_attention_heads=2, num_key_value_heads=2, head_dim=32)
-    engine = VllmEngine(model, slots=SLOTS, max_length=MAX_LENGTH, decode=letters, port=port)
-    return model_case(engine, model, kill=lambda: os.kill(engine.pids[0], signal.SIGKILL))
 
-
-MAKERS: dict[str, Callable[[], EngineCase]] = {
-    "sim": sim_case,
-    "local": lambda: local_case("auto"),
+MAKERS: dict[str, Callable[[], AbstractContextManager[EngineCase]]] = {
+    "sim": lambda: plain(sim_case),
+    "local": lambda: plain(lambda: local_case("auto")),
+    "pool": local_pool_case,
     "vllm": vllm_case,
-    "vllm-server": lambda: vllm_case(SERVER_PORT),
+    "vllm-server": lambda: vllm_case(is_server=True),
+    "pool-vllm": vllm_pool_case,
 }
+
+
+def run(name: str) -> dict[str, Any]:
+    """One engine's column."""
+    console = Console(stderr=True)
+    with console.status(f"checking {name}"), MAKERS[name]() as case:
+        found = run_checks(case)
+    for check, result in found.items():
+        if result.startswith("failed"):
+            console.print(f"{name}: {check} {result}", markup=False)
+    day = datetime.now(UTC).date().isoformat()
+    return {"stamp": stamp(), "day": day, "vllm": vllm_version() if "vllm" in name else None, "result": found}
+
+
+def table(engines: dict[str, dict[str, Any]]) -> list[str]:
+    """Rows by promise, columns by engine, and behind them when each was run."""
+    lines = ["| promise | " + " | ".join(engines) + " | guards against |", "| --- |" + " --- |" * (len(engines) + 1)]
+    for check in CHECKS:
+        results = [engine["result"].get(check.name) for engine in engines.values()]
+        marks = ["not run" if result is None else MARKS.get(result, "NO") for result in results]
+        lines.append(f"| {check.promise} | {' | '.join(marks)} | {check.issue} |")
+    runs = [f"`{name}` {engine['day']} at {engine['stamp']['commit']}" for name, engine in engines.items()]
+    missing = [f"`{name}`" for name in MAKERS if name not in engines]
+    rest = f" Not run: {', '.join(missing)}." if missing else ""
+    return [*lines, "", *wrapped(f"Run: {', '.join(runs)}.{rest}")]
+
+
+def wrapped(text: str, width: int = 120) -> list[str]:
+    lines = [""]
+    for word in text.split():
+        lines = [*lines, word] if len(lines[-1]) + len(word) >= width else [*lines[:-1], f"{lines[-1]} {word}".strip()]
+    return lines
+
+
+def put_into(page: str, lines: list[str]) -> str:
+    """The page with this table, and its line on the runs, in place of the one that it has."""
+    rows = page.splitlines()
+    start = next(number for number, row in enumerate(rows) if row.startswith("| promise |"))
+    end = next(number for number in range(start, len(rows)) if not rows[number])
+    if rows[end + 1].startswith("Run: "):
+        end = next(number for number in range(end + 1, len(rows)) if not rows[number])
+    return "\n".join([*rows[:start], *lines, *rows[end:]]) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    here = [name for name in MAKERS if not name.startswith("vllm") or vllm_version() is not None]
-    parser.add_argument("--engines", default=",".join(here))
+    parser.add_argument("--engines", default="sim,local,pool", help=f"of {', '.join(MAKERS)}")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/engines.md")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    found: dict[str, dict[str, str]] = {}
-    for name in options.engines.split(","):
-        with Console(stderr=True).status(f"checking {name}"):
-            case = MAKERS[name]()
-            try:
-                found[name] = run_checks(case)
-            finally:
-                case.engine.close()
-    save("engines", {"vllm": vllm_version(), "result": found})
-    if options.json:
-        print(json.dumps(found))
-        return
-    print("| promise | " + " | ".join(found) + " | guards against |")
-    print("| --- |" + " --- |" * (len(found) + 1))
-    for check in CHECKS:
-        marks = " | ".join(MARKS.get(found[name][check.name], "NO") for name in found)
-        print(f"| {check.promise} | {marks} | {check.issue} |")
+    chosen = [name for name in options.engines.split(",") if name]
+    unknown = [name for name in chosen if name not in MAKERS]
+    if unknown:
+        parser.error(f"no engine {unknown[0]}: it is one of {', '.join(MAKERS)}")
+    path = RESULTS / "engines.json"
+    kept = json.loads(path.read_text(encoding="utf-8"))["engines"] if path.exists() else {}
+    for name in chosen:
+        kept[name] = run(name)
+        save("engines", {"engines": kept})
+    engines = {name: kept[name] for name in MAKERS if name in kept}
+    lines = table(engines)
+    if options.write:
+        PAGE.write_text(put_into(PAGE.read_text(encoding="utf-8"), lines), encoding="utf-8")
+    print(json.dumps(engines) if options.json else "\n".join(lines))
 
 
 if __name__ == "__main__":

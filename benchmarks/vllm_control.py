@@ -39,6 +39,7 @@ from sortedrl.records import Mode
 from sortedrl.testing import Caller
 
 PARTS = ("step_s", "pause_s", "write_s", "load_s")
+LIMIT_S = 3600.0  # for one step: reading all answers again takes minutes in bfloat16 where the processor lacks it
 TEXT = "The village had two kinds of people, and every one of them had a story about the bridge that"
 
 
@@ -175,7 +176,11 @@ def main() -> None:
     began = time.perf_counter()
     with Console(stderr=True).status("starting vLLM and measuring"):
         engine = VllmEngine(
-            model, slots=options.slots, max_length=options.max_length, dtype=getattr(torch, options.dtype)
+            model,
+            slots=options.slots,
+            max_length=options.max_length,
+            dtype=getattr(torch, options.dtype),
+            limit_s=LIMIT_S,
         )
         start_s = time.perf_counter() - began
         try:

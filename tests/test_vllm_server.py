@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
+import subprocess
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -15,7 +17,7 @@ from sortedrl.build import build_engine
 from sortedrl.config import SortedConfig
 from sortedrl.engine import vllm_server
 from sortedrl.engine.vllm_http import Written
-from sortedrl.engine.vllm_life import CoreSettings, StepCounts
+from sortedrl.engine.vllm_life import CoreLost, CoreSettings, Life, StepCounts
 from sortedrl.engine.vllm_server import Server, find_server_fault, read_metrics
 from sortedrl.engine.vllm_weights import map_tensors
 from sortedrl.errors import ConfigError, EngineError
@@ -125,6 +127,25 @@ def test_a_server_without_its_development_mode_is_refused(tmp_path: Path) -> Non
         Server(settings(tmp_path), StepCounts(), limit_s=5.0, address=f"http://127.0.0.1:{server.server_port}/")
     server.shutdown()
     server.server_close()
+
+
+def test_a_server_whose_core_is_gone_is_not_waited_for() -> None:
+    """It cannot answer what it was asked, and does not end before that is answered."""
+    server = Server.__new__(Server)
+    Life.__init__(server, limit_s=300.0)
+    front, core = (subprocess.Popen(["sleep", "600"]) for _ in range(2))
+    server._process, server._pids = front, [core.pid]
+    try:
+        assert not server.is_dead
+        core.kill()
+        with pytest.raises(CoreLost, match="died"):
+            server.call(asyncio.Event().wait())
+        assert front.poll() is None
+    finally:
+        for process in (front, core):
+            process.kill()
+            process.wait()
+        server._end_loop()
 
 
 def test_an_address_and_a_port_are_one_too_many() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from sortedrl.buffer import Buffer
-from sortedrl.build_engine import build_engine, build_sampling
+from sortedrl.build_engine import build_engine, build_sampling, engine_model
 from sortedrl.build_learner import RunLearner, build_learner
 from sortedrl.build_task import build_task
 from sortedrl.clock import Clock
@@ -135,7 +135,7 @@ def build_run(
     knobs = config.knobs
     learner = build_learner(config, model)
     try:
-        engine = build_engine(config, learner.source.module, knobs, decode=tokenizer.decode)
+        engine = build_engine(config, engine_model(config, model, learner.source), knobs, decode=tokenizer.decode)
     except BaseException:
         learner.close()
         raise

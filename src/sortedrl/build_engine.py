@@ -7,6 +7,7 @@ weights by the first publication: a machine of the cluster needs this package, a
 from __future__ import annotations
 
 import copy
+import logging
 import os
 from collections.abc import Callable
 from functools import partial
@@ -23,7 +24,9 @@ from sortedrl.engine.ray_cluster import connect, disconnect, is_connected
 from sortedrl.engine.watchdog import Watchdog
 from sortedrl.errors import ConfigError
 from sortedrl.knobs import Fate, Knobs
-from sortedrl.weights import ModuleWeights
+from sortedrl.weights import ModuleWeights, is_adapted
+
+log = logging.getLogger(__name__)
 
 STREAM_EVERY = 16  # decode steps from one delivery to the next: what a dead engine takes along
 
@@ -34,19 +37,19 @@ def build_engine(
     """`decode` turns tokens into the text in which stop strings are looked for."""
     needs_replay = Fate.REPLAY in (knobs.interrupted, knobs.on_bound)
     length = config.task.max_prompt_tokens + config.engine.max_new_tokens
-    is_pool = config.engine.replicas > 1 or config.engine.own_process or bool(config.engine.cluster)
-    if config.engine.stop and is_pool:
+    has_members = is_pool(config)
+    if config.engine.stop and has_members:
         raise ConfigError("engine.stop is not for pools: leave it out, or engine.replicas at 1")
-    if is_pool and (config.engine.address or config.engine.port):
+    if has_members and (config.engine.address or config.engine.port):
         raise ConfigError("a pool starts its own engines: leave out engine.address and engine.port")
     match config.engine.kind:
-        case "vllm" if is_pool:
+        case "vllm" if has_members:
             dtype = next(model.parameters()).dtype
             dtype = dtype if config.engine.dtype == "auto" else getattr(torch, config.engine.dtype)
             check_replay(knobs, is_exact=dtype == torch.float32)
             settings = vllm_settings(config)
             engine = build_pool(config, model, partial(vllm_engine, **settings), dtype=dtype, max_length=length)
-        case "local" if is_pool:
+        case "local" if has_members:
             dtype = choose_dtype(model, config.engine.dtype, is_exact=needs_replay)
             engine = build_pool(config, model, local_engine, dtype=dtype, max_length=length)
         case "local":
@@ -69,6 +72,38 @@ def build_engine(
     return Watchdog(engine, config.engine.watchdog_s)
 
 
+def engine_model(config: SortedConfig, model: Any, source: ModuleWeights) -> Any:
+    """What an engine is built on: plain weights, or a model with adapters if it takes them as they are."""
+    if not is_adapted(model):
+        return source.module
+    why = _merge_reason(config, model)
+    if why is None:
+        return model
+    if config.engine.kind == "vllm":
+        log.info("adapters are merged into full weights at every publication: %s", why)
+    return source.module
+
+
+def _merge_reason(config: SortedConfig, model: Any) -> str | None:
+    """Why adapters are merged for the engine; None if they are not."""
+    from sortedrl.engine.vllm_adapter import find_adapter_fault
+
+    settings = config.engine
+    if settings.kind != "vllm":
+        return "the engine computes with plain weights"
+    if config.lora.merge:
+        return "lora.merge is set"
+    if settings.address or settings.port:
+        return "a vLLM server takes full weights only"
+    if is_pool(config):
+        return "a pool takes full weights only"
+    return find_adapter_fault(model)
+
+
+def is_pool(config: SortedConfig) -> bool:
+    return config.engine.replicas > 1 or config.engine.own_process or bool(config.engine.cluster)
+
+
 def check_replay(knobs: Knobs, *, is_exact: bool) -> None:
     if Fate.REPLAY in (knobs.interrupted, knobs.on_bound) and not is_exact:
         raise ConfigError(
@@ -79,7 +114,10 @@ def check_replay(knobs: Knobs, *, is_exact: bool) -> None:
 
 
 def build_vllm(config: SortedConfig, model: Any, max_length: int, decode: Callable[[list[int]], str] | None) -> Engine:
-    """vLLM with a copy of the model; it may be silent for half as long as the watchdog allows, then it starts anew."""
+    """vLLM with a copy of the model, its adapters apart if it has some.
+
+    It may be silent for half as long as the watchdog allows, then it starts anew.
+    """
     from sortedrl.engine.vllm import VllmEngine  # it needs much that others do not have
 
     settings = config.engine

@@ -43,6 +43,7 @@ CHANGEABLE = frozenset(
         "run.samples",
         "run.threads",
         "run.report",
+        "lora.merge",
         "engine.address",
         "engine.kv_gb",
         "engine.port",

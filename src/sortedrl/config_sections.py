@@ -82,6 +82,10 @@ class LoraSection(Section):
     target_modules: tuple[str, ...] = Field(
         default=(), description="Names of the modules that get adapters; left out, all linear ones but the head."
     )
+    merge: bool = Field(
+        default=False,
+        description="vllm: publish base and adapters as one; left out, the adapters alone where it can take them.",
+    )
 
 
 class ScheduleSection(Section):

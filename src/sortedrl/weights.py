@@ -6,7 +6,8 @@ instead, which nobody writes to.
 
 A model with adapters (peft) is trained as it is and sampled from merged weights: `.module` is then a plain copy of the
 model, into which base weights plus adapters are written anew whenever it is asked for. Base and adapters stay as they
-are: merging in place and taking it back would leave rounding behind.
+are: merging in place and taking it back would leave rounding behind. An engine that takes adapters as they are reads
+`.adapter` instead, and nothing is merged for it.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ if TYPE_CHECKING:
 class ModuleWeights:
     """The weights of a live module, or of a copy of it."""
 
-    __slots__ = ("_merged", "_trained")
+    __slots__ = ("_adapter", "_merged", "_trained")
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, adapter: dict[str, Tensor] | None = None) -> None:
         self._trained = module
         self._merged: nn.Module | None = None
+        self._adapter = adapter
 
     @property
     def module(self) -> nn.Module:
@@ -42,10 +44,16 @@ class ModuleWeights:
         self._merged = merged = merged_copy(self._trained)
         return merged
 
+    @property
+    def adapter(self) -> dict[str, Tensor] | None:
+        """The adapters alone, as they are at this moment, by the names that peft saves them under; None without any."""
+        return adapter_tensors(self._trained) if is_adapted(self._trained) else self._adapter
+
     def snapshot(self) -> ModuleWeights:
         """A copy that later updates of the module do not reach: no gradients, tied weights still tied."""
         if is_adapted(self._trained):
-            return ModuleWeights(merged_copy(self._trained))
+            adapter = {name: tensor.clone() for name, tensor in adapter_tensors(self._trained).items()}
+            return ModuleWeights(merged_copy(self._trained), adapter)
         return ModuleWeights(copy.deepcopy(self._trained).requires_grad_(False).eval())
 
 
@@ -53,6 +61,21 @@ def is_adapted(model: object) -> bool:
     """Whether a model is one of peft's, which then has been imported."""
     peft: Any = sys.modules.get("peft")
     return peft is not None and isinstance(model, peft.PeftModel)
+
+
+def adapter_tensors(model: Any) -> dict[str, Tensor]:
+    """The adapters of one of peft's models, not copied, by the names that it saves them under; none if it uses several
+    sets of them at once."""
+    if len(model.active_adapters) != 1:
+        return {}
+    read = import_module("peft").get_peft_model_state_dict
+    state = read(model, adapter_name=model.active_adapters[0], save_embedding_layers=False)
+    return {key: tensor.detach() for key, tensor in state.items()}
+
+
+def base_copy(model: Any) -> Any:
+    """The plain model that adapters stand on, without them."""
+    return copy.deepcopy(model).unload().requires_grad_(False).eval()
 
 
 def merged_copy(model: Any) -> Any:

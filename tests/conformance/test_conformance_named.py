@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from cases import MAX_LENGTH, SLOTS, model_case
+from process_cases import HEADS, free_port
 
 from sortedrl.build import build_engine
 from sortedrl.config import SortedConfig
@@ -30,13 +30,6 @@ pytestmark = [
     pytest.mark.skipif(vllm_version() is None, reason="vLLM is not installed here: make test-vllm"),
     pytest.mark.timeout(1200),
 ]
-HEADS = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture

@@ -14,59 +14,34 @@ from typing import Any
 
 import psutil
 import pytest
-from cases import letters, local_ray, model_case
+from process_cases import local_pool_case, member_pids
 
 from sortedrl.config import SortedConfig
-from sortedrl.engine.base import Engine
-from sortedrl.engine.local import LocalEngine
 from sortedrl.engine.pool import Pool
 from sortedrl.testing import CHECKS, Caller, Check, EngineCase
 from sortedrl.trainer import SortedTrainer
 from test_pool import check_same, serve_through
 from tiny_models import make_requests, serve, shake, source, tiny_model
 
-SLOTS = 4
-MAX_LENGTH = 384
-ANSWER_TOKENS = 240  # answers are read and interrupted from afar: short ones would be over before
 
-
-def make_engine() -> tuple[Engine, Any]:
-    model = tiny_model()
-    return LocalEngine(model, slots=SLOTS, max_length=MAX_LENGTH, stream_every=1, decode=letters), model
+@pytest.fixture(scope="module")
+def case() -> Iterator[EngineCase]:
+    with local_pool_case() as case:
+        yield case
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with local_ray():
-        from sortedrl.engine.ray_members import RayMembers
-
-        members = RayMembers(make_engine, num_cpus=0.5, num_gpus=0, threads=1, has_spare=True)
-        pool = Pool(members, size=2, slots=SLOTS, exact_replay=True, keep_kv=True)
-        yield pool
-        pool.close()
-
-
-@pytest.fixture(scope="module")
-def case(pool: Pool) -> EngineCase:
-    def kill() -> None:
-        for pid in pids(pool):
-            os.kill(pid, signal.SIGKILL)
-
-    pool.publish(0, source(tiny_model())).wait()
-    return model_case(pool, tiny_model(), kill=kill, answer_tokens=ANSWER_TOKENS)
-
-
-def pids(pool: Pool) -> list[int]:
-    """Of the engines that are up."""
-    return [member["pid"] for member in pool.stats().extra["members"] if member]
+def pool(case: EngineCase) -> Pool:
+    assert isinstance(case.engine, Pool)
+    return case.engine
 
 
 def wait_until_all_are_up(pool: Pool) -> None:
     deadline = time.monotonic() + 60
-    while len(pids(pool)) < 2 and time.monotonic() < deadline:
+    while len(member_pids(pool)) < 2 and time.monotonic() < deadline:
         pool.submit([])  # looks after the members
         time.sleep(0.1)
-    assert len(pids(pool)) == 2
+    assert len(member_pids(pool)) == 2
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=str)
@@ -81,8 +56,8 @@ def test_answers_are_those_of_one_engine(pool: Pool) -> None:
     pool.publish(100, source(tiny_model())).wait()
     requests = make_requests(12)
     check_same(serve_through(pool, requests), serve(tiny_model(), requests))
-    assert os.getpid() not in pids(pool)
-    assert len(set(pids(pool))) == 2
+    assert os.getpid() not in member_pids(pool)
+    assert len(set(member_pids(pool))) == 2
 
 
 def test_ray_listens_on_loopback(pool: Pool) -> None:
@@ -111,7 +86,7 @@ def test_published_weights_reach_every_process(pool: Pool) -> None:
 def test_a_process_that_is_killed(pool: Pool) -> None:
     wait_until_all_are_up(pool)
     num_restarts = pool.stats().extra["restarts"]
-    victim = pids(pool)[0]
+    victim = member_pids(pool)[0]
     killed: list[int] = []
 
     def kill(caller: Caller) -> None:
@@ -125,7 +100,7 @@ def test_a_process_that_is_killed(pool: Pool) -> None:
     assert killed
     assert pool.stats().extra["restarts"] == num_restarts + 1
     wait_until_all_are_up(pool)
-    assert victim not in pids(pool)
+    assert victim not in member_pids(pool)
 
 
 def test_rollout_that_goes_on_during_updates(pool: Pool, tmp_path: Path) -> None:

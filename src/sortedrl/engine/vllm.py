@@ -39,6 +39,7 @@ from sortedrl.engine.base import (
 )
 from sortedrl.engine.fault import find_fault
 from sortedrl.engine.module import Geometry
+from sortedrl.engine.vllm_adapter import AdapterFolder
 from sortedrl.engine.vllm_core import Core, check_installed
 from sortedrl.engine.vllm_flight import Flight
 from sortedrl.engine.vllm_http import ServerTower
@@ -48,6 +49,7 @@ from sortedrl.engine.vllm_tower import Tower
 from sortedrl.engine.vllm_weights import WeightFolder
 from sortedrl.errors import EngineError, ModelError
 from sortedrl.records import Mode
+from sortedrl.weights import base_copy, is_adapted
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +70,7 @@ class VllmEngine:
     `dtype`: of weights and KV in vLLM; None takes the model's. `kv_bytes`: memory for the KV cache; None is enough for
     all slots at full length. `limit_s`: how long vLLM may be silent. `decode`: turns tokens into the text in which stop
     strings are looked for. `address` names a vLLM server to use, `port` is where one is started; without either, vLLM's
-    front end runs in this process.
+    front end runs in this process, and takes the adapters of a model that has some (peft's) as they are.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class VllmEngine:
     ) -> None:
         if not address:
             check_installed()
+        adapted, model = model, base_copy(model) if is_adapted(model) else model
         geometry = Geometry.of(model)
         if slots < 1:
             raise EngineError(f"slots = {slots}: an engine needs at least one")
@@ -104,6 +107,7 @@ class VllmEngine:
         self._num_losses = self._num_losses_in_row = 0
         self._is_closed = False
         self._weights = WeightFolder(model, self._dtype)
+        self._adapter = self._take_apart(adapted)
         self._settings = CoreSettings(
             folder=self._weights.path,
             slots=slots,
@@ -111,6 +115,7 @@ class VllmEngine:
             dtype=str(self._dtype).removeprefix("torch."),
             kv_bytes=kv_bytes or needed_kv_bytes(geometry, slots, max_length, self._dtype),
             block_size=_BLOCK,
+            adapter=None if self._adapter is None else self._adapter.terms,
         )
         self._life: Life | None = None
         try:
@@ -178,7 +183,10 @@ class VllmEngine:
     def publish(self, version: int, source: Any, in_flight: InFlight = InFlight.ABORT) -> _Done:
         if in_flight is InFlight.ABORT:
             assert not self.num_running, "weights published with abort while samples run: interrupt them first"
-        self._weights.write(source.module)
+        if self._adapter is None:
+            self._weights.write(source.module)
+        else:
+            self._adapter.write(source.adapter)
         self._call(self._tower.swap(version, str(self._weights.weights), in_flight))
         self._count()
         if self._tower.loss is not None:
@@ -240,6 +248,19 @@ class VllmEngine:
             return None
         return flight
 
+    def _take_apart(self, model: Any) -> AdapterFolder | None:
+        """The adapters of a model that has some, where requests will name them."""
+        if not is_adapted(model):
+            return None
+        assert not self._is_server, "a server is given merged weights"
+        try:
+            folder = AdapterFolder(self._weights.path / "adapter", model)
+        except BaseException:
+            self._weights.close()
+            raise
+        self._tower.adapter = folder.path
+        return folder
+
     def _start(self) -> Life:
         if not self._address:
             log.info("starting vLLM, which takes from ten seconds to minutes")
@@ -251,10 +272,17 @@ class VllmEngine:
             life = Core(self._settings, self._counts, limit_s=self._limit_s)
         self._tower.front, self._tower.flag, self._has_noise = life.front, life.flag, life.has_noise
         try:
+            if self._tower.adapter is not None:
+                life.call(self._tower.take_adapter())
             life.call(life.front.update_weight_version(str(self._tower.version)))
         except CoreLost as error:
             life.close(is_lost=True)
             raise EngineError(f"{error} right after its start: see its messages above") from error
+        except Exception as error:
+            life.close()
+            if self._adapter is None:
+                raise
+            raise EngineError(f"vLLM does not take the adapters ({error}): set lora.merge = true") from error
         return life
 
     def _launch(self, flights: list[Flight]) -> None:

@@ -61,9 +61,10 @@ class Core(Life):
             self.close()
             if not isinstance(error, Exception) or isinstance(error, EngineError):
                 raise
+            merging = "" if settings.adapter is None else "; if it cannot take the adapters, set lora.merge = true"
             raise EngineError(
                 f"vLLM did not start ({type(error).__name__}: {error}); see its messages above; if it lacks memory, "
-                "lower engine.slots, engine.max_new_tokens or engine.kv_gb, or take a smaller model"
+                f"lower engine.slots, engine.max_new_tokens or engine.kv_gb, or take a smaller model{merging}"
             ) from error
         self._pids = _processes(self.front)
 
@@ -124,10 +125,20 @@ async def _start(settings: CoreSettings, counts: StepCounts) -> Any:
         logits_processors=["sortedrl.engine.vllm_worker:NoiseRows"],
         disable_log_stats=True,
         use_tqdm_on_load=False,
+        **_adapter_arguments(settings),
     )
     llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[Counter])
     await llm.collective_rpc("sorted_prepare", args=(os.getpid(), str(settings.flag)))
     return llm
+
+
+def _adapter_arguments(settings: CoreSettings) -> dict[str, Any]:
+    """Room for one set of adapters, on the modules that have some: a wrapped head could not verify cached tokens."""
+    adapter = settings.adapter
+    if adapter is None:
+        return {}
+    modules = list(adapter.modules)
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": adapter.rank, "lora_target_modules": modules}
 
 
 async def _shut_down(llm: Any) -> None:
@@ -150,6 +161,16 @@ def _children() -> set[int]:
     import psutil  # vLLM needs it too
 
     return {process.pid for process in psutil.Process().children(recursive=True)}
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process is there and has not ended."""
+    import psutil
+
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def kill_vllm(pids: Iterable[int]) -> None:

@@ -42,6 +42,14 @@ class CoreLost(Exception):
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
+class AdapterTerms:
+    """What vLLM has to know of adapters before it is started."""
+
+    rank: int  # that it makes room for
+    modules: tuple[str, ...]  # that have adapters, by the last part of their names
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
 class CoreSettings:
     folder: Path
     slots: int
@@ -49,6 +57,7 @@ class CoreSettings:
     dtype: str
     kv_bytes: int
     block_size: int
+    adapter: AdapterTerms | None = None  # that requests name, where adapters are published as they are
 
     @property
     def flag(self) -> Path:

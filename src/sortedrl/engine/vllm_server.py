@@ -21,7 +21,7 @@ from typing import Any
 
 import httpx
 
-from sortedrl.engine.vllm_core import kill_vllm
+from sortedrl.engine.vllm_core import is_alive, kill_vllm
 from sortedrl.engine.vllm_http import HttpFront
 from sortedrl.engine.vllm_life import CLOSE_S, ENVIRONMENT, CoreSettings, Life, StepCounts
 from sortedrl.errors import EngineError
@@ -86,7 +86,10 @@ class Server(Life):
 
     @property
     def is_dead(self) -> bool:
-        return self._process is not None and self._process.poll() is not None
+        """A server whose core is gone stays until the calls that it cannot answer any more are given up."""
+        if self._process is None:
+            return False
+        return self._process.poll() is not None or (bool(self._pids) and not is_alive(self._pids[0]))
 
     @property
     def pids(self) -> list[int]:

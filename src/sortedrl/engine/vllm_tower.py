@@ -13,9 +13,11 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 from sortedrl.engine.base import EngineStats, Event, Failed, Finished, InFlight, Partial, Request, Verified
+from sortedrl.engine.vllm_adapter import ADAPTER_ID
 from sortedrl.engine.vllm_flight import Flight, Turn
 from sortedrl.engine.vllm_halt import HaltFlag
 
@@ -25,6 +27,7 @@ class Tower:
         self.front: Any = None  # what talks to vLLM, while there is one
         self.flag: HaltFlag | None = None
         self.version = 0
+        self.adapter: Path | None = None  # the folder of the adapters that requests name
         self.flights: dict[int, Flight] = {}  # by sample
         self.changed = threading.Condition()
         self.num_ends = 0  # attempts that ended and were not polled yet
@@ -106,18 +109,33 @@ class Tower:
         await self.front.resume_generation()
 
     async def swap(self, version: int, weights: str, in_flight: InFlight) -> None:
-        """Let the worker take up the weights of a file; what runs waits meanwhile."""
+        """Let the worker take up the weights of a file, or the adapters; what runs waits meanwhile."""
         is_running = bool(self.flights)
         if is_running:
             await self.front.pause_generation(mode="keep", clear_cache=in_flight is InFlight.REPREFILL)
             await self._hear_out()
             for flight in self.flights.values():
                 self.deliver(flight)
-        await self.front.collective_rpc("sorted_take_weights", args=(weights,))
+        if self.adapter is None:
+            await self.front.collective_rpc("sorted_take_weights", args=(weights,))
+        else:
+            await self.take_adapter()
         await self.front.update_weight_version(str(version))
         self.version = version
         if is_running:
             await self.front.resume_generation()
+
+    async def take_adapter(self) -> None:
+        """Let the worker load the adapters of the folder, in place of those that it has."""
+        await self.front.add_lora(self._lora_request(load_inplace=True))
+
+    def _lora_request(self, **changes: Any) -> Any:
+        """The adapters by one name and number in all versions, so that what runs has the ones loaded last."""
+        from vllm.lora.request import LoRARequest
+
+        if self.adapter is None:
+            return None
+        return LoRARequest(lora_name="sortedrl", lora_int_id=ADAPTER_ID, lora_path=str(self.adapter), **changes)
 
     async def _ask(self, flight: Flight) -> None:
         """Give a flight's request to vLLM."""
@@ -130,6 +148,7 @@ class Tower:
             f"{request.sample}-{request.attempt}",
             tokens_input(flight.tokens(), cache_salt=f"version {self.version}, halt {self._num_halts}"),
             flight.params(SamplingParams, RequestOutputKind.DELTA),
+            lora_request=self._lora_request(),
         )
         flight.is_started, flight.is_open = False, True
 

@@ -9,7 +9,7 @@ What it keeps true: a token is argmax(logits / T + noise) by the scheme of `nois
 softmax(logits / T), as in every other engine; after `sorted_take_weights` every layer that computes does so with the
 weights of the file, a tied head included; the worker ends when the process that owns the engine does.
 
-Shapes: r rows of logits, v vocabulary, t tokens of one step.
+Shapes: r rows of logits, or ranks of an adapter, v vocabulary, t tokens of one step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,6 +136,9 @@ class SortedWorker:
         halts = Halts(runner, HaltFlag(Path(flag))) if flag and is_alone else None
         (rows,) = (p for p in runner.input_batch.logitsprocs.all if isinstance(p, NoiseRows))
         runner.sampler = NoiseSampler(rows, halts)
+        if runner.lora_config is not None and runner.device.type == "cpu":
+            for kernels in runner.lora_manager._adapter_manager.punica_wrapper_mapping.values():
+                kernels.add_lora_linear = _add_adapter
         runner._get_prompt_logprobs_dict = lambda hidden_td, scheduled: (
             {} if halts is not None and halts.has_halted else _verify_prompts(runner, hidden_td, scheduled)
         )
@@ -146,6 +149,28 @@ class SortedWorker:
         runner = self.model_runner
         runner.reload_weights(weights_iterator=_tensors(Path(path)))
         _tie_head(runner.get_model())
+
+
+def _add_adapter(
+    y_to: torch.Tensor,
+    x_ti: torch.Tensor,
+    stacked_a: Sequence[torch.Tensor],
+    stacked_b: Sequence[torch.Tensor],
+    scale: float,
+    widths: Sequence[int],
+    **_: Any,
+) -> None:
+    """Add what adapters make of `x` to a layer's output, in place; a packed layer has several, side by side.
+
+    vLLM's own for CPUs gathers a copy of both matrices for every token, since each may have adapters of its own; here
+    there is one set for all of them. i inputs, o outputs of the layer.
+    """
+    y_to, x_ti = y_to.view(-1, y_to.shape[-1]), x_ti.view(-1, x_ti.shape[-1]).float()
+    start = 0
+    for a_ri, b_or, width in zip(stacked_a, stacked_b, widths, strict=True):
+        inner_tr = (x_ti @ a_ri[0, 0].float().T).to(y_to.dtype)
+        y_to[:, start : start + width].addmm_(inner_tr, b_or[0, 0].T, alpha=scale)
+        start += width
 
 
 def _tensors(path: Path) -> Iterable[tuple[str, torch.Tensor]]:

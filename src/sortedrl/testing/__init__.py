@@ -15,6 +15,7 @@ or, under pytest, one test for each promise:
 
 from __future__ import annotations
 
+from sortedrl.errors import SortedRLError
 from sortedrl.testing import runs as runs  # its checks join the suite
 from sortedrl.testing.case import Answer, Caller, EngineCase
 from sortedrl.testing.checks import CHECKS, Check
@@ -31,7 +32,7 @@ def run_checks(case: EngineCase) -> dict[str, str]:
             continue
         try:
             check.run(case)
-        except AssertionError as error:
+        except (AssertionError, SortedRLError) as error:
             found[check.name] = f"failed: {error}"
             case.engine.interrupt()
         else:

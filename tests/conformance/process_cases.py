@@ -1,0 +1,111 @@
+"""Cases of the conformance suite whose engines are processes of their own: vLLM, its server, pools in Ray actors.
+
+The tests of this folder and `benchmarks/engines_table.py` make them; each ends its processes when it is left.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+from cases import MAX_LENGTH, SLOTS, letters, local_ray, model_case
+
+from sortedrl.engine.base import Engine
+from sortedrl.engine.local import LocalEngine
+from sortedrl.engine.pool import Pool
+from sortedrl.testing import EngineCase
+from tiny_models import source, tiny_model
+
+HEADS = {
+    "hidden_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}  # what vLLM's kernels like
+POOL_LENGTH = 384
+POOL_ANSWER_TOKENS = 240  # answers are read and interrupted from afar: short ones would be over before
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def are_gone(pids: list[int]) -> bool:
+    alive = [process for process in psutil.process_iter(["pid", "status"]) if process.info["pid"] in pids]
+    return all(process.info["status"] == psutil.STATUS_ZOMBIE for process in alive)
+
+
+@contextmanager
+def vllm_case(*, is_server: bool = False) -> Iterator[EngineCase]:
+    """vLLM in this process, or as a server behind HTTP."""
+    from sortedrl.engine.vllm import VllmEngine
+
+    model = tiny_model(**HEADS)
+    port = free_port() if is_server else 0
+    engine = VllmEngine(model, slots=SLOTS, max_length=MAX_LENGTH, decode=letters, port=port)
+    try:
+        yield model_case(engine, model, kill=lambda: os.kill(engine.pids[0], signal.SIGKILL))
+        pids = engine.pids
+    finally:
+        engine.close()
+    assert are_gone(pids)
+
+
+def local_member() -> tuple[Engine, Any]:
+    """In an actor: a local engine."""
+    model = tiny_model()
+    return LocalEngine(model, slots=SLOTS, max_length=POOL_LENGTH, stream_every=1, decode=letters), model
+
+
+def vllm_member() -> tuple[Engine, Any]:
+    """In an actor: vLLM."""
+    from sortedrl.engine.vllm import VllmEngine
+
+    model = tiny_model(**HEADS)
+    return VllmEngine(model, slots=SLOTS, max_length=POOL_LENGTH, decode=letters), model
+
+
+@contextmanager
+def local_pool_case() -> Iterator[EngineCase]:
+    with _pool_case(local_member, tiny_model(), has_spare=True) as case:
+        yield case
+
+
+@contextmanager
+def vllm_pool_case() -> Iterator[EngineCase]:
+    with _pool_case(vllm_member, tiny_model(**HEADS), health_s=300, start_s=900) as case:
+        yield case
+
+
+@contextmanager
+def _pool_case(
+    make: Callable[[], tuple[Engine, Any]], model: Any, *, has_spare: bool = False, **limits: float
+) -> Iterator[EngineCase]:
+    """Two engines behind one, in a Ray of our own."""
+    with local_ray():
+        from sortedrl.engine.ray_members import RayMembers
+
+        members = RayMembers(make, num_cpus=0.5, num_gpus=0, threads=1, has_spare=has_spare)
+        pool = Pool(members, size=2, slots=SLOTS, exact_replay=True, keep_kv=True, **limits)
+
+        def kill() -> None:
+            for pid in member_pids(pool):
+                os.kill(pid, signal.SIGKILL)
+
+        try:
+            pool.publish(0, source(model)).wait()
+            yield model_case(pool, model, kill=kill, answer_tokens=POOL_ANSWER_TOKENS)
+        finally:
+            pool.close()
+
+
+def member_pids(pool: Pool) -> list[int]:
+    """Of the engines that are up."""
+    return [member["pid"] for member in pool.stats().extra["members"] if member]
