@@ -34,10 +34,10 @@ from sortedrl.engine.base import (
     Request,
     Verified,
 )
-from sortedrl.engine.cache import DecodePlan, PrefillPlan, SlotCache
+from sortedrl.engine.cache import Steps
 from sortedrl.engine.fault import find_fault
 from sortedrl.engine.module import Geometry, check_supported, copy_weights
-from sortedrl.engine.paths import make_decoder
+from sortedrl.engine.paths import make_path
 from sortedrl.engine.prefill import (
     Outcome,
     Prefill,
@@ -62,7 +62,8 @@ class _Done:
 class LocalEngine:
     """Samples from a transformers causal language model that is already loaded.
 
-    `path` picks how it is run: its own modules, the lean decoder of the Llama family, or lean where possible (auto).
+    `path` picks how it is run: its own modules, the lean decoder of the Llama family, compiled code for small models of
+    that family (native), or the fastest that is possible (auto).
     `stream_every` delivers tokens every so many steps, not only when an attempt ends. `dtype` is that of the lean
     decoder's copy of the weights and of the cache; left out, the model's own. `decode` turns tokens into
     text; without it requests with stop strings fail.
@@ -75,7 +76,7 @@ class LocalEngine:
         slots: int,
         max_length: int,
         stream_every: int = 0,
-        path: Literal["auto", "lean", "module"] = "auto",
+        path: Literal["auto", "native", "lean", "module"] = "auto",
         dtype: torch.dtype | None = None,
         decode: Callable[[list[int]], str] | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -93,21 +94,12 @@ class LocalEngine:
         self._vocab = geometry.vocab
         parameter = next(self._model.parameters())
         self._device, self._dtype = parameter.device, dtype or parameter.dtype
-        self._cache = SlotCache(
-            num_layers=geometry.num_layers,
-            slots=slots,
-            kv_heads=geometry.kv_heads,
-            max_length=max_length,
-            head_dim=geometry.head_dim,
-            dtype=self._dtype,
-            device=self._device,
-        )
-        self._decoder = make_decoder(self._model, self._cache, path)
+        self._cache, self._decoder = make_path(self._model, path, slots=slots, max_length=max_length, dtype=self._dtype)
         self._noise = make_noise(slots, self._vocab, self._device)
         self._clock, self._decode = clock, decode
         self._version = 0
         self._active: list[Attempt] = []
-        self._plan: DecodePlan | None = None  # of the last step; holds until a slot gets another attempt
+        self._plan: Steps | None = None  # of the last step; holds until a slot gets another attempt
         self._pending: list[Attempt] = []  # submitted, waiting for the next poll to prefill them together
         self._ready: list[Event] = []
         self._is_closed = False
@@ -246,7 +238,7 @@ class LocalEngine:
         return num_ended + self._settle(broken)
 
     def _run_prefill(self, pack: Sequence[Prefill]) -> torch.Tensor:
-        plan = PrefillPlan(self._cache, [p.slots[0] for p in pack], [len(p.tokens) for p in pack])
+        plan = self._cache.plan_prefill([p.slots[0] for p in pack], [len(p.tokens) for p in pack])
         tokens_t = torch.tensor([token for p in pack for token in p.tokens], device=self._device)
         logits_rv = self._decoder.forward(tokens_t, plan.positions_t, wanted_rows(pack).to(self._device), plan)
         for prefill in pack:
@@ -280,7 +272,7 @@ class LocalEngine:
         plan = self._next_plan()
         self._plan = None  # put back once the step is done: it must not run ahead of a failed one
         tokens_b = torch.tensor([attempt.tokens[-1] for attempt in active], device=self._device)
-        logits_bv = self._decoder.forward(tokens_b, plan.positions_b, None, plan)
+        logits_bv = self._decoder.forward(tokens_b, plan.positions_t, None, plan)
         scaled_bv = shape_logits(logits_bv, [attempt.request.sampling for attempt in active])
         choice = self._noise.choose(scaled_bv, lambda: [attempt.next_draw for attempt in active])
         broken = {
@@ -297,12 +289,12 @@ class LocalEngine:
                 self._deliver(attempt)
         return self._settle(broken)
 
-    def _next_plan(self) -> DecodePlan:
+    def _next_plan(self) -> Steps:
         if self._plan is not None and self._plan.num_steps > 1:
             self._plan.advance()
         else:
             runs = None if self._plan is None else self._plan.runs
-            self._plan = DecodePlan(self._cache, [attempt.length for attempt in self._active], runs)
+            self._plan = self._cache.plan_decode([attempt.length for attempt in self._active], runs)
         return self._plan
 
     def _count_time(self, start: float, *, is_decode: bool) -> None:
