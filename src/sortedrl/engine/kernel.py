@@ -76,16 +76,16 @@ def _processor_flags() -> tuple[str, ...]:
 def _load_kept(compiler: str, flags: tuple[str, ...]) -> ctypes.CDLL:
     text = "\n".join((_SOURCE.read_text(encoding="utf-8"), platform.system(), platform.machine(), *flags))
     name = f"kernel-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sortedrl"
     try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sortedrl"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if _is_own(folder):
             if not (folder / name).is_file():
                 _compile(compiler, flags, folder / name)
             if _is_own(folder / name):
                 return ctypes.CDLL(str(folder / name))
-    except PermissionError:
-        pass  # no place to keep it
+    except (OSError, RuntimeError) as error:  # no home, a file system that cannot be written or not run from
+        log.info("the kernel for small models cannot be kept (%s): it is compiled for this process alone", error)
     with tempfile.TemporaryDirectory(prefix="sortedrl-") as scratch:
         _compile(compiler, flags, Path(scratch) / name)
         return ctypes.CDLL(str(Path(scratch) / name))  # stays loaded when the file is gone

@@ -22,8 +22,8 @@ from sortedrl.engine.cache import SlotCache
 from sortedrl.engine.decoder import fold_norm, rotary_turns, supports_lean
 from sortedrl.engine.kernel import Layer, Model, load_kernel
 
-# Past this size products are most of a step, and torch's, on all threads, are faster than ours on one.
-_MAX_PARAMETERS = 4_000_000
+# Past about this size products are most of a step, and torch's on several threads outrun ours on one.
+_MAX_PARAMETERS = 2_000_000
 _BLOCK = 8  # positions whose keys lie together
 _PANEL = 16  # outputs whose weights do
 
