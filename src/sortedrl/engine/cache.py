@@ -36,7 +36,7 @@ class Steps(Placed, Protocol):
     def advance(self) -> None: ...
 
 
-class Plan(Placed, Protocol):
+class Plan(Protocol):
     def attend(self, layer: int, q_thd: torch.Tensor, kv_ted: torch.Tensor, scale: float) -> torch.Tensor:
         """Store keys and values, return the heads' outputs [t, h, d]."""
         ...
