@@ -1,14 +1,14 @@
-/* A step of a small Llama as one call: from tokens to logits, on one thread.
+/* A forward pass of a small Llama as one call: from tokens to logits, on one thread.
  *
- * `kernel.py` compiles it, `native.py` lays out weights for it and calls it. A model of this size spends a step of torch
- * calls on calling; here nothing but arithmetic is left. What it keeps true: every token is computed by the same operations
- * in the same order, whichever others share the call and in however many calls they come. Rows are worked on in tiles of
- * four, and a tile that is not full computes rows that nobody reads: there is no second way through the code. So an
- * answer does not depend on its neighbours, and a prefill gives what decoding gives, to the last bit.
+ * `kernel.py` compiles it, `native.py` lays out weights for it and calls it. A model of this size spends a step of
+ * torch calls on calling; here nothing but arithmetic is left. What it keeps true: every token is computed by the same
+ * operations in the same order, whichever others share the call and in however many calls they come. Rows are worked on
+ * in tiles of four, and a tile that is not full computes rows that nobody reads: there is no second way through the
+ * code. So an answer does not depend on its neighbours, and a prefill gives what decoding gives, to the last bit.
  *
  * Shapes: weights lie in panels of 16 outputs, [outputs / 16][inputs][16]; keys in blocks of 8 positions,
- * [positions / 8][head size][8]; values as [positions][head size]. Rows of working memory are as long as whole panels, and
- * zero past their content.
+ * [positions / 8][head size][8]; values as [positions][head size]. Rows of working memory are as long as whole panels,
+ * and zero past their content.
  */
 
 #include <math.h>
@@ -53,7 +53,7 @@ static inline vec pick(ivec is_first, vec first, vec second)
     return (vec)((is_first & (ivec)first) | (~is_first & (ivec)second));
 }
 
-/* e^x = 2^k e^f with |f| <= log(2) / 2, where eight terms of the series leave less than float32 shows. NaN stays NaN. */
+/* e^x = 2^k e^f with |f| <= log(2) / 2, where eight terms leave less than float32 shows. NaN stays NaN. */
 static inline vec exponential(vec x)
 {
     const vec zero = {0}, least = zero - 87.3f, most = zero + 88.0f, magic = zero + 12582912.0f;
@@ -176,8 +176,8 @@ static float soften(float *scores, int64_t n)
 }
 
 /* The weighted sum of n values, `vectors` vectors of them; even and odd positions in sums of their own. */
-static inline void blend(const float *weights, const float *values, int64_t n, int64_t head_dim, float factor, float *out,
-                         const int vectors)
+static inline void blend(const float *weights, const float *values, int64_t n, int64_t head_dim, float factor,
+                         float *out, const int vectors)
 {
     vec sum[2][4] = {{{0}}};
     int64_t p = 0;
@@ -192,8 +192,8 @@ static inline void blend(const float *weights, const float *values, int64_t n, i
         store(out + c * LANES, (sum[0][c] + sum[1][c]) * factor);
 }
 
-static void attend(const float *query, const float *keys, const float *values, int64_t n, int64_t head_dim, float *scores,
-                   float *out)
+static void attend(const float *query, const float *keys, const float *values, int64_t n, int64_t head_dim,
+                   float *scores, float *out)
 {
     score(query, keys, head_dim, (n + LANES - 1) / LANES, scores);
     const float factor = 1.0f / soften(scores, n);
@@ -240,8 +240,8 @@ int64_t sortedrl_memory(const struct model *m)
     return lay_out(m, 0, &w);
 }
 
-static void attention_layer(const struct model *m, const struct layer *layer, struct work *w, float *keys, float *values,
-                            int64_t count, int64_t rows, const int64_t *slots, const int64_t *positions)
+static void attention_layer(const struct model *m, const struct layer *layer, struct work *w, float *keys,
+                            float *values, int64_t count, int64_t rows, const int64_t *slots, const int64_t *positions)
 {
     const int64_t d = m->head_dim, half = d / 2, per_head = m->positions * d;
     product(w->normed, w->size, layer->qkv, layer->qkv_bias, w->qkv, w->qkv_size, rows, m->size, w->qkv_size, 0);
@@ -293,8 +293,9 @@ static void head_rows(const struct model *m, struct work *w, const int64_t *want
 
 /* Tokens at positions of slots to logits of the wanted ones, ascending, or of all where `wanted` is null. A sequence's
  * tokens come in their order, behind what the cache holds of it. */
-void sortedrl_forward(const struct model *m, float *memory, int64_t num_tokens, const int64_t *tokens, const int64_t *slots,
-                      const int64_t *positions, int64_t num_wanted, const int64_t *wanted, float *logits)
+void sortedrl_forward(const struct model *m, float *memory, int64_t num_tokens, const int64_t *tokens,
+                      const int64_t *slots, const int64_t *positions, int64_t num_wanted, const int64_t *wanted,
+                      float *logits)
 {
     struct work w;
     lay_out(m, memory, &w);
