@@ -36,8 +36,8 @@ def make_path(
 ) -> tuple[SlotCache, Decoder]:
     """The slots' memory and the decoder that `path` names, or (auto) the fastest that can run the model."""
     geometry = Geometry.of(model)
-    has_native, has_lean = supports_native(model, dtype), supports_lean(model)
-    if path == "native" and not has_native:
+    is_native, has_lean = path in ("auto", "native") and supports_native(model, dtype), supports_lean(model)
+    if path == "native" and not is_native:
         raise ModelError(
             f"{type(model).__name__} has no native path (a C compiler; a small Llama, Mistral, Qwen2 or Qwen3 in "
             "float32 on a CPU): use path='auto'"
@@ -46,7 +46,6 @@ def make_path(
         raise ModelError(
             f"{type(model).__name__} has no lean path (float32 Llama, Mistral, Qwen2, Qwen3): use path='module'"
         )
-    is_native = has_native and path in ("auto", "native")
     cache = (BlockCache if is_native else SlotCache)(
         num_layers=geometry.num_layers,
         slots=slots,
