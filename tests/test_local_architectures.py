@@ -1,4 +1,4 @@
-"""The local engine against transformers itself, on every architecture and both paths."""
+"""The local engine against transformers itself, on every architecture and path."""
 
 from __future__ import annotations
 
@@ -7,14 +7,28 @@ import torch
 import transformers
 
 from sortedrl.engine.base import Sampling
-from sortedrl.engine.cache import DecodePlan, Plan, PrefillPlan, SlotCache
-from sortedrl.engine.decoder import Decoder, LeanDecoder, supports_lean
+from sortedrl.engine.decoder import supports_lean
 from sortedrl.engine.local import LocalEngine
-from sortedrl.engine.module import Geometry, ModuleDecoder
+from sortedrl.engine.paths import make_path
 from sortedrl.errors import ModelError
-from tiny_models import KINDS, VOCAB, Caller, make_requests, serve, teacher_forced, tiny_model
+from tiny_models import (
+    KINDS,
+    PATHS,
+    VOCAB,
+    Caller,
+    make_requests,
+    needs_compiler,
+    serve,
+    teacher_forced,
+    tiny_model,
+)
 
-PATHS = [(kind, path) for kind in KINDS for path in ("lean", "module") if (kind, path) != ("gpt-neox", "lean")]
+FAST = [kind for kind in KINDS if kind != "gpt-neox"]
+CASES = [
+    *((kind, "module") for kind in KINDS),
+    *((kind, "lean") for kind in FAST),
+    *(pytest.param(kind, "native", marks=needs_compiler) for kind in FAST),
+]
 
 
 @torch.no_grad()
@@ -25,7 +39,7 @@ def generate(model, prompt, count) -> list[int]:
     return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize(("kind", "path"), PATHS)
+@pytest.mark.parametrize(("kind", "path"), CASES)
 def test_greedy_equals_generate(kind: str, path: str) -> None:
     model = tiny_model(kind)
     requests = make_requests(6, sampling=Sampling(temperature=0.0))
@@ -36,7 +50,7 @@ def test_greedy_equals_generate(kind: str, path: str) -> None:
         assert answer.logprobs == pytest.approx(teacher_forced(model, request, answer.tokens), abs=1e-4)
 
 
-@pytest.mark.parametrize(("kind", "path"), PATHS)
+@pytest.mark.parametrize(("kind", "path"), CASES)
 def test_logprobs_equal_a_teacher_forced_pass(kind: str, path: str) -> None:
     model = tiny_model(kind)
     requests = make_requests(6, sampling=Sampling(temperature=0.7))
@@ -47,29 +61,20 @@ def test_logprobs_equal_a_teacher_forced_pass(kind: str, path: str) -> None:
         assert answer.logprobs == pytest.approx(teacher_forced(model, request, answer.tokens), abs=1e-4)
 
 
-def logits_of(make, model) -> torch.Tensor:
+def logits_of(path: str, model) -> torch.Tensor:
     """Logits of a ragged prefill of three slots, and of four steps behind it."""
-    geometry = Geometry.of(model)
-    cache = SlotCache(
-        num_layers=geometry.num_layers,
-        slots=3,
-        kv_heads=geometry.kv_heads,
-        max_length=64,
-        head_dim=geometry.head_dim,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
-    decoder: Decoder = make(model, cache)
+    cache, decoder = make_path(model, path, slots=3, max_length=61, dtype=torch.float32)
+    assert decoder.name == path
     generator = torch.Generator().manual_seed(1)
     lengths = [5, 5, 31]
-    plan: Plan = PrefillPlan(cache, [2, 0, 1], lengths)
+    plan = cache.plan_prefill([2, 0, 1], lengths)
     tokens_t = torch.randint(VOCAB, (sum(lengths),), generator=generator)
     with torch.inference_mode():
         found = [decoder.forward(tokens_t, plan.positions_t, None, plan)]
         for step in range(4):
-            plan = DecodePlan(cache, [5 + step + 1, 31 + step + 1, 5 + step + 1])
+            plan = cache.plan_decode([5 + step + 1, 31 + step + 1, 5 + step + 1])
             tokens_b = torch.randint(VOCAB, (3,), generator=generator)
-            found.append(decoder.forward(tokens_b, plan.positions_b, None, plan))
+            found.append(decoder.forward(tokens_b, plan.positions_t, None, plan))
     return torch.cat(found)
 
 
@@ -94,14 +99,16 @@ def logits_of(make, model) -> torch.Tensor:
         ("llama-gqa", {"attention_bias": False, "tie_word_embeddings": True}),
         ("qwen2", {}),
         ("qwen3", {}),
+        ("llama", {"hidden_size": 40, "intermediate_size": 50, "num_attention_heads": 5, "num_key_value_heads": 5}),
+        ("llama-gqa", {"head_dim": 40, "num_attention_heads": 8}),
     ],
 )
-def test_lean_equals_the_models_own_modules(kind: str, changes: dict) -> None:
+@pytest.mark.parametrize("path", PATHS[:2])
+def test_fast_paths_equal_the_models_own_modules(path: str, kind: str, changes: dict) -> None:
     model = tiny_model(kind, **changes)
-    lean = logits_of(lambda model, cache: LeanDecoder(model, cache.max_length), model)
-    own = logits_of(ModuleDecoder, model)
+    own = logits_of("module", model)
     assert own.std() > 0.3
-    torch.testing.assert_close(lean, own, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logits_of(path, model), own, atol=1e-5, rtol=1e-5)
 
 
 def test_which_models_are_lean() -> None:
@@ -156,7 +163,7 @@ def test_attention_of_another_kind_is_refused() -> None:
         LocalEngine(transformers.BloomForCausalLM(config), slots=1, max_length=32)
 
 
-@pytest.mark.parametrize("path", ["lean", "module"])
+@pytest.mark.parametrize("path", PATHS)
 def test_a_shared_module_is_left_as_it_was(path: str) -> None:
     model = tiny_model("llama", attention_dropout=0.5)
     requests = make_requests(4)

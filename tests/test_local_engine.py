@@ -15,7 +15,7 @@ from sortedrl.engine.cache import split_runs
 from sortedrl.engine.local import LocalEngine
 from sortedrl.errors import EngineError
 from sortedrl.records import FinishReason, Mode, sample_seed
-from tiny_models import VOCAB, Caller, make_requests, serve, tiny_model
+from tiny_models import PATHS, VOCAB, Caller, make_requests, serve, tiny_model
 
 
 def tokens_of(answers) -> dict[int, list[int]]:
@@ -29,7 +29,7 @@ def make_caller(model, slots: int = 4, **options) -> Caller:
 # What an answer depends on
 
 
-@pytest.mark.parametrize("path", ["lean", "module"])
+@pytest.mark.parametrize("path", PATHS)
 def test_an_answer_does_not_depend_on_slots_or_neighbours(path: str) -> None:
     model, requests = tiny_model(), make_requests(9)
     alone = {request.sample: serve(model, [request], slots=1, path=path)[request.sample] for request in requests}
@@ -37,7 +37,8 @@ def test_an_answer_does_not_depend_on_slots_or_neighbours(path: str) -> None:
         together = serve(model, requests[::-1], slots=slots, path=path)
         assert tokens_of(together) == tokens_of(alone)
         for sample, answer in together.items():
-            assert answer.logprobs == pytest.approx(alone[sample].logprobs, abs=1e-4)
+            close = 0.0 if path == "native" else 1e-4  # the kernel does the same to every row, to the last bit
+            assert answer.logprobs == pytest.approx(alone[sample].logprobs, abs=close, rel=0.0)
 
 
 @pytest.mark.parametrize("call_cost", [0, 1 << 30])
@@ -47,9 +48,9 @@ def test_lengths_far_apart_do_not_disturb_each_other(call_cost: int, monkeypatch
     requests = make_requests(6, budget=12)
     long = [replace(request, prompt=[(i * 5) % VOCAB for i in range(200)]) for request in requests[4:]]
     requests = requests[:4] + long
-    alone = {request.sample: serve(model, [request], slots=1)[request.sample] for request in requests}
+    alone = {request.sample: serve(model, [request], slots=1, path="lean")[request.sample] for request in requests}
     for order in (requests, requests[::-1]):
-        assert tokens_of(serve(model, order, slots=6)) == tokens_of(alone)
+        assert tokens_of(serve(model, order, slots=6, path="lean")) == tokens_of(alone)
 
 
 def cost_of(runs: list[int], lengths: list[int], position_elements: int) -> int:
@@ -238,7 +239,7 @@ def test_some_can_be_interrupted_while_others_go_on() -> None:
     assert caller.answers[0].tokens == expected[0].tokens[:6]
 
 
-@pytest.mark.parametrize("path", ["lean", "module"])
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_resumed_equals_uninterrupted(seed: int, path: str) -> None:
     model, requests = tiny_model(seed=seed), make_requests(8, seed=seed)
@@ -346,7 +347,7 @@ def test_more_requests_than_slots_are_refused() -> None:
         LocalEngine(tiny_model(), slots=0, max_length=64)
 
 
-@pytest.mark.parametrize("path", ["lean", "module"])
+@pytest.mark.parametrize("path", PATHS)
 def test_broken_logits_fail_their_own_request_only(path: str) -> None:
     model = tiny_model("qwen3")  # untied: an embedding can break without the head
     requests = make_requests(4, budget=25)

@@ -65,7 +65,7 @@ def test_packed_weights_write_what_plain_ones_write(kind: str, monkeypatch: pyte
 def test_a_publication_reaches_the_packed_weights_and_is_counted() -> None:
     model, other, requests = tiny_model(), tiny_model(), make_requests(4)
     shake(other, 0.1, seed=5)
-    caller = Caller(LocalEngine(model, slots=4, max_length=256))
+    caller = Caller(LocalEngine(model, slots=4, max_length=256, path="lean"))
     before = {sample: list(answer.tokens) for sample, answer in caller.serve(requests).items()}
     caller.answers.clear()
     caller.engine.publish(1, source(other)).wait()
@@ -79,7 +79,7 @@ def test_a_publication_reaches_the_packed_weights_and_is_counted() -> None:
 @pytest.mark.usefixtures("packed")
 def test_replay_equals_restart_on_the_fast_path() -> None:
     model, requests = tiny_model(), make_requests(8, budget=40)
-    caller = Caller(LocalEngine(model, slots=8, max_length=256))
+    caller = Caller(LocalEngine(model, slots=8, max_length=256, path="lean"))
     caller.engine.submit(requests)
     caller.steps(25)
     caller.interrupt()
@@ -87,7 +87,7 @@ def test_replay_equals_restart_on_the_fast_path() -> None:
     shake(changed, 0.01, seed=3)
     caller.engine.publish(1, source(changed)).wait()
     replayed = caller.serve([caller.again(request, Mode.REPLAY) for request in requests])
-    restarted = serve(changed, requests, slots=3)
+    restarted = serve(changed, requests, slots=3, path="lean")
     assert {s: a.tokens for s, a in replayed.items()} == {s: a.tokens for s, a in restarted.items()}
     accepted = [answer.verified[-1] for answer in replayed.values() if answer.verified]
     assert any(kept < cached for cached, kept in accepted), "new weights must reject something"

@@ -11,7 +11,7 @@ import torch
 from sortedrl.engine.base import Delta, InFlight, Partial, Request
 from sortedrl.engine.local import LocalEngine
 from sortedrl.records import Mode
-from tiny_models import Caller, make_requests, serve, shake, source, teacher_forced, tiny_model
+from tiny_models import PATHS, Caller, make_requests, serve, shake, source, teacher_forced, tiny_model
 
 
 def tokens_of(answers) -> dict[int, list[int]]:
@@ -22,19 +22,19 @@ def make_caller(model, slots: int = 4, **options) -> Caller:
     return Caller(LocalEngine(model, slots=slots, max_length=256, **options))
 
 
-def test_versions_are_stamped_and_weights_taken_over() -> None:
+@pytest.mark.parametrize("path", PATHS)
+def test_versions_are_stamped_and_weights_taken_over(path: str) -> None:
     model, requests = tiny_model(), make_requests(3, budget=20)
     other = copy.deepcopy(model)
     shake(other, 0.1, seed=5)
-    expected = serve(other, requests)
-    for path in ("lean", "module"):
-        caller = make_caller(copy.deepcopy(model), path=path)
-        caller.serve(requests)
-        assert {v for answer in caller.answers.values() for v in answer.versions} == {0}
-        caller.engine.publish(3, source(other)).wait()
-        caller.serve(requests)
-        assert {v for answer in caller.answers.values() for v in answer.versions} == {3}
-        assert tokens_of(caller.answers) == tokens_of(expected)
+    expected = serve(other, requests, path="module")
+    caller = make_caller(model, path=path)
+    caller.serve(requests)
+    assert {v for answer in caller.answers.values() for v in answer.versions} == {0}
+    caller.engine.publish(3, source(other)).wait()
+    caller.serve(requests)
+    assert {v for answer in caller.answers.values() for v in answer.versions} == {3}
+    assert tokens_of(caller.answers) == tokens_of(expected)
 
 
 def test_publication_keeps_tied_weights_tied_and_apart_from_the_source() -> None:
@@ -47,9 +47,10 @@ def test_publication_keeps_tied_weights_tied_and_apart_from_the_source() -> None
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_the_lean_path_sees_new_weights_at_publication_only() -> None:
+@pytest.mark.parametrize("path", PATHS[:2])
+def test_copied_weights_change_at_publication_only(path: str) -> None:
     model, requests = tiny_model(), make_requests(3, budget=20)
-    caller = make_caller(model, path="lean")
+    caller = make_caller(model, path=path)
     before = copy.deepcopy(tokens_of(caller.serve(requests)))
     shake(model, 0.1, seed=5)
     assert tokens_of(caller.serve(requests)) == before
@@ -65,7 +66,7 @@ def test_abort_wants_an_idle_engine() -> None:
         engine.publish(1, source(model))
 
 
-@pytest.mark.parametrize("path", ["lean", "module"])
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("in_flight", [InFlight.KEEP, InFlight.REPREFILL])
 def test_publication_in_flight(in_flight: InFlight, path: str) -> None:
     model, requests = tiny_model("llama-gqa"), make_requests(4, budget=24)

@@ -12,7 +12,7 @@ from sortedrl.engine.base import Delta, Finished, Sampling, Verified
 from sortedrl.engine.local import LocalEngine
 from sortedrl.engine.noise import gumbel_scalar
 from sortedrl.records import FinishReason, Mode
-from tiny_models import VOCAB, Caller, make_requests, serve, shake, source, teacher_forced, tiny_model
+from tiny_models import PATHS, VOCAB, Caller, make_requests, serve, shake, source, teacher_forced, tiny_model
 
 
 def train(model, steps: int, *, lr: float) -> None:
@@ -42,7 +42,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("path", ["lean", "module"])
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("change", CHANGES)
 def test_replay_equals_restart(change: str, path: str) -> None:
     model = tiny_model("llama-gqa")
@@ -64,7 +64,8 @@ def test_replay_equals_restart(change: str, path: str) -> None:
     for request in requests:
         answer, expected = replayed[request.sample], restarted[request.sample]
         assert answer.tokens == expected.tokens
-        assert answer.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+        close = 0.0 if path == "native" else 1e-4  # the kernel prefills as it decodes, to the last bit
+        assert answer.logprobs == pytest.approx(expected.logprobs, abs=close, rel=0.0)
         assert answer.logprobs == pytest.approx(teacher_forced(model, request, answer.tokens), abs=1e-4)
         assert set(answer.versions) == {1}
         accepted = common_prefix(held[request.sample], expected.tokens)

@@ -125,7 +125,7 @@ def model() -> Any:
 
 
 def local_engine(policy: SmallPolicy, slots: int, clock: VirtualClock) -> LocalEngine:
-    engine = LocalEngine(model(), slots=slots, max_length=PROMPT_TOKENS + max(BUDGETS), clock=clock.now)
+    engine = LocalEngine(model(), slots=slots, max_length=PROMPT_TOKENS + max(BUDGETS), path="lean", clock=clock.now)
     engine._decoder = ScriptedDecoder(policy, clock, FIRST_SAMPLE_TOKEN + MAX_SAMPLES, head_dim=8)
     return engine
 

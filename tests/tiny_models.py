@@ -7,14 +7,18 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import transformers
 
 from sortedrl.engine.base import Request, Sampling
+from sortedrl.engine.kernel import load_kernel
 from sortedrl.engine.local import LocalEngine
 from sortedrl.testing import Answer, Caller
 
 VOCAB = 23
+needs_compiler = pytest.mark.skipif(load_kernel() is None, reason="no C compiler here")
+PATHS = [pytest.param("native", marks=needs_compiler), "lean", "module"]  # the ways of the local engine
 _SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 _HEADS = {"num_attention_heads": 4, "max_position_embeddings": 512, "bos_token_id": None, "eos_token_id": None}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {

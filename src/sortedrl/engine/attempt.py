@@ -90,6 +90,11 @@ class Attempt:
         self.logprobs.append(logprob)
         return True
 
+    def extend(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Append sampled tokens that are known to be sound."""
+        self.tokens.extend(tokens)
+        self.logprobs.extend(logprobs)
+
     def keep(self, accepted: int, logprobs: Sequence[float]) -> bool:
         """Keep the verified prefix; the caller is to replace all it holds. False as in `add`."""
         if not all(map(math.isfinite, logprobs)):

@@ -21,6 +21,21 @@ _CALL_ELEMENTS = 16384
 _MAX_STEPS = 16
 
 
+class Placed(Protocol):
+    """Tokens that have their place in the cache."""
+
+    positions_t: torch.Tensor
+
+
+class Steps(Placed, Protocol):
+    """A token of each running slot, step by step: `num_steps` steps, this one included. `runs`: see `DecodePlan`."""
+
+    num_steps: int
+    runs: Sequence[int]
+
+    def advance(self) -> None: ...
+
+
 class Plan(Protocol):
     def attend(self, layer: int, q_thd: torch.Tensor, kv_ted: torch.Tensor, scale: float) -> torch.Tensor:
         """Store keys and values, return the heads' outputs [t, h, d]."""
@@ -44,17 +59,17 @@ class SlotCache:
         self.slots, self.kv_heads, self.max_length, self.head_dim = slots, kv_heads, max_length, head_dim
         self.device = device
         # Zeros, not whatever memory holds: a masked position has weight 0, and 0 times NaN is NaN.
-        self._store = torch.zeros(num_layers, 2, slots, kv_heads, max_length, head_dim, dtype=dtype, device=device)
+        self.store = torch.zeros(num_layers, 2, slots, kv_heads, max_length, head_dim, dtype=dtype, device=device)
         self.num_layers, self.dtype = num_layers, dtype
-        by_head = self._store.view(num_layers, 2, slots * kv_heads, max_length, head_dim)
+        by_head = self.store.view(num_layers, 2, slots * kv_heads, max_length, head_dim)
         self._keys, self._values = by_head[:, 0], by_head[:, 1]
-        self._flat = [layer.view(-1, head_dim) for layer in self._store]
+        self._flat = [layer.view(-1, head_dim) for layer in self.store]
         starts = torch.arange(2 * slots * kv_heads, device=device) * max_length
         self._starts_be = starts.view(2, slots, kv_heads).transpose(0, 1).reshape(slots, 2 * kv_heads)
 
     @property
     def num_bytes(self) -> int:
-        return self._store.numel() * self._store.element_size()
+        return self.store.numel() * self.store.element_size()
 
     def rows(self, slots_t: torch.Tensor, positions_t: torch.Tensor) -> torch.Tensor:
         """Where keys and values of tokens are stored: rows of the flat cache [t * e]."""
@@ -74,11 +89,17 @@ class SlotCache:
 
     def copy(self, source: int, targets: Sequence[int], length: int) -> None:
         for target in targets:
-            self._store[:, :, target, :, :length].copy_(self._store[:, :, source, :, :length])
+            self.store[:, :, target, :, :length].copy_(self.store[:, :, source, :, :length])
 
     def clear(self, slot: int) -> None:
         """After NaN or infinity got in."""
-        self._store[:, :, slot].zero_()
+        self.store[:, :, slot].zero_()
+
+    def plan_prefill(self, slots: Sequence[int], lengths: Sequence[int]) -> Placed:
+        return PrefillPlan(self, slots, lengths)
+
+    def plan_decode(self, lengths: Sequence[int], runs: Sequence[int] | None = None) -> Steps:
+        return DecodePlan(self, lengths, runs)
 
 
 class PrefillPlan:
@@ -123,9 +144,9 @@ class DecodePlan:
         self._cache = cache
         elements = cache.kv_heads * cache.head_dim
         self.num_steps = max(1, min(_MAX_STEPS, _CALL_ELEMENTS // (len(lengths) * elements)))
-        self.positions_b = torch.tensor(lengths, device=cache.device) - 1
-        self._rows = cache.decode_rows(self.positions_b)
-        self.runs = split_runs(lengths, elements) if runs is None else runs
+        self.positions_t = torch.tensor(lengths, device=cache.device) - 1
+        self._rows = cache.decode_rows(self.positions_t)
+        self.runs: Sequence[int] = split_runs(lengths, elements) if runs is None else runs
         self._openings: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._windows = []
         start = 0
@@ -141,7 +162,7 @@ class DecodePlan:
     def _make_mask(self, start: int, end: int, bound: int) -> torch.Tensor:
         """Additive, [run * k, 1, bound]."""
         device, dtype, kv_heads = self._cache.device, self._cache.dtype, self._cache.kv_heads
-        last = self.positions_b[start:end].repeat_interleave(kv_heads)
+        last = self.positions_t[start:end].repeat_interleave(kv_heads)
         is_past = torch.arange(bound, device=device) > last.unsqueeze(1)
         mask = torch.zeros(is_past.shape, dtype=dtype, device=device).masked_fill_(is_past, float("-inf"))
         if self.num_steps > 1:
@@ -152,7 +173,7 @@ class DecodePlan:
         """One position further in every slot; at most `num_steps` - 1 times."""
         self.num_steps -= 1
         assert self.num_steps > 0, "the plan has no room for another step"
-        self.positions_b += 1
+        self.positions_t += 1
         self._rows += 1
         for mask, opened in self._openings:
             opened += 1

@@ -42,8 +42,10 @@ class Decoder(Protocol):
         ...
 
     def forward(
-        self, tokens_t: torch.Tensor, positions_t: torch.Tensor, rows_r: torch.Tensor | None, plan: Plan
-    ) -> torch.Tensor: ...
+        self, tokens_t: torch.Tensor, positions_t: torch.Tensor, rows_r: torch.Tensor | None, plan: Any
+    ) -> torch.Tensor:
+        """`plan`: of the cache that the decoder was made with."""
+        ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,7 +74,7 @@ class LeanDecoder:
         size, device = config.hidden_size, root.model.embed_tokens.weight.device
         self._floor = torch.tensor((size * config.rms_norm_eps) ** 0.5, device=device)
         self._head_floor = torch.tensor((self._head_dim * config.rms_norm_eps) ** 0.5, device=device)
-        self._turns_lc = _rotary_turns(root.model.rotary_emb, max_length, device)
+        self._turns_lc = rotary_turns(root.model.rotary_emb, max_length, device)
         self.refresh(model)
 
     @torch.inference_mode()
@@ -81,7 +83,7 @@ class LeanDecoder:
         self._layers: list[_Layer] = []  # the old copies go before the new ones come
         self._embedding_vm = root.model.embed_tokens.weight.to(self._dtype, copy=True)
         self._layers.extend(self._fuse(layer) for layer in root.model.layers)
-        self._head = make_linear(_fold_norm(root.model.norm, root.lm_head.weight), None, self._dtype)
+        self._head = make_linear(fold_norm(root.model.norm, root.lm_head.weight), None, self._dtype)
 
     def _fuse(self, layer: Any) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
@@ -93,9 +95,9 @@ class LeanDecoder:
         if hasattr(attention, "q_norm"):
             gains = [attention.q_norm.weight] * self._heads + [attention.k_norm.weight] * self._kv_heads
             gain = self._side_by_side(torch.cat(gains)).view(-1, self._head_dim) * self._head_dim**0.5
-        gate_up = _fold_norm(layer.post_attention_layernorm, torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))
+        gate_up = fold_norm(layer.post_attention_layernorm, torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))
         return _Layer(
-            qkv=make_linear(_fold_norm(layer.input_layernorm, weight), bias, self._dtype),
+            qkv=make_linear(fold_norm(layer.input_layernorm, weight), bias, self._dtype),
             qk_gain_hd=gain,
             out=make_linear(attention.o_proj.weight, None, self._dtype),
             gate_up=make_linear(gate_up, None, self._dtype),
@@ -163,12 +165,12 @@ def _normed(x: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
     return x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), floor)
 
 
-def _fold_norm(norm: Any, weight_om: torch.Tensor) -> torch.Tensor:
+def fold_norm(norm: Any, weight_om: torch.Tensor) -> torch.Tensor:
     """The matrix behind a norm, with the norm's gain and factor in its columns."""
     return weight_om * (norm.weight * norm.weight.numel() ** 0.5)
 
 
-def _rotary_turns(rotary: Any, max_length: int, device: torch.device) -> torch.Tensor:
+def rotary_turns(rotary: Any, max_length: int, device: torch.device) -> torch.Tensor:
     """Complex factors [l, c], computed as the module computes cosine and sine."""
     angles_lc = torch.arange(max_length, device=device).float()[:, None] * rotary.inv_freq.float()[None]
     return torch.complex(angles_lc.cos(), angles_lc.sin()) * rotary.attention_scaling

@@ -34,10 +34,9 @@ from sortedrl.engine.base import (
     Request,
     Verified,
 )
-from sortedrl.engine.cache import DecodePlan, PrefillPlan, SlotCache
 from sortedrl.engine.fault import find_fault
 from sortedrl.engine.module import Geometry, check_supported, copy_weights
-from sortedrl.engine.paths import make_decoder
+from sortedrl.engine.paths import make_path
 from sortedrl.engine.prefill import (
     Outcome,
     Prefill,
@@ -47,7 +46,8 @@ from sortedrl.engine.prefill import (
     plan_prefills,
     wanted_rows,
 )
-from sortedrl.engine.sampling import make_noise, shape_logits
+from sortedrl.engine.sampling import Choice, Draw, make_noise
+from sortedrl.engine.stretch import Stretch
 from sortedrl.errors import EngineError, ModelError
 from sortedrl.records import Mode
 
@@ -62,7 +62,8 @@ class _Done:
 class LocalEngine:
     """Samples from a transformers causal language model that is already loaded.
 
-    `path` picks how it is run: its own modules, the lean decoder of the Llama family, or lean where possible (auto).
+    `path` picks how it is run: its own modules, the lean decoder of the Llama family, compiled code for small models of
+    that family (native), or the fastest that is possible (auto).
     `stream_every` delivers tokens every so many steps, not only when an attempt ends. `dtype` is that of the lean
     decoder's copy of the weights and of the cache; left out, the model's own. `decode` turns tokens into
     text; without it requests with stop strings fail.
@@ -75,7 +76,7 @@ class LocalEngine:
         slots: int,
         max_length: int,
         stream_every: int = 0,
-        path: Literal["auto", "lean", "module"] = "auto",
+        path: Literal["auto", "native", "lean", "module"] = "auto",
         dtype: torch.dtype | None = None,
         decode: Callable[[list[int]], str] | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -93,21 +94,13 @@ class LocalEngine:
         self._vocab = geometry.vocab
         parameter = next(self._model.parameters())
         self._device, self._dtype = parameter.device, dtype or parameter.dtype
-        self._cache = SlotCache(
-            num_layers=geometry.num_layers,
-            slots=slots,
-            kv_heads=geometry.kv_heads,
-            max_length=max_length,
-            head_dim=geometry.head_dim,
-            dtype=self._dtype,
-            device=self._device,
-        )
-        self._decoder = make_decoder(self._model, self._cache, path)
+        self._cache, self._decoder = make_path(self._model, path, slots=slots, max_length=max_length, dtype=self._dtype)
         self._noise = make_noise(slots, self._vocab, self._device)
         self._clock, self._decode = clock, decode
         self._version = 0
         self._active: list[Attempt] = []
-        self._plan: DecodePlan | None = None  # of the last step; holds until a slot gets another attempt
+        self._stretch: Stretch | None = None  # of the last step; holds until a slot gets another attempt
+        self._written: list[Choice] = []  # what the steps of a poll have drawn and attempts have not got yet
         self._pending: list[Attempt] = []  # submitted, waiting for the next poll to prefill them together
         self._ready: list[Event] = []
         self._is_closed = False
@@ -149,10 +142,13 @@ class LocalEngine:
     def poll(self, timeout: float | None = None) -> list[Event]:
         deadline = math.inf if timeout is None else self._clock() + timeout
         num_ended = self._start_pending() + any(isinstance(event, Failed | Finished) for event in self._ready)
-        while self._active and not num_ended:
-            num_ended = self._step()
-            if self._clock() >= deadline:
-                break
+        try:
+            while self._active and not num_ended:
+                num_ended = self._step()
+                if self._clock() >= deadline:
+                    break
+        finally:
+            self._hand_out()
         return self._drain()
 
     def interrupt(self, samples: Iterable[int] | None = None) -> list[Event]:
@@ -236,7 +232,7 @@ class LocalEngine:
             return num_ended
         start, first_slot = self._clock(), len(self._active)
         self._active.extend(starting)
-        self._plan = None
+        self._stretch = None
         broken: set[int] = set()
         for pack in pack_prefills(plan_prefills(starting, first_slot), self._vocab):
             outcomes = draw_first(checks_of(pack), self._run_prefill(pack), self._noise)
@@ -246,7 +242,7 @@ class LocalEngine:
         return num_ended + self._settle(broken)
 
     def _run_prefill(self, pack: Sequence[Prefill]) -> torch.Tensor:
-        plan = PrefillPlan(self._cache, [p.slots[0] for p in pack], [len(p.tokens) for p in pack])
+        plan = self._cache.plan_prefill([p.slots[0] for p in pack], [len(p.tokens) for p in pack])
         tokens_t = torch.tensor([token for p in pack for token in p.tokens], device=self._device)
         logits_rv = self._decoder.forward(tokens_t, plan.positions_t, wanted_rows(pack).to(self._device), plan)
         for prefill in pack:
@@ -276,34 +272,43 @@ class LocalEngine:
 
     def _step(self) -> int:
         """Feed every running attempt's last token and draw the next; returns how many attempts ended."""
-        active, start = self._active, self._clock()
-        plan = self._next_plan()
-        self._plan = None  # put back once the step is done: it must not run ahead of a failed one
-        tokens_b = torch.tensor([attempt.tokens[-1] for attempt in active], device=self._device)
-        logits_bv = self._decoder.forward(tokens_b, plan.positions_b, None, plan)
-        scaled_bv = shape_logits(logits_bv, [attempt.request.sampling for attempt in active])
-        choice = self._noise.choose(scaled_bv, lambda: [attempt.next_draw for attempt in active])
-        broken = {
-            attempt.request.sample
-            for attempt, token, logprob in zip(active, choice.tokens, choice.logprobs, strict=True)
-            if not attempt.add(token, logprob)
-        }
-        self._plan = plan
+        start = self._clock()
+        stretch = self._stretch = self._stretch or Stretch.begin(self._active, self._cache)
+        plan = stretch.next_plan(self._cache)
+        logits_bv = self._decoder.forward(stretch.tokens_b, plan.positions_t, None, plan)
+        choice = self._noise.choose(stretch.shape(logits_bv), self._next_draws)
+        self._written.append(choice)
+        is_sure = stretch.take(choice)
         self._stats.decode_steps += 1
-        self._stats.decoded_tokens += len(active) - len(broken)
+        self._stats.decoded_tokens += len(self._active)
         self._count_time(start, is_decode=True)
-        if self._stream_every and self._stats.decode_steps % self._stream_every == 0:
-            for attempt in active:
+        is_streamed = self._stream_every and self._stats.decode_steps % self._stream_every == 0
+        if is_sure and not is_streamed:
+            return 0
+        broken = self._hand_out()
+        self._stats.decoded_tokens -= len(broken)
+        if is_streamed:
+            for attempt in self._active:
                 self._deliver(attempt)
         return self._settle(broken)
 
-    def _next_plan(self) -> DecodePlan:
-        if self._plan is not None and self._plan.num_steps > 1:
-            self._plan.advance()
-        else:
-            runs = None if self._plan is None else self._plan.runs
-            self._plan = DecodePlan(self._cache, [attempt.length for attempt in self._active], runs)
-        return self._plan
+    def _next_draws(self) -> list[Draw]:
+        self._hand_out()
+        return [attempt.next_draw for attempt in self._active]
+
+    def _hand_out(self) -> set[int]:
+        """Give attempts what the last steps have drawn; returns the samples whose logits are broken."""
+        if not self._written:
+            return set()
+        *sound, last = self._written  # a step that may have broken logits is followed by no other
+        self._written = []
+        if sound:
+            tokens = zip(*(choice.tokens for choice in sound), strict=True)
+            logprobs = zip(*(choice.logprobs for choice in sound), strict=True)
+            for attempt, *column in zip(self._active, tokens, logprobs, strict=True):
+                attempt.extend(*column)
+        rows = zip(self._active, last.tokens, last.logprobs, strict=True)
+        return {attempt.request.sample for attempt, token, logprob in rows if not attempt.add(token, logprob)}
 
     def _count_time(self, start: float, *, is_decode: bool) -> None:
         seconds = self._clock() - start
@@ -345,7 +350,7 @@ class LocalEngine:
     def _release(self, slots: Sequence[int]) -> None:
         """Free slots, moving the last running one into each hole."""
         if slots:
-            self._plan = None
+            self._stretch = None
         for slot in sorted(slots, reverse=True):
             last = len(self._active) - 1
             moved = self._active.pop()

@@ -1,7 +1,7 @@
-"""How the local engine runs a model: by its own modules or by the lean decoder, and in which precision.
+"""How the local engine runs a model: by its own modules, by the lean decoder or by compiled code; in which precision.
 
-`build.py` asks for the precision, the engine for the decoder. The lean decoder has a copy of its own in either
-precision; a model's modules run in that of their weights.
+`build.py` asks for the precision, the engine for the decoder and the memory that suits it. The lean decoder has a copy
+of its own in either precision, the native one in float32; a model's modules run in that of their weights.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 from sortedrl.engine.cache import SlotCache
 from sortedrl.engine.decoder import Decoder, LeanDecoder, supports_lean
 from sortedrl.engine.linear import has_fast_bfloat16
-from sortedrl.engine.module import ModuleDecoder
+from sortedrl.engine.module import Geometry, ModuleDecoder
+from sortedrl.engine.native import BlockCache, NativeDecoder, supports_native, whole_blocks
 from sortedrl.errors import ModelError
 
 _MIN_HALF_PARAMETERS = 10_000_000  # a smaller model spends its time on calls, which bfloat16 makes no cheaper
@@ -30,19 +31,38 @@ def choose_dtype(model: nn.Module, wanted: str, *, is_exact: bool) -> torch.dtyp
     return torch.bfloat16 if is_large else parameter.dtype
 
 
-def make_decoder(model: PreTrainedModel, cache: SlotCache, path: str) -> Decoder:
-    """The decoder that `path` names, or (auto) lean where possible, in the cache's precision."""
-    has_lean = supports_lean(model)
+def make_path(
+    model: PreTrainedModel, path: str, *, slots: int, max_length: int, dtype: torch.dtype
+) -> tuple[SlotCache, Decoder]:
+    """The slots' memory and the decoder that `path` names, or (auto) the fastest that can run the model."""
+    geometry = Geometry.of(model)
+    is_native, has_lean = path in ("auto", "native") and supports_native(model, dtype), supports_lean(model)
+    if path == "native" and not is_native:
+        raise ModelError(
+            f"{type(model).__name__} has no native path (a C compiler; a small Llama, Mistral, Qwen2 or Qwen3 in "
+            "float32 on a CPU): use path='auto'"
+        )
     if path == "lean" and not has_lean:
         raise ModelError(
             f"{type(model).__name__} has no lean path (float32 Llama, Mistral, Qwen2, Qwen3): use path='module'"
         )
+    cache = (BlockCache if is_native else SlotCache)(
+        num_layers=geometry.num_layers,
+        slots=slots,
+        kv_heads=geometry.kv_heads,
+        max_length=whole_blocks(max_length) if is_native else max_length,
+        head_dim=geometry.head_dim,
+        dtype=dtype,
+        device=next(model.parameters()).device,
+    )
+    if isinstance(cache, BlockCache):
+        return cache, NativeDecoder(model, cache)
     if has_lean and path != "module":
-        return LeanDecoder(model, cache.max_length, cache.dtype)
+        return cache, LeanDecoder(model, max_length, dtype)
     own = next(model.parameters()).dtype
-    if own != cache.dtype:
+    if own != dtype:
         raise ModelError(
-            f"{type(model).__name__} runs on its own modules, hence in {own}, not {cache.dtype}: "
+            f"{type(model).__name__} runs on its own modules, hence in {own}, not {dtype}: "
             "load it in that dtype, or set engine.dtype = auto"
         )
-    return ModuleDecoder(model, cache)
+    return cache, ModuleDecoder(model, cache)

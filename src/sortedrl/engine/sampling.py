@@ -37,6 +37,7 @@ class Draw(NamedTuple):
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Choice:
     tokens: list[int]
+    tokens_r: torch.Tensor  # the same
     logprobs: list[float]  # not finite where the logits are not
 
 
@@ -133,7 +134,7 @@ class DenseNoise:
         self._phase += 1
         tokens_b1 = (scaled_bv + noise_bv).argmax(-1, keepdim=True)
         logprobs_b1 = torch.log_softmax(scaled_bv, -1).gather(1, tokens_b1)
-        return Choice(tokens=tokens_b1.flatten().tolist(), logprobs=logprobs_b1.flatten().tolist())
+        return _choice(tokens_b1.flatten(), logprobs_b1.flatten())
 
     def verify(
         self, scaled_rv: torch.Tensor, draws: Sequence[Draw], cached: Sequence[int], tolerances: Sequence[float]
@@ -167,7 +168,7 @@ class SparseNoise:
 
     def choose(self, scaled_bv: torch.Tensor, draws: Callable[[], list[Draw]]) -> Choice:
         tokens_b, logprobs_b = self._draw(scaled_bv, draws())
-        return Choice(tokens=tokens_b.tolist(), logprobs=(_at(scaled_bv, tokens_b) - logprobs_b).tolist())
+        return _choice(tokens_b, _at(scaled_bv, tokens_b) - logprobs_b)
 
     def verify(
         self, scaled_rv: torch.Tensor, draws: Sequence[Draw], cached: Sequence[int], tolerances: Sequence[float]
@@ -201,6 +202,10 @@ class SparseNoise:
         return _at(scaled_rv, tokens_r) + noise_r * is_random_r
 
 
+def _choice(tokens_r: torch.Tensor, logprobs_r: torch.Tensor) -> Choice:
+    return Choice(tokens=tokens_r.tolist(), tokens_r=tokens_r, logprobs=logprobs_r.tolist())
+
+
 def _at(scaled_rv: torch.Tensor, tokens_r: torch.Tensor) -> torch.Tensor:
     return scaled_rv.gather(1, tokens_r.unsqueeze(1)).squeeze(1)
 
@@ -218,7 +223,7 @@ def _judge(
     if any(tolerances):
         is_kept_r |= (gap_r <= torch.tensor(tolerances, device=gap_r.device)) & (cached_r >= 0)
     return Verdict(
-        drawn=Choice(tokens=tokens_r.tolist(), logprobs=logprobs_r.tolist()),
+        drawn=_choice(tokens_r, logprobs_r),
         is_kept=is_kept_r.tolist(),
         cached_logprobs=cached_logprobs_r.tolist(),
     )

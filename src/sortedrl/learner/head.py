@@ -28,7 +28,7 @@ from sortedrl.learner.loss import answer_logprobs, entropy_bonus
 from sortedrl.learner.pack import MicroBatch, packed_logits
 
 WHOLE_ELEMENTS = 1 << 22  # logits up to this size are computed as a whole
-PIECE_ELEMENTS = 1 << 23  # and larger ones in pieces of about this size
+PIECE_ELEMENTS = 1 << 22  # and larger ones in pieces of about this size
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

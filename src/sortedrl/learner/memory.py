@@ -1,8 +1,13 @@
-"""Telling that memory ran out from everything else that torch raises; `learner/torch.py` then tries smaller pieces."""
+"""Telling that memory ran out from everything else that torch raises, and giving back what nobody holds.
+
+`learner/torch.py` asks for both: it tries smaller pieces after the one, and makes room for what stays with the other.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import sys
 
 import torch
 
@@ -24,7 +29,11 @@ def first_line(error: BaseException) -> str:
 
 
 def free_unused() -> None:
-    """Give back what nobody holds, after a pass that did not fit."""
+    """Give back what nobody holds: behind a pass, allocators keep as much as the pass has used."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc alone
+        if trim is not None:
+            trim(0)

@@ -371,6 +371,8 @@ class TorchLearner:
         found.num_computed += micro.num_tokens
 
     def _move_weights(self) -> None:
+        if not self.optimizer.state:
+            free_unused()  # the first step takes memory for good: not on top of what activations have left free
         try:
             self.optimizer.step()
         except (RuntimeError, MemoryError) as error:
