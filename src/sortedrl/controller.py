@@ -232,6 +232,8 @@ class Controller:
             self.evaluate()
         if is_save:
             self.make_checkpoint()
+        if self.knobs.overlap and not self.should_stop():
+            self.harvest()  # what waited for this update must not wait for the engine's next word as well
 
     # ---- what they are made of --------------------------------------------------------------------------------------
 
