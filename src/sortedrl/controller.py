@@ -246,8 +246,8 @@ class Controller:
         if self.engine.capabilities.waits:
             stopped = [s.id for s in schedule.interrupts_at_publication(self.buffer, self.knobs)]
         running = self.buffer.num_running
-        if running and stopped != []:
-            self.hear(self.engine.interrupt(stopped))
+        if running:
+            self.hear(self.engine.interrupt(stopped))  # be it of nobody: the engine stands still from here on
         return running - self.buffer.num_running
 
     def start(self, sample: Sample) -> Request:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from itertools import chain, islice
+from operator import attrgetter
 
 from sortedrl.buffer import Buffer
 from sortedrl.knobs import Admission, Fate, Harvest, Knobs, Order
@@ -237,44 +238,47 @@ def _at_most_a_batch(buffer: Buffer, knobs: Knobs, ready: list[Unit]) -> list[Un
     if buffer.num_ready <= num_wanted:
         return ready
     cohorts = _due_cohorts(buffer, knobs)
-    oldest_kept = 0 if knobs.max_staleness is None else buffer.version + 1 - knobs.max_staleness
-
-    def urgency(group: Unit) -> tuple[bool, int]:
-        versions = [sample.segments[0].version for sample in group.samples if sample.segments]
-        oldest = min(versions, default=buffer.version)
-        return group.cohort not in cohorts and oldest >= oldest_kept, oldest
-
+    bound = math.inf if knobs.max_staleness is None else knobs.max_staleness
+    by_age: dict[tuple[bool, int], list[Unit]] = {}
+    for group in ready:
+        age = group.staleness(buffer.version)
+        can_wait = age < bound and group.cohort not in cohorts
+        by_age.setdefault((can_wait, -age), []).append(group)
     taken: list[Unit] = []
-    num_samples = 0
-    for group in sorted(_ranked(ready, knobs.order), key=urgency):
-        if num_samples >= num_wanted and urgency(group)[0]:
-            break
-        taken.append(group)
-        num_samples += len(group.samples)
+    for (can_wait, _), groups in sorted(by_age.items()):
+        num_there = sum(len(group.samples) for group in groups) if buffer.grouped else len(groups)
+        taken += _first(groups, num_wanted, knobs.order) if can_wait and num_there > num_wanted else groups
+        num_wanted -= num_there
     return taken
 
 
 def _dealt(groups: list[Unit], knobs: Knobs) -> list[Unit]:
     """As many groups of a drained cohort as make up one update batch."""
-    ranked = _ranked(groups, knobs.order)
-    num_batches = max(1, round(sum(len(group.samples) for group in groups) / knobs.update_batch))
     if knobs.order == Order.INTERLEAVED:
-        return ranked[::num_batches]
-    dealt, num_samples = [], 0
-    for group in ranked:
-        if num_samples >= knobs.update_batch:
+        num_batches = max(1, round(sum(len(group.samples) for group in groups) / knobs.update_batch))
+        return _ranked(groups, knobs.order)[::num_batches]
+    return _first(groups, knobs.update_batch, knobs.order)
+
+
+def _first(groups: list[Unit], num_samples: int, order: Order) -> list[Unit]:
+    """The first groups in an order that hold so many samples."""
+    first: list[Unit] = []
+    for group in _ranked(groups, order):
+        if num_samples <= 0:
             break
-        dealt.append(group)
-        num_samples += len(group.samples)
-    return dealt
+        first.append(group)
+        num_samples -= len(group.samples)
+    return first
 
 
 def _ranked(groups: list[Unit], order: Order) -> list[Unit]:
     """Groups by length, or in an order that has nothing to do with it."""
+    ranked = sorted(groups, key=attrgetter("id"))  # sorting twice makes no pairs: thousands wake the garbage collector
     if order == Order.SHUFFLED:
-        return sorted(groups, key=lambda group: (group.seed, group.id))
-    sign = -1 if order == Order.LONGEST_FIRST else 1
-    return sorted(groups, key=lambda group: (sign * group.num_tokens, group.id))
+        ranked.sort(key=attrgetter("seed"))
+    else:
+        ranked.sort(key=attrgetter("num_tokens"), reverse=order == Order.LONGEST_FIRST)
+    return ranked
 
 
 def _in_order(groups: list[Unit], order: Order) -> list[Sample]:

@@ -41,7 +41,7 @@ def pool() -> Iterator[Pool]:
         from sortedrl.engine.ray_members import RayMembers
 
         members = RayMembers(make_engine, num_cpus=0.5, num_gpus=0, threads=1, has_spare=True)
-        pool = Pool(members, size=2, slots=SLOTS, exact_replay=True, keep_kv=True)
+        pool = Pool(members, size=2, slots=SLOTS, exact_replay=True, keep_kv=True, waits=True)
         yield pool
         pool.close()
 

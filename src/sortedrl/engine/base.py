@@ -165,7 +165,7 @@ class Capabilities:
     slots: int
     exact_replay: bool
     keep_kv: bool
-    waits: bool  # decodes only inside `poll`, so that samples can stay in their slots while an update runs
+    waits: bool  # decodes nothing from an `interrupt` to the next `poll`: samples can stay in their slots for an update
 
 
 @dataclass(slots=True, kw_only=True)
