@@ -20,9 +20,11 @@ from typing import Any
 from cores import EnginesApart
 from record import save
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from sortedrl.config import SortedConfig
+from sortedrl.engine.ray_cluster import connect, disconnect
 from sortedrl.trainer import SortedTrainer
 
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.toml"
@@ -116,10 +118,15 @@ def main() -> None:
     parser.add_argument("--bound", type=int, default=2)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    connect()  # one Ray for all runs
     apart = EnginesApart()
     apart.start()
-    rows = [train(name, seed, options) for seed in range(options.seeds) for name in CONTENDERS]
-    apart.stop()
+    try:
+        turns = [(name, seed) for seed in range(options.seeds) for name in CONTENDERS]
+        rows = [train(*turn, options) for turn in track(turns, "runs", console=Console(stderr=True))]
+    finally:
+        apart.stop()
+        disconnect()
     goals = {name: judge(name, rows, options.bound) for name in CONTENDERS if name != "sorted-partial"}
     record = {"bound": options.bound, "samples": options.samples, "goals": goals, "rows": rows}
     save("async_overlap", record)

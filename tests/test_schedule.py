@@ -169,6 +169,13 @@ def test_async_trains_batches_of_their_size_and_starts_no_more_than_they_hold() 
     assert run.clock.now() == 51
 
 
+def test_a_drain_with_overlap_starts_all_of_its_cohort() -> None:
+    # Batches are dealt when all eight are scored, so that holding six of them back for the bound would end nowhere.
+    knobs = {"overlap": True, "max_staleness": 1, "on_bound": "restart", "order": "shortest-first"}
+    run = run_lengths(Strategy.SYNC_LARGE, [1] * 8, slots=2, update_batch=2, cohort_batches=4, update_s=3.0, **knobs)
+    assert sorted(number for batch in run.batches for number in batch) == list(range(8))
+
+
 def test_async_takes_on_top_of_a_batch_what_the_bound_would_make_it_write_again() -> None:
     # U = 2, and four answers are ready at 1. At s = 0 two that waited would be restarted after the update.
     knobs = {"slots": 4, "update_batch": 2, "cohort_batches": 2, "on_bound": "restart", "update_s": 3.0}

@@ -157,7 +157,7 @@ def _room(buffer: Buffer, knobs: Knobs) -> int | None:
     other would make one larger. At staleness 0 that is none, since whatever started would have to be waited for.
     """
     bound = knobs.max_staleness
-    if bound is None or not (knobs.overlap or (bound == 0 and knobs.on_bound == WAIT)):
+    if bound is None or knobs.harvest == DRAIN or not (knobs.overlap or (bound == 0 and knobs.on_bound == WAIT)):
         return None
     if buffer.num_counted(knobs.flat_extra) < knobs.update_batch:
         return None
