@@ -2,8 +2,8 @@
 
 Members stand in processes of their own, here or elsewhere (`ray_members.py`); a pool knows them by `Member`, whose
 calls return futures. One `take` is always under way at every member, so that news arrives by itself; an interrupt goes
-to all members at once, takes one round trip, and lets them stand still until the next `poll`. What was not named stays
-where it is, unless the load is uneven: then some of it is interrupted with the rest, to go on at another member.
+to all members at once, takes one round trip, and lets them stand still until the next `poll`. One that names nobody is a
+halt for an update: all stays where it is, unless the load is uneven; then some is interrupted, to go on elsewhere.
 
     submit --route--> member 0..n --take--> poll        a member dies: its samples come back as interrupted,
                         ^                                with what was last taken of them, and run elsewhere
@@ -120,8 +120,8 @@ class Pool:
         kept_back = [r for r in self._backlog if wanted is None or r.sample in wanted]
         self._backlog = [r for r in self._backlog if not (wanted is None or r.sample in wanted)]
         heard: list[Event] = [self._partial(request) for request in kept_back]
-        if wanted is not None:
-            wanted |= self._surplus()
+        if wanted is not None and not wanted:
+            wanted = self._surplus()
         asked: list[tuple[Seat, Future[Report]]] = []
         self._turn += 1
         for seat in self._seats:
