@@ -2,8 +2,8 @@
 
 Members stand in processes of their own, here or elsewhere (`ray_members.py`); a pool knows them by `Member`, whose
 calls return futures. One `take` is always under way at every member, so that news arrives by itself; an interrupt goes
-to all members at once, takes one round trip, and lets them stand still until the next `poll`. One that names nobody is a
-halt for an update: all stays where it is, unless the load is uneven; then some is interrupted, to go on elsewhere.
+to all members at once, takes one round trip, and lets them stand still until the next `poll`. One that names nobody
+is a halt for an update: all stays where it is, unless the load is uneven; then some is interrupted, to go on elsewhere.
 
     submit --route--> member 0..n --take--> poll        a member dies: its samples come back as interrupted,
                         ^                                with what was last taken of them, and run elsewhere
