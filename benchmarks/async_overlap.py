@@ -3,8 +3,9 @@
     python benchmarks/async_overlap.py [--seeds 3] [--samples 2048] [--bound 2] [--json]
 
 The quickstart with `async`, whose engine never stops, against `sorted-partial`, whose engine stops for every update:
-the same samples, slots and seeds, the engine in a process of its own in both. Said of each: staleness, ledger, accuracy
-on held-out puzzles, speed, and of the time of updates the share in which the engine, or a slot, had nothing to do.
+the same samples, slots and seeds, the engine in a process of its own in all. `async` comes twice: waiting for samples
+at the staleness bound, as its preset does, and replaying them. Said of each: updates, staleness, ledger, accuracy on
+held-out puzzles, speed, and of the time of updates the share in which the engine, or a slot, had nothing to do.
 """
 
 from __future__ import annotations
@@ -19,13 +20,20 @@ from typing import Any
 from cores import EnginesApart
 from record import save
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from sortedrl.config import SortedConfig
+from sortedrl.engine.ray_cluster import connect, disconnect
 from sortedrl.trainer import SortedTrainer
 
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.toml"
-STRATEGIES = ("sorted-partial", "async")
+ASYNC = ("schedule.strategy=async", "schedule.max_staleness={bound}")
+CONTENDERS = {
+    "sorted-partial": ("schedule.strategy=sorted-partial",),
+    "async": ASYNC,
+    "async, replay": (*ASYNC, "schedule.on_bound=replay"),
+}
 GOAL_IDLE = 0.1
 
 
@@ -58,8 +66,7 @@ class UpdateWatch:
         pass
 
 
-def train(strategy: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
-    bound = [f"schedule.max_staleness={options.bound}"] if strategy == "async" else []
+def train(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         settings = [
             f"run.dir={folder}",
@@ -70,13 +77,15 @@ def train(strategy: str, seed: int, options: argparse.Namespace) -> dict[str, An
             "engine.own_process=true",
             "checkpoint.save=false",
         ]
-        config = SortedConfig.load(QUICKSTART, [*settings, f"schedule.strategy={strategy}", *bound])
+        knobs = [knob.format(bound=options.bound) for knob in CONTENDERS[name]]
+        config = SortedConfig.load(QUICKSTART, [*settings, *knobs])
         watch = UpdateWatch(config.slots)
         summary = SortedTrainer(args=config, sinks=[watch], quiet=options.json).train()
     assert summary.ledger is not None, "a run without a ledger"
     return {
-        "strategy": strategy,
+        "strategy": name,
         "seed": seed,
+        "updates": summary.updates,
         "accuracy": summary.accuracy_after,
         "staleness_max": summary.staleness_max,
         "ledger": summary.ledger.model_dump(),
@@ -90,8 +99,8 @@ def train(strategy: str, seed: int, options: argparse.Namespace) -> dict[str, An
     }
 
 
-def judge(rows: list[dict[str, Any]], bound: int) -> dict[str, bool]:
-    ours = [row for row in rows if row["strategy"] == "async"]
+def judge(name: str, rows: list[dict[str, Any]], bound: int) -> dict[str, bool]:
+    ours = [row for row in rows if row["strategy"] == name]
     theirs = [row["accuracy"] for row in rows if row["strategy"] == "sorted-partial"]
     spread = max(max(theirs) - min(theirs), 0.03)  # 256 held-out answers are no better known than that
     return {
@@ -109,23 +118,29 @@ def main() -> None:
     parser.add_argument("--bound", type=int, default=2)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    connect()  # one Ray for all runs
     apart = EnginesApart()
     apart.start()
-    rows = [train(strategy, seed, options) for seed in range(options.seeds) for strategy in STRATEGIES]
-    apart.stop()
-    record = {"bound": options.bound, "samples": options.samples, "goals": judge(rows, options.bound), "rows": rows}
+    try:
+        turns = [(name, seed) for seed in range(options.seeds) for name in CONTENDERS]
+        rows = [train(*turn, options) for turn in track(turns, "runs", console=Console(stderr=True))]
+    finally:
+        apart.stop()
+        disconnect()
+    goals = {name: judge(name, rows, options.bound) for name in CONTENDERS if name != "sorted-partial"}
+    record = {"bound": options.bound, "samples": options.samples, "goals": goals, "rows": rows}
     save("async_overlap", record)
     if options.json:
         print(json.dumps(record))
         return
-    table = Table(
-        "strategy", "seed", "accuracy", "staleness", "lost", "engine idle", "slots free", "tokens / s", box=None
-    )
+    columns = ("accuracy", "updates", "staleness", "lost", "engine idle", "slots free", "tokens / s")
+    table = Table("strategy", "seed", *columns, box=None)
     for row in rows:
         table.add_row(
             row["strategy"],
             str(row["seed"]),
             f"{row['accuracy']:.3f}",
+            str(row["updates"]),
             str(row["staleness_max"]),
             str(row["ledger"]["lost"]),
             f"{row['engine_idle']:.1%}",
@@ -133,7 +148,7 @@ def main() -> None:
             f"{row['tokens_per_s']:,.0f}",
         )
     Console().print(table)
-    Console().print(record["goals"])
+    Console().print(goals)
 
 
 if __name__ == "__main__":

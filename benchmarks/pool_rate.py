@@ -5,7 +5,8 @@
 The training loop's own controller, buffer, schedule and pool over simulated engines in this process, which take no
 time: asked for news, an engine says that its shortest answers are finished. What is left is what scheduling takes,
 routing to the engines and collecting from all of them included. A harvest is all between two polls: interruption of
-every engine, batch, update (which takes nothing), publication, fates. CPU time.
+every engine, batch, update (which takes nothing), publication, fates; with overlap, publication, fates and the next
+batch. CPU time. `sorted-partial` lets samples wait in their slots; `sorted-on-policy` interrupts every one.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from rich.table import Table
 from sortedrl.buffer import Buffer
 from sortedrl.clock import WallClock
 from sortedrl.controller import Controller
-from sortedrl.engine.base import Delta, EngineStats, Event, Finished, InFlight, Partial, Request, Sampling
+from sortedrl.engine.base import EngineStats, Event, Finished, InFlight, Partial, Request, Sampling, Written
 from sortedrl.engine.host import Report
 from sortedrl.engine.pool import Pool
 from sortedrl.knobs import resolve_knobs
 from sortedrl.learner.base import UpdateResult
-from sortedrl.records import Batch, FinishReason, Prompt, Sample, sample_seed
+from sortedrl.records import Batch, FinishReason, Prompt, Sample, Segment, sample_seed
 from sortedrl.simulate.run import InstantScorer
 from sortedrl.telemetry.metrics import RunMetrics
 
@@ -60,22 +61,26 @@ class InstantMember:
         self.running.extend(requests)
         return done(None)
 
-    def take(self, wait_s: float) -> Future[Report]:
+    def take(self, wait_s: float, turn: int) -> Future[Report]:
         self.running.sort(key=lambda request: request.seed % 997)  # the same order of lengths at every attempt
         count = -(-len(self.running) // SHARE)
         ended, self.running = self.running[:count], self.running[count:]
         events: list[Event] = []
         for request in ended:
-            events.append(self._rest(request, request.budget))
-            events.append(Finished(request.sample, request.attempt, 0.0, FinishReason.LENGTH))
+            rest = self._rest(request, request.budget)
+            events.append(
+                Finished(request.sample, request.attempt, 0.0, FinishReason.LENGTH, len(request.cached), [rest])
+            )
         return self._report(events)
 
-    def interrupt(self, samples: list[int] | None) -> Future[Report]:
+    def interrupt(self, samples: list[int] | None, turn: int) -> Future[Report]:
         stopped = [r for r in self.running if samples is None or r.sample in samples]
         self.running = [r for r in self.running if not (samples is None or r.sample in samples)]
         events: list[Event] = []
         for request in stopped:
-            events.append(self._rest(request, min(len(request.cached) + 4, request.budget - 1)))
+            rest = self._rest(request, min(len(request.cached) + 4, request.budget - 1))
+            if rest.tokens:
+                events.append(Written(request.sample, request.attempt, 0.0, len(request.cached), [rest]))
             events.append(Partial(request.sample, request.attempt, 0.0))
         return self._report(events)
 
@@ -89,10 +94,9 @@ class InstantMember:
     def kill(self) -> None:
         pass
 
-    def _rest(self, request: Request, upto: int) -> Delta:
+    def _rest(self, request: Request, upto: int) -> Segment:
         count = max(upto - len(request.cached), 0)
-        start = len(request.cached)
-        return Delta(request.sample, request.attempt, 0.0, start, [1] * count, [-1.0] * count, self.version)
+        return Segment(self.version, [1] * count, [-1.0] * count)
 
     def _report(self, events: list[Event]) -> Future[Report]:
         self.number += 1
@@ -150,7 +154,12 @@ def loader(total: int) -> Any:
 
 def measure(strategy: str, options: argparse.Namespace) -> dict[str, Any]:
     pool = Pool(
-        InstantMembers(options.slots), size=options.engines, slots=options.slots, exact_replay=True, keep_kv=True
+        InstantMembers(options.slots),
+        size=options.engines,
+        slots=options.slots,
+        exact_replay=True,
+        keep_kv=True,
+        waits=True,
     )
     slots, metrics = pool.capabilities.slots, RunMetrics()
     controller = Controller(
@@ -166,7 +175,7 @@ def measure(strategy: str, options: argparse.Namespace) -> dict[str, Any]:
         emit=metrics.emit,
     )
     harvest, settle = Stopwatch(Controller, "harvest"), Stopwatch(Controller, "settle")
-    inside = Stopwatch(InstantMember, "submit", "take", "interrupt")
+    inside = Stopwatch(InstantMember, "submit", "take", "interrupt", "publish", "stats")
     began = time.process_time()
     with harvest, settle, inside:
         controller.run()
@@ -176,7 +185,7 @@ def measure(strategy: str, options: argparse.Namespace) -> dict[str, Any]:
         "strategy": strategy,
         "samples_per_s": options.samples / seconds,
         "us_per_sample": 1e6 * seconds / options.samples,
-        "harvest_s": harvest.longest + settle.longest,
+        "harvest_s": settle.longest + (0.0 if controller.knobs.overlap else harvest.longest),
         "updates": metrics.updates,
     }
 

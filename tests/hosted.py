@@ -49,11 +49,11 @@ class HostedMember:
         self.submitted.extend(requests)
         return self._call(self.host.submit, requests)
 
-    def take(self, wait_s: float) -> Future[Report]:
-        return self._call(self.host.take, wait_s)
+    def take(self, wait_s: float, turn: int) -> Future[Report]:
+        return self._call(self.host.take, wait_s, turn)
 
-    def interrupt(self, samples: list[int] | None) -> Future[Report]:
-        return self._call(self.host.interrupt, samples)
+    def interrupt(self, samples: list[int] | None, turn: int) -> Future[Report]:
+        return self._call(self.host.interrupt, samples, turn)
 
     def publish(self, version: int, weights: Any, in_flight: InFlight) -> Future[None]:
         return self._call(self.host.publish, version, weights, in_flight)

@@ -76,6 +76,19 @@ def test_a_sound_configuration_is_told_in_its_own_terms(tmp_path: Path) -> None:
     assert "if answers take 128 tokens (512 updates" in found["time"].text
 
 
+def test_ranks_are_told_with_what_they_talk_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("[learner]\nranks = 2\n")
+    found = {finding.name: finding for finding in examine(path)}
+    assert found["ranks"].is_fine
+    assert found["ranks"].text == "2, over gloo"
+    assert "each of 2 ranks" in found["memory"].text
+    monkeypatch.setattr("torch.distributed.is_gloo_available", lambda: False)
+    found = {finding.name: finding for finding in examine(path)}
+    assert not found["ranks"].is_fine
+    assert "this torch has no gloo" in found["ranks"].text
+
+
 def test_bounds_that_are_not_there_are_named(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text('[schedule]\nstrategy = "april"\n', encoding="utf-8")

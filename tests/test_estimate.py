@@ -11,7 +11,7 @@ import torch
 from sortedrl.build import load_model
 from sortedrl.config import SortedConfig
 from sortedrl.errors import ModelError
-from sortedrl.estimate import activation_bytes, estimate_memory, estimate_time, forecast_run, read_shape
+from sortedrl.estimate import Forecast, activation_bytes, estimate_memory, estimate_time, forecast_run, read_shape
 from sortedrl.simulate.costs import Model
 from sortedrl.tasks.tiny import knights_tiny_path
 from test_costs import PLAIN, RooflineCost
@@ -57,6 +57,36 @@ def test_memory_follows_the_configuration() -> None:
     assert adapters.optimizer == 2 * adapters.gradients
     assert adapters.reference == 0  # the model without its adapters
     assert estimate_memory(config(lora={"rank": 1, "target_modules": ["q_proj"]}), TOY).gradients == 2 * 6 * 4
+
+
+def test_memory_over_ranks_by_hand() -> None:
+    found = estimate_memory(config(learner={"ranks": 2}), TOY)
+    # All that is cut is as large as before, in all; each rank has micro-batches of its own, of its half of 8 samples.
+    assert (found.weights, found.gradients, found.optimizer) == (40, 40, 80)
+    assert (found.activations, found.logits) == (2 * 40 * 2 * 56 * 4, 2 * 3 * 40 * 7 * 4)
+    # A layer of two and its gradients on each rank; the whole model, and what comes back, on the driver.
+    assert (found.gathered, found.driver) == (2 * 2 * 20, 80)
+    assert found.of_rank == 20 + 20 + 40 + 40 + 40 * 2 * 56 * 4 + 3 * 40 * 7 * 4
+    assert estimate_memory(config(learner={"ranks": 2, "rank_gpus": 1}), TOY).driver == 0  # in the host's memory
+
+
+def test_a_rank_has_to_fit_its_device(tmp_path: Path) -> None:
+    def forecast(**learner: object) -> Forecast:
+        sizes = {"task": {"max_prompt_tokens": 512}, "engine": {"slots": 8, "max_new_tokens": 4096}}
+        learner |= {
+            "micro_tokens": 16384,
+            "recompute": True,
+            "algorithm": "reinforce++",
+            "group_size": 1,
+            "rank_gpus": 1,
+        }
+        large = config(model={"path": "llama-3.1-8b"}, learner=learner, **sizes)
+        return forecast_run(large, tmp_path, hardware="h100", devices=8, from_run=None)
+
+    # 8 billion parameters of 16 bytes: of two ranks each would hold 60 GiB and its activations, of eight a quarter.
+    assert not forecast(ranks=2).fits
+    assert forecast(ranks=8).fits
+    assert "each of 8 ranks" in forecast(ranks=8).memory_text
 
 
 def test_activations_are_what_a_backward_pass_keeps() -> None:

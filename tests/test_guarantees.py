@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from scripted import Run, ScriptedPolicy, scripted_run, uniform
 from sortedrl.engine.base import Request
 from sortedrl.errors import ConfigError
-from sortedrl.knobs import Admission, Order, Strategy, resolve_knobs
+from sortedrl.knobs import Admission, Harvest, Order, Strategy, resolve_knobs
+from sortedrl.records import Sample
 from sortedrl.telemetry import events
 
 MANY = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
@@ -70,6 +71,7 @@ def test_guarantees_hold(strategy: Strategy) -> None:
         assert_exactly_once(run)
         assert_no_starvation(run)
         assert_staleness(run)
+        assert_batch_sizes(run)
         assert_budgets(run)
         assert_logprobs_of_named_version(run)
         assert_tokens_add_up(run)
@@ -98,6 +100,26 @@ def assert_staleness(run: Run) -> None:
         for sample in batch.samples:
             assert all(batch.version >= version for version in sample.versions)
             assert bound is None or all(batch.version - version <= bound for version in sample.versions)
+
+
+def assert_batch_sizes(run: Run) -> None:
+    """With overlap a batch exceeds U, by more than siblings that are taken whole, only for what cannot wait."""
+    knobs = run.controller.knobs
+    loaded_at = {e.cohort: e.update for e in run.events if isinstance(e, events.CohortLoaded)}
+    for batch in run.learner.batches if knobs.overlap and knobs.harvest == Harvest.BATCH else ():
+        groups: dict[object, list[Sample]] = {}
+        for sample in batch.samples:
+            groups.setdefault(sample.group if run.controller.buffer.grouped else sample.id, []).append(sample)
+        can_wait = [
+            group
+            for group in groups.values()
+            if not (knobs.cohort_updates and batch.update + 1 >= loaded_at[group[0].cohort] + knobs.cohort_updates)
+            and (
+                knobs.max_staleness is None
+                or all(batch.version + 1 - version <= knobs.max_staleness for s in group for version in s.versions)
+            )
+        ]
+        assert not can_wait or len(batch.samples) < knobs.update_batch + max(map(len, groups.values()))
 
 
 def assert_budgets(run: Run) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -43,7 +44,7 @@ def pool(members: HostedMembers) -> Iterator[Pool]:
 
 
 def make_pool(members: HostedMembers, size: int = 2) -> Pool:
-    return Pool(members, size=size, slots=SLOTS, exact_replay=True, keep_kv=True, health_s=20, start_s=20)
+    return Pool(members, size=size, slots=SLOTS, exact_replay=True, keep_kv=True, waits=True, health_s=20, start_s=20)
 
 
 def serve_through(pool: Pool, requests: list[Request], *, meanwhile: Any = lambda caller: None) -> dict[int, Answer]:
@@ -127,6 +128,36 @@ def test_an_interrupt_of_some_leaves_the_others(pool: Pool) -> None:
     expected = serve(tiny_model(), requests)
     for sample in (1, 2, 4, 5):
         assert caller.answers[sample].tokens == expected[sample].tokens
+
+
+def test_what_is_not_interrupted_stands_still_until_somebody_polls(pool: Pool) -> None:
+    requests = [replace(r, budget=5 if r.sample < 2 else 110) for r in make_requests(8)]
+    caller = Caller(pool)
+    pool.submit(requests)
+    caller.take(pool.poll())
+    assert pool.interrupt([]) == []
+    decoded = pool.stats().decoded_tokens
+    assert decoded < sum(request.budget for request in requests), "everything was written before"
+    time.sleep(0.3)
+    assert pool.stats().decoded_tokens == decoded
+    while pool.num_running:
+        caller.take(pool.poll())
+    check_same(caller.answers, serve(MODEL, requests))
+    assert not any(answer.num_partials for answer in caller.answers.values())
+
+
+def test_an_uneven_load_is_evened_out_at_an_interrupt(pool: Pool, members: HostedMembers) -> None:
+    siblings = [replace(make_requests(1)[0], sample=sample, budget=110) for sample in range(4)]
+    caller = Caller(pool)
+    pool.submit(siblings)
+    assert sorted(len(member.submitted) for member in members.started) == [0, 4]
+    caller.interrupt([])
+    # Two are a fair share of four; the two that were sent last are to go on elsewhere.
+    assert {sample for sample, answer in caller.answers.items() if answer.num_partials} == {2, 3}
+    pool.submit([caller.again(siblings[sample], Mode.RESUME) for sample in (2, 3)])
+    while pool.num_running:
+        caller.take(pool.poll())
+    check_same(caller.answers, serve(MODEL, siblings))
 
 
 def test_published_weights_reach_every_member(pool: Pool) -> None:

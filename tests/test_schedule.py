@@ -143,16 +143,44 @@ def test_tail_batching_sets_long_ones_aside() -> None:
 
 
 def test_async_rolls_on_during_the_update() -> None:
-    # U = 1, Q = 2, an update takes 4. Sample 0 ends at 1: its update runs until 5, sample 1 decodes on and ends at 5,
-    # so does 2 (1..5). Without overlap the engine would stand still from 1 to 5.
+    # U = 1, Q = 2, an update takes 4. Sample 0 ends at 1 and 2 takes its slot. Apart, the engine stands still for every
+    # update: 1 ends after 5 steps, 2 after 7, and with three updates that is 7 + 3 x 4 = 19.
     knobs = {"slots": 2, "update_batch": 1, "cohort_batches": 3, "lookahead": 0, "update_s": 4.0}
-    apart = run_lengths(Strategy.SORTED_PARTIAL, [1, 5, 4], **knobs)
-    beside = run_lengths(Strategy.ASYNC, [1, 5, 4], **knobs)
-    # Apart: rollout 5 steps and two updates: 0 at 1; 1 and 2 end together after 4 more steps: 5 + 2 x 4 = 13.
-    # Beside: 1 and 2 are there at 5, when the first update ends: 5 + 4 = 9.
-    assert (apart.batches, apart.clock.now()) == ([[0], [2, 1]], 13)
-    assert (beside.batches, beside.clock.now()) == ([[0], [2, 1]], 9)
-    assert staleness(beside) == [[0], [1, 1]]
+    apart = run_lengths(Strategy.SORTED_PARTIAL, [1, 5, 6], **knobs)
+    assert (apart.batches, apart.clock.now()) == ([[0], [1], [2]], 19)
+    # Beside: updates 1..5, 5..9 and 9..13; sample 1 is there at 5, sample 2 at 7.
+    beside = run_lengths(Strategy.ASYNC, [1, 5, 6], **knobs)
+    assert (beside.batches, beside.clock.now()) == ([[0], [1], [2]], 13)
+    assert beside.engine.stats().busy_slot_s == 12
+
+
+def test_async_trains_batches_of_their_size_and_starts_no_more_than_they_hold() -> None:
+    # U = 2, Q = 4, s = 2, an update takes 10. 0 and 1 end at 1; what starts during their update, at version 0, can be
+    # trained at versions 1 and 2: in two batches, 4 samples. So 4 and 5 start at 1, and at 2, when 2 and 3 are ready,
+    # no more, though slots are free. At 11 the batch is 2 and 3, as short as any, and 6 and 7 may start; at 21 it is 4
+    # and 5, which are at the bound, though 6 and 7 are shorter; and so on, an update every 10.
+    lengths = [1, 1, 2, 2, 3, 3, 2, 2, 1, 1]
+    knobs = {"slots": 4, "update_batch": 2, "cohort_batches": 5, "lookahead": 0, "update_s": 10.0}
+    run = run_lengths(Strategy.ASYNC, lengths, **knobs)
+    assert run.batches == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+    assert staleness(run) == [[0, 0], [1, 1], [2, 2], [2, 2], [2, 2]]
+    started = {e.sample: e.t for e in run.events if isinstance(e, events.AttemptStarted)}
+    assert [started[number] for number in range(10)] == [0, 0, 0, 0, 1, 1, 11, 11, 21, 21]
+    assert run.clock.now() == 51
+
+
+def test_a_drain_with_overlap_starts_all_of_its_cohort() -> None:
+    # Batches are dealt when all eight are scored, so that holding six of them back for the bound would end nowhere.
+    knobs = {"overlap": True, "max_staleness": 1, "on_bound": "restart", "order": "shortest-first"}
+    run = run_lengths(Strategy.SYNC_LARGE, [1] * 8, slots=2, update_batch=2, cohort_batches=4, update_s=3.0, **knobs)
+    assert sorted(number for batch in run.batches for number in batch) == list(range(8))
+
+
+def test_async_takes_on_top_of_a_batch_what_the_bound_would_make_it_write_again() -> None:
+    # U = 2, and four answers are ready at 1. At s = 0 two that waited would be restarted after the update.
+    knobs = {"slots": 4, "update_batch": 2, "cohort_batches": 2, "on_bound": "restart", "update_s": 3.0}
+    assert run_lengths(Strategy.ASYNC, [1, 1, 1, 1], max_staleness=0, **knobs).batches == [[0, 1, 2, 3]]
+    assert run_lengths(Strategy.ASYNC, [1, 1, 1, 1], max_staleness=1, **knobs).batches == [[0, 1], [2, 3]]
 
 
 def test_a_bound_with_wait_holds_the_harvest() -> None:

@@ -193,6 +193,7 @@ def build_pool(
         slots=settings.slots,
         exact_replay=dtype == torch.float32,
         keep_kv=True,
+        waits=settings.kind == "local",
         health_s=settings.health_s,
     )
     pool.publish(0, ModuleWeights(model)).wait()

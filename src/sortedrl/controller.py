@@ -233,6 +233,8 @@ class Controller:
             self.evaluate()
         if is_save:
             self.make_checkpoint()
+        if self.knobs.overlap and not self.should_stop():
+            self.harvest()  # what waited for this update must not wait for the engine's next word as well
 
     # ---- what they are made of --------------------------------------------------------------------------------------
 
@@ -245,8 +247,8 @@ class Controller:
         if self.engine.capabilities.waits:
             stopped = [s.id for s in schedule.interrupts_at_publication(self.buffer, self.knobs)]
         running = self.buffer.num_running
-        if running and stopped != []:
-            self.hear(self.engine.interrupt(stopped))
+        if running:
+            self.hear(self.engine.interrupt(stopped))  # be it of nobody: the engine stands still from here on
         return running - self.buffer.num_running
 
     def start(self, sample: Sample) -> Request:

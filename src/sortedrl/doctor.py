@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import shutil
@@ -111,7 +112,7 @@ def _configuration(path: Path, target: Target) -> list[Finding]:
         findings.append(Finding(name="task", text=f"{config.task.path}: not on this machine, so not read"))
     except SortedRLError as error:
         return [*findings, Finding(name="task", text=str(error), is_fine=False)]
-    needs = _needs(config, target)
+    needs = [*_ranks(config, target), *_needs(config, target)]
     if any(not need.is_fine for need in needs):  # a model that does not fit is not loaded either
         return [*findings, *needs]
     return [*findings, _model(config, target), *needs]
@@ -134,6 +135,24 @@ def _model(config: SortedConfig, target: Target) -> Finding:
     size = sum(parameter.numel() for parameter in model.parameters())
     text = f"{config.model.path}: {size:,} parameters, vocabulary {len(tokenizer):,}, fits the engine"
     return Finding(name="model", text=text)
+
+
+def _ranks(config: SortedConfig, target: Target) -> list[Finding]:
+    """What a learner over ranks talks by; nothing where there is but one."""
+    if config.learner.ranks == 1:
+        return []
+    import torch.distributed as dist
+
+    backend = "nccl" if config.learner.rank_gpus else "gloo"
+    text = f"{config.learner.ranks}, over {backend}"
+    if importlib.util.find_spec("ray") is None:
+        text, is_fine = f"{text}: Ray is missing: pip install 'sortedrl[ray]'", False
+    elif target.hardware is not None:
+        is_fine = True  # this machine need not have what that one has
+    else:
+        is_fine = dist.is_available() and (dist.is_nccl_available() if backend == "nccl" else dist.is_gloo_available())
+        text += "" if is_fine else f": this torch has no {backend}; install a build that has"
+    return [Finding(name="ranks", text=text, is_fine=is_fine)]
 
 
 def _needs(config: SortedConfig, target: Target) -> list[Finding]:

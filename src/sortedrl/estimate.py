@@ -29,7 +29,7 @@ LOGIT_COPIES = 3  # logits, their log-softmax, and its exponential or the gradie
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Memory:
-    """Bytes by part, at the peak of an update; rollout needs less."""
+    """Bytes by part, at the peak of an update; rollout needs less. Parts of a learner over ranks are those of all."""
 
     weights: int
     engine_copy: int  # of the weights, where the engine has its own
@@ -39,10 +39,19 @@ class Memory:
     kv_cache: int
     activations: int
     logits: int
+    gathered: int = 0  # over ranks: the layer at hand, whole, and its gradients
+    driver: int = 0  # over ranks: the whole model in the run's own process, and the trained weights on their way there
+    ranks: int = 1
 
     @property
     def parts(self) -> dict[str, int]:
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "ranks"}
+
+    @property
+    def of_rank(self) -> int:
+        """What one rank holds: its rows of all that is cut, and micro-batches of its own."""
+        cut = self.weights + self.reference + self.gradients + self.optimizer
+        return (cut + self.activations + self.logits + self.gathered) // self.ranks
 
     @property
     def total(self) -> int:
@@ -116,9 +125,10 @@ def estimate_memory(config: SortedConfig, model: Model) -> Memory:
     """
     weights = int(model.params) * FLOAT
     trained = int(model.params) if config.lora.rank == 0 else _adapter_params(config, model)
-    window = config.task.max_prompt_tokens + config.engine.max_new_tokens
+    window, ranks = config.task.max_prompt_tokens + config.engine.max_new_tokens, config.learner.ranks
     # An update has no more tokens than its samples, and a micro-batch no more than its budget, one sample excepted.
-    micro = max(min(config.learner.micro_tokens, config.schedule.update_batch * window), window)
+    share = -(-config.schedule.update_batch // ranks)
+    micro = max(min(config.learner.micro_tokens, share * window), window)
     has_reference = config.learner.kl_coef > 0 and config.lora.rank == 0  # without adapters the model is its reference
     return Memory(
         weights=weights,
@@ -127,8 +137,11 @@ def estimate_memory(config: SortedConfig, model: Model) -> Memory:
         gradients=trained * FLOAT,
         optimizer=2 * trained * FLOAT,
         kv_cache=int(config.slots * window * model.kv_bytes),
-        activations=_kept_bytes(model, micro, is_recomputed=config.learner.recompute),
-        logits=LOGIT_COPIES * min(micro * model.vocab, PIECE_ELEMENTS) * FLOAT,
+        activations=ranks * _kept_bytes(model, micro, is_recomputed=config.learner.recompute),
+        logits=ranks * LOGIT_COPIES * min(micro * model.vocab, PIECE_ELEMENTS) * FLOAT,
+        gathered=ranks * 2 * weights // model.layers if ranks > 1 else 0,
+        driver=2 * weights if ranks > 1 and not config.learner.rank_gpus else 0,  # with GPUs it is in other memory
+        ranks=ranks,
     )
 
 
@@ -229,6 +242,7 @@ class Forecast:
 
     memory: Memory
     room: int  # bytes there are
+    room_of_rank: int  # of them, what one rank can have
     where: str
     typical: Duration
     longest: Duration
@@ -236,7 +250,7 @@ class Forecast:
 
     @property
     def fits(self) -> bool:
-        return self.memory.total <= self.room
+        return self.memory.total <= self.room and self.memory.of_rank <= self.room_of_rank
 
     @property
     def memory_text(self) -> str:
@@ -244,6 +258,8 @@ class Forecast:
             f"{name.replace('_', ' ')} {_bytes(size)}" for name, size in self.memory.parts.items() if size
         )
         total = f"about {_bytes(self.memory.total)} of {_bytes(self.room)} on {self.where}: {parts}"
+        if self.memory.ranks > 1:
+            total += f"; each of {self.memory.ranks} ranks {_bytes(self.memory.of_rank)} of {_bytes(self.room_of_rank)}"
         remedy = "lower learner.micro_tokens or engine.slots, set lora.rank, or use more devices"
         return total if self.fits else f"{total}; that does not fit: {remedy}"
 
@@ -265,6 +281,7 @@ def forecast_run(
     shape = read_shape(config.model.path, folder)
     on_accelerators = hardware is not None and hardware != "cpu"
     shape = replace(shape, bytes_per_value=HALF if on_accelerators else FLOAT)
+    room_of_rank: int | None = None
     if hardware is None:
         room, where = _machine_memory(), "this machine"
         kind = measured_hardware(load_hardware("cpu"))
@@ -272,6 +289,8 @@ def forecast_run(
     else:
         kind = load_hardware(hardware)
         room, where = int(kind.memory * kind.memory_share * devices), f"{devices} x {hardware}"
+        if on_accelerators and config.learner.ranks > 1:
+            room_of_rank = int(room / devices * max(config.learner.rank_gpus, 1))
         source = f"the roofline of {where}"
     cost: CostModel = RooflineCost(hardware=kind, model=shape, tensor_parallel=devices)
     if from_run is not None:
@@ -280,6 +299,7 @@ def forecast_run(
     return Forecast(
         memory=estimate_memory(config, shape),
         room=room,
+        room_of_rank=room if room_of_rank is None else room_of_rank,
         where=where,
         typical=estimate_time(config, cost, max(1, int(budget * TYPICAL_SHARE))),
         longest=estimate_time(config, cost, budget),

@@ -247,6 +247,10 @@ class Group:
         """Of its longest answer."""
         return max(sample.num_tokens for sample in self.samples)
 
+    def staleness(self, version: int) -> int:
+        """Of its oldest answer."""
+        return max(sample.staleness(version) for sample in self.samples)
+
     @property
     def is_flat(self) -> bool:
         """Whether it is siblings that were all rewarded alike."""

@@ -38,17 +38,16 @@ def admit(buffer: Buffer, knobs: Knobs, slots: int) -> list[Sample]:
     free = slots - len(buffer.running)
     if free <= 0 or not buffer.pending:
         return []
-    is_due = _due(buffer, knobs)
-    is_full = buffer.num_counted(knobs.flat_extra) >= knobs.update_batch
-    waits = knobs.on_bound == WAIT and knobs.max_staleness == 0 and is_full
-    if is_due is not None and not (waits or buffer.grouped or knobs.admission == TAIL_LAST):
+    is_due, room = _due(buffer, knobs), _room(buffer, knobs)
+    if is_due is not None and not (buffer.grouped or knobs.admission == TAIL_LAST):
         # Most often none of thousands is due, and then what follows gives the same at a fraction of the price.
         is_due = is_due if any(map(is_due, _may_be_due(buffer, knobs))) else None
     if is_due is not None:
-        pending = _arrange(buffer, knobs, buffer.pending.values())
-        if waits:
-            pending = [s for s in pending if is_due(s)]  # any other would have to be waited for as well
-        return sorted(pending, key=lambda s: not is_due(s))[:free]
+        chosen = sorted(_arrange(buffer, knobs, buffer.pending.values()), key=lambda s: not is_due(s))[:free]
+        return chosen if room is None else [s for place, s in enumerate(chosen) if place < room or is_due(s)]
+    free = free if room is None else min(free, room)
+    if free == 0:
+        return []
     if knobs.admission == TAIL_LAST:
         return _admit_tail_last(buffer, knobs, free)
     if knobs.admission == LOAD_ORDER:
@@ -69,7 +68,8 @@ def harvest(buffer: Buffer, knobs: Knobs, *, has_data: bool = False) -> list[Sam
         return None
     if _is_held_back(buffer, knobs):  # asked last: it looks at every sample
         return None
-    return _in_order(list(buffer.ready.values()), knobs.order)
+    ready = list(buffer.ready.values())
+    return _in_order(_at_most_a_batch(buffer, knobs, ready) if knobs.overlap else ready, knobs.order)
 
 
 def hinges_on_scores(buffer: Buffer, knobs: Knobs) -> bool:
@@ -150,6 +150,21 @@ def _may_be_due(buffer: Buffer, knobs: Knobs) -> Iterable[Sample]:
     return (buffer.pending if buffer.grouped or _due_cohorts(buffer, knobs) else buffer.waiting).values()
 
 
+def _room(buffer: Buffer, knobs: Knobs) -> int | None:
+    """How many samples that are not due may start; None: as many as there are slots.
+
+    Once a batch is ready, no more than the updates that the bound leaves them can take in batches of that size: any
+    other would make one larger. At staleness 0 that is none, since whatever started would have to be waited for.
+    """
+    bound = knobs.max_staleness
+    if bound is None or knobs.harvest == DRAIN or not (knobs.overlap or (bound == 0 and knobs.on_bound == WAIT)):
+        return None
+    if buffer.num_counted(knobs.flat_extra) < knobs.update_batch:
+        return None
+    num_updates = buffer.version + bound + 1 - buffer.num_updates  # one less while an update is under way
+    return max(0, num_updates * knobs.update_batch - (len(buffer.samples) - len(buffer.unstarted)))
+
+
 def _is_held_back(buffer: Buffer, knobs: Knobs) -> bool:
     """Whether a sample that this update must take is not ready yet."""
     is_due = _due(buffer, knobs)
@@ -213,28 +228,57 @@ def _deal(buffer: Buffer, knobs: Knobs) -> list[Sample] | None:
     return _in_order(_dealt(groups, knobs), knobs.order)
 
 
+def _at_most_a_batch(buffer: Buffer, knobs: Knobs, ready: list[Unit]) -> list[Unit]:
+    """As many ready groups as make an update batch, the oldest tokens first.
+
+    More only where it must be: all that is left of a cohort whose last update it is, and what would exceed the bound
+    one version later.
+    """
+    num_wanted = knobs.update_batch + buffer.num_ready - buffer.num_counted(knobs.flat_extra)
+    if buffer.num_ready <= num_wanted:
+        return ready
+    cohorts = _due_cohorts(buffer, knobs)
+    bound = math.inf if knobs.max_staleness is None else knobs.max_staleness
+    by_age: dict[tuple[bool, int], list[Unit]] = {}
+    for group in ready:
+        age = group.staleness(buffer.version)
+        can_wait = age < bound and group.cohort not in cohorts
+        by_age.setdefault((can_wait, -age), []).append(group)
+    taken: list[Unit] = []
+    for (can_wait, _), groups in sorted(by_age.items()):
+        num_there = sum(len(group.samples) for group in groups) if buffer.grouped else len(groups)
+        taken += _first(groups, num_wanted, knobs.order) if can_wait and num_there > num_wanted else groups
+        num_wanted -= num_there
+    return taken
+
+
 def _dealt(groups: list[Unit], knobs: Knobs) -> list[Unit]:
     """As many groups of a drained cohort as make up one update batch."""
-    ranked = _ranked(groups, knobs.order)
-    num_batches = max(1, round(sum(len(group.samples) for group in groups) / knobs.update_batch))
     if knobs.order == Order.INTERLEAVED:
-        return ranked[::num_batches]
-    dealt, num_samples = [], 0
-    for group in ranked:
-        if num_samples >= knobs.update_batch:
+        num_batches = max(1, round(sum(len(group.samples) for group in groups) / knobs.update_batch))
+        return _ranked(groups, knobs.order)[::num_batches]
+    return _first(groups, knobs.update_batch, knobs.order)
+
+
+def _first(groups: list[Unit], num_samples: int, order: Order) -> list[Unit]:
+    """The first groups in an order that hold so many samples."""
+    first: list[Unit] = []
+    for group in _ranked(groups, order):
+        if num_samples <= 0:
             break
-        dealt.append(group)
-        num_samples += len(group.samples)
-    return dealt
+        first.append(group)
+        num_samples -= len(group.samples)
+    return first
 
 
 def _ranked(groups: list[Unit], order: Order) -> list[Unit]:
     """Groups by length, or in an order that has nothing to do with it."""
+    ranked = sorted(groups, key=attrgetter("id"))  # sorting twice makes no pairs: thousands wake the garbage collector
     if order == Order.SHUFFLED:
-        return sorted(groups, key=lambda group: (group.seed, group.id))
-    if order == Order.LONGEST_FIRST:
-        return sorted(groups, key=lambda group: (-group.num_tokens, group.id))
-    return sorted(groups, key=attrgetter("num_tokens", "id"))
+        ranked.sort(key=attrgetter("seed"))
+    else:
+        ranked.sort(key=attrgetter("num_tokens"), reverse=order == Order.LONGEST_FIRST)
+    return ranked
 
 
 def _in_order(groups: list[Unit], order: Order) -> list[Sample]:

@@ -74,7 +74,7 @@ def vllm_member() -> tuple[Engine, Any]:
 
 @contextmanager
 def local_pool_case() -> Iterator[EngineCase]:
-    with _pool_case(local_member, tiny_model(), has_spare=True) as case:
+    with _pool_case(local_member, tiny_model(), is_local=True) as case:
         yield case
 
 
@@ -86,14 +86,14 @@ def vllm_pool_case() -> Iterator[EngineCase]:
 
 @contextmanager
 def _pool_case(
-    make: Callable[[], tuple[Engine, Any]], model: Any, *, has_spare: bool = False, **limits: float
+    make: Callable[[], tuple[Engine, Any]], model: Any, *, is_local: bool = False, **limits: float
 ) -> Iterator[EngineCase]:
     """Two engines behind one, in a Ray of our own."""
     with local_ray():
         from sortedrl.engine.ray_members import RayMembers
 
-        members = RayMembers(make, num_cpus=0.5, num_gpus=0, threads=1, has_spare=has_spare)
-        pool = Pool(members, size=2, slots=SLOTS, exact_replay=True, keep_kv=True, **limits)
+        members = RayMembers(make, num_cpus=0.5, num_gpus=0, threads=1, has_spare=is_local)
+        pool = Pool(members, size=2, slots=SLOTS, exact_replay=True, keep_kv=True, waits=is_local, **limits)
 
         def kill() -> None:
             for pid in member_pids(pool):

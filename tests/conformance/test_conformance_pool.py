@@ -83,7 +83,7 @@ def test_published_weights_reach_every_process(pool: Pool) -> None:
     pool.publish(102, source(tiny_model())).wait()
 
 
-def test_a_process_that_is_killed(pool: Pool) -> None:
+def test_a_process_that_is_killed(pool: Pool, capsys: pytest.CaptureFixture[str]) -> None:
     wait_until_all_are_up(pool)
     num_restarts = pool.stats().extra["restarts"]
     victim = member_pids(pool)[0]
@@ -101,6 +101,7 @@ def test_a_process_that_is_killed(pool: Pool) -> None:
     assert pool.stats().extra["restarts"] == num_restarts + 1
     wait_until_all_are_up(pool)
     assert victim not in member_pids(pool)
+    assert capsys.readouterr().out == "", "Ray's own word on a death would spoil the output of --json"
 
 
 def test_rollout_that_goes_on_during_updates(pool: Pool, tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ class Capabilities:
     slots: int
     exact_replay: bool
     keep_kv: bool
-    waits: bool  # decodes only inside `poll`, so that samples can stay in their slots while an update runs
+    waits: bool  # decodes nothing from an `interrupt` to the next `poll`: samples can stay in their slots for an update
 
 
 @dataclass(slots=True, kw_only=True)
@@ -217,7 +217,10 @@ class Engine(Protocol):
         ...
 
     def interrupt(self, samples: Iterable[int] | None = None) -> list[Event]:
-        """Stop these samples, or all, and return what they wrote: their last tokens, if any, and a Partial each."""
+        """Stop these samples, or all, and return what they wrote: their last tokens, if any, and a Partial each.
+
+        An empty list is a halt for an update: an engine that `waits` need not stop any, but may where that serves it.
+        """
         ...
 
     def publish(self, version: int, source: Any, in_flight: InFlight = InFlight.ABORT) -> Handle:

@@ -2,7 +2,9 @@
 
 A pool (`pool.py`) talks to many of these, each in a process of its own (`ray_members.py`). The engine that is hosted
 knows nothing of that. Its thread alternates between what it was told and one step of decoding, so that a call waits
-for one decode step at most; whatever the engine says is kept in an outbox until somebody takes it.
+for one decode step at most; whatever the engine says is kept in an outbox until somebody takes it. An interrupt begins
+a new turn: nothing is decoded until a `take` of that turn comes, so that what was not interrupted waits in its slot. A
+`take` that was sent earlier, and may arrive later, is of the turn before and changes nothing.
 
 What it keeps true: only the host's thread touches the engine; events are taken once, in the order in which they came;
 what the engine raises is raised to every caller from then on.
@@ -42,7 +44,7 @@ class EngineHost:
         self._outbox: list[Event] = []
         self._has_news = threading.Condition()
         self._has_ended = False  # whether an attempt in the outbox is over
-        self._wakes = self._num_reports = 0
+        self._turn = self._taken_turn = self._num_reports = 0
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, args=(make_engine,), name="engine-host", daemon=True)
         self._thread.start()
@@ -54,22 +56,24 @@ class EngineHost:
     def submit(self, requests: list[Request]) -> None:
         self._do(lambda engine: engine.submit(requests))
 
-    def take(self, wait_s: float) -> Report:
+    def take(self, wait_s: float, turn: int = 0) -> Report:
         """Events since the last time. Waits for an attempt to end, at most so long, unless `interrupt` comes."""
         with self._has_news:
-            wakes = self._wakes
-            self._has_news.wait_for(lambda: self._has_ended or self._failure or self._wakes != wakes, wait_s)
+            if turn > self._taken_turn:
+                self._taken_turn = turn
+                self._commands.put((Future(), lambda engine: None))  # the thread may be waiting to be told something
+            self._has_news.wait_for(lambda: self._has_ended or self._failure or self._turn > turn, wait_s)
             if self._failure is not None:
                 raise self._failure
             return self._empty()
 
-    def interrupt(self, samples: Iterable[int] | None) -> Report:
+    def interrupt(self, samples: Iterable[int] | None, turn: int = 0) -> Report:
         """Stop these samples, or all; what else is in the outbox comes with it, in order, and a `take` returns."""
 
         def stop(engine: Engine) -> Report:
             stopped = engine.interrupt(samples)
             with self._has_news:
-                self._wakes += 1
+                self._turn = turn
                 self._has_news.notify_all()
                 self._outbox.extend(stopped)
                 return self._empty()
@@ -97,15 +101,20 @@ class EngineHost:
         try:
             engine = make_engine()
             while self._obey(engine):
-                self._listen(engine)
+                if not self._is_resting:
+                    self._listen(engine)
             engine.close()
         except Exception as error:
             self._fail(error)
 
+    @property
+    def _is_resting(self) -> bool:
+        return self._taken_turn < self._turn
+
     def _obey(self, engine: Engine) -> bool:
         """Do what was told; without anything to decode, wait for it. False when told to close."""
         while True:
-            is_idle = engine.stats().running == 0
+            is_idle = self._is_resting or engine.stats().running == 0
             try:
                 told = self._commands.get(block=is_idle)
             except queue.Empty:

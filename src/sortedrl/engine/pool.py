@@ -2,7 +2,8 @@
 
 Members stand in processes of their own, here or elsewhere (`ray_members.py`); a pool knows them by `Member`, whose
 calls return futures. One `take` is always under way at every member, so that news arrives by itself; an interrupt goes
-to all members at once and takes one round trip.
+to all members at once, takes one round trip, and lets them stand still until the next `poll`. One that names nobody
+is a halt for an update: all stays where it is, unless the load is uneven; then some is interrupted, to go on elsewhere.
 
     submit --route--> member 0..n --take--> poll        a member dies: its samples come back as interrupted,
                         ^                                with what was last taken of them, and run elsewhere
@@ -15,6 +16,7 @@ of its member; every member decodes with the weights that were published last, o
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -38,6 +40,7 @@ from sortedrl.errors import EngineError
 
 TAKE_S = 0.5  # how long a member may keep tokens to itself: what a dead one takes with it
 ENDS = (Finished, Partial, Failed)
+EVEN_OUT_AT = 1.5  # times its share of what runs: a member with more, be it slow or unlucky, gives some back
 BACK_OFF_S = (0.0, 1.0, 2.0, 5.0, 10.0)
 
 logger = logging.getLogger(__name__)
@@ -54,13 +57,15 @@ class Pool:
         slots: int,
         exact_replay: bool,
         keep_kv: bool,
+        waits: bool = False,
         health_s: float = 60.0,
         start_s: float = 300.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._members = members
         self._slots = slots
-        self._capabilities = Capabilities(slots=size * slots, exact_replay=exact_replay, keep_kv=keep_kv, waits=False)
+        self._capabilities = Capabilities(slots=size * slots, exact_replay=exact_replay, keep_kv=keep_kv, waits=waits)
+        self._turn = 0  # counts interrupts
         self._health_s = health_s
         self._start_s = start_s
         self._clock = clock
@@ -97,6 +102,9 @@ class Pool:
 
     def poll(self, timeout: float | None = None) -> list[Event]:
         deadline = None if timeout is None else self._clock() + timeout
+        for seat in self._seats:
+            if seat.member is not None and seat.taking is None:
+                self._ask(seat)  # after an interrupt
         while True:
             self._tend()
             heard = self._collect()
@@ -108,15 +116,18 @@ class Pool:
             self._wait_for_news(left)
 
     def interrupt(self, samples: Iterable[int] | None = None) -> list[Event]:
-        chosen = None if samples is None else list(samples)
-        wanted = None if chosen is None else set(chosen)
+        wanted = None if samples is None else set(samples)
         kept_back = [r for r in self._backlog if wanted is None or r.sample in wanted]
         self._backlog = [r for r in self._backlog if not (wanted is None or r.sample in wanted)]
         heard: list[Event] = [self._partial(request) for request in kept_back]
+        if wanted is not None and not wanted:
+            wanted = self._surplus()
         asked: list[tuple[Seat, Future[Report]]] = []
+        self._turn += 1
         for seat in self._seats:
-            if seat.member is not None and (wanted is None or not wanted.isdisjoint(seat.running)):
-                asked.append((seat, seat.member.interrupt(chosen)))
+            if seat.member is not None:
+                there = None if wanted is None else list(wanted.intersection(seat.running))
+                asked.append((seat, seat.member.interrupt(there, self._turn)))
         for seat, future in asked:
             heard.extend(self._settle(seat, future))
         heard = self._with_unheard(heard)
@@ -162,6 +173,13 @@ class Pool:
             seat.member = seat.start_member = None
         self._members.close()
 
+    def _surplus(self) -> set[int]:
+        """What should go on elsewhere, where slots are free: of an uneven load, the samples that were sent last."""
+        living = [seat for seat in self._seats if seat.member is not None]
+        share = math.ceil(sum(len(seat.running) for seat in living) / max(len(living), 1))
+        uneven = (seat for seat in living if len(seat.running) > EVEN_OUT_AT * share)
+        return {sample for seat in uneven for sample in list(seat.running)[share:]}
+
     def _dispatch(self) -> None:
         """Hand out what waits, as far as there is room."""
         if not self._backlog:
@@ -202,14 +220,17 @@ class Pool:
         return [*others, *heard, *ends]
 
     def _settle(self, seat: Seat, reply: Future[Report] | None) -> list[Event]:
-        """Take in the report that is under way, and one more that was asked for, in their order; ask again."""
+        """Take in the report that is under way, or that and the answer to an interrupt, in their order.
+
+        The next is asked for at once, but after an interrupt only when somebody polls.
+        """
         futures = [future for future in (seat.taking, reply) if future is not None]
         seat.taking = None
         reports = [report for future in futures if (report := self._answer(seat, future)) is not None]
         heard: list[Event] = []
         for report in sorted(reports, key=lambda report: report.number):
-            heard.extend(event for event in report.events if self._is_current(seat, event))
-        if seat.member is not None:
+            heard += [event for event in report.events if self._is_current(seat, event)]
+        if seat.member is not None and reply is None:
             self._ask(seat)
         return heard
 
@@ -219,7 +240,7 @@ class Pool:
         if request is None or request.attempt != event.attempt:
             return False
         if isinstance(event, ENDS):
-            seat.unseat(request)
+            seat.unseat(event.sample)
             if isinstance(event, Finished):
                 seat.num_deaths = 0
         return True
@@ -234,7 +255,7 @@ class Pool:
             elif (error := future.exception()) is not None:
                 for request in requests:
                     if seat.running.get(request.sample) is request:
-                        seat.unseat(request)
+                        seat.unseat(request.sample)
                         refused.append(
                             Failed(
                                 sample=request.sample,
@@ -248,7 +269,7 @@ class Pool:
 
     def _ask(self, seat: Seat) -> None:
         assert seat.member is not None, "a dead member is asked"
-        seat.taking = seat.member.take(TAKE_S)
+        seat.taking = seat.member.take(TAKE_S, self._turn)
         seat.asked_at = self._clock()
 
     def _answer(self, seat: Seat, future: Future[Any]) -> Any:

@@ -36,7 +36,7 @@ class Router:
                 waiting.append(request)
                 continue
             self._homes[key] = seat
-            seat.seat(request)
+            seat.seat(request, key)
             chosen.setdefault(seat.index, []).append(request)
         if len(self._homes) > self._max_homes:
             self._homes = {key: seat for key, seat in self._homes.items() if key in seat.prompts}

@@ -5,7 +5,6 @@ What it keeps true: every call to a member returns at once, with a future that f
 
 from __future__ import annotations
 
-from collections import Counter
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -23,9 +22,11 @@ class Member(Protocol):
 
     def submit(self, requests: list[Request]) -> Future[None]: ...
 
-    def take(self, wait_s: float) -> Future[Report]: ...
+    def take(self, wait_s: float, turn: int) -> Future[Report]: ...
 
-    def interrupt(self, samples: list[int] | None) -> Future[Report]: ...
+    def interrupt(self, samples: list[int] | None, turn: int) -> Future[Report]:
+        """Begin a turn: nothing is decoded until a `take` of it."""
+        ...
 
     def publish(self, version: int, weights: Any, in_flight: InFlight) -> Future[None]: ...
 
@@ -68,7 +69,8 @@ class Seat:
     asked_at: float = 0.0
     submitting: list[tuple[Future[None], list[Request]]] = field(default_factory=list)
     running: dict[int, Request] = field(default_factory=dict)
-    prompts: Counter[int] = field(default_factory=Counter)  # of what runs, by `sibling_key`
+    keys: dict[int, int] = field(default_factory=dict)  # of what runs, the `sibling_key`
+    prompts: dict[int, int] = field(default_factory=dict)  # how many of them run, by key
     free: int = 0
     num_deaths: int = 0  # since it last finished an answer
     restart_at: float = 0.0
@@ -83,19 +85,21 @@ class Seat:
     def is_vacant(self) -> bool:
         return self.member is None and self.starting is None and not self.is_given_up
 
-    def seat(self, request: Request) -> None:
-        """A request goes to this member."""
+    def seat(self, request: Request, key: int) -> None:
+        """A request goes to this member; `key` is its `sibling_key`."""
         self.free -= 1
         self.running[request.sample] = request
-        self.prompts[sibling_key(request)] += 1
+        self.keys[request.sample] = key
+        self.prompts[key] = self.prompts.get(key, 0) + 1
 
-    def unseat(self, request: Request) -> None:
+    def unseat(self, sample: int) -> None:
         """Its attempt is over."""
-        del self.running[request.sample]
+        del self.running[sample]
         self.free += 1
-        key = sibling_key(request)
-        self.prompts[key] -= 1
-        if not self.prompts[key]:
+        key = self.keys.pop(sample)
+        if (left := self.prompts[key] - 1) > 0:
+            self.prompts[key] = left
+        else:
             del self.prompts[key]
 
     def vacate(self) -> list[Request]:
@@ -103,6 +107,7 @@ class Seat:
         left = list(self.running.values())
         self.member = self.taking = self.start_member = self.starting = None
         self.running.clear()
+        self.keys.clear()
         self.prompts.clear()
         self.submitting.clear()
         self.free = 0

@@ -6,6 +6,7 @@ it listens. What it keeps true: without an address nothing of Ray can be reached
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import logging
 import os
@@ -37,6 +38,7 @@ def connect(address: str | None = None) -> bool:
 
     if ray.is_initialized():
         return False
+    _silence()
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
         if address is not None:
@@ -50,6 +52,15 @@ def connect(address: str | None = None) -> bool:
             f"Ray cannot be had {where} ({why}): start it with `ray start --head`, or give the address of one that runs"
         ) from error
     return True
+
+
+def _silence() -> None:
+    """Keep Ray off stdout, where `--json` promises one object and nothing else.
+
+    It prints there that a worker died, whatever `log_to_driver` says. The pool logs that itself, and stops or goes on.
+    """
+    worker: Any = importlib.import_module("ray._private.worker")
+    worker._worker_logs_enabled = False  # the switch with which Ray's own debugger keeps the terminal to itself
 
 
 def disconnect() -> None:

@@ -59,11 +59,11 @@ class _EngineActor:
     def submit(self, requests: list[Request]) -> None:
         self._host.submit(requests)
 
-    def take(self, wait_s: float) -> Report:
-        return self._host.take(wait_s)
+    def take(self, wait_s: float, turn: int) -> Report:
+        return self._host.take(wait_s, turn)
 
-    def interrupt(self, samples: list[int] | None) -> Report:
-        return self._host.interrupt(samples)
+    def interrupt(self, samples: list[int] | None, turn: int) -> Report:
+        return self._host.interrupt(samples, turn)
 
     def publish(self, version: int, weights: Mapping[str, Any], in_flight: InFlight) -> None:
         self._host.publish(version, weights, in_flight)
@@ -87,11 +87,11 @@ class RayMember:
     def submit(self, requests: list[Request]) -> Future[None]:
         return self._actor.submit.remote(requests).future()
 
-    def take(self, wait_s: float) -> Future[Report]:
-        return self._actor.take.remote(wait_s).future()
+    def take(self, wait_s: float, turn: int) -> Future[Report]:
+        return self._actor.take.remote(wait_s, turn).future()
 
-    def interrupt(self, samples: list[int] | None) -> Future[Report]:
-        return self._actor.interrupt.remote(samples).future()
+    def interrupt(self, samples: list[int] | None, turn: int) -> Future[Report]:
+        return self._actor.interrupt.remote(samples, turn).future()
 
     def publish(self, version: int, weights: Any, in_flight: InFlight) -> Future[None]:
         return self._actor.publish.remote(version, weights, in_flight).future()

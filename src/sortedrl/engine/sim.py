@@ -170,7 +170,7 @@ class SimEngine:
                 events.append(Partial(sample, running.request.attempt, self.clock.now()))
         if not self.running:
             self._forget_ends()
-        if self.parked:
+        if self.parked and events:
             self._unpark()
         return events
 
