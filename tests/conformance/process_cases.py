@@ -59,9 +59,9 @@ def vllm_case(*, is_server: bool = False) -> Iterator[EngineCase]:
 
 
 def local_member() -> tuple[Engine, Any]:
-    """In an actor: a local engine."""
+    """In an actor: a local engine. Compiled code would be through with answers before they can be interrupted."""
     model = tiny_model()
-    return LocalEngine(model, slots=SLOTS, max_length=POOL_LENGTH, stream_every=1, decode=letters), model
+    return LocalEngine(model, slots=SLOTS, max_length=POOL_LENGTH, stream_every=1, path="lean", decode=letters), model
 
 
 def vllm_member() -> tuple[Engine, Any]:
