@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import mean
 from typing import Any
 
@@ -20,7 +21,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from sortedrl.simulate.costs import load_cost
+from sortedrl.simulate.costs import RooflineCost, load_hardware, load_shape
 from sortedrl.simulate.run import simulate
 from sortedrl.simulate.traces import load_trace
 
@@ -44,32 +45,22 @@ ARMS: Mapping[str, Mapping[str, Any]] = {
 FIGURES = ("tokens_per_s", "bubble_ratio", "goodput", "discarded_share", "staleness_token_mean", "update_share")
 
 
-class SlowUpdates:
-    """A cost model with the updates of another, so many times as long."""
-
-    def __init__(self, cost: Any, times: float) -> None:
-        self._cost = cost
-        self._times = times
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._cost, name)
-
-    def update_s(self, tokens: int) -> float:
-        return self._times * self._cost.update_s(tokens)
-
-
 def run(condition: Mapping[str, Any], arm: Mapping[str, Any], samples: int, seed: int) -> dict[str, float]:
     given = {**BASE, **condition}
     trace = load_trace(given["trace"], samples=samples, seed=seed)
-    cost = SlowUpdates(load_cost("roofline"), given["update_times"])
-    summary = simulate(trace, slots=given["slots"], update_batch=128, cohort_batches=4, seed=seed, cost=cost, **arm)
+    hardware = load_hardware("h100")
+    hardware = replace(hardware, train_flops_share=hardware.train_flops_share / given["update_times"])
+    cost = RooflineCost(hardware=hardware, model=load_shape("llama-3.1-8b"))
+    found = simulate(trace, slots=given["slots"], update_batch=128, cohort_batches=4, seed=seed, cost=cost, **arm)
+    assert found.wall_s
+    assert found.trained_tokens
     return {
-        "tokens_per_s": summary.tokens_per_s or 0.0,
-        "bubble_ratio": summary.bubble_ratio or 0.0,
-        "goodput": summary.goodput or 0.0,
-        "discarded_share": summary.discarded_tokens / summary.trained_tokens,
-        "staleness_token_mean": summary.staleness_token_mean or 0.0,
-        "update_share": summary.update_s / summary.wall_s,
+        "tokens_per_s": found.tokens_per_s or 0.0,
+        "bubble_ratio": found.bubble_ratio or 0.0,
+        "goodput": found.goodput or 0.0,
+        "discarded_share": (found.discarded_tokens or 0) / found.trained_tokens,
+        "staleness_token_mean": found.staleness_token_mean or 0.0,
+        "update_share": (found.update_s or 0.0) / found.wall_s,
     }
 
 
