@@ -235,6 +235,8 @@ class Controller:
             self.make_checkpoint()
         if self.knobs.overlap and not self.should_stop():
             self.harvest()  # what waited for this update must not wait for the engine's next word as well
+            if self.update is not None and self.update.done():
+                self.settle()  # an update that takes no time, as a simulation may have them
 
     # ---- what they are made of --------------------------------------------------------------------------------------
 
