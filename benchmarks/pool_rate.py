@@ -25,6 +25,7 @@ from rich.table import Table
 
 from sortedrl.buffer import Buffer
 from sortedrl.clock import WallClock
+from sortedrl.collector import rare_collections
 from sortedrl.controller import Controller
 from sortedrl.engine.base import EngineStats, Event, Finished, InFlight, Partial, Request, Sampling, Written
 from sortedrl.engine.host import Report
@@ -177,7 +178,7 @@ def measure(strategy: str, options: argparse.Namespace) -> dict[str, Any]:
     harvest, settle = Stopwatch(Controller, "harvest"), Stopwatch(Controller, "settle")
     inside = Stopwatch(InstantMember, "submit", "take", "interrupt", "publish", "stats")
     began = time.process_time()
-    with harvest, settle, inside:
+    with rare_collections(), harvest, settle, inside:  # as in training
         controller.run()
     seconds = time.process_time() - began - inside.total
     assert metrics.samples == options.samples, "samples were lost"

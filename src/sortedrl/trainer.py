@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from sortedrl.clock import WallClock
+from sortedrl.collector import rare_collections
 from sortedrl.config import SortedConfig
 from sortedrl.engine.base import EngineStats
 from sortedrl.errors import ConfigError, RunDirError, SortedRLError
@@ -254,7 +255,8 @@ class SortedTrainer:
             if is_new:
                 with clock.stopped():
                     parts.evaluator.run(controller.buffer.version, 0)
-            complete = controller.run()
+            with rare_collections():
+                complete = controller.run()
             timing, stats = controller.timing(), parts.stats()
             with clock.stopped():
                 if complete:

@@ -8,9 +8,7 @@ with accuracy left out.
 from __future__ import annotations
 
 import difflib
-import gc
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +16,7 @@ import numpy as np
 
 from sortedrl.buffer import Buffer
 from sortedrl.clock import VirtualClock
+from sortedrl.collector import no_collections
 from sortedrl.controller import Controller
 from sortedrl.engine.base import InFlight, Sampling
 from sortedrl.engine.cost import UnitCost
@@ -194,7 +193,7 @@ def simulate(
             total_samples=trace.num_samples,
         )
     )
-    with _no_collector():
+    with no_collections():
         complete = controller.run()
     assert complete, "a simulation ends with its trace"
     tell(RunEnded(t=clock.now(), reason="complete"))
@@ -207,18 +206,6 @@ def simulate(
         lookahead="none" if resolved.lookahead is None else resolved.lookahead,
         calibration=controller.buffer.lengths.calibration,
     )
-
-
-@contextmanager
-def _no_collector() -> Iterator[None]:
-    """A run makes millions of objects and no cycles: the garbage collector would visit them again and again in vain."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _check(trace: Trace, *, slots: int, update_batch: int, group_size: int, divergence: float, drift: float) -> None:

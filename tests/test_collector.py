@@ -1,0 +1,29 @@
+"""The garbage collector during a run: as it was when the run is over, whatever ends it."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from sortedrl.collector import RARE, no_collections, rare_collections
+
+
+def test_collections_are_rare_and_as_before_behind() -> None:
+    before = gc.get_threshold()
+    with pytest.raises(KeyError), rare_collections():
+        assert gc.get_threshold() == RARE
+        assert gc.get_freeze_count() > 0
+        raise KeyError
+    assert gc.get_threshold() == before
+    assert gc.get_freeze_count() == 0
+
+
+def test_none_at_all_and_as_before_behind() -> None:
+    assert gc.isenabled()
+    with no_collections():
+        assert not gc.isenabled()
+        with no_collections():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled()
