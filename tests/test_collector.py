@@ -10,11 +10,15 @@ from sortedrl.collector import RARE, no_collections, rare_collections
 
 
 def test_collections_are_rare_and_as_before_behind() -> None:
+    def fail() -> None:
+        with rare_collections():
+            assert gc.get_threshold() == RARE
+            assert gc.get_freeze_count() > 0
+            raise KeyError
+
     before = gc.get_threshold()
-    with pytest.raises(KeyError), rare_collections():
-        assert gc.get_threshold() == RARE
-        assert gc.get_freeze_count() > 0
-        raise KeyError
+    with pytest.raises(KeyError):
+        fail()
     assert gc.get_threshold() == before
     assert gc.get_freeze_count() == 0
 
