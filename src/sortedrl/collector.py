@@ -1,4 +1,4 @@
-"""How often Python looks for garbage while a run goes on: samples by the thousand are no cycles, and looking costs time.
+"""How often Python looks for garbage while a run goes on: samples by the thousand are no cycles, and a look costs time.
 
 The trainer and the simulator wrap their loop in one of these. Left to itself the collector goes through every living
 sample again and again; with 16,384 slots that was a fifth of the controller's time and most of its longest pauses.
