@@ -55,10 +55,6 @@ class Buffer:
     # ---- what the schedule asks -------------------------------------------------------------------------------------
 
     @property
-    def num_pending(self) -> int:
-        return len(self.pending)
-
-    @property
     def num_running(self) -> int:
         return len(self.running)
 
@@ -248,7 +244,7 @@ class Buffer:
         """RUNNING -> FINISHED with an empty answer, after too many failures; returns discarded tokens."""
         Buffer.finish(self, sample, FinishReason.FAILED)
         sample.num_failures += 1
-        return self._clear(sample)
+        return sample.clear()
 
     def feed(self, sample: Sample, tokens: Sequence[int]) -> None:
         """FINISHED -> PENDING: what ended was a turn. These tokens, sampled by nobody, follow, and the answer goes on.
@@ -294,7 +290,7 @@ class Buffer:
         if mode != FRESH:
             return 0
         sample.num_restarts += 1
-        return self._clear(sample)
+        return sample.clear()
 
     def take(self, samples: Iterable[Sample]) -> list[Sample]:
         """SCORED -> TRAINED: the samples leave the buffer for good, as one update batch."""
@@ -383,12 +379,6 @@ class Buffer:
             return []
         complete = (FINISHED, SCORED)
         return [s.num_tokens for s in self.groups[sample.group].samples if s.state in complete and s is not sample]
-
-    def _clear(self, sample: Sample) -> int:
-        """Throw the answer away; returns its tokens."""
-        discarded, sample.held = sample.num_tokens, 0
-        sample.segments.clear()
-        return discarded
 
     def _unready(self, sample: Sample) -> None:
         """A scored sample is to be written again."""

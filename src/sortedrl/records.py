@@ -189,6 +189,12 @@ class Sample:
         """By how many versions the oldest token lags behind `version`."""
         return version - self.segments[0].version if self.segments else 0
 
+    def clear(self) -> int:
+        """Throw the answer away; returns how many tokens it had."""
+        discarded, self.held = self.num_tokens, 0
+        self.segments.clear()
+        return discarded
+
     def cut(self, start: int, again: int) -> float:
         """Drop the tokens from `start` on; returns the slot time of the first `again` of them."""
         slot_s, position = 0.0, 0
