@@ -87,7 +87,8 @@ class WeightFolder:
 def map_tensors(path: Path) -> dict[str, torch.Tensor]:
     """The tensors of a safetensors file of one type, as views of the file itself: writing to them writes it."""
     with path.open("r+b") as file:
-        memory = mmap.mmap(file.fileno(), 0)
+        populate = getattr(mmap, "MAP_POPULATE", 0)  # Linux: all pages at once and now, not at the first writing
+        memory = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED | populate)
     start = 8 + int.from_bytes(memory[:8], "little")  # a length, a header, the tensors
     header = json.loads(memory[8:start])
     mapped: dict[str, torch.Tensor] = {}

@@ -182,7 +182,7 @@ def _tensors(path: Path) -> Iterable[tuple[str, torch.Tensor]]:
 def _tie_head(model: Any) -> None:
     """A head that shares the embedding's weights keeps the old ones in a reload: give it the present ones.
 
-    On CPUs a layer computes with a packed copy of its weights, which is made anew here.
+    On CPUs a layer computes with a packed copy of its weights. The reload has made one of the embedding's.
     """
     if not getattr(model.config, "tie_word_embeddings", False):
         return
@@ -191,9 +191,8 @@ def _tie_head(model: Any) -> None:
     if head is None or head is embedding:
         return
     head.weight = embedding.weight
-    method = getattr(head, "quant_method", None)
-    if method is not None:
-        method.process_weights_after_loading(head)
+    if hasattr(embedding, "cpu_linear"):
+        head.cpu_linear = embedding.cpu_linear
 
 
 def _end_with(owner: int) -> None:
