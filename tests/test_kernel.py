@@ -150,12 +150,12 @@ def test_an_interrupt_between_threads_leaves_none_waiting(monkeypatch: pytest.Mo
         started.append(pool.submit(run, rank))
         raise KeyboardInterrupt
 
-    pool = decoder._others
-    decoder._others = SimpleNamespace(submit=submit)
+    pool = decoder._threads._others
+    decoder._threads._others = SimpleNamespace(submit=submit)
     with pytest.raises(KeyboardInterrupt):
         decoder.forward(tokens_t, step.positions_t, None, step)
     started[0].result(timeout=30)
-    decoder._others = pool
+    decoder._threads._others = pool
     assert torch.equal(decoder.forward(tokens_t, step.positions_t, None, step), expected)
 
 

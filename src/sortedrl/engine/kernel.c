@@ -16,6 +16,7 @@
 #include <sched.h>
 
 #include "kernel_attention.h"
+#include "kernel_draw.h"
 #include "kernel_product.h"
 
 enum {

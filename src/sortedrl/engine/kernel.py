@@ -128,6 +128,13 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         *(number, pointer, pointer, pointer),  # tokens, their slots and positions
         *(number, pointer, pointer),  # wanted rows, logits
     ]
+    library.sortedrl_draw.restype = None
+    library.sortedrl_draw.argtypes = [
+        *(number, number),  # the thread's rank, and how many there are
+        *(number, number, pointer),  # rows, vocabulary, logits
+        *(pointer, pointer, pointer),  # seeds, positions, whether anything is drawn at all
+        *(pointer, pointer),  # tokens, normalizers
+    ]
     return library
 
 

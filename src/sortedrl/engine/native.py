@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +22,7 @@ from sortedrl.engine.cache import SlotCache
 from sortedrl.engine.decoder import norm_gain, rotary_turns, supports_lean
 from sortedrl.engine.kernel import Layer, Model, Team, load_kernel
 from sortedrl.engine.pages import zeros
+from sortedrl.engine.threads import Threads
 
 # Where torch has products on wider vectors than the kernel, or the kernel has none, only what is small enough gains.
 _MAX_PARAMETERS = 2_000_000
@@ -92,10 +92,8 @@ class NativeDecoder:
             sines=self._kept[2].data_ptr(),
         )
         self._num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        self._num_threads = torch.get_num_threads()
-        self._memory = torch.zeros(kernel.sortedrl_memory(self._model, self._num_threads))
-        self._team = Team()
-        self._others = ThreadPoolExecutor(max(1, self._num_threads - 1), thread_name_prefix="kernel")
+        self._threads, self._team = Threads(), Team()
+        self._memory = torch.zeros(kernel.sortedrl_memory(self._model, self._threads.max_size))
         self._make_room(root)
         self.refresh(model)
 
@@ -137,8 +135,7 @@ class NativeDecoder:
         """Logits [r, v] in float32 at the wanted rows, or at all."""
         num_rows = len(tokens_t) if rows_r is None else len(rows_r)
         logits_rv = torch.empty(num_rows, self._model.vocab)
-        is_large = len(tokens_t) * self._num_parameters >= _THREADED
-        size = min(self._num_threads, torch.get_num_threads()) if is_large else 1
+        size = self._threads.size(is_large=len(tokens_t) * self._num_parameters >= _THREADED)
         team = self._team
 
         def run(rank: int) -> None:
@@ -151,13 +148,10 @@ class NativeDecoder:
             )
 
         try:
-            others = [self._others.submit(run, rank) for rank in range(1, size)]
-            run(0)
-        except BaseException:  # interrupted between the two: nobody may wait for a thread that does not come
+            self._threads.run(run, size)
+        except BaseException:  # interrupted between two of them: nobody may wait for a thread that does not come
             team.left, self._team = 1, Team()
             raise
-        for other in others:
-            other.result()
         return logits_rv
 
 
