@@ -9,7 +9,7 @@ enum {
     PANEL = 16,
     WIDE = 6,    /* rows of a tile: as many sums as there are registers for */
     NARROW = 4,  /* for what would leave a wide one half empty */
-    BLOCK = 192, /* inputs whose weights, a panel of them, stay in the nearest cache */
+    BLOCK = 288, /* inputs whose weights, a panel of them, stay in the nearest cache */
 };
 
 static inline int64_t panels(int64_t n) { return (n + PANEL - 1) / PANEL * PANEL; }
