@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from sortedrl.engine import noise
+from sortedrl.engine import noise, sampling
 from sortedrl.engine.base import Sampling
 from sortedrl.engine.candidates import LIKELY, LUCKY, CandidateSearch
+from sortedrl.engine.kernel import load_kernel
 from sortedrl.engine.noise import LuckyTokens, gumbel, row_keys
-from sortedrl.engine.sampling import DenseNoise, Draw, SparseNoise, make_noise
+from sortedrl.engine.sampling import DenseNoise, Draw, KernelNoise, Noise, SparseNoise, make_noise
+from tiny_models import needs_compiler
 
 VOCAB = 5000
 
@@ -98,7 +100,19 @@ def test_the_bound_holds_for_every_token_that_is_neither_likely_nor_lucky() -> N
     assert math.exp(-LUCKY / LIKELY) == pytest.approx(1.1e-7, rel=0.03)
 
 
-# Both kinds of noise behind one protocol
+# The three kinds of noise behind one protocol
+
+SEARCHES = ["sparse", pytest.param("kernel", marks=needs_compiler)]
+
+
+def make(kind: str, slots: int, vocab: int) -> Noise:
+    if kind == "dense":
+        return DenseNoise(slots, vocab, torch.device("cpu"))
+    if kind == "sparse":
+        return SparseNoise(vocab)
+    kernel = load_kernel()
+    assert kernel is not None
+    return KernelNoise(kernel, slots, vocab)
 
 
 def chi_square(tokens: list[int], probs: list[float]) -> float:
@@ -107,14 +121,14 @@ def chi_square(tokens: list[int], probs: list[float]) -> float:
     return float(((counts - expected) ** 2 / expected).sum())
 
 
-@pytest.mark.parametrize("kind", ["dense", "sparse"])
+@pytest.mark.parametrize("kind", ["dense", *SEARCHES])
 def test_100_000_draws_follow_the_softmax(kind: str) -> None:
     probs = [0.4, 0.3, 0.15, 0.1, 0.04, 0.01]
     logits_rv = torch.tensor(probs).log().expand(2000, -1).contiguous()
     drawn: list[int] = []
     for part in range(50):
         draws = [Draw(part * 2000 + row, 5, Sampling()) for row in range(2000)]
-        source = DenseNoise(2000, 6, torch.device("cpu")) if kind == "dense" else SparseNoise(6)
+        source = make(kind, 2000, 6)
         source.start(0, draws)
         choice = source.choose(logits_rv, lambda draws=draws: draws)
         drawn += choice.tokens
@@ -123,12 +137,14 @@ def test_100_000_draws_follow_the_softmax(kind: str) -> None:
     assert chi_square(drawn, probs) < 20.52  # 5 degrees of freedom at 0.1 %
 
 
-def test_dense_and_sparse_noise_choose_and_verify_alike() -> None:
+@pytest.mark.parametrize("kind", SEARCHES)
+def test_a_search_chooses_and_verifies_as_noise_in_full_does(kind: str) -> None:
     logits_rv, seeds_r, _ = rows(24, 2.0)
     samplings = [Sampling(temperature=0.0 if row % 5 == 0 else 1.0) for row in range(24)]
     draws = [Draw(int(seed), 9, sampling) for seed, sampling in zip(seeds_r, samplings, strict=True)]
-    dense, sparse = DenseNoise(24, VOCAB, torch.device("cpu")), SparseNoise(VOCAB)
-    dense.start(0, draws)
+    dense, sparse = make("dense", 24, VOCAB), make(kind, 24, VOCAB)
+    for source in (dense, sparse):
+        source.start(0, draws)
     expected, found = (source.choose(logits_rv, lambda: draws) for source in (dense, sparse))
     assert found.tokens == expected.tokens
     assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
@@ -142,7 +158,51 @@ def test_dense_and_sparse_noise_choose_and_verify_alike() -> None:
     assert sum(verdicts[0].is_kept) > 12, "the tolerance must let some pass"
 
 
-def test_large_vocabularies_on_a_cpu_are_searched() -> None:
-    assert isinstance(make_noise(4, 49_152, torch.device("cpu")), SparseNoise)
-    assert isinstance(make_noise(4, 50, torch.device("cpu")), DenseNoise)
+@needs_compiler
+@pytest.mark.parametrize("scale", [0.0, 0.3, 3.0, 30.0])
+@pytest.mark.parametrize("vocab", [3, 31, 32, 5000])
+def test_compiled_draws_are_those_of_the_full_scheme(scale: float, vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Position by position, in slots that begin at positions of their own, by one thread and by two."""
+    generator = torch.Generator().manual_seed(0)
+    seeds_b = torch.randint(-(2**62), 2**62, (40,), generator=generator)
+    draws = [Draw(seed, row, Sampling()) for row, seed in enumerate(seeds_b.tolist())]
+    monkeypatch.setattr(sampling, "_THREADED", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    source = make("kernel", 40, vocab)
+    source.start(0, draws)
+    for step in range(3):
+        logits_bv = torch.randn(40, vocab, generator=generator) * scale
+        choice = source.choose(logits_bv, lambda: draws)
+        assert torch.equal(choice.tokens_r, in_full(logits_bv, seeds_b, torch.arange(40) + step))
+        expected_b = logits_bv.log_softmax(-1).gather(1, choice.tokens_r[:, None]).squeeze(1)
+        torch.testing.assert_close(torch.tensor(choice.logprobs), expected_b, atol=1e-5, rtol=0)
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+
+
+@needs_compiler
+def test_compiled_draws_move_with_their_slots() -> None:
+    logits_rv, seeds_r, _ = rows(3, 2.0)
+    source = make("kernel", 3, VOCAB)
+    source.start(0, [Draw(seed, 4, Sampling()) for seed in seeds_r.tolist()])
+    source.move(2, 0)
+    found = source.choose(logits_rv[:2], list)
+    assert torch.equal(found.tokens_r, in_full(logits_rv[:2], seeds_r[[2, 1]], torch.tensor([4, 4])))
+
+
+@needs_compiler
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_compiled_draws_from_broken_logits_have_no_log_prob(broken: float) -> None:
+    logits_rv, seeds_r, _ = rows(2, 1.0)
+    logits_rv[1, 77] = broken
+    source = make("kernel", 2, VOCAB)
+    source.start(0, [Draw(seed, 0, Sampling()) for seed in seeds_r.tolist()])
+    logprobs = source.choose(logits_rv, list).logprobs
+    assert [math.isfinite(logprob) for logprob in logprobs] == [True, False]
+
+
+def test_which_noise_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(make_noise(4, 49_152, torch.device("meta")), DenseNoise)
+    assert isinstance(make_noise(4, 50, torch.device("cpu")), KernelNoise if load_kernel() else DenseNoise)
+    monkeypatch.setattr(sampling, "load_kernel", lambda: None)
+    assert type(make_noise(4, 49_152, torch.device("cpu"))) is SparseNoise
+    assert isinstance(make_noise(4, 50, torch.device("cpu")), DenseNoise)

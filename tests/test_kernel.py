@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from sortedrl.engine import kernel
+from sortedrl.engine import kernel, native
 from sortedrl.engine.base import Sampling
 from sortedrl.engine.local import LocalEngine
 from sortedrl.engine.paths import make_path
@@ -73,15 +74,18 @@ def test_a_compiler_that_fails_is_told_and_no_more(
 
 
 @needs_compiler
-def test_which_models_it_takes() -> None:
+def test_which_models_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     def path_of(model, dtype=torch.float32) -> str:
         return make_path(model, "auto", slots=1, max_length=16, dtype=dtype)[1].name
 
     assert path_of(tiny_model("llama")) == "native"
     assert path_of(tiny_model("llama"), torch.bfloat16) == "lean"
     assert path_of(tiny_model("llama", num_attention_heads=8, num_key_value_heads=8)) == "lean"  # heads of 4
-    assert path_of(tiny_model("llama", vocab_size=70_000)) == "lean"  # 2.2 million parameters
     assert path_of(tiny_model("gpt-neox")) == "module"
+    large = tiny_model("llama", vocab_size=70_000)  # 2.2 million parameters
+    for capability, expected in (("AVX2", "native"), ("AVX512", "lean"), ("DEFAULT", "lean")):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
+        assert path_of(large) == expected
 
 
 @needs_compiler
@@ -104,6 +108,55 @@ def test_a_prefill_is_what_decoding_is_to_the_last_bit() -> None:
         rows_r = torch.tensor([0, 10, 11, 30, 31, 50, 70])
         found = decoder.forward(packed_t, several.positions_t, rows_r, several)
         assert torch.equal(found, expected[torch.tensor([0, 10, 0, 19, 0, 19, 39])])
+
+
+@needs_compiler
+@pytest.mark.parametrize("heads", [(1, 1), (4, 2), (3, 1), (4, 1), (6, 1)])  # queries that share a key: 1, 2, 3, 4, 6
+def test_threads_change_nothing(monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int]) -> None:
+    """A prefill of two chunks and steps of 1 to 9 slots, by one thread and by three; and the model's own modules."""
+    model = tiny_model("llama", num_attention_heads=heads[0], num_key_value_heads=heads[1], head_dim=24, hidden_size=48)
+    tokens_t = torch.randint(23, (120,), generator=torch.Generator().manual_seed(0))
+    rows_r = torch.tensor([0, 7, 95, 96, 119])
+
+    def logits(num_threads: int) -> list[torch.Tensor]:
+        monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+        cache, decoder = make_path(model, "native", slots=9, max_length=128, dtype=torch.float32)
+        whole = cache.plan_prefill([8], [120])
+        found = [decoder.forward(tokens_t, whole.positions_t, rows_r, whole)]
+        for slots in range(1, 10):
+            step = cache.plan_decode([1] * slots)
+            found.append(decoder.forward(tokens_t[:slots], step.positions_t, None, step))
+        return found
+
+    monkeypatch.setattr(native, "_THREADED", 0)
+    with torch.inference_mode():
+        alone, together = logits(1), logits(3)
+        assert all(torch.equal(one, three) for one, three in zip(alone, together, strict=True))
+        own = model(tokens_t[None]).logits[0, rows_r]
+        torch.testing.assert_close(alone[0], own, rtol=0, atol=1e-4)
+
+
+@needs_compiler
+def test_an_interrupt_between_threads_leaves_none_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_THREADED", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    cache, decoder = make_path(tiny_model(), "native", slots=2, max_length=16, dtype=torch.float32)
+    assert isinstance(decoder, native.NativeDecoder)
+    tokens_t, step = torch.tensor([1, 2]), cache.plan_decode([1, 1])
+    expected = decoder.forward(tokens_t, step.positions_t, None, step)
+    started = []
+
+    def submit(run, rank):
+        started.append(pool.submit(run, rank))
+        raise KeyboardInterrupt
+
+    pool = decoder._threads._others
+    decoder._threads._others = SimpleNamespace(submit=submit)
+    with pytest.raises(KeyboardInterrupt):
+        decoder.forward(tokens_t, step.positions_t, None, step)
+    started[0].result(timeout=30)
+    decoder._threads._others = pool
+    assert torch.equal(decoder.forward(tokens_t, step.positions_t, None, step), expected)
 
 
 @needs_compiler

@@ -16,6 +16,8 @@ from typing import Protocol
 
 import torch
 
+from sortedrl.engine.pages import zeros
+
 # Another call of attention costs about as much as this many elements of keys that are read in vain.
 _CALL_ELEMENTS = 16384
 _MAX_STEPS = 16
@@ -59,7 +61,7 @@ class SlotCache:
         self.slots, self.kv_heads, self.max_length, self.head_dim = slots, kv_heads, max_length, head_dim
         self.device = device
         # Zeros, not whatever memory holds: a masked position has weight 0, and 0 times NaN is NaN.
-        self.store = torch.zeros(num_layers, 2, slots, kv_heads, max_length, head_dim, dtype=dtype, device=device)
+        self.store = zeros(num_layers, 2, slots, kv_heads, max_length, head_dim, dtype=dtype, device=device)
         self.num_layers, self.dtype = num_layers, dtype
         by_head = self.store.view(num_layers, 2, slots * kv_heads, max_length, head_dim)
         self._keys, self._values = by_head[:, 0], by_head[:, 1]

@@ -167,7 +167,12 @@ def _normed(x: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
 
 def fold_norm(norm: Any, weight_om: torch.Tensor) -> torch.Tensor:
     """The matrix behind a norm, with the norm's gain and factor in its columns."""
-    return weight_om * (norm.weight * norm.weight.numel() ** 0.5)
+    return weight_om * norm_gain(norm)
+
+
+def norm_gain(norm: Any) -> torch.Tensor:
+    """What is left of an RMS norm behind x / sqrt(sum(x^2) + n eps)."""
+    return norm.weight * norm.weight.numel() ** 0.5
 
 
 def rotary_turns(rotary: Any, max_length: int, device: torch.device) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The compiled kernel of small models: built from `kernel.c` at its first use, kept in the user's cache, and loaded.
+"""The compiled kernel: built from `kernel.c` and its headers at its first use, kept in the user's cache, and loaded.
 
 `native.py` calls it. Where no C compiler is found, or it fails, there is no kernel, and the engine runs on torch as it
 would have anyway. Nothing is loaded that others could have written: the folder and the file are this user's alone.
@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 _SOURCE = Path(__file__).with_name("kernel.c")
+_SOURCES = (_SOURCE, *sorted(_SOURCE.parent.glob("kernel_*.h")))
 _COMPILERS = ("cc", "gcc", "clang")
 _FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-shared", "-fno-math-errno", "-Wno-psabi")
 _LIMIT_S = 60.0
@@ -47,18 +48,24 @@ class Model(ctypes.Structure):
     )
 
 
+class Team(ctypes.Structure):
+    """`struct team` of the source: where threads of one call meet."""
+
+    _fields_ = tuple((name, ctypes.c_int64) for name in ("arrived", "turn", "left"))
+
+
 @functools.cache
 def load_kernel() -> ctypes.CDLL | None:
     """The kernel, compiled if it has to be; None, and the reason in the log, where that cannot be done."""
     compiler = _find_compiler()
     if compiler is None:
-        log.info("no C compiler found: small models run on torch, at half the speed or less")
+        log.info("no C compiler found: the local engine runs on torch, small models at half the speed or less")
         return None
     flags = (*_FLAGS, *_processor_flags())
     try:
         return _declare(_load_kept(compiler, flags))
     except (OSError, subprocess.SubprocessError) as error:
-        log.warning("the kernel for small models could not be compiled (%s): they run on torch", _reason(error))
+        log.warning("the engine's kernel could not be compiled (%s): models run on torch", _reason(error))
         return None
 
 
@@ -74,7 +81,8 @@ def _processor_flags() -> tuple[str, ...]:
 
 
 def _load_kept(compiler: str, flags: tuple[str, ...]) -> ctypes.CDLL:
-    text = "\n".join((_SOURCE.read_text(encoding="utf-8"), platform.system(), platform.machine(), *flags))
+    sources = [path.read_text(encoding="utf-8") for path in _SOURCES]
+    text = "\n".join((*sources, platform.system(), platform.machine(), *flags))
     name = f"kernel-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sortedrl"
@@ -85,7 +93,7 @@ def _load_kept(compiler: str, flags: tuple[str, ...]) -> ctypes.CDLL:
             if _is_own(folder / name):
                 return ctypes.CDLL(str(folder / name))
     except (OSError, RuntimeError) as error:  # no home, a file system that cannot be written or not run from
-        log.info("the kernel for small models cannot be kept (%s): it is compiled for this process alone", error)
+        log.info("the engine's kernel cannot be kept (%s): it is compiled for this process alone", error)
     with tempfile.TemporaryDirectory(prefix="sortedrl-") as scratch:
         _compile(compiler, flags, Path(scratch) / name)
         return ctypes.CDLL(str(Path(scratch) / name))  # stays loaded when the file is gone
@@ -110,12 +118,22 @@ def _compile(compiler: str, flags: tuple[str, ...], target: Path) -> None:
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     library.sortedrl_memory.restype = number
-    library.sortedrl_memory.argtypes = [ctypes.POINTER(Model)]
+    library.sortedrl_memory.argtypes = [ctypes.POINTER(Model), number]
+    library.sortedrl_panels.restype = None
+    library.sortedrl_panels.argtypes = [pointer, pointer, number, number, pointer]
     library.sortedrl_forward.restype = None
     library.sortedrl_forward.argtypes = [
         *(ctypes.POINTER(Model), pointer),
+        *(ctypes.POINTER(Team), number, number),  # the thread's rank, and how many there are
         *(number, pointer, pointer, pointer),  # tokens, their slots and positions
         *(number, pointer, pointer),  # wanted rows, logits
+    ]
+    library.sortedrl_draw.restype = None
+    library.sortedrl_draw.argtypes = [
+        *(number, number),  # the thread's rank, and how many there are
+        *(number, number, pointer),  # rows, vocabulary, logits
+        *(pointer, pointer, pointer),  # seeds, positions, whether anything is drawn at all
+        *(pointer, pointer),  # tokens, normalizers
     ]
     return library
 

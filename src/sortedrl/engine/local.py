@@ -62,8 +62,8 @@ class _Done:
 class LocalEngine:
     """Samples from a transformers causal language model that is already loaded.
 
-    `path` picks how it is run: its own modules, the lean decoder of the Llama family, compiled code for small models of
-    that family (native), or the fastest that is possible (auto).
+    `path` picks how it is run: its own modules, the lean decoder of the Llama family, compiled code for that family on
+    a CPU (native), or the fastest that is possible (auto).
     `stream_every` delivers tokens every so many steps, not only when an attempt ends. `dtype` is that of the lean
     decoder's copy of the weights and of the cache; left out, the model's own. `decode` turns tokens into
     text; without it requests with stop strings fail.

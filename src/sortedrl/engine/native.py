@@ -1,8 +1,8 @@
-"""The decoder of small models of the Llama family on a CPU: a whole forward pass is one call of compiled code.
+"""The decoder of the Llama family in compiled code: a whole forward pass on a CPU is one call of each thread.
 
-`paths.py` takes it where a compiler is, for what `LeanDecoder` could run and is small enough. `kernel.c` does the work,
-on one thread; here weights are laid out for it, and cache and places handed to it. Log-probs are those of the lean
-decoder up to rounding; among themselves they are equal to the last bit, decoded or prefilled, alone or together.
+`paths.py` takes it where a compiler is, for what `LeanDecoder` could run. `kernel.c` does the work; here weights are
+laid out for it, and cache, places and threads handed to it. Log-probs are those of the lean decoder up to rounding;
+among themselves they are equal to the last bit, decoded or prefilled, alone or together, by one thread or several.
 
 Shapes: t packed tokens, r rows whose logits are wanted, i inputs, o outputs, v vocabulary.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,11 +19,14 @@ import torch
 from torch import nn
 
 from sortedrl.engine.cache import SlotCache
-from sortedrl.engine.decoder import fold_norm, rotary_turns, supports_lean
-from sortedrl.engine.kernel import Layer, Model, load_kernel
+from sortedrl.engine.decoder import norm_gain, rotary_turns, supports_lean
+from sortedrl.engine.kernel import Layer, Model, Team, load_kernel
+from sortedrl.engine.pages import zeros
+from sortedrl.engine.threads import Threads
 
-# Past about this size products are most of a step, and torch's on several threads outrun ours on one.
+# Where torch has products on wider vectors than the kernel, or the kernel has none, only what is small enough gains.
 _MAX_PARAMETERS = 2_000_000
+_THREADED = 100_000_000  # parameters times tokens, from which on a call is worth the time it takes to wake threads
 _BLOCK = 8  # positions whose keys lie together
 _PANEL = 16  # outputs whose weights do
 
@@ -88,20 +91,43 @@ class NativeDecoder:
             cosines=self._kept[1].data_ptr(),
             sines=self._kept[2].data_ptr(),
         )
-        self._memory = torch.zeros(kernel.sortedrl_memory(self._model))
+        self._num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        self._threads, self._team = Threads(), Team()
+        self._memory = torch.zeros(kernel.sortedrl_memory(self._model, self._threads.max_size))
+        self._make_room(root)
         self.refresh(model)
 
     @torch.inference_mode()
     def refresh(self, module: nn.Module) -> None:
+        """The module's weights of this moment, in place of those that are there."""
         root: Any = module
-        layers = [_lay_out(layer) for layer in root.model.layers]
-        embedding_vm = root.model.embed_tokens.weight.clone()
-        head = _panels(fold_norm(root.model.norm, root.lm_head.weight))
-        self._weights = (layers, embedding_vm, head)  # kept: the kernel has their addresses alone
-        addresses = [{name: weight.data_ptr() for name, weight in layer.items()} for layer in layers]
-        self._layers = (Layer * len(layers))(*(Layer(**layer) for layer in addresses))
+        self._embedding_vm.copy_(root.model.embed_tokens.weight)
+        for (weight_oi, norm), target in zip(_matrices(root), self._panels, strict=True):
+            gain_i = None if norm is None else norm_gain(norm).float()
+            self._kernel.sortedrl_panels(
+                weight_oi.data_ptr(), None if gain_i is None else gain_i.data_ptr(), *weight_oi.shape, target.data_ptr()
+            )
+        for layer, vectors in zip(root.model.layers, self._vectors, strict=True):
+            for name, vector in _vectors(layer).items():
+                vectors[name].copy_(vector)
+
+    def _make_room(self, root: Any) -> None:
+        """Memory for the weights, in the order in which a pass reads them; the kernel gets their addresses."""
+        shapes = [weight_oi.shape for weight_oi, _ in _matrices(root)]
+        sizes = [-(-outputs // _PANEL) * _PANEL * inputs for outputs, inputs in shapes]
+        self._panels = zeros(sum(sizes), dtype=torch.float32, device=torch.device("cpu")).split(sizes)
+        self._embedding_vm = torch.empty(root.model.embed_tokens.weight.shape)
+        self._vectors = [
+            {name: torch.empty(v.shape) for name, v in _vectors(layer).items()} for layer in root.model.layers
+        ]
+        addresses = [panel.data_ptr() for panel in self._panels]
+        self._layers = (Layer * len(self._vectors))()
+        for number, vectors in enumerate(self._vectors):
+            qkv, out, gate_up, _, down = addresses[5 * number : 5 * number + 5]
+            named = {name: vector.data_ptr() for name, vector in vectors.items()}
+            self._layers[number] = Layer(qkv=qkv, out=out, gate_up=gate_up, down=down, **named)
         self._model.layers = ctypes.addressof(self._layers)
-        self._model.embedding, self._model.head = embedding_vm.data_ptr(), head.data_ptr()
+        self._model.embedding, self._model.head = self._embedding_vm.data_ptr(), addresses[-1]
 
     def forward(
         self, tokens_t: torch.Tensor, positions_t: torch.Tensor, rows_r: torch.Tensor | None, plan: Places
@@ -109,17 +135,23 @@ class NativeDecoder:
         """Logits [r, v] in float32 at the wanted rows, or at all."""
         num_rows = len(tokens_t) if rows_r is None else len(rows_r)
         logits_rv = torch.empty(num_rows, self._model.vocab)
-        self._kernel.sortedrl_forward(
-            self._model,
-            self._memory.data_ptr(),
-            len(tokens_t),
-            tokens_t.data_ptr(),
-            plan.slots_t.data_ptr(),
-            positions_t.data_ptr(),
-            num_rows,
-            None if rows_r is None else rows_r.data_ptr(),
-            logits_rv.data_ptr(),
-        )
+        size = self._threads.size(is_large=len(tokens_t) * self._num_parameters >= _THREADED)
+        team = self._team
+
+        def run(rank: int) -> None:
+            self._kernel.sortedrl_forward(
+                self._model,
+                self._memory.data_ptr(),
+                *(team, rank, size),
+                *(len(tokens_t), tokens_t.data_ptr(), plan.slots_t.data_ptr(), positions_t.data_ptr()),
+                *(num_rows, None if rows_r is None else rows_r.data_ptr(), logits_rv.data_ptr()),
+            )
+
+        try:
+            self._threads.run(run, size)
+        except BaseException:  # interrupted between two of them: nobody may wait for a thread that does not come
+            team.left, self._team = 1, Team()
+            raise
         return logits_rv
 
 
@@ -129,9 +161,10 @@ def supports_native(model: nn.Module, dtype: torch.dtype) -> bool:
         return False
     root: Any = model
     parameters = list(model.parameters())
+    is_small = sum(parameter.numel() for parameter in parameters) <= _MAX_PARAMETERS
     return (
         all(parameter.is_cpu for parameter in parameters)
-        and sum(parameter.numel() for parameter in parameters) <= _MAX_PARAMETERS
+        and (is_small or torch.backends.cpu.get_cpu_capability() == "AVX2")
         and root.model.layers[0].self_attn.head_dim % _BLOCK == 0
         and load_kernel() is not None
     )
@@ -141,29 +174,26 @@ def whole_blocks(length: int) -> int:
     return -(-length // _BLOCK) * _BLOCK
 
 
-def _lay_out(layer: Any) -> dict[str, torch.Tensor]:
-    """A layer's weights by the names of the kernel, which has no place for what a model lacks."""
-    attention, mlp = layer.self_attn, layer.mlp
-    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-    qkv = fold_norm(layer.input_layernorm, torch.cat([linear.weight for linear in projections]))
-    weights = {
-        "qkv": _panels(qkv),
-        "out": _panels(attention.o_proj.weight),
-        "gate_up": torch.cat(
-            [_panels(fold_norm(layer.post_attention_layernorm, m.weight)) for m in (mlp.gate_proj, mlp.up_proj)]
-        ),
-        "down": _panels(mlp.down_proj.weight),
-    }
-    if projections[0].bias is not None:
-        bias_o = torch.cat([linear.bias for linear in projections])
-        weights["qkv_bias"] = nn.functional.pad(bias_o, (0, -len(bias_o) % _PANEL))
+def _matrices(root: Any) -> Iterator[tuple[torch.Tensor, Any]]:
+    """Weights in the order in which a pass reads them, five of every layer and the head, with the norms before them."""
+    for layer in root.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        yield torch.cat([linear.weight.detach().float() for linear in projections]), layer.input_layernorm
+        yield attention.o_proj.weight.detach().float().contiguous(), None
+        yield mlp.gate_proj.weight.detach().float().contiguous(), layer.post_attention_layernorm
+        yield mlp.up_proj.weight.detach().float().contiguous(), layer.post_attention_layernorm
+        yield mlp.down_proj.weight.detach().float().contiguous(), None
+    yield root.lm_head.weight.detach().float().contiguous(), root.model.norm
+
+
+def _vectors(layer: Any) -> dict[str, torch.Tensor]:
+    """A layer's biases and gains by the names of the kernel, as far as the model has some."""
+    attention = layer.self_attn
+    vectors = {}
+    if attention.q_proj.bias is not None:
+        bias_o = torch.cat([linear.bias for linear in (attention.q_proj, attention.k_proj, attention.v_proj)])
+        vectors["qkv_bias"] = nn.functional.pad(bias_o, (0, -len(bias_o) % _PANEL))
     if hasattr(attention, "q_norm"):
-        root_d = attention.head_dim**0.5
-        weights["q_gain"], weights["k_gain"] = (n.weight * root_d for n in (attention.q_norm, attention.k_norm))
-    return weights
-
-
-def _panels(weight_oi: torch.Tensor) -> torch.Tensor:
-    """[o / 16, i, 16], the last panel filled up with zeros."""
-    padded = nn.functional.pad(weight_oi, (0, 0, 0, -len(weight_oi) % _PANEL))
-    return padded.unflatten(0, (-1, _PANEL)).transpose(1, 2).contiguous()
+        vectors["q_gain"], vectors["k_gain"] = norm_gain(attention.q_norm), norm_gain(attention.k_norm)
+    return vectors

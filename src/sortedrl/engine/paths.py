@@ -39,8 +39,8 @@ def make_path(
     is_native, has_lean = path in ("auto", "native") and supports_native(model, dtype), supports_lean(model)
     if path == "native" and not is_native:
         raise ModelError(
-            f"{type(model).__name__} has no native path (a C compiler; a small Llama, Mistral, Qwen2 or Qwen3 in "
-            "float32 on a CPU): use path='auto'"
+            f"{type(model).__name__} has no native path (a C compiler; Llama, Mistral, Qwen2 or Qwen3 in float32 on a "
+            "CPU, small or with AVX2): use path='auto'"
         )
     if path == "lean" and not has_lean:
         raise ModelError(

@@ -2,14 +2,16 @@
 
 The local engine calls it once per step and once per prefill. With x the logits, divided by temperature and filtered, a
 token is argmax(x + noise) in float32, the greedy one for temperature 0; its log-prob is that of softmax(x), with
-temperature 1 for greedy ones. A small vocabulary gets its noise in full, for several positions at once (`DenseNoise`);
-of a large one on a CPU, only the tokens that can win do (`SparseNoise`).
+temperature 1 for greedy ones. On a CPU with a compiler compiled code does all of it (`KernelNoise`). Otherwise a small
+vocabulary gets its noise in full, for several positions at once (`DenseNoise`); of a large one on a CPU, only the
+tokens that can win do (`SparseNoise`).
 
 Shapes: b slots, r rows of logits (any positions of any sequences), v vocabulary, k positions drawn ahead.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -19,10 +21,13 @@ import torch
 from sortedrl.engine.base import Sampling
 from sortedrl.engine.candidates import CandidateSearch
 from sortedrl.engine.filters import filter_logits
+from sortedrl.engine.kernel import load_kernel
 from sortedrl.engine.noise import gumbel, seed_tensor
+from sortedrl.engine.threads import Threads
 
 _AHEAD_ELEMENTS = 1024  # noise drawn ahead per slot: enough to hide the cost of a call, little enough to throw away
 _AHEAD_POSITIONS = 16
+_THREADED = 1 << 20  # logits from which on a call is worth the time it takes to wake threads
 _SPARSE_VOCAB = 4096  # from here on looking for candidates is cheaper than noise in full
 
 
@@ -74,6 +79,8 @@ class Noise(Protocol):
 
 
 def make_noise(slots: int, vocab: int, device: torch.device) -> Noise:
+    if device.type == "cpu" and (kernel := load_kernel()) is not None:
+        return KernelNoise(kernel, slots, vocab)
     if vocab >= _SPARSE_VOCAB and device.type == "cpu":
         return SparseNoise(vocab)
     return DenseNoise(slots, vocab, device)
@@ -200,6 +207,60 @@ class SparseNoise:
         noise_r = gumbel(seeds_r, torch.tensor([draw.position for draw in draws]), tokens_r.unsqueeze(1)).squeeze(1)
         is_random_r = torch.tensor([draw.sampling.temperature > 0 for draw in draws])
         return _at(scaled_rv, tokens_r) + noise_r * is_random_r
+
+
+class KernelNoise(SparseNoise):
+    """Draws by compiled code. What is drawn next in a slot is kept, so that a step is one call."""
+
+    def __init__(self, kernel: ctypes.CDLL, slots: int, vocab: int) -> None:
+        super().__init__(vocab)
+        self._kernel, self._vocab, self._threads = kernel, vocab, Threads()
+        self._seeds_b, self._positions_b = (torch.zeros(slots, dtype=torch.int64) for _ in range(2))
+        self._is_random_b = torch.zeros(slots, dtype=torch.uint8)
+
+    def start(self, first_slot: int, draws: Sequence[Draw]) -> None:
+        slots = slice(first_slot, first_slot + len(draws))
+        self._seeds_b[slots], self._positions_b[slots], self._is_random_b[slots] = _columns(draws)
+
+    def move(self, source: int, target: int) -> None:
+        for kept_b in (self._seeds_b, self._positions_b, self._is_random_b):
+            kept_b[target] = kept_b[source]
+
+    def choose(self, scaled_bv: torch.Tensor, draws: Callable[[], list[Draw]]) -> Choice:
+        tokens_b, normalizer_b = self._call(scaled_bv, self._seeds_b, self._positions_b, self._is_random_b)
+        self._positions_b += 1
+        return _choice(tokens_b, _at(scaled_bv, tokens_b) - normalizer_b)
+
+    def _draw(self, scaled_rv: torch.Tensor, draws: Sequence[Draw]) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._call(scaled_rv, *_columns(draws))
+
+    def _call(
+        self, scaled_rv: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, is_random: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and normalizers; of seeds and the rest, as many as there are rows count."""
+        num_rows = len(scaled_rv)
+        scaled_rv = scaled_rv.float().contiguous()
+        tokens_r, normalizer_r = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows)
+        size = self._threads.size(is_large=scaled_rv.numel() >= _THREADED)
+
+        def run(rank: int) -> None:
+            self._kernel.sortedrl_draw(
+                *(rank, size, num_rows, self._vocab, scaled_rv.data_ptr()),
+                *(seeds.data_ptr(), positions.data_ptr(), is_random.data_ptr()),
+                *(tokens_r.data_ptr(), normalizer_r.data_ptr()),
+            )
+
+        self._threads.run(run, size)
+        return tokens_r, normalizer_r
+
+
+def _columns(draws: Sequence[Draw]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Seeds, positions, and whether there is any noise."""
+    return (
+        seed_tensor([draw.seed for draw in draws]),
+        torch.tensor([draw.position for draw in draws], dtype=torch.int64),
+        torch.tensor([draw.sampling.temperature > 0 for draw in draws], dtype=torch.uint8),
+    )
 
 
 def _choice(tokens_r: torch.Tensor, logprobs_r: torch.Tensor) -> Choice:
