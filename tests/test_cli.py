@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from sortedrl import cli
+from sortedrl import __version__, cli
 from sortedrl.config import SortedConfig
 from sortedrl.telemetry.sinks import read_events
 from sortedrl.telemetry.summary import Summary
@@ -211,6 +211,7 @@ def test_help_and_usage(call: Any) -> None:
     code, out, err = call()
     assert (code, err) == (2, "")
     assert "train" in out
+    assert call("--version") == (0, f"sortedrl {__version__}\n", "")
 
 
 # ---- bad input ------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.markup import escape
 
+from sortedrl import __version__
 from sortedrl.errors import SortedRLError
 from sortedrl.redact import SafeText, redact_text
 from sortedrl.reward_worker import printable
@@ -21,7 +22,6 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Online length-aware rollout scheduling for RL post-training.",
 )
 err = Console(stderr=True)
 TABLE_WIDTH = 110  # where stdout is no terminal
@@ -29,6 +29,21 @@ TABLE_WIDTH = 110  # where stdout is no terminal
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file, see configs/.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="For example run.seed=1.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout instead of tables.")]
+
+
+def _tell_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"sortedrl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Online length-aware rollout scheduling for RL post-training."""
 
 
 def stdout_console() -> Console:

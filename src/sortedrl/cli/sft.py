@@ -31,7 +31,7 @@ def sft(
     steps: Annotated[int | None, typer.Option(min=1, help="Left out: what CONFIG or the shipped model takes.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Fine-tune as the [sft] section of CONFIG says, or rebuild the embedded model in the folder OUT."""
+    """Fine-tune as the section `sft` of CONFIG says, or rebuild the embedded model in the folder OUT."""
     if target.suffix == ".toml" and not rebuild_tiny:
         given = [f"run.seed={seed}"] * (seed is not None) + [f"sft.steps={steps}"] * (steps is not None)
         tune_as(SortedConfig.load(target, [*(overrides or []), *given]), out, as_json)
