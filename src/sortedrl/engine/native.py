@@ -147,12 +147,12 @@ class NativeDecoder:
                 *(num_rows, None if rows_r is None else rows_r.data_ptr(), logits_rv.data_ptr()),
             )
 
-        try:
-            self._threads.run(run, size)
-        except BaseException:  # interrupted between two of them: nobody may wait for a thread that does not come
-            team.left, self._team = 1, Team()
-            raise
+        self._threads.run(run, size, self._leave)
         return logits_rv
+
+    def _leave(self) -> None:
+        self._team.left = 1
+        self._team = Team()
 
 
 def supports_native(model: nn.Module, dtype: torch.dtype) -> bool:

@@ -16,15 +16,27 @@ class Threads:
 
     def __init__(self) -> None:
         self.max_size = torch.get_num_threads()
-        self._others = ThreadPoolExecutor(max(1, self.max_size - 1), thread_name_prefix="kernel")
+        self._others = self._start()
 
     def size(self, *, is_large: bool) -> int:
         """How many threads a call should have: waking another takes longer than a small one."""
         return min(self.max_size, torch.get_num_threads()) if is_large else 1
 
-    def run(self, call: Callable[[int], None], size: int) -> None:
-        """`call(rank)` for each rank below `size`, all at the same time."""
-        others = [self._others.submit(call, rank) for rank in range(1, size)]
-        call(0)
+    def run(self, call: Callable[[int], None], size: int, give_up: Callable[[], None] = lambda: None) -> None:
+        """`call(rank)` for each rank below `size`, all at the same time.
+
+        Interrupted on the way it calls `give_up`, for those that wait for a rank that does not come, and sees them end.
+        """
+        try:
+            others = [self._others.submit(call, rank) for rank in range(1, size)]
+            call(0)
+        except BaseException:
+            give_up()
+            self._others.shutdown()
+            self._others = self._start()
+            raise
         for other in others:
             other.result()
+
+    def _start(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(max(1, self.max_size - 1), thread_name_prefix="kernel")
