@@ -26,8 +26,8 @@ from sortedrl.cli.bench import learner_table
 DATA = Path(os.environ.get("SORTEDRL_DATA") or Path(__file__).parents[2] / "shared" / "data")
 TRACE = DATA / "traces" / "qwen25_math_100x8.json"
 CASES: dict[str, dict[str, Any]] = {
-    "smollm2": {"model": "smollm2-135m", "samples": 64, "scale": 0.125, "prompt_tokens": 16},
-    "tiny": {"model": "knights-tiny", "samples": 64, "scale": 1.0, "prompt_tokens": 64},
+    "smollm2": {"model": "smollm2-135m", "samples": 64, "scale": 0.0625, "prompt_tokens": 8, "passes": 2},
+    "tiny": {"model": "knights-tiny", "samples": 64, "scale": 1.0, "prompt_tokens": 64, "passes": 4},
 }
 
 
