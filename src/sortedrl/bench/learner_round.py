@@ -143,7 +143,8 @@ def main() -> None:
     model, _ = load_model(job["folder"])
     samples = make_samples(model.config.vocab_size, job)
     if job["contender"] == SCORING:
-        return score(model, samples, job)
+        score(model, samples, job)
+        return
     for place, logprobs in load_file(job["logprobs"]).items():
         samples[int(place)].segments[0].logprobs = logprobs.tolist()
     update = (packed_update if job["contender"] == "packed" else padded_update)(model, samples, job)
