@@ -4,8 +4,8 @@
 
 Each case is what `sortedrl bench learner` measures, on the lengths of a trace: by default those of Qwen2.5-Math on MATH
 where the file is there, else drawn from a distribution like theirs. Lengths are scaled down for the real model, since
-answers padded to the longest have to fit in memory. All go into results/learner.json, stamped. On a machine that does
-other work compare `ratio_cpu`, tokens per CPU second.
+answers padded to the longest have to fit in memory, and updates of them to end in a minute. All go into
+results/learner.json, stamped. On a machine that does other work compare `ratio_cpu`, tokens per CPU second.
 """
 
 from __future__ import annotations
