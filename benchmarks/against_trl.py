@@ -1,13 +1,15 @@
 """A GRPO step of TRL's `GRPOTrainer` and of ours on a CPU: same model, prompts, rewards, samples and precision.
 
-    python benchmarks/against_trl.py [--steps 2] [--rounds 1] [--threads N] [--natural] [--quick] [--json]
+    python benchmarks/against_trl.py [--steps 1] [--rounds 3] [--threads N] [--full-length] [--quick] [--json]
 
-A step is 4 puzzles in words x 8 samples x 128 tokens and one update, all in float32. No answer ends early, so that both
-write and learn from the same number of tokens; with `--natural` they end where the model ends them. Each side is a
-process of its own with all threads, in turns. TRL runs as it is set up by default (`trl`: activations recomputed, the
-batch as a whole) and without recomputing, in four passes (`trl-tuned`), which is faster where memory allows it. Ours is
-the `sync` strategy, which waits for the whole batch as TRL does: what scheduling gives comes on top. Results go into
-results/against_trl.json, stamped. On a machine that does other work compare CPU seconds.
+A step is 4 puzzles in words x 8 samples x at most 128 tokens and one update, all in float32. Answers end where the
+model ends them, as they do in training; the two sides draw other answers, so times are also compared per token written.
+With `--full-length` none ends early, and both write and learn from the same number of tokens. Each side is a process of
+its own with all threads, in turns, and each round has a seed of its own. TRL runs as it is set up by default (`trl`:
+activations recomputed, the batch as a whole) and, in one round, without recomputing and in four passes (`trl-tuned`),
+which is faster where memory allows it. Ours is the `sync` strategy, which waits for the whole batch as TRL does: what
+scheduling gives comes on top. Results go into results/against_trl.json, stamped. On a machine that does other work
+compare CPU seconds.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 OURS = "sortedrl"
+ONCE = "trl-tuned"  # is run in the first round alone
 PARTS = ("generation", "logprobs", "update", "other")
 FULL = {"model": "smollm2-135m", "task": "logic", "prompts": 4, "siblings": 8, "new_tokens": 128}
 QUICK = {"model": "knights-tiny", "task": "knights", "prompts": 2, "siblings": 4, "new_tokens": 16}
@@ -43,11 +46,17 @@ def run_ours(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     from sortedrl import SortedConfig, SortedTrainer
 
     rows, model, tokenizer = prepare(job)
-    if not job["natural"]:
+    if job["full_length"]:
         model.generation_config.eos_token_id = tokenizer.eos_token = None
     batch = job["prompts"] * job["siblings"]
     config = SortedConfig(
-        run={"dir": str(folder), "samples": batch * job["steps"], "threads": job["threads"], "report": False},
+        run={
+            "dir": str(folder),
+            "samples": batch * job["steps"],
+            "threads": job["threads"],
+            "seed": job["seed"],
+            "report": False,
+        },
         task={"max_prompt_tokens": 768},
         engine={"slots": batch, "max_new_tokens": job["new_tokens"], "dtype": "float32"},
         schedule={"strategy": "sync", "update_batch": batch},
@@ -108,8 +117,9 @@ def run_trl(job: dict[str, Any], folder: Path, *, is_tuned: bool) -> dict[str, A
         gradient_accumulation_steps=passes,
         gradient_checkpointing=not is_tuned,
         max_completion_length=job["new_tokens"],
-        generation_kwargs={} if job["natural"] else {"min_new_tokens": job["new_tokens"]},
+        generation_kwargs={"min_new_tokens": job["new_tokens"]} if job["full_length"] else {},
         learning_rate=1e-6,
+        seed=job["seed"],
         beta=0.0,
         shuffle_dataset=False,
         save_strategy="no",
@@ -156,7 +166,7 @@ def prepare(job: dict[str, Any]) -> tuple[list[dict[str, Any]], Any, Any]:
 SIDES: dict[str, Callable[[dict[str, Any], Path], dict[str, Any]]] = {
     OURS: run_ours,
     "trl": lambda job, folder: run_trl(job, folder, is_tuned=False),
-    "trl-tuned": lambda job, folder: run_trl(job, folder, is_tuned=True),
+    ONCE: lambda job, folder: run_trl(job, folder, is_tuned=True),
 }
 
 
@@ -165,50 +175,57 @@ def measure(job: dict[str, Any], sides: list[str], rounds: int) -> dict[str, Any
     environment = {**os.environ, "OMP_NUM_THREADS": str(job["threads"]), "HF_HUB_OFFLINE": "1"}
     for number in range(rounds):
         for side in sides:
+            if number and side == ONCE:
+                continue
             print(f"round {number + 1}: {side}", file=sys.stderr)
-            command = [sys.executable, __file__, "--side", side, "--job", json.dumps(job)]
+            text = json.dumps({**job, "seed": job["seed"] + number})
+            command = [sys.executable, __file__, "--side", side, "--job", text]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=True)
             found[side].append(json.loads(done.stdout.splitlines()[-1]))
-    results: list[dict[str, Any]] = []
-    for side in sides:
-        middle = {
-            key: statistics.median(one[key] for one in found[side]) / job["steps"]
-            for key in ("wall_s", "cpu_s", *(f"{part}_s" for part in PARTS))
-        }
-        tokens = found[side][0]["tokens"] / job["steps"]
-        results.append(
-            {"name": side, **middle, "tokens": tokens, "tokens_per_s": tokens / middle["wall_s"], "rounds": found[side]}
-        )
-    peers = [row for row in results if row["name"] != OURS]
+    results = [result_of(side, found[side], job["steps"]) for side in sides]
+    ours, peers = results[0], results[1:]
     ratios = {
-        name: {row["name"]: row[key] / row["tokens"] / (results[0][key] / results[0]["tokens"]) for row in peers}
-        for name, key in (("ratio", "wall_s"), ("ratio_cpu", "cpu_s"))
+        f"ratio{suffix}": {row["name"]: row[key] / ours[key] for row in peers}
+        for suffix, key in (("", "wall_s"), ("_cpu", "cpu_s"), ("_per_token", "wall_ms_per_token"))
     }
     return {"results": results, **ratios, **job}
 
 
+def result_of(side: str, rounds: list[dict[str, Any]], steps: int) -> dict[str, Any]:
+    """A side's seconds a step and milliseconds a token, the median of its rounds."""
+    times = {
+        key: statistics.median(one[key] for one in rounds) / steps
+        for key in ("wall_s", "cpu_s", *(f"{part}_s" for part in PARTS))
+    }
+    per_token = statistics.median(1000 * one["wall_s"] / one["tokens"] for one in rounds)
+    tokens = statistics.mean(one["tokens"] for one in rounds) / steps
+    return {"name": side, **times, "wall_ms_per_token": per_token, "tokens": tokens, "rounds": rounds}
+
+
 def table_of(result: dict[str, Any]) -> Table:
     title = (
-        f"a step: {result['prompts']} prompts x {result['siblings']} samples x {result['new_tokens']} tokens of "
-        f"{result['model']}, float32, {result['threads']} threads"
+        f"a step: {result['prompts']} prompts x {result['siblings']} samples x {result['new_tokens']} tokens "
+        f"{'each' if result['full_length'] else 'at most'}, {result['model']}, float32, {result['threads']} threads"
     )
-    table = Table("", "wall s", "CPU s", *(f"{part} s" for part in PARTS), "tokens", "ours is faster by", title=title)
+    faster = ("ours is faster by", "in CPU s", "per token")
+    table = Table("", "wall s", "CPU s", *(f"{part} s" for part in PARTS), "tokens", *faster, title=title)
     for row in result["results"]:
         name = row["name"]
         times = (f"{row[key]:.1f}" for key in ("wall_s", "cpu_s", *(f"{part}_s" for part in PARTS)))
-        ratios = (f"{result[kind][name]:.2f}" for kind in ("ratio", "ratio_cpu") if name in result[kind])
-        table.add_row(name, *times, f"{row['tokens']:.0f}", " (CPU) ".join(ratios))
+        kinds = ("ratio", "ratio_cpu", "ratio_per_token")
+        ratios = (f"{result[kind][name]:.2f}" if name in result[kind] else "" for kind in kinds)
+        table.add_row(name, *times, f"{row['tokens']:.0f}", *ratios)
     return table
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--against", default="trl,trl-tuned")
-    parser.add_argument("--natural", action="store_true", help="answers end where the model ends them")
+    parser.add_argument("--against", default=f"trl,{ONCE}")
+    parser.add_argument("--full-length", action="store_true", help="no answer ends before its last token")
     parser.add_argument("--quick", action="store_true", help="the tiny model, a few tokens; nothing is saved")
     parser.add_argument("--json", action="store_true", help="print the record instead of a table")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
@@ -218,7 +235,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="against-trl-") as folder:
             print("\n" + json.dumps(SIDES[options.side](options.job, Path(folder))))
         return
-    shared = {key: getattr(options, key) for key in ("steps", "threads", "seed", "natural")}
+    shared = {key: getattr(options, key) for key in ("steps", "threads", "seed", "full_length")}
     result = measure(
         {**(QUICK if options.quick else FULL), **shared}, [OURS, *options.against.split(",")], options.rounds
     )

@@ -4,8 +4,8 @@
 
 Each case is what `sortedrl bench learner` measures, on the lengths of a trace: by default those of Qwen2.5-Math on MATH
 where the file is there, else drawn from a distribution like theirs. Lengths are scaled down for the real model, since
-answers padded to the longest have to fit in memory. All go into results/learner.json, stamped. On a machine that does
-other work compare `ratio_cpu`, tokens per CPU second.
+answers padded to the longest have to fit in memory, and updates of them to end in a minute. All go into
+results/learner.json, stamped. On a machine that does other work compare `ratio_cpu`, tokens per CPU second.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from sortedrl.cli.bench import learner_table
 DATA = Path(os.environ.get("SORTEDRL_DATA") or Path(__file__).parents[2] / "shared" / "data")
 TRACE = DATA / "traces" / "qwen25_math_100x8.json"
 CASES: dict[str, dict[str, Any]] = {
-    "smollm2": {"model": "smollm2-135m", "samples": 64, "scale": 0.125, "prompt_tokens": 16},
-    "tiny": {"model": "knights-tiny", "samples": 64, "scale": 1.0, "prompt_tokens": 64},
+    "smollm2": {"model": "smollm2-135m", "samples": 64, "scale": 0.0625, "prompt_tokens": 8, "passes": 2},
+    "tiny": {"model": "knights-tiny", "samples": 64, "scale": 1.0, "prompt_tokens": 64, "passes": 4},
 }
 
 

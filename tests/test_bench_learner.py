@@ -7,7 +7,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from sortedrl.bench.learner import LearnerBench, heavy_tailed, run_round
+from sortedrl.bench.learner import LearnerBench, heavy_tailed, run_process
 from sortedrl.cli import app
 from sortedrl.errors import LearnerError
 
@@ -47,5 +47,5 @@ def test_lengths_are_spread_over_the_trace(tmp_path) -> None:
 
 @pytest.mark.slow
 def test_a_contender_that_fails_says_why() -> None:
-    with pytest.raises(LearnerError, match=r"padded update did not end well .*lower --samples"):
-        run_round({"folder": "/no/such/folder", "contender": "padded", "threads": 1})
+    with pytest.raises(LearnerError, match=r"padded process did not end well .*lower --samples"):
+        run_process({"folder": "/no/such/folder", "contender": "padded", "threads": 1})

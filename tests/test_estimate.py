@@ -49,8 +49,9 @@ def test_memory_follows_the_configuration() -> None:
     assert estimate_memory(config(learner={"micro_tokens": 1}), TOY).logits == 3 * 10 * 7 * 4  # one sample has to fit
     # Inputs of 3 floats for each of 2 layers, and one layer's 56.
     assert estimate_memory(config(learner={"recompute": True}), TOY).activations == 80 * (2 * 3 + 56) * 4
-    # More than 2^22 logits are never there at once.
-    assert estimate_memory(config(), replace(TOY, vocab=2**20)).logits == 3 * 2**22 * 4
+    # Of 80 x 2^20 logits a piece of 2^22 is there in three forms, and 2^26 stay.
+    assert estimate_memory(config(), replace(TOY, vocab=2**20)).logits == (3 * 2**22 + 2**26) * 4
+    assert estimate_memory(config(), replace(TOY, vocab=2**17)).logits == (3 * 2**22 + 80 * 2**17) * 4  # all of them
     adapters = estimate_memory(config(lora={"rank": 2}, learner={"kl_coef": 0.1}), TOY)
     # Sides of the seven maps: four of 3 + 3, three of 3 + 5; rank 2, two layers.
     assert adapters.gradients == 2 * 2 * (4 * 6 + 3 * 8) * 4

@@ -34,7 +34,11 @@ def plain_scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: T
 @pytest.mark.usefixtures("in_pieces")
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_values_and_gradients_are_those_of_the_whole(has_bias: bool, temperature: float) -> None:
+@pytest.mark.parametrize("kept", [0, 100, 1000])  # none of 13 x 23 logits, the first two pieces of seven, all
+def test_values_and_gradients_are_those_of_the_whole(
+    has_bias: bool, temperature: float, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head_module, "KEPT_ELEMENTS", kept)
     generator = torch.Generator().manual_seed(0)
     shapes = {"hidden": (13, 8), "weight": (23, 8), "bias": (23,)}
     inputs = {name: torch.randn(shape, generator=generator, requires_grad=True) for name, shape in shapes.items()}
@@ -56,6 +60,39 @@ def test_values_and_gradients_are_those_of_the_whole(has_bias: bool, temperature
     torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.usefixtures("in_pieces")
+def test_kept_pieces_are_used_up_and_computed_again_for_a_second_backward() -> None:
+    hidden, weight = (torch.randn(shape, requires_grad=True) for shape in ((13, 8), (23, 8)))
+    logprobs, _ = head_module._Pieces.apply(hidden, weight, None, torch.arange(13), 1.0)
+    node = logprobs.grad_fn
+    assert len(node.kept) == 7  # all pieces
+    first = torch.autograd.grad(logprobs.sum(), (hidden, weight), retain_graph=True)
+    assert node.kept == []
+    second = torch.autograd.grad(logprobs.sum(), (hidden, weight))
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("in_pieces")
+def test_a_pass_without_gradients_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[int] = []
+    forward = head_module._Pieces.forward
+
+    def spy(ctx: Any, *args: Any) -> Any:
+        returned = forward(ctx, *args)
+        found.append(len(ctx.kept))
+        return returned
+
+    monkeypatch.setattr(head_module._Pieces, "forward", staticmethod(spy))
+    (micro,) = pack(make(MIXED), [1.0] * len(MIXED), 1000)
+    model = tiny_model("llama")
+    with packed_attention(model):
+        with torch.no_grad():
+            Scorer(1.0).score(model, micro)
+        Scorer(1.0).score(model, micro)
+    assert found[0] == 0
+    assert found[1] > 0
+
+
 @pytest.mark.parametrize("kind", ["llama", "llama-gqa", "qwen3", "gpt-neox"])
 @pytest.mark.parametrize(
     "changes", [{}, {"entropy_coef": 0.1}, {"kl_coef": 0.1}, {"algorithm": "ppo"}, {"importance": "token"}]
@@ -69,6 +106,7 @@ def test_an_update_in_pieces_is_that_of_the_whole(
         if is_in_pieces:
             monkeypatch.setattr(head_module, "WHOLE_ELEMENTS", 0)
             monkeypatch.setattr(head_module, "PIECE_ELEMENTS", 60)
+            monkeypatch.setattr(head_module, "KEPT_ELEMENTS", 200)
         model = tiny_model(kind)
         batch = make_batch(model, off_policy=0.3, temperature=0.7)
         learner = TorchLearner(model, Settings(lr=1e-3, **changes), temperature=0.7)

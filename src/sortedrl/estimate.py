@@ -17,7 +17,7 @@ from typing import Any
 
 from sortedrl.config import SortedConfig
 from sortedrl.errors import ModelError
-from sortedrl.learner.head import PIECE_ELEMENTS
+from sortedrl.learner.head import KEPT_ELEMENTS, PIECE_ELEMENTS, WHOLE_ELEMENTS
 from sortedrl.simulate.costs import CostModel, Hardware, Model, RooflineCost, load_hardware, load_shape, preset_names
 from sortedrl.simulate.fit import fit_runs
 
@@ -138,11 +138,17 @@ def estimate_memory(config: SortedConfig, model: Model) -> Memory:
         optimizer=2 * trained * FLOAT,
         kv_cache=int(config.slots * window * model.kv_bytes),
         activations=ranks * _kept_bytes(model, micro, is_recomputed=config.learner.recompute),
-        logits=ranks * LOGIT_COPIES * min(micro * model.vocab, PIECE_ELEMENTS) * FLOAT,
+        logits=ranks * _logit_bytes(micro * model.vocab),
         gathered=ranks * 2 * weights // model.layers if ranks > 1 else 0,
         driver=2 * weights if ranks > 1 and not config.learner.rank_gpus else 0,  # with GPUs it is in other memory
         ranks=ranks,
     )
+
+
+def _logit_bytes(size: int) -> int:
+    """What a micro-batch with so many logits holds of them at once: a piece's, and what is kept of the others."""
+    kept = min(size, KEPT_ELEMENTS) if size > WHOLE_ELEMENTS else 0
+    return (LOGIT_COPIES * min(size, PIECE_ELEMENTS) + kept) * FLOAT
 
 
 def activation_bytes(model: Model) -> int:

@@ -2,8 +2,8 @@
 
 `sortedrl bench learner` and benchmarks/learner.py call `measure`. Both take the same model, batch, loss and optimiser,
 and cut the batch into the same number of passes. Every round of every contender is a process of its own
-(`learner_round.py`), so that its peak memory is its alone; rounds are interleaved and the median counts. Gradients are
-compared: a speed with others would be no speed.
+(`learner_round.py`), so that its peak memory is its alone; rounds are interleaved and the median counts. The answers'
+log-probs come from one process before all others. Gradients are compared: a speed with others would be no speed.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from sortedrl.bench.learner_round import Round
+from sortedrl.bench.learner_round import SCORING, Round
 from sortedrl.build import named_model_path
 from sortedrl.errors import LearnerError
 from sortedrl.simulate.traces import load_trace
 
 OURS = "packed"
 PEER = "padded"
-RECOMPUTED = "packed, recomputed"  # activations are not kept
+RECOMPUTED = "packed, recomputed"  # activations are not kept; one round is enough to see what that saves and costs
 LIKE_QWEN = "lognormal(370, 0.55, 4507)"  # about as Qwen2.5-Math's published samples of MATH are distributed
 
 
@@ -56,21 +56,26 @@ def measure(bench: LearnerBench, on_round: Callable[[str], None] = lambda name: 
     names = (OURS, PEER, *((RECOMPUTED,) if bench.has_recomputed else ()))
     rounds: dict[str, list[Round]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory(prefix="sortedrl-bench-") as scratch:
+        shared = {
+            "folder": str(folder),
+            "lengths": lengths,
+            "prompt_tokens": bench.prompt_tokens,
+            "passes": bench.passes,
+            "threads": bench.threads,
+            "seed": bench.seed,
+            "logprobs": str(Path(scratch) / "logprobs.safetensors"),
+        }
+        run_process({**shared, "contender": SCORING})
         for number in range(bench.rounds):
-            for name in names:
+            for name in names if number == 0 else names[:2]:
                 on_round(name)
                 job = {
-                    "folder": str(folder),
+                    **shared,
                     "contender": PEER if name == PEER else OURS,
-                    "lengths": lengths,
-                    "prompt_tokens": bench.prompt_tokens,
-                    "passes": bench.passes,
                     "recompute": name == RECOMPUTED,
-                    "threads": bench.threads,
-                    "seed": bench.seed,
                     "gradients": str(Path(scratch) / f"{name}.safetensors") if number == 0 else None,
                 }
-                rounds[name].append(run_round(job))
+                rounds[name].append(Round(**json.loads(run_process(job).splitlines()[-1])))
         errors = {name: gradient_error(Path(scratch), name) for name in names if name != PEER}
     return summarize(bench, lengths, rounds, errors)
 
@@ -82,14 +87,15 @@ def heavy_tailed(bench: LearnerBench) -> list[int]:
     return [max(1, round(ordered[place] * bench.scale)) for place in places]
 
 
-def run_round(job: dict[str, Any]) -> Round:
+def run_process(job: dict[str, Any]) -> str:
+    """What a process says; `learner_round.py` has the jobs."""
     command = [sys.executable, "-m", "sortedrl.bench.learner_round", json.dumps(job)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(job["threads"])}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
         why = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}: out of memory?"])[-1]
-        raise LearnerError(f"the {job['contender']} update did not end well ({why}): lower --samples or --scale")
-    return Round(**json.loads(done.stdout.splitlines()[-1]))
+        raise LearnerError(f"the {job['contender']} process did not end well ({why}): lower --samples or --scale")
+    return done.stdout
 
 
 def gradient_error(folder: Path, name: str) -> float:

@@ -1,7 +1,8 @@
 """One update of one contender of `bench learner`, in a process of its own: its time, its peak memory, its gradients.
 
-Run as a module with a job as JSON; it prints a `Round` as JSON. The padded contender is written as trainers write it,
-without anything of the learner's: all answers padded to the longest, logits of all of them, a softmax over those.
+Run as a module with a job as JSON; it prints a `Round` as JSON. A job that is for `SCORING` comes first: it writes the
+answers' log-probs, which all others read. The padded contender is written as trainers write it, without anything of the
+learner's: all answers padded to the longest, logits of all of them, a softmax over those.
 
 Shapes: b rows of a pass, l positions, v vocabulary.
 """
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from sortedrl.config import SortedConfig
@@ -29,6 +30,7 @@ from sortedrl.learner.terms import by_place, marks
 from sortedrl.learner.torch import TorchLearner
 from sortedrl.records import Batch, FinishReason, Prompt, Sample, Segment
 
+SCORING = "scoring"
 LR = 1e-6
 CLIP = (0.2, 0.28)
 
@@ -41,10 +43,10 @@ class Round:
     start_bytes: int  # model loaded, before the update
 
 
-def make_samples(model: Any, job: dict[str, Any]) -> list[Sample]:
-    """Answers of random tokens in random order, with the log-probs that the model gives them and varied rewards."""
+def make_samples(vocabulary: int, job: dict[str, Any]) -> list[Sample]:
+    """Answers of random tokens in random order, with varied rewards, and log-probs that are still missing."""
     generator = torch.Generator().manual_seed(job["seed"])
-    vocabulary, lengths = model.config.vocab_size, job["lengths"]
+    lengths = job["lengths"]
     samples: list[Sample] = []
     for number, place in enumerate(torch.randperm(len(lengths), generator=generator).tolist()):
         prompt, answer = (
@@ -65,12 +67,19 @@ def make_samples(model: Any, job: dict[str, Any]) -> list[Sample]:
                 reward=float(number % 3),
             )
         )
-    scorer, everyone = Scorer(1.0), marks(len(samples), range(len(samples)))
-    with packed_attention(model), torch.no_grad():
-        for micro in pack(samples, everyone, max(lengths) + job["prompt_tokens"]):
-            for place, logprobs in by_place(micro, scorer.score(model, micro).logprobs_a).items():
-                samples[place].segments[0].logprobs = logprobs.tolist()
     return samples
+
+
+@torch.no_grad()
+def score(model: Any, samples: Sequence[Sample], job: dict[str, Any]) -> None:
+    """Write the log-probs that the model gives the answers."""
+    scorer, everyone = Scorer(1.0), marks(len(samples), range(len(samples)))
+    found: dict[str, torch.Tensor] = {}
+    with packed_attention(model):
+        for micro in pack(samples, everyone, max(job["lengths"]) + job["prompt_tokens"]):
+            scored = by_place(micro, scorer.score(model, micro).logprobs_a)
+            found.update({str(place): logprobs.clone() for place, logprobs in scored.items()})
+    save_file(found, job["logprobs"])
 
 
 def packed_update(model: Any, samples: Sequence[Sample], job: dict[str, Any]) -> Callable[[], object]:
@@ -132,7 +141,12 @@ def main() -> None:
     job = json.loads(sys.argv[1])
     torch.set_num_threads(job["threads"])
     model, _ = load_model(job["folder"])
-    samples = make_samples(model, job)
+    samples = make_samples(model.config.vocab_size, job)
+    if job["contender"] == SCORING:
+        score(model, samples, job)
+        return
+    for place, logprobs in load_file(job["logprobs"]).items():
+        samples[int(place)].segments[0].logprobs = logprobs.tolist()
     update = (packed_update if job["contender"] == "packed" else padded_update)(model, samples, job)
     gradients: dict[str, torch.Tensor] = {}
 
@@ -141,6 +155,8 @@ def main() -> None:
         gradients.update({name: value.grad for name, value in model.named_parameters() if value.grad is not None})
 
     handle = register_optimizer_step_pre_hook(catch)
+    for parameter in model.parameters():
+        parameter.detach().sum()  # weights that are mapped from a file take memory once they are read
     start_bytes = memory("VmRSS")
     wall, cpu = time.perf_counter(), time.process_time()
     update()

@@ -80,7 +80,7 @@ def learner(
         has_recomputed=recomputed,
         seed=seed,
     )
-    with rounds_bar(rounds * (2 + recomputed), is_quiet=as_json) as on_round:
+    with rounds_bar(rounds * 2 + recomputed, is_quiet=as_json) as on_round:
         result = measure(settings, on_round)
     print(json.dumps(result)) if as_json else stdout_console().print(learner_table(result))
 

@@ -1,9 +1,10 @@
 """Log-probs and entropy of packed answers, without a row of the vocabulary for every token at once.
 
 `learner/torch.py` and `sft.py` call `Scorer.score` on each micro-batch. Where logits would be large, the model's output
-layer is run for a few hundred tokens at a time, and of each such piece nothing stays but two numbers per token: the
-backward pass computes the logits of a piece again when it needs them. The model itself is called as always, with its
-output layer replaced for the call, so that hooks on either (those of adapters, of a critic, of sharded weights) work.
+layer is run for a few hundred tokens at a time. Of the first pieces the log-probs stay, as many as fit in a fixed room,
+of all others nothing but two numbers per token: the backward pass computes the logits of a piece again when it needs
+them. The model itself is called as always, with its output layer replaced for the call, so that hooks on either (those
+of adapters, of a critic, of sharded weights) work.
 
 What it keeps true: values and gradients, those of the output layer's weights included, are those of the whole; small
 logits are computed as a whole, bit by bit as `loss.py` does, and so are those of a model whose output layer is not
@@ -29,6 +30,7 @@ from sortedrl.learner.pack import MicroBatch, packed_logits
 
 WHOLE_ELEMENTS = 1 << 22  # logits up to this size are computed as a whole
 PIECE_ELEMENTS = 1 << 22  # and larger ones in pieces of about this size
+KEPT_ELEMENTS = 1 << 26  # of which so much, 256 MB, is kept for the backward pass and not computed again
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -107,14 +109,19 @@ class _Pieces(torch.autograd.Function):
         device = hidden_ah.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_ah.dtype
         logprobs_a, entropy_a = (hidden_ah.new_empty(len(hidden_ah), dtype=torch.float32) for _ in range(2))
+        kept: list[Tensor] = []
+        room = KEPT_ELEMENTS if ctx.needs_input_grad[0] else -1  # hidden states of a pass without gradients need none
         with torch.autocast(device, enabled=False):
             logprobs_of = _logprobs(hidden_ah, weight_vh, bias_v, scale, dtype)
             for piece in _pieces(len(hidden_ah), len(weight_vh)):
                 logprobs_rv = logprobs_of(piece)
                 logprobs_a[piece] = logprobs_rv.gather(1, targets_a[piece, None])[:, 0]
                 entropy_a[piece] = -logprobs_rv.exp().mul_(logprobs_rv).sum(-1)
+                room -= logprobs_rv.numel()
+                if room >= 0:
+                    kept.append(logprobs_rv)
         ctx.save_for_backward(hidden_ah, weight_vh, bias_v, targets_a, entropy_a)
-        ctx.scale, ctx.dtype = scale, dtype
+        ctx.scale, ctx.dtype, ctx.kept = scale, dtype, kept
         ctx.set_materialize_grads(False)
         return logprobs_a, entropy_a
 
@@ -130,9 +137,10 @@ class _Pieces(torch.autograd.Function):
         by_hidden_ah = torch.empty_like(hidden_ah) if needs_hidden else None
         logprobs_of = _logprobs(hidden_ah, weight_vh, bias_v, scale, dtype)
         lower_vh = weight_vh.to(dtype)
+        kept, ctx.kept = ctx.kept[::-1], []  # written over below, and free piece by piece
         for piece in _pieces(len(hidden_ah), len(weight_vh)):
             by_logits_rv = _by_logits(
-                logprobs_of(piece),
+                kept.pop() if kept else logprobs_of(piece),
                 targets_a[piece],
                 entropy_a[piece],
                 None if by_logprob_a is None else by_logprob_a[piece] * scale,
