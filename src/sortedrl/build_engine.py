@@ -28,6 +28,7 @@ from sortedrl.weights import ModuleWeights, is_adapted
 
 log = logging.getLogger(__name__)
 
+MODELING = "transformers.models.auto.modeling_auto"  # with this module, nearly all that making a model imports
 STREAM_EVERY = 16  # decode steps from one delivery to the next: what a dead engine takes along
 
 
@@ -184,6 +185,7 @@ def build_pool(
         num_cpus=settings.replica_cpus,
         num_gpus=settings.replica_gpus,
         threads=config.run.threads,
+        imports=(MODELING, __name__),
         has_spare=settings.kind == "local" and not settings.cluster and not settings.replica_gpus,
         on_close=disconnect if is_ours else None,
     )

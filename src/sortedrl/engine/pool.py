@@ -42,6 +42,7 @@ TAKE_S = 0.5  # how long a member may keep tokens to itself: what a dead one tak
 ENDS = (Finished, Partial, Failed)
 EVEN_OUT_AT = 1.5  # times its share of what runs: a member with more, be it slow or unlucky, gives some back
 BACK_OFF_S = (0.0, 1.0, 2.0, 5.0, 10.0)
+BACK = "engine %d of the pool is back after %.2f s"  # in the log; benchmarks/pool_faults.py reads it there
 
 logger = logging.getLogger(__name__)
 
@@ -139,6 +140,7 @@ class Pool:
     def publish(self, version: int, source: Any, in_flight: InFlight = InFlight.ABORT) -> _Publication:
         if in_flight is InFlight.ABORT:
             assert not self.num_running, "weights published with abort while samples run: interrupt them first"
+        self._published = None  # before the next come: what holds the weights once need not have room for them twice
         weights = self._members.put(source)
         self._published = (version, weights)
         told = [
@@ -323,6 +325,8 @@ class Pool:
             return
         seat.starting = seat.start_member = None
         seat.member, seat.free = member, self._slots
+        if seat.num_deaths:
+            logger.info(BACK, seat.index, self._clock() - seat.died_at)
         self._ask(seat)
         self._members.stock_up()
 
@@ -350,7 +354,8 @@ class Pool:
         left = seat.vacate()
         self._unheard.extend(self._partial(request) for request in left)
         logger.warning("engine %d of the pool is gone (%s): %d samples go back to wait", seat.index, why, len(left))
-        seat.restart_at = self._clock() + BACK_OFF_S[min(seat.num_deaths, len(BACK_OFF_S) - 1)]
+        seat.died_at = self._clock()
+        seat.restart_at = seat.died_at + BACK_OFF_S[min(seat.num_deaths, len(BACK_OFF_S) - 1)]
         seat.num_deaths += 1
 
     def _partial(self, request: Request) -> Partial:

@@ -4,8 +4,10 @@
 whose references turn into futures. Weights go into the object store once and are read there by every actor of a
 machine without a copy: the driver serialises them once, whatever the number of engines.
 
-An actor first imports what every engine needs, and makes its engine when it is told to. One such actor can be kept in
-reserve: to replace an engine that died is then to make a model, and not to start Python and import torch.
+An actor first imports what its engine needs, and makes the engine when it is told to. One such actor can be kept in
+reserve: to replace an engine that died is then to make a model, and not to start Python and import torch. Its imports
+take seconds of a processor, and where engines have all of them, they stand back: a run that has just lost an engine
+must not lose speed once more to what is meant to help it.
 
 `ray_cluster.connect` comes first. What this keeps true: an actor that ends takes its engine along; Ray never restarts
 an actor by itself, since the pool has to know.
@@ -14,8 +16,12 @@ an actor by itself, since the pool has to know.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from importlib import import_module
 from typing import Any
 
 import ray
@@ -27,15 +33,18 @@ from sortedrl.errors import EngineError
 from sortedrl.weights import arrays_of, load_arrays
 
 CALLS_AT_ONCE = 8  # a `take` that waits must not keep the others out
+FREE_S = 5.0  # Ray takes its time, a second or so, to free what nobody refers to any more
 ANSWER_S = 2.0  # an actor in reserve that does not answer in this time is of no use
+SPARE_NICENESS = 5  # of its imports: a quarter of a processor that an engine wants too, all of one that is idle
 
 
 class _EngineActor:
-    """What runs in the actor's process."""
+    """What runs in the actor's process. `niceness` is that of the imports alone."""
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, imports: Sequence[str], niceness: int = 0) -> None:
+        with ThreadPoolExecutor(1) as aside:
+            aside.submit(_import_all, imports, niceness).result()
         import torch
-        import transformers.models.auto.modeling_auto  # noqa: F401 - most of the time that a start takes
 
         torch.set_num_threads(threads)
         self._model: Any = None
@@ -74,6 +83,14 @@ class _EngineActor:
         return stats
 
 
+def _import_all(names: Sequence[str], niceness: int) -> None:
+    """In a thread, since on Linux a thread has a priority of its own, and nobody may raise one that was lowered."""
+    if niceness and sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+    for name in names:
+        import_module(name)
+
+
 class RayMember:
     """The driver's end of one actor."""
 
@@ -106,6 +123,7 @@ class RayMember:
 class RayMembers:
     """`make_engine` is called in each actor and returns an engine with the module that holds its weights.
 
+    `imports`: modules that making an engine takes, imported as soon as an actor starts.
     `has_spare`: keep an actor in reserve. It claims no processor while it waits, nor when it has taken a place, and it
     stands wherever Ray put it: right on one machine without accelerators, wrong on a cluster.
     """
@@ -117,11 +135,13 @@ class RayMembers:
         num_cpus: float,
         num_gpus: float,
         threads: int,
+        imports: Sequence[str] = (),
         has_spare: bool = False,
         on_close: Callable[[], None] | None = None,
     ) -> None:
         self._make_engine = make_engine
         self._threads = threads
+        self._imports = imports
         self._has_spare = has_spare
         self._on_close = on_close
         self._spare: Any = None
@@ -136,22 +156,27 @@ class RayMembers:
         self._spare_class = ray.remote(_EngineActor).options(num_cpus=0, **shape)
 
     def launch(self, index: int) -> RayMember:
-        actor: Any = self._take_spare() or self._actor_class.remote(self._threads)
+        actor: Any = self._take_spare() or self._actor_class.remote(self._threads, self._imports)
         return RayMember(actor, actor.open.remote(self._make_engine).future())
 
     def stock_up(self) -> None:
         if self._has_spare and self._spare is None:
-            spare: Any = self._spare_class.remote(self._threads)
+            spare: Any = self._spare_class.remote(self._threads, self._imports, SPARE_NICENESS)
             self._spare, self._spare_ready = spare, spare.ready.remote().future()
 
     def put(self, source: Any) -> Any:
-        try:
-            return ray.put(arrays_of(source.module))
-        except (ObjectStoreFullError, OutOfDiskError) as error:
-            raise EngineError(
-                "the weights do not fit into Ray's object store: start Ray with a larger --object-store-memory, or "
-                "give its machine more shared memory and disk, then resume the run"
-            ) from error
+        arrays = arrays_of(source.module)
+        deadline = time.monotonic() + FREE_S
+        while True:
+            try:
+                return ray.put(arrays)
+            except (ObjectStoreFullError, OutOfDiskError) as error:
+                if time.monotonic() > deadline:
+                    raise EngineError(
+                        "the weights do not fit into Ray's object store: start Ray with a larger "
+                        "--object-store-memory, or give its machine more shared memory and disk, then resume the run"
+                    ) from error
+            time.sleep(0.1)
 
     def close(self) -> None:
         """The pool has killed the actors one by one; the connection goes with whoever opened it."""
