@@ -73,6 +73,7 @@ class Pool:
         self._backlog: list[Request] = []
         self._unheard: list[Event] = []  # came while somebody asked for something else: the next to listen gets them
         self._published: tuple[int, Any] | None = None
+        self._is_stored = True  # False: what was published last could not be stored
         self._num_restarts = 0
         self._seats = [Seat(index=index) for index in range(size)]
         self._router = Router(self._seats, slots)
@@ -140,9 +141,10 @@ class Pool:
     def publish(self, version: int, source: Any, in_flight: InFlight = InFlight.ABORT) -> _Publication:
         if in_flight is InFlight.ABORT:
             assert not self.num_running, "weights published with abort while samples run: interrupt them first"
-        self._published = None  # before the next come: what holds the weights once need not have room for them twice
+        # The last are given up before the next come: what stores them once need not have room for them twice.
+        self._published, self._is_stored = None, False
         weights = self._members.put(source)
-        self._published = (version, weights)
+        self._published, self._is_stored = (version, weights), True
         told = [
             (seat, seat.member.publish(version, weights, in_flight)) for seat in self._seats if seat.member is not None
         ]
@@ -318,6 +320,8 @@ class Pool:
         except Exception as error:
             self._bury(seat, _first_line(error))
             return
+        if not self._is_stored:
+            return  # there is nothing to give it before the next publication
         assert slots in (None, self._slots), f"member {seat.index} has {slots} slots instead of {self._slots}"
         if self._published is not None and seat.start_version != self._published[0]:
             seat.start_version, weights = self._published  # others go on meanwhile, and may get yet another version
