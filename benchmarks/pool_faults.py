@@ -82,8 +82,8 @@ class Returns(logging.Handler):
         self.log.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.msg == pool.BACK:
-            self.away_s.append(round(record.args[1], 2))
+        if record.msg == pool.BACK and isinstance(record.args, tuple):
+            self.away_s.append(float(f"{record.args[1]:.2f}"))
 
 
 def kill_in_turn(watch: Watch, kills: list[float], *, seconds: float, every_s: float, is_over: threading.Event) -> None:

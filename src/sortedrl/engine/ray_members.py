@@ -6,8 +6,8 @@ machine without a copy: the driver serialises them once, whatever the number of 
 
 An actor first imports what its engine needs, and makes the engine when it is told to. One such actor can be kept in
 reserve: to replace an engine that died is then to make a model, and not to start Python and import torch. Its imports
-take seconds of a processor, and where engines have all of them, they stand back: a run that has just lost an engine
-must not lose speed once more to what is meant to help it.
+take seconds of a processor, and where engines have all of them, they stand back, unless an engine is waiting for them:
+a run that has just lost one must not lose speed once more to what is meant to help it.
 
 `ray_cluster.connect` comes first. What this keeps true: an actor that ends takes its engine along; Ray never restarts
 an actor by itself, since the pool has to know.
@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from importlib import import_module
 from typing import Any
 
@@ -35,25 +35,60 @@ from sortedrl.weights import arrays_of, load_arrays
 CALLS_AT_ONCE = 8  # a `take` that waits must not keep the others out
 FREE_S = 5.0  # Ray takes its time, a second or so, to free what nobody refers to any more
 ANSWER_S = 2.0  # an actor in reserve that does not answer in this time is of no use
-SPARE_NICENESS = 5  # of its imports: a quarter of a processor that an engine wants too, all of one that is idle
+SPARE_NICENESS = 3  # of its imports: a third of a processor that an engine wants too, all of one that is idle
+
+
+class _Imports(threading.Thread):
+    """Imports modules, each in a thread of its own: on Linux a thread has its own priority, which only ever falls."""
+
+    def __init__(self, names: Sequence[str], niceness: int) -> None:
+        super().__init__(name="imports", daemon=True)
+        self._names = names
+        self._niceness = niceness
+
+    def run(self) -> None:
+        for name in self._names:
+            step = threading.Thread(target=_import_nicely, args=(name, self._niceness), daemon=True)
+            step.start()
+            step.join()
+
+    def hurry(self) -> None:
+        """Wait for the end; what is not begun yet stands back no more."""
+        self._niceness = 0
+        self.join()
+
+
+def _import_nicely(name: str, niceness: int) -> None:
+    if niceness and sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+    import_module(name)
 
 
 class _EngineActor:
-    """What runs in the actor's process. `niceness` is that of the imports alone."""
+    """What runs in the actor's process. `niceness` is that of the imports."""
 
     def __init__(self, threads: int, imports: Sequence[str], niceness: int = 0) -> None:
-        with ThreadPoolExecutor(1) as aside:
-            aside.submit(_import_all, imports, niceness).result()
-        import torch
-
-        torch.set_num_threads(threads)
+        self._threads = threads
         self._model: Any = None
+        self._imports = _Imports(imports, niceness)
+        self._imports.start()
 
     def ready(self) -> None:
         """Answers when the actor is up."""
+        self._imports.join()
 
-    def open(self, make_engine: Callable[[], tuple[Engine, Any]]) -> int:
-        """Make the engine, and say how many slots it has."""
+    def hurry(self) -> None:
+        """The same, for one that is waited for."""
+        self._imports.hurry()
+
+    def open(self, make_engine: Callable[[], tuple[Engine, Any]], hurried: None) -> int:
+        """Make the engine, and say how many slots it has.
+
+        `hurried` is what `hurry` returned: Ray does not read `make_engine`, which imports too, before it is there.
+        """
+        import torch
+
+        torch.set_num_threads(self._threads)
 
         def make() -> Engine:
             engine, self._model = make_engine()
@@ -81,14 +116,6 @@ class _EngineActor:
         stats = self._host.stats()
         stats.extra["pid"] = os.getpid()
         return stats
-
-
-def _import_all(names: Sequence[str], niceness: int) -> None:
-    """In a thread, since on Linux a thread has a priority of its own, and nobody may raise one that was lowered."""
-    if niceness and sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
-    for name in names:
-        import_module(name)
 
 
 class RayMember:
@@ -157,7 +184,7 @@ class RayMembers:
 
     def launch(self, index: int) -> RayMember:
         actor: Any = self._take_spare() or self._actor_class.remote(self._threads, self._imports)
-        return RayMember(actor, actor.open.remote(self._make_engine).future())
+        return RayMember(actor, actor.open.remote(self._make_engine, actor.hurry.remote()).future())
 
     def stock_up(self) -> None:
         if self._has_spare and self._spare is None:
