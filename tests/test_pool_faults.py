@@ -17,7 +17,7 @@ from sortedrl.build_engine import build_engine
 from sortedrl.config import SortedConfig
 from sortedrl.engine.base import Delta, Engine, Event, InFlight, Partial
 from sortedrl.engine.pool import Pool
-from sortedrl.errors import ConfigError
+from sortedrl.errors import ConfigError, EngineError
 from sortedrl.knobs import Strategy, resolve_knobs
 from sortedrl.testing import Caller, EngineCase
 from sortedrl.testing.runs import run_loop
@@ -199,6 +199,33 @@ def test_weights_published_while_an_engine_starts_are_the_ones_it_gets(closing: 
     answers = serve_through(pool, requests)
     check_same(answers, serve(newer, requests))
     assert {version for answer in answers.values() for version in answer.versions} == {9}
+
+
+def test_weights_that_cannot_be_stored(closing: Callable[[Pool], Pool], monkeypatch: pytest.MonkeyPatch) -> None:
+    members = HostedMembers(make_engine)
+    pool = closing(make_pool(members))
+    newer = tiny_model()
+    shake(newer, 0.1, seed=5)
+
+    def full(source: Any) -> Any:
+        raise EngineError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(members, "put", full)
+        with pytest.raises(EngineError, match="no room"):
+            pool.publish(8, source(newer))
+    members.started[0].is_dead = True
+    while len(members.started) < 3:
+        pool.submit(make_requests(1))
+        pool.poll(0.05)
+        pool.interrupt()
+    members.started[2].slots().result()
+    pool.submit(make_requests(2 * SLOTS))  # four more than the engine that lives has room for
+    pool.interrupt()
+    assert not members.started[2].submitted, "an engine without weights got requests"
+    pool.publish(9, source(newer)).wait()
+    requests = make_requests(8, seed=6)
+    check_same(serve_through(pool, requests), serve(newer, requests))
 
 
 def test_an_engine_that_does_not_come_up_again_is_tried_again(closing: Callable[[Pool], Pool]) -> None:

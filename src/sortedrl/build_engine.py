@@ -28,6 +28,8 @@ from sortedrl.weights import ModuleWeights, is_adapted
 
 log = logging.getLogger(__name__)
 
+# With this module, nearly all that making a model imports, in steps of a second or two.
+IMPORTS = ("torch", "torch._dynamo", "transformers.modeling_utils", "transformers.models.auto.modeling_auto", __name__)
 STREAM_EVERY = 16  # decode steps from one delivery to the next: what a dead engine takes along
 
 
@@ -184,6 +186,7 @@ def build_pool(
         num_cpus=settings.replica_cpus,
         num_gpus=settings.replica_gpus,
         threads=config.run.threads,
+        imports=IMPORTS,
         has_spare=settings.kind == "local" and not settings.cluster and not settings.replica_gpus,
         on_close=disconnect if is_ours else None,
     )

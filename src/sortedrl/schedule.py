@@ -78,6 +78,8 @@ def hinges_on_scores(buffer: Buffer, knobs: Knobs) -> bool:
         return False
     if knobs.harvest == DRAIN:
         cohort = next(iter(buffer.cohorts.values()))
+        if len(buffer.finished) + len(buffer.scored) < cohort.num_left:
+            return False  # asked at every poll: what follows looks at every sample
         complete = sum(s.cohort == cohort.id for held in (buffer.finished, buffer.scored) for s in held.values())
         return complete == cohort.num_left
     if len(buffer.finished) + len(buffer.scored) < knobs.update_batch:
@@ -220,8 +222,8 @@ def _arrange(buffer: Buffer, knobs: Knobs, samples: Iterable[Sample]) -> list[Sa
 def _deal(buffer: Buffer, knobs: Knobs) -> list[Sample] | None:
     """The next batch of the oldest cohort, once all of it is scored."""
     cohort: Cohort | None = next(iter(buffer.cohorts.values()), None)
-    if cohort is None:
-        return None
+    if cohort is None or buffer.num_ready < cohort.num_left:
+        return None  # asked at every poll: what follows looks at every sample
     groups = [group for group in buffer.ready.values() if group.cohort == cohort.id]
     if sum(len(group.samples) for group in groups) < cohort.num_left:
         return None

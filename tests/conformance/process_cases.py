@@ -92,7 +92,7 @@ def _pool_case(
     with local_ray():
         from sortedrl.engine.ray_members import RayMembers
 
-        members = RayMembers(make, num_cpus=0.5, num_gpus=0, threads=1, has_spare=is_local)
+        members = RayMembers(make, num_cpus=0.5, num_gpus=0, threads=1, imports=(make.__module__,), has_spare=is_local)
         pool = Pool(members, size=2, slots=SLOTS, exact_replay=True, keep_kv=True, waits=is_local, **limits)
 
         def kill() -> None:

@@ -42,6 +42,7 @@ TAKE_S = 0.5  # how long a member may keep tokens to itself: what a dead one tak
 ENDS = (Finished, Partial, Failed)
 EVEN_OUT_AT = 1.5  # times its share of what runs: a member with more, be it slow or unlucky, gives some back
 BACK_OFF_S = (0.0, 1.0, 2.0, 5.0, 10.0)
+BACK = "engine %d of the pool is back after %.2f s"  # in the log; benchmarks/pool_faults.py reads it there
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ class Pool:
         self._backlog: list[Request] = []
         self._unheard: list[Event] = []  # came while somebody asked for something else: the next to listen gets them
         self._published: tuple[int, Any] | None = None
+        self._is_stored = True  # False: what was published last could not be stored
         self._num_restarts = 0
         self._seats = [Seat(index=index) for index in range(size)]
         self._router = Router(self._seats, slots)
@@ -139,8 +141,10 @@ class Pool:
     def publish(self, version: int, source: Any, in_flight: InFlight = InFlight.ABORT) -> _Publication:
         if in_flight is InFlight.ABORT:
             assert not self.num_running, "weights published with abort while samples run: interrupt them first"
+        # The last are given up before the next come: what stores them once need not have room for them twice.
+        self._published, self._is_stored = None, False
         weights = self._members.put(source)
-        self._published = (version, weights)
+        self._published, self._is_stored = (version, weights), True
         told = [
             (seat, seat.member.publish(version, weights, in_flight)) for seat in self._seats if seat.member is not None
         ]
@@ -316,6 +320,8 @@ class Pool:
         except Exception as error:
             self._bury(seat, _first_line(error))
             return
+        if not self._is_stored:
+            return  # there is nothing to give it before the next publication
         assert slots in (None, self._slots), f"member {seat.index} has {slots} slots instead of {self._slots}"
         if self._published is not None and seat.start_version != self._published[0]:
             seat.start_version, weights = self._published  # others go on meanwhile, and may get yet another version
@@ -323,6 +329,8 @@ class Pool:
             return
         seat.starting = seat.start_member = None
         seat.member, seat.free = member, self._slots
+        if seat.num_deaths:
+            logger.info(BACK, seat.index, self._clock() - seat.died_at)
         self._ask(seat)
         self._members.stock_up()
 
@@ -350,7 +358,8 @@ class Pool:
         left = seat.vacate()
         self._unheard.extend(self._partial(request) for request in left)
         logger.warning("engine %d of the pool is gone (%s): %d samples go back to wait", seat.index, why, len(left))
-        seat.restart_at = self._clock() + BACK_OFF_S[min(seat.num_deaths, len(BACK_OFF_S) - 1)]
+        seat.died_at = self._clock()
+        seat.restart_at = seat.died_at + BACK_OFF_S[min(seat.num_deaths, len(BACK_OFF_S) - 1)]
         seat.num_deaths += 1
 
     def _partial(self, request: Request) -> Partial:

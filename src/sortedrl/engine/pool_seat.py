@@ -73,6 +73,7 @@ class Seat:
     prompts: dict[int, int] = field(default_factory=dict)  # how many of them run, by key
     free: int = 0
     num_deaths: int = 0  # since it last finished an answer
+    died_at: float = 0.0
     restart_at: float = 0.0
     stats: EngineStats = field(default_factory=EngineStats)  # as last heard
     buried: EngineStats = field(default_factory=EngineStats)  # of members that died

@@ -4,8 +4,10 @@
 whose references turn into futures. Weights go into the object store once and are read there by every actor of a
 machine without a copy: the driver serialises them once, whatever the number of engines.
 
-An actor first imports what every engine needs, and makes its engine when it is told to. One such actor can be kept in
-reserve: to replace an engine that died is then to make a model, and not to start Python and import torch.
+An actor first imports what its engine needs, and makes the engine when it is told to. One such actor can be kept in
+reserve: to replace an engine that died is then to make a model, and not to start Python and import torch. Its imports
+take seconds of a processor, and where engines have all of them, they stand back, unless an engine is waiting for them:
+a run that has just lost one must not lose speed once more to what is meant to help it.
 
 `ray_cluster.connect` comes first. What this keeps true: an actor that ends takes its engine along; Ray never restarts
 an actor by itself, since the pool has to know.
@@ -14,8 +16,12 @@ an actor by itself, since the pool has to know.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from importlib import import_module
 from typing import Any
 
 import ray
@@ -27,24 +33,62 @@ from sortedrl.errors import EngineError
 from sortedrl.weights import arrays_of, load_arrays
 
 CALLS_AT_ONCE = 8  # a `take` that waits must not keep the others out
+FREE_S = 5.0  # Ray takes its time, a second or so, to free what nobody refers to any more
 ANSWER_S = 2.0  # an actor in reserve that does not answer in this time is of no use
+SPARE_NICENESS = 3  # of its imports: a third of a processor that an engine wants too, all of one that is idle
+
+
+class _Imports(threading.Thread):
+    """Imports modules, each in a thread of its own: on Linux a thread has its own priority, which only ever falls."""
+
+    def __init__(self, names: Sequence[str], niceness: int) -> None:
+        super().__init__(name="imports", daemon=True)
+        self._names = names
+        self._niceness = niceness
+
+    def run(self) -> None:
+        for name in self._names:
+            step = threading.Thread(target=_import_nicely, args=(name, self._niceness), daemon=True)
+            step.start()
+            step.join()
+
+    def hurry(self) -> None:
+        """Wait for the end; what is not begun yet stands back no more."""
+        self._niceness = 0
+        self.join()
+
+
+def _import_nicely(name: str, niceness: int) -> None:
+    if niceness and sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+    import_module(name)
 
 
 class _EngineActor:
-    """What runs in the actor's process."""
+    """What runs in the actor's process. `niceness` is that of the imports."""
 
-    def __init__(self, threads: int) -> None:
-        import torch
-        import transformers.models.auto.modeling_auto  # noqa: F401 - most of the time that a start takes
-
-        torch.set_num_threads(threads)
+    def __init__(self, threads: int, imports: Sequence[str], niceness: int = 0) -> None:
+        self._threads = threads
         self._model: Any = None
+        self._imports = _Imports(imports, niceness)
+        self._imports.start()
 
     def ready(self) -> None:
         """Answers when the actor is up."""
+        self._imports.join()
 
-    def open(self, make_engine: Callable[[], tuple[Engine, Any]]) -> int:
-        """Make the engine, and say how many slots it has."""
+    def hurry(self) -> None:
+        """The same, for one that is waited for."""
+        self._imports.hurry()
+
+    def open(self, make_engine: Callable[[], tuple[Engine, Any]], hurried: None) -> int:
+        """Make the engine, and say how many slots it has.
+
+        `hurried` is what `hurry` returned: Ray does not read `make_engine`, which imports too, before it is there.
+        """
+        import torch
+
+        torch.set_num_threads(self._threads)
 
         def make() -> Engine:
             engine, self._model = make_engine()
@@ -106,6 +150,7 @@ class RayMember:
 class RayMembers:
     """`make_engine` is called in each actor and returns an engine with the module that holds its weights.
 
+    `imports`: modules that making an engine takes, imported as soon as an actor starts.
     `has_spare`: keep an actor in reserve. It claims no processor while it waits, nor when it has taken a place, and it
     stands wherever Ray put it: right on one machine without accelerators, wrong on a cluster.
     """
@@ -117,11 +162,13 @@ class RayMembers:
         num_cpus: float,
         num_gpus: float,
         threads: int,
+        imports: Sequence[str] = (),
         has_spare: bool = False,
         on_close: Callable[[], None] | None = None,
     ) -> None:
         self._make_engine = make_engine
         self._threads = threads
+        self._imports = imports
         self._has_spare = has_spare
         self._on_close = on_close
         self._spare: Any = None
@@ -136,22 +183,27 @@ class RayMembers:
         self._spare_class = ray.remote(_EngineActor).options(num_cpus=0, **shape)
 
     def launch(self, index: int) -> RayMember:
-        actor: Any = self._take_spare() or self._actor_class.remote(self._threads)
-        return RayMember(actor, actor.open.remote(self._make_engine).future())
+        actor: Any = self._take_spare() or self._actor_class.remote(self._threads, self._imports)
+        return RayMember(actor, actor.open.remote(self._make_engine, actor.hurry.remote()).future())
 
     def stock_up(self) -> None:
         if self._has_spare and self._spare is None:
-            spare: Any = self._spare_class.remote(self._threads)
+            spare: Any = self._spare_class.remote(self._threads, self._imports, SPARE_NICENESS)
             self._spare, self._spare_ready = spare, spare.ready.remote().future()
 
     def put(self, source: Any) -> Any:
-        try:
-            return ray.put(arrays_of(source.module))
-        except (ObjectStoreFullError, OutOfDiskError) as error:
-            raise EngineError(
-                "the weights do not fit into Ray's object store: start Ray with a larger --object-store-memory, or "
-                "give its machine more shared memory and disk, then resume the run"
-            ) from error
+        arrays = arrays_of(source.module)
+        deadline = time.monotonic() + FREE_S
+        while True:
+            try:
+                return ray.put(arrays)
+            except (ObjectStoreFullError, OutOfDiskError) as error:
+                if time.monotonic() > deadline:
+                    raise EngineError(
+                        "the weights do not fit into Ray's object store: start Ray with a larger "
+                        "--object-store-memory, or give its machine more shared memory and disk, then resume the run"
+                    ) from error
+            time.sleep(0.1)
 
     def close(self) -> None:
         """The pool has killed the actors one by one; the connection goes with whoever opened it."""

@@ -18,7 +18,14 @@ from datetime import timedelta
 from typing import Any
 
 import ray
-from ray.exceptions import NodeDiedError, ObjectStoreFullError, RayActorError, RayTaskError, WorkerCrashedError
+from ray.exceptions import (
+    NodeDiedError,
+    ObjectStoreFullError,
+    OutOfDiskError,
+    RayActorError,
+    RayTaskError,
+    WorkerCrashedError,
+)
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -183,10 +190,10 @@ class RayRanks:
     def _put(self, value: Any) -> Any:
         try:
             return ray.put(value)
-        except ObjectStoreFullError as error:
+        except (ObjectStoreFullError, OutOfDiskError) as error:
             raise LearnerError(
                 "the weights do not fit into Ray's object store: start Ray with a larger --object-store-memory, or "
-                "give its machine more shared memory"
+                "give its machine more shared memory and disk"
             ) from error
 
     def _end(self) -> None:
