@@ -34,8 +34,9 @@ def draw(cases: dict[str, dict[str, Any]]) -> str:
         title = f"{case['model']}, {case['slots']} slots, {case['new_tokens']} tokens each, {case['dtype']}"
         parts.append(_text(12, top + 14, title, 'font-weight="bold"'))
         top += TITLE - 10
-        most = max(max(result["rounds"]) for result in case["results"])
-        for result in case["results"]:
+        measured = [result for result in case["results"] if "rounds" in result]
+        most = max(max(result["rounds"]) for result in measured)
+        for result in measured:
             parts += _bar(result, case["ratio"].get(result["name"]), top, BAR_W / most)
             top += ROW
         top += 12
@@ -48,7 +49,7 @@ def draw(cases: dict[str, dict[str, Any]]) -> str:
 def _bar(result: dict[str, Any], ratio: float | None, top: float, scale: float) -> list[str]:
     name, rate = result["name"], result["tokens_per_s"]
     colour = COLOURS.get(name, OTHERS)
-    said = f"{rate:,.0f} tokens/s" + ("" if ratio is None else f", {ratio:.2g}x behind" if ratio >= 1 else "")
+    said = f"{rate:,.0f} tokens/s" + ("" if ratio is None else f" (ours: {ratio:.3g} times)")
     end = max(rate, *result["rounds"]) * scale
     marks = [f'<circle cx="{LEFT + r * scale:.1f}" cy="{top + 7}" r="2" fill="#222"/>' for r in result["rounds"]]
     return [
