@@ -47,7 +47,8 @@ def draw(cases: dict[str, dict[str, Any]]) -> str:
 
 
 def _bar(result: dict[str, Any], ratio: float | None, top: float, scale: float) -> list[str]:
-    name, rate = result["name"], result["tokens_per_s"]
+    name: str = result["name"]
+    rate: float = result["tokens_per_s"]
     colour = COLOURS.get(name, OTHERS)
     said = f"{rate:,.0f} tokens/s" + ("" if ratio is None else f" (ours: {ratio:.3g} times)")
     end = max(rate, *result["rounds"]) * scale
