@@ -1,7 +1,7 @@
 """The token that wins a draw, found without making noise for a whole vocabulary.
 
-`sampling.py` calls it for large vocabularies on a CPU. The result is that of the full scheme, argmax(x + g) over all
-tokens, bit for bit.
+`sampling.py` calls it for large vocabularies on a CPU where there is no compiled kernel. The result is that of the full
+scheme, argmax(x + g) over all tokens, bit for bit.
 
 Why: let x be the scaled logits of a row, z their logsumexp, p = exp(x - z), and u the uniform number behind the noise
 g = -log(-log u) of a token. Since -log u >= 1 - u, g <= -log(1 - u). Call a token likely when p > LIKELY and lucky when
