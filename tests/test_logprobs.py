@@ -30,14 +30,18 @@ Weights = dict[str, torch.Tensor]
 
 @dataclass(slots=True, kw_only=True)
 class HeldUpdate:
-    """An update that is not done before it was asked for a few times: rollout surely goes on beside it."""
+    """An update that is done when it is asked for the fourth time, however fast the machine: rollout surely goes on
+    beside it, and is surely under way when its weights come.
+    """
 
     update: Update
     num_asked: int = 0
 
     def done(self) -> bool:
         self.num_asked += 1
-        return self.num_asked > 3 and self.update.done()
+        if self.num_asked > 3:
+            self.update.result()
+        return self.num_asked > 3
 
     def result(self) -> UpdateResult:
         return self.update.result()
