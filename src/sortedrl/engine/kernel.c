@@ -10,7 +10,7 @@
  *
  * Shapes: weights lie in panels of 16 outputs, [outputs / 16][inputs][16]; keys in blocks of 8 positions,
  * [positions / 8][head size][8]; values as [positions][head size]. Rows of working memory are as long as whole panels,
- * and zero past their content. What a product reads is packed before: [tile][inputs][rows of the tile].
+ * and zero past their content.
  */
 
 #include <sched.h>
@@ -68,13 +68,15 @@ static void meet(const struct place *at)
 }
 
 /* This thread's share of the panels. */
-static void product(const struct place *at, const float *x, const float *w, const float *bias, float *y,
-                    int64_t y_stride, int64_t rows, int64_t inputs, int64_t outputs, int adds)
+static void product(const struct place *at, struct rows x, const float *factors, const float *w, const float *bias,
+                    struct rows y, int64_t num_rows, int64_t inputs, int64_t outputs, int adds)
 {
     const int64_t num = panels(outputs) / PANEL;
-    for (int64_t p = num * at->rank / at->size; p < num * (at->rank + 1) / at->size; p++)
-        panel_product(x, w + p * inputs * PANEL, bias ? bias + p * PANEL : 0, y + p * PANEL, y_stride, rows, inputs,
+    for (int64_t p = num * at->rank / at->size; p < num * (at->rank + 1) / at->size; p++) {
+        const struct rows part = {y.start + p * PANEL, y.stride};
+        panel_product(x, factors, w + p * inputs * PANEL, bias ? bias + p * PANEL : 0, part, num_rows, inputs,
                       outputs - p * PANEL, adds);
+    }
 }
 
 /* gate / (1 + e^-gate) * up. */
@@ -82,12 +84,10 @@ static inline vec gated(vec gate, vec up) { return gate / (1.0f + exponential(-g
 
 /* Working memory: rows of a chunk, which threads share, and what each has for itself. */
 struct work {
-    float *x, *qkv, *heads, *inner;
-    float *packed, *scores, *gates, *ups, *factors;
-    int64_t size, qkv_size, heads_size, inner_size;
+    struct rows x, qkv, heads, inner;
+    struct rows gates, ups;
+    float *scores, *factors;
 };
-
-static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 static float *take(float **memory, int64_t n)
 {
@@ -96,23 +96,24 @@ static float *take(float **memory, int64_t n)
     return start;
 }
 
+static struct rows take_rows(float **memory, int64_t size)
+{
+    const int64_t stride = row_stride(size);
+    return (struct rows){take(memory, (CHUNK + WIDE) * stride), stride};
+}
+
 static int64_t lay_out(const struct model *m, int64_t rank, float *memory, struct work *w)
 {
     float *end = memory;
-    w->size = panels(m->size);
-    w->qkv_size = panels((m->heads + 2 * m->kv_heads) * m->head_dim);
-    w->heads_size = panels(m->heads * m->head_dim);
-    w->inner_size = panels(m->inner);
-    w->x = take(&end, CHUNK * w->size);
-    w->qkv = take(&end, CHUNK * w->qkv_size);
-    w->heads = take(&end, CHUNK * w->heads_size);
-    w->inner = take(&end, CHUNK * w->inner_size);
+    w->x = take_rows(&end, m->size);
+    w->qkv = take_rows(&end, (m->heads + 2 * m->kv_heads) * m->head_dim);
+    w->heads = take_rows(&end, m->heads * m->head_dim);
+    w->inner = take_rows(&end, m->inner);
     for (int64_t own = 0; own <= rank; own++) {
-        w->packed = take(&end, (CHUNK + WIDE) * larger(m->size, larger(m->inner, m->heads * m->head_dim)));
+        w->gates = take_rows(&end, PANEL);
+        w->ups = take_rows(&end, PANEL);
         w->scores = take(&end, GROUP * m->positions);
-        w->gates = take(&end, CHUNK * PANEL);
-        w->ups = take(&end, CHUNK * PANEL);
-        w->factors = take(&end, CHUNK);
+        w->factors = take(&end, CHUNK + WIDE);
     }
     return end - memory;
 }
@@ -124,12 +125,12 @@ int64_t sortedrl_memory(const struct model *m, int64_t num_threads)
     return lay_out(m, num_threads - 1, 0, &w);
 }
 
-/* Rows of x, normed and packed. */
-static void pack_normed(const struct model *m, struct work *w, int64_t rows)
+/* The factors by which rows of x are normed. */
+static const float *norm_factors(const struct model *m, struct work *w, int64_t num_rows)
 {
-    for (int64_t r = 0; r < rows; r++)
-        w->factors[r] = norm_factor(w->x + r * w->size, w->size, m->floor);
-    pack(w->x, w->size, w->factors, rows, m->size, w->packed);
+    for (int64_t r = 0; r < num_rows; r++)
+        w->factors[r] = norm_factor(row(w->x, r), panels(m->size), m->floor);
+    return w->factors;
 }
 
 /* Queries and keys turned to their positions; keys and values into the cache. */
@@ -157,42 +158,42 @@ static void attention_layer(const struct model *m, const struct layer *layer, co
                             float *keys, float *values, int64_t rows, const int64_t *slots, const int64_t *positions)
 {
     const int64_t d = m->head_dim, per_head = m->positions * d, sharing = m->heads / m->kv_heads;
-    pack_normed(m, w, rows);
-    product(at, w->packed, layer->qkv, layer->qkv_bias, w->qkv, w->qkv_size, rows, m->size, w->qkv_size, 0);
+    const int64_t num = rows * m->kv_heads;
+    product(at, w->x, norm_factors(m, w, rows), layer->qkv, layer->qkv_bias, w->qkv, rows, m->size,
+            panels((m->heads + 2 * m->kv_heads) * d), 0);
     meet(at);
     for (int64_t r = at->rank; r < rows; r += at->size)
-        place_row(m, layer, w->qkv + r * w->qkv_size, keys, values, slots[r], positions[r]);
+        place_row(m, layer, row(w->qkv, r), keys, values, slots[r], positions[r]);
     meet(at);
-    for (int64_t i = at->rank; i < rows * m->kv_heads; i += at->size) {
+    for (int64_t i = at->rank; i < num; i += at->size) {
+        const int64_t then = i + at->size < num ? i + at->size : i;
         const int64_t r = i / m->kv_heads, h = i % m->kv_heads, start = (slots[r] * m->kv_heads + h) * per_head;
+        const int64_t next = (slots[then / m->kv_heads] * m->kv_heads + then % m->kv_heads) * per_head;
         for (int64_t g = 0; g < sharing; g += GROUP) {
             const int64_t first = (h * sharing + g) * d, group = sharing - g < GROUP ? sharing - g : GROUP;
-            attend(w->qkv + r * w->qkv_size + first, keys + start, values + start, positions[r] + 1, d, w->scores,
-                   m->positions, w->heads + r * w->heads_size + first, group);
+            attend(row(w->qkv, r) + first, keys + start, values + start, keys + next, positions[r] + 1, d, w->scores,
+                   m->positions, row(w->heads, r) + first, group);
         }
     }
     meet(at);
-    pack(w->heads, w->heads_size, 0, rows, m->heads * d, w->packed);
-    product(at, w->packed, layer->out, 0, w->x, w->size, rows, m->heads * d, w->size, 1);
+    product(at, w->heads, 0, layer->out, 0, w->x, rows, m->heads * d, panels(m->size), 1);
     meet(at);
 }
 
 static void mlp_layer(const struct model *m, const struct layer *layer, const struct place *at, struct work *w,
                       int64_t rows)
 {
-    const int64_t num = w->inner_size / PANEL, panel = m->size * PANEL;
-    pack_normed(m, w, rows);
+    const int64_t num = panels(m->inner) / PANEL, panel = m->size * PANEL;
+    const float *factors = norm_factors(m, w, rows);
     for (int64_t p = num * at->rank / at->size; p < num * (at->rank + 1) / at->size; p++) {
-        panel_product(w->packed, layer->gate_up + p * panel, 0, w->gates, PANEL, rows, m->size, PANEL, 0);
-        panel_product(w->packed, layer->gate_up + (num + p) * panel, 0, w->ups, PANEL, rows, m->size, PANEL, 0);
+        panel_product(w->x, factors, layer->gate_up + p * panel, 0, w->gates, rows, m->size, PANEL, 0);
+        panel_product(w->x, factors, layer->gate_up + (num + p) * panel, 0, w->ups, rows, m->size, PANEL, 0);
         for (int64_t r = 0; r < rows; r++)
             for (int64_t i = 0; i < PANEL; i += LANES)
-                store(w->inner + r * w->inner_size + p * PANEL + i,
-                      gated(load(w->gates + r * PANEL + i), load(w->ups + r * PANEL + i)));
+                store(row(w->inner, r) + p * PANEL + i, gated(load(row(w->gates, r) + i), load(row(w->ups, r) + i)));
     }
     meet(at);
-    pack(w->inner, w->inner_size, 0, rows, m->inner, w->packed);
-    product(at, w->packed, layer->down, 0, w->x, w->size, rows, m->inner, w->size, 1);
+    product(at, w->inner, 0, layer->down, 0, w->x, rows, m->inner, panels(m->size), 1);
     meet(at);
 }
 
@@ -202,11 +203,11 @@ static void head_rows(const struct model *m, const struct place *at, struct work
 {
     if (wanted) {
         for (int64_t r = 0; r < num && at->rank == 0; r++) /* ascending: none is overwritten before it is moved */
-            memmove(w->x + r * w->size, w->x + (wanted[r] - start) * w->size, w->size * sizeof(float));
+            memmove(row(w->x, r), row(w->x, wanted[r] - start), panels(m->size) * sizeof(float));
         meet(at);
     }
-    pack_normed(m, w, num);
-    product(at, w->packed, m->head, 0, logits, m->vocab, num, m->size, m->vocab, 0);
+    const struct rows y = {logits, m->vocab};
+    product(at, w->x, norm_factors(m, w, num), m->head, 0, y, num, m->size, m->vocab, 0);
 }
 
 /* Tokens at positions of slots to logits of the wanted ones, ascending, or of all where `wanted` is null. A sequence's
@@ -223,7 +224,7 @@ void sortedrl_forward(const struct model *m, float *memory, struct team *team, i
     for (int64_t start = 0; start < num_tokens; start += CHUNK) {
         const int64_t rows = num_tokens - start < CHUNK ? num_tokens - start : CHUNK;
         for (int64_t r = rank; r < rows; r += size)
-            memcpy(w.x + r * w.size, m->embedding + tokens[start + r] * m->size, m->size * sizeof(float));
+            memcpy(row(w.x, r), m->embedding + tokens[start + r] * m->size, m->size * sizeof(float));
         meet(&at);
         for (int64_t l = 0; l < m->num_layers; l++) {
             float *keys = m->cache + 2 * l * half_layer;

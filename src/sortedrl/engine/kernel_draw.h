@@ -11,8 +11,8 @@
 #include "kernel_vectors.h"
 
 enum {
-    TOKENS = 32, /* looked at together */
-    SHIFT = 8,   /* one token in 2^SHIFT has more noise than is taken for granted */
+    TOKENS = 16, /* looked at together */
+    SHIFT = 9,   /* one token in 2^SHIFT has more noise than is taken for granted */
 };
 
 typedef uint32_t uvec __attribute__((vector_size(32)));
