@@ -20,10 +20,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sortedrl.errors import DataError, ModelError
 from sortedrl.learner.attention import Layout, lay_rows, packed_attention
+from sortedrl.learner.llama import hidden_states, is_lean
 from sortedrl.records import Prompt, Sample, Segment
 
 ROUNDING = 3e-5  # largest difference between packed and alone, relative to the largest logit, in fp32
@@ -135,8 +136,11 @@ def _lay_out(families: Sequence[_Family], device: torch.device | str) -> MicroBa
     )
 
 
-def packed_logits(model: nn.Module, micro: MicroBatch) -> Tensor:
+def packed_logits(model: Any, micro: MicroBatch) -> Tensor:
     """Logits at the answer positions only, [a, vocabulary]. Call it, and backward, within `packed_attention(model)`."""
+    if is_lean(model, micro.layout):
+        hidden_nm = hidden_states(model.model, micro.tokens_n, micro.positions_n, micro.layout)
+        return model.lm_head(hidden_nm.index_select(0, micro.predictor_a)[None])[0]
     output = model(
         input_ids=micro.tokens_n[None],
         position_ids=micro.positions_n[None],
