@@ -84,14 +84,12 @@ def hidden_states(tower: Any, tokens_n: Tensor, positions_n: Tensor, layout: Lay
         scale=tower.layers[0].self_attn.scaling,
     )
     for layer in tower.layers:
-        before, attend, between, mlp = (
-            *(layer.input_layernorm, layer.self_attn),
-            *(layer.post_attention_layernorm, layer.mlp),
-        )
-        projections = (attend.q_proj.weight, attend.k_proj.weight, attend.v_proj.weight, attend.o_proj.weight)
-        x_nm = _Attend.apply(x_nm, before.weight, *projections, before.variance_epsilon, attention)
-        projections = (mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight)
-        x_nm = _FeedForward.apply(x_nm, between.weight, *projections, between.variance_epsilon)
+        norm_before, attend = layer.input_layernorm, layer.self_attn
+        weights = (attend.q_proj.weight, attend.k_proj.weight, attend.v_proj.weight, attend.o_proj.weight)
+        x_nm = _Attend.apply(x_nm, norm_before.weight, *weights, norm_before.variance_epsilon, attention)
+        norm_before, mlp = layer.post_attention_layernorm, layer.mlp
+        weights = (mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight)
+        x_nm = _FeedForward.apply(x_nm, norm_before.weight, *weights, norm_before.variance_epsilon)
     return tower.norm(x_nm)
 
 
@@ -121,9 +119,9 @@ class _Attend(torch.autograd.Function):
         return torch.addmm(x_nm, attended_ni, out_mi.T)
 
     @staticmethod
-    def backward(ctx: Any, by_nm: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x_nm, gain_m, factor_n, normed_nm, query_om, key_om, value_om, out_mi, *attended = ctx.saved_tensors
-        by_nm = by_nm.contiguous()
+        by_nm = gradients[0].contiguous()
         by_qkv_nj = ctx.attention.backward(*attended, by_nm @ out_mi)
         by_query_no, by_key_no, by_value_no = by_qkv_nj.split([len(query_om), len(key_om), len(value_om)], 1)
         by_x_nm = (by_query_no @ query_om).addmm_(by_key_no, key_om).addmm_(by_value_no, value_om)
@@ -143,9 +141,9 @@ class _FeedForward(torch.autograd.Function):
         return torch.addmm(x_nm, gate(gate_nf, up_nf), down_mf.T)
 
     @staticmethod
-    def backward(ctx: Any, by_nm: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x_nm, gain_m, factor_n, normed_nm, gate_fm, up_fm, down_mf, gate_nf, up_nf = ctx.saved_tensors
-        by_nm = by_nm.contiguous()
+        by_nm = gradients[0].contiguous()
         inner_nf = by_nm @ down_mf  # its gradient first, and then what it was
         by_gate_nf, by_up_nf = gate_backward(gate_nf, up_nf, inner_nf)
         by_x_nm = (by_gate_nf @ gate_fm).addmm_(by_up_nf, up_fm)
