@@ -16,7 +16,7 @@ enum { TALL = 4, WIDE = 16 }; /* of a tile: as many sums at once as there are re
 struct rows {
     int64_t num_rows, heads, kv_heads, head_dim;
     const int32_t *edges;           /* where each row's tokens begin and end in `index` */
-    const int64_t *index, *owner;   /* the packed token of each row's token; of each packed token the place in `index` */
+    const int64_t *index, *owner;   /* the packed token of each row's token; a packed token's place in `index` */
     const float *cosines, *sines;   /* [packed tokens][head size] */
     float scale;
 };
@@ -24,8 +24,8 @@ struct rows {
 static int64_t whole(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
 /* y[r][c] = sum over t in [first, last) of w[r][t] x[t][c], a tile of it; added to what is there where `adds`. */
-INLINE void tile(float *y, int64_t y_row, const float *w, int64_t w_row, int64_t w_column, const float *x, int64_t x_row,
-                 int64_t first, int64_t last, const int adds)
+INLINE void tile(float *y, int64_t y_row, const float *w, int64_t w_row, int64_t w_column, const float *x,
+                 int64_t x_row, int64_t first, int64_t last, const int adds)
 {
     vec low[TALL] = {{0}}, high[TALL] = {{0}};
     for (int64_t t = first; t < last; t++) {
@@ -62,7 +62,8 @@ static void gather(const struct head *h, const float *x, int64_t stride, int tur
     memset(out, 0, floats(h) * sizeof(float));
     for (int64_t t = 0; t < h->length; t++) {
         const int64_t token = h->rows->index[h->start + t];
-        const float *from = x + token * stride, *c = h->rows->cosines + token * size, *s = h->rows->sines + token * size;
+        const float *c = h->rows->cosines + token * size, *s = h->rows->sines + token * size;
+        const float *from = x + token * stride;
         float *to = out + t * h->width;
         for (int64_t i = 0; i < half; i++) {
             const float a = from[i] * factor, b = from[half + i] * factor;
@@ -78,7 +79,8 @@ static void scatter(const struct head *h, const float *by, int turns, float fact
     const int64_t size = h->rows->head_dim, half = size / 2;
     for (int64_t t = 0; t < h->length; t++) {
         const int64_t token = h->rows->index[h->start + t];
-        const float *from = by + t * h->width, *c = h->rows->cosines + token * size, *s = h->rows->sines + token * size;
+        const float *c = h->rows->cosines + token * size, *s = h->rows->sines + token * size;
+        const float *from = by + t * h->width;
         float *to = by_x + token * stride;
         for (int64_t i = 0; i < half; i++) {
             const float a = from[i] * factor, b = from[half + i] * factor;
@@ -158,7 +160,8 @@ void sortedrl_layers_attend(const struct rows *rows, const float *qkv, float *ou
     for (int64_t row = 0; row < rows->num_rows; row++) {
         const struct head h = head_of(rows, row);
         float *end = memory, *q = take(&end, floats(&h)), *k = take(&end, floats(&h)), *v = take(&end, floats(&h));
-        float *keys = take(&end, floats(&h)), *weights = take(&end, TALL * h.padded), *found = take(&end, TALL * h.width);
+        float *keys = take(&end, floats(&h));
+        float *weights = take(&end, TALL * h.padded), *found = take(&end, TALL * h.width);
         for (int64_t head = 0; head < heads; head++) {
             if (head % group == 0) {
                 gather(&h, qkv + (heads + head / group) * size, stride, 1, 1, k);
@@ -183,7 +186,7 @@ void sortedrl_layers_attend(const struct rows *rows, const float *qkv, float *ou
     }
 }
 
-/* by_out to the weights' and scores' gradients of four queries: [queries][keys] of `weights` and `scores`. */
+/* Of four queries: from scores in `weights` to weights, from the weights' gradients in `scores` to the scores'. */
 static void back_through_scores(const struct head *h, int64_t query, int64_t seen, const float *logs, const float *out,
                                 const float *by_out, float *weights, float *scores)
 {
@@ -245,9 +248,11 @@ void sortedrl_layers_attend_backward(const struct rows *rows, const float *qkv, 
             for (int64_t query = 0; query < h.length; query += TALL) {
                 float *own_weights = weights + query * h.padded, *own_scores = scores + query * h.padded;
                 const int64_t seen = score(&h, by, turned, query, own_scores);
-                back_through_scores(&h, query, seen, logs + head * total_length + h.start, o, by, own_weights, own_scores);
+                back_through_scores(&h, query, seen, logs + head * total_length + h.start, o, by, own_weights,
+                                    own_scores);
                 for (int64_t i = 0; i < h.width; i += WIDE)
-                    tile(by_q + query * h.width + i, h.width, own_scores, h.padded, 1, k + i, h.width, 0, query + TALL, 0);
+                    tile(by_q + query * h.width + i, h.width, own_scores, h.padded, 1, k + i, h.width, 0,
+                         query + TALL, 0);
             }
             add_by_key(&h, scores, q, by_k);
             add_by_key(&h, weights, by, by_v);
@@ -281,7 +286,8 @@ void sortedrl_layers_gate_backward(int64_t n, const float *gate, const float *up
 }
 
 /* The RMS norm of each row of x, [n][size], and the factor of each row; size: whole vectors. */
-void sortedrl_layers_norm(int64_t n, int64_t size, float epsilon, const float *x, const float *gain, float *out, float *factors)
+void sortedrl_layers_norm(int64_t n, int64_t size, float epsilon, const float *x, const float *gain, float *out,
+                          float *factors)
 {
     for (int64_t row = 0; row < n; row++) {
         const float factor = norm_factor(x + row * size, size, epsilon * size) * sqrtf(size);

@@ -2,7 +2,8 @@
 
 `learner/torch.py` packs a mini-batch and runs the model on each micro-batch. There is no padding between samples, and a
 prompt that siblings share is packed once: their answers follow it, each with the positions that it would have alone.
-Every layer but attention works token by token, so only attention has to know who belongs to whom (`attention.py`).
+Every layer but attention works token by token, so only attention has to know who belongs to whom (`attention.py`, or
+`llama.py` where its layers run in place of the model's own).
 
 What it keeps true: log-probs and gradients equal those of one sample at a time; every answer token that the policy
 sampled is predicted exactly once, and those that were fed into the answer are context alone; what cannot be learned
