@@ -29,6 +29,7 @@ from transformers import (
 
 from sortedrl.errors import DataError, ModelError
 from sortedrl.learner import attention
+from sortedrl.learner import pack as packing
 from sortedrl.learner.pack import MicroBatch, check_packing, pack, packed_attention, packed_logits
 from sortedrl.records import Prompt, Sample, Segment
 
@@ -155,6 +156,7 @@ def plain_varlen(query: Tensor, key: Tensor, value: Tensor, edges: Tensor, *_: A
 @pytest.mark.parametrize("name", ["llama-gqa", "qwen2-window", "gpt-neox"])
 def test_attention_by_edges_is_that_of_one_sample_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # GPUs take this way; the kernel is theirs, what it is given is checked here.
+    monkeypatch.setattr(packing, "is_lean", lambda model, layout: False)
     monkeypatch.setattr(attention, "varlen_attn", plain_varlen)
     monkeypatch.setattr(
         attention,

@@ -1,32 +1,18 @@
-"""The compiled kernel: built from `kernel.c` and its headers at its first use, kept in the user's cache, and loaded.
+"""The compiled kernel, `kernel.c` with its headers: its structures, its functions, and that it is loaded once.
 
-`native.py` calls it. Where no C compiler is found, or it fails, there is no kernel, and the engine runs on torch as it
-would have anyway. Nothing is loaded that others could have written: the folder and the file are this user's alone.
+`native.py` and `sampling.py` call it. Where it cannot be compiled there is none, and the engine runs on torch as it
+would have anyway.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import logging
-import os
-import platform
-import shutil
-import stat
-import subprocess
-import tempfile
 from pathlib import Path
 
-import torch
+from sortedrl.compiled import load_compiled
 
 _SOURCE = Path(__file__).with_name("kernel.c")
-_SOURCES = (_SOURCE, *sorted(_SOURCE.parent.glob("kernel_*.h")))
-_COMPILERS = ("cc", "gcc", "clang")
-_FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-shared", "-fno-math-errno", "-Wno-psabi")
-_LIMIT_S = 60.0
-
-log = logging.getLogger(__name__)
 
 
 class Layer(ctypes.Structure):
@@ -57,62 +43,9 @@ class Team(ctypes.Structure):
 @functools.cache
 def load_kernel() -> ctypes.CDLL | None:
     """The kernel, compiled if it has to be; None, and the reason in the log, where that cannot be done."""
-    compiler = _find_compiler()
-    if compiler is None:
-        log.info("no C compiler found: the local engine runs on torch, small models at half the speed or less")
-        return None
-    flags = (*_FLAGS, *_processor_flags())
-    try:
-        return _declare(_load_kept(compiler, flags))
-    except (OSError, subprocess.SubprocessError) as error:
-        log.warning("the engine's kernel could not be compiled (%s): models run on torch", _reason(error))
-        return None
-
-
-def _find_compiler() -> str | None:
-    wanted = os.environ.get("CC")
-    return next((path for name in ((wanted,) if wanted else _COMPILERS) if (path := shutil.which(name))), None)
-
-
-def _processor_flags() -> tuple[str, ...]:
-    """Of the processor at hand, so that a cache that several machines share serves each of them."""
-    has_vectors = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-    return ("-mavx2", "-mfma") if has_vectors else ()
-
-
-def _load_kept(compiler: str, flags: tuple[str, ...]) -> ctypes.CDLL:
-    sources = [path.read_text(encoding="utf-8") for path in _SOURCES]
-    text = "\n".join((*sources, platform.system(), platform.machine(), *flags))
-    name = f"kernel-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
-    try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sortedrl"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if _is_own(folder):
-            if not (folder / name).is_file():
-                _compile(compiler, flags, folder / name)
-            if _is_own(folder / name):
-                return ctypes.CDLL(str(folder / name))
-    except (OSError, RuntimeError) as error:  # no home, a file system that cannot be written or not run from
-        log.info("the engine's kernel cannot be kept (%s): it is compiled for this process alone", error)
-    with tempfile.TemporaryDirectory(prefix="sortedrl-") as scratch:
-        _compile(compiler, flags, Path(scratch) / name)
-        return ctypes.CDLL(str(Path(scratch) / name))  # stays loaded when the file is gone
-
-
-def _is_own(path: Path) -> bool:
-    """Whether nobody but this user could have written it."""
-    found = path.stat()
-    return found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-
-
-def _compile(compiler: str, flags: tuple[str, ...], target: Path) -> None:
-    """Beside the target first: processes that start together must not load each other's halves."""
-    with tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as scratch:
-        built = Path(scratch) / target.name
-        command = [compiler, *flags, "-o", str(built), str(_SOURCE), "-lm"]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_LIMIT_S)
-        built.chmod(0o700)
-        built.replace(target)
+    headers = sorted(_SOURCE.parent.glob("kernel_*.h"))
+    library = load_compiled(_SOURCE, headers, without="the local engine runs on torch, small models at half the speed")
+    return None if library is None else _declare(library)
 
 
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
@@ -136,8 +69,3 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         *(pointer, pointer),  # tokens, normalizers
     ]
     return library
-
-
-def _reason(error: Exception) -> str:
-    said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
-    return said[0] if said else type(error).__name__

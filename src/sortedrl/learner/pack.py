@@ -2,7 +2,8 @@
 
 `learner/torch.py` packs a mini-batch and runs the model on each micro-batch. There is no padding between samples, and a
 prompt that siblings share is packed once: their answers follow it, each with the positions that it would have alone.
-Every layer but attention works token by token, so only attention has to know who belongs to whom (`attention.py`).
+Every layer but attention works token by token, so only attention has to know who belongs to whom (`attention.py`, or
+`llama.py` where its layers run in place of the model's own).
 
 What it keeps true: log-probs and gradients equal those of one sample at a time; every answer token that the policy
 sampled is predicted exactly once, and those that were fed into the answer are context alone; what cannot be learned
@@ -20,10 +21,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sortedrl.errors import DataError, ModelError
 from sortedrl.learner.attention import Layout, lay_rows, packed_attention
+from sortedrl.learner.llama import hidden_states, is_lean
 from sortedrl.records import Prompt, Sample, Segment
 
 ROUNDING = 3e-5  # largest difference between packed and alone, relative to the largest logit, in fp32
@@ -135,8 +137,11 @@ def _lay_out(families: Sequence[_Family], device: torch.device | str) -> MicroBa
     )
 
 
-def packed_logits(model: nn.Module, micro: MicroBatch) -> Tensor:
+def packed_logits(model: Any, micro: MicroBatch) -> Tensor:
     """Logits at the answer positions only, [a, vocabulary]. Call it, and backward, within `packed_attention(model)`."""
+    if is_lean(model, micro.layout):
+        hidden_nm = hidden_states(model.model, micro.tokens_n, micro.positions_n, micro.layout)
+        return model.lm_head(hidden_nm.index_select(0, micro.predictor_a)[None])[0]
     output = model(
         input_ids=micro.tokens_n[None],
         position_ids=micro.positions_n[None],

@@ -31,7 +31,7 @@ from sortedrl.learner.base import UpdateResult
 from sortedrl.learner.critic import Critic, value_loss
 from sortedrl.learner.head import Scorer, Scores
 from sortedrl.learner.loss import divergence, policy_loss
-from sortedrl.learner.memory import first_line, free_unused, is_out_of_memory
+from sortedrl.learner.memory import first_line, free_unused, is_out_of_memory, keep_small_blocks
 from sortedrl.learner.optimizer import LearnerSettings, learning_rate, make_optimizer
 from sortedrl.learner.pack import MicroBatch, check_packing, pack, packed_attention
 from sortedrl.learner.precision import passes_in
@@ -61,6 +61,7 @@ class TorchLearner:
                 "set it to 2 or more or use reinforce++"
             )
         self._check_model(model)
+        keep_small_blocks()
         self.model = model
         self.settings = settings
         self.temperature = temperature

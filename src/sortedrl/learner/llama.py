@@ -1,0 +1,151 @@
+"""A Llama's layers with their gradients written out, for updates on one thread of a CPU.
+
+`pack.py` takes it where `is_lean` says so. There a small model's update is mostly passes over memory and calls; here
+products are torch's, and all that lies between them is compiled (`layers.py`). Elsewhere the model's own modules run:
+with hooks, adapters, shards or recomputed activations, in another precision, on other devices and several threads,
+without a C compiler. What it keeps true: hidden states and gradients are those of the modules, up to rounding.
+
+A layer is two steps, each of which adds to the hidden states what it makes of their norm.
+
+Shapes: n packed tokens, m model size, f feed-forward size, j numbers of a token's queries, keys and values; i, o are
+those of a product that reads and writes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM
+from transformers.activations import SiLUActivation
+from transformers.models.llama import modeling_llama
+
+from sortedrl.learner.attention import Layout
+from sortedrl.learner.layers import RowAttention, gate, gate_backward, load_layers, norm, norm_backward
+
+MAX_LENGTH = 2048  # of a row: the backward pass holds two squares of it
+VECTOR = 8  # sizes are whole vectors of the compiled code
+KNOWN = {
+    *(nn.Embedding, nn.Linear, nn.ModuleList, nn.SiLU, SiLUActivation),
+    *(modeling_llama.LlamaModel, modeling_llama.LlamaDecoderLayer, modeling_llama.LlamaAttention),
+    *(modeling_llama.LlamaMLP, modeling_llama.LlamaRMSNorm, modeling_llama.LlamaRotaryEmbedding),
+}
+
+
+def is_lean(model: Any, layout: Layout) -> bool:
+    """Whether `hidden_states` gives what the model's own modules do, and sooner."""
+    return (
+        type(model) is LlamaForCausalLM
+        and torch.get_num_threads() == 1
+        and not torch.is_autocast_enabled("cpu")
+        and layout.shapes[0][1] <= MAX_LENGTH
+        and _has_plain_sizes(model.config)
+        and all(_is_plain(module) for module in model.model.modules())
+        and load_layers() is not None
+    )
+
+
+def _has_plain_sizes(config: Any) -> bool:
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return (
+        config.hidden_size % VECTOR == 0
+        and config.intermediate_size % VECTOR == 0
+        and head_dim % 2 == 0
+        and config.hidden_act == "silu"
+        and not (config.attention_bias or config.mlp_bias or config.attention_dropout)
+    )
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether nobody has changed what calling the module does, and its weights are as compiled code reads them."""
+    return (
+        type(module) in KNOWN
+        and "forward" not in module.__dict__
+        and not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+        and not module._backward_pre_hooks
+        and not getattr(module, "gradient_checkpointing", False)
+        and all(
+            p.dtype == torch.float32 and p.device.type == "cpu" for p in module._parameters.values() if p is not None
+        )
+    )
+
+
+def hidden_states(tower: Any, tokens_n: Tensor, positions_n: Tensor, layout: Layout) -> Tensor:
+    """What a LlamaModel gives for packed tokens, [n, m]."""
+    x_nm = tower.embed_tokens(tokens_n)
+    cosines_1nd, sines_1nd = tower.rotary_emb(x_nm, positions_n[None])
+    attention = RowAttention(
+        layout,
+        cosines_1nd[0],
+        sines_1nd[0],
+        heads=tower.config.num_attention_heads,
+        kv_heads=tower.config.num_key_value_heads,
+        scale=tower.layers[0].self_attn.scaling,
+    )
+    for layer in tower.layers:
+        norm_before, attend = layer.input_layernorm, layer.self_attn
+        weights = (attend.q_proj.weight, attend.k_proj.weight, attend.v_proj.weight, attend.o_proj.weight)
+        x_nm = _Attend.apply(x_nm, norm_before.weight, *weights, norm_before.variance_epsilon, attention)
+        norm_before, mlp = layer.post_attention_layernorm, layer.mlp
+        weights = (mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight)
+        x_nm = _FeedForward.apply(x_nm, norm_before.weight, *weights, norm_before.variance_epsilon)
+    return tower.norm(x_nm)
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_nm: Tensor,
+        gain_m: Tensor,
+        query_om: Tensor,
+        key_om: Tensor,
+        value_om: Tensor,
+        out_mi: Tensor,
+        epsilon: float,
+        attention: RowAttention,
+    ) -> Tensor:
+        normed_nm, factor_n = norm(x_nm, gain_m, epsilon)
+        sizes = [len(query_om), len(key_om), len(value_om)]
+        qkv_nj = x_nm.new_empty(len(x_nm), sum(sizes))
+        for part_no, weight_om in zip(qkv_nj.split(sizes, 1), (query_om, key_om, value_om), strict=True):
+            torch.mm(normed_nm, weight_om.T, out=part_no)
+        attended_ni, logs_ht = attention.forward(qkv_nj)
+        ctx.attention = attention
+        ctx.save_for_backward(
+            *(x_nm, gain_m, factor_n, normed_nm, query_om, key_om, value_om, out_mi, qkv_nj, attended_ni, logs_ht)
+        )
+        return torch.addmm(x_nm, attended_ni, out_mi.T)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x_nm, gain_m, factor_n, normed_nm, query_om, key_om, value_om, out_mi, *attended = ctx.saved_tensors
+        by_nm = gradients[0].contiguous()
+        by_qkv_nj = ctx.attention.backward(*attended, by_nm @ out_mi)
+        by_query_no, by_key_no, by_value_no = by_qkv_nj.split([len(query_om), len(key_om), len(value_om)], 1)
+        by_x_nm = (by_query_no @ query_om).addmm_(by_key_no, key_om).addmm_(by_value_no, value_om)
+        by_gain_m = norm_backward(x_nm, gain_m, factor_n, by_nm, by_x_nm)
+        by_weights = (by_no.T @ normed_nm for by_no in (by_query_no, by_key_no, by_value_no))
+        return by_x_nm, by_gain_m, *by_weights, by_nm.T @ attended[1], None, None
+
+
+class _FeedForward(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_nm: Tensor, gain_m: Tensor, gate_fm: Tensor, up_fm: Tensor, down_mf: Tensor, epsilon: float
+    ) -> Tensor:
+        normed_nm, factor_n = norm(x_nm, gain_m, epsilon)
+        gate_nf, up_nf = normed_nm @ gate_fm.T, normed_nm @ up_fm.T
+        ctx.save_for_backward(x_nm, gain_m, factor_n, normed_nm, gate_fm, up_fm, down_mf, gate_nf, up_nf)
+        return torch.addmm(x_nm, gate(gate_nf, up_nf), down_mf.T)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x_nm, gain_m, factor_n, normed_nm, gate_fm, up_fm, down_mf, gate_nf, up_nf = ctx.saved_tensors
+        by_nm = gradients[0].contiguous()
+        inner_nf = by_nm @ down_mf  # its gradient first, and then what it was
+        by_gate_nf, by_up_nf = gate_backward(gate_nf, up_nf, inner_nf)
+        by_x_nm = (by_gate_nf @ gate_fm).addmm_(by_up_nf, up_fm)
+        by_gain_m = norm_backward(x_nm, gain_m, factor_n, by_nm, by_x_nm)
+        return by_x_nm, by_gain_m, by_gate_nf.T @ normed_nm, by_up_nf.T @ normed_nm, by_nm.T @ inner_nf, None
