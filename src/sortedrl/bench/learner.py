@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from sortedrl.bench.learner_round import SCORING, Round
+from sortedrl.bench.learner_round import SAMPLING, Round
 from sortedrl.build import named_model_path
 from sortedrl.errors import LearnerError
 from sortedrl.simulate.traces import load_trace
@@ -63,9 +63,9 @@ def measure(bench: LearnerBench, on_round: Callable[[str], None] = lambda name: 
             "passes": bench.passes,
             "threads": bench.threads,
             "seed": bench.seed,
-            "logprobs": str(Path(scratch) / "logprobs.safetensors"),
+            "answers": str(Path(scratch) / "answers.safetensors"),
         }
-        run_process({**shared, "contender": SCORING})
+        run_process({**shared, "contender": SAMPLING})
         for number in range(bench.rounds):
             for name in names if number == 0 else names[:2]:
                 on_round(name)

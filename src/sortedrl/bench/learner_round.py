@@ -1,7 +1,7 @@
 """One update of one contender of `bench learner`, in a process of its own: its time, its peak memory, its gradients.
 
-Run as a module with a job as JSON; it prints a `Round` as JSON. A job that is for `SCORING` comes first: it writes the
-answers' log-probs, which all others read. The padded contender is written as trainers write it, without anything of the
+Run as a module with a job as JSON; it prints a `Round` as JSON. A job for `SAMPLING` comes first: it has the model
+write the answers, which all others read. The padded contender is written as trainers write it, without anything of the
 learner's: all answers padded to the longest, logits of all of them, a softmax over those.
 
 Shapes: b rows of a pass, l positions, v vocabulary.
@@ -22,15 +22,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from sortedrl.build import build_engine
 from sortedrl.config import SortedConfig
-from sortedrl.learner.head import Scorer
+from sortedrl.engine.base import Delta, Request, Sampling
 from sortedrl.learner.model import load_model
-from sortedrl.learner.pack import pack, packed_attention
-from sortedrl.learner.terms import by_place, marks
 from sortedrl.learner.torch import TorchLearner
 from sortedrl.records import Batch, FinishReason, Prompt, Sample, Segment
 
-SCORING = "scoring"
+SAMPLING = "sampling"
 LR = 1e-6
 CLIP = (0.2, 0.28)
 
@@ -43,43 +42,57 @@ class Round:
     start_bytes: int  # model loaded, before the update
 
 
-def make_samples(vocabulary: int, job: dict[str, Any]) -> list[Sample]:
-    """Answers of random tokens in random order, with varied rewards, and log-probs that are still missing."""
+def write_answers(model: Any, job: dict[str, Any]) -> None:
+    """Answers of the wanted lengths, in random order, to prompts of random tokens, and their log-probs."""
     generator = torch.Generator().manual_seed(job["seed"])
-    lengths = job["lengths"]
-    samples: list[Sample] = []
-    for number, place in enumerate(torch.randperm(len(lengths), generator=generator).tolist()):
-        prompt, answer = (
-            torch.randint(0, vocabulary, (size,), generator=generator).tolist()
-            for size in (job["prompt_tokens"], lengths[place])
-        )
-        samples.append(
-            Sample(
-                id=number,
-                prompt=Prompt(id=str(number), tokens=tuple(prompt), content=""),
-                index=0,
-                epoch=0,
-                cohort=0,
-                seed=number,
-                budget=max(lengths),
-                segments=[Segment(version=0, tokens=answer, logprobs=[0.0] * len(answer))],
-                finish_reason=FinishReason.STOP,
-                reward=float(number % 3),
-            )
-        )
-    return samples
+    lengths = [job["lengths"][place] for place in torch.randperm(len(job["lengths"]), generator=generator).tolist()]
+    size = model.config.vocab_size, (len(lengths), job["prompt_tokens"])
+    prompts = torch.randint(0, *size, generator=generator).tolist()
+    config = SortedConfig(
+        task={"max_prompt_tokens": job["prompt_tokens"]},
+        engine={"slots": len(lengths), "max_new_tokens": max(lengths), "dtype": "float32"},
+        schedule={"strategy": "sorted-partial"},
+    )
+    longest = max(lengths) + job["prompt_tokens"] + 64
+    model.config.max_position_embeddings = max(model.config.max_position_embeddings, longest)  # speed is what is asked
+    engine = build_engine(config, model, config.knobs)
+    engine.submit(
+        Request(sample=number, attempt=0, prompt=prompt, budget=length, seed=number, sampling=Sampling())
+        for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
+    )
+    written: list[tuple[list[int], list[float]]] = [([], []) for _ in lengths]
+    while sum(len(tokens) for tokens, _ in written) < sum(lengths):
+        for event in engine.poll():
+            if isinstance(event, Delta):
+                tokens, logprobs = written[event.sample]
+                tokens += event.tokens
+                logprobs += event.logprobs
+    engine.close()
+    answers = {}
+    for number, (prompt, (tokens, logprobs)) in enumerate(zip(prompts, written, strict=True)):
+        answers[f"{number}.prompt"], answers[f"{number}.tokens"] = torch.tensor(prompt), torch.tensor(tokens)
+        answers[f"{number}.logprobs"] = torch.tensor(logprobs)
+    save_file(answers, job["answers"])
 
 
-@torch.no_grad()
-def score(model: Any, samples: Sequence[Sample], job: dict[str, Any]) -> None:
-    """Write the log-probs that the model gives the answers."""
-    scorer, everyone = Scorer(1.0), marks(len(samples), range(len(samples)))
-    found: dict[str, torch.Tensor] = {}
-    with packed_attention(model):
-        for micro in pack(samples, everyone, max(job["lengths"]) + job["prompt_tokens"]):
-            scored = by_place(micro, scorer.score(model, micro).logprobs_a)
-            found.update({str(place): logprobs.clone() for place, logprobs in scored.items()})
-    save_file(found, job["logprobs"])
+def read_samples(job: dict[str, Any]) -> list[Sample]:
+    """The answers as samples with varied rewards."""
+    answers = {name: value.tolist() for name, value in load_file(job["answers"]).items()}
+    return [
+        Sample(
+            id=number,
+            prompt=Prompt(id=str(number), tokens=tuple(answers[f"{number}.prompt"]), content=""),
+            index=0,
+            epoch=0,
+            cohort=0,
+            seed=number,
+            budget=max(job["lengths"]),
+            segments=[Segment(version=0, tokens=answers[f"{number}.tokens"], logprobs=answers[f"{number}.logprobs"])],
+            finish_reason=FinishReason.STOP,
+            reward=float(number % 3),
+        )
+        for number in range(len(job["lengths"]))
+    ]
 
 
 def packed_update(model: Any, samples: Sequence[Sample], job: dict[str, Any]) -> Callable[[], object]:
@@ -141,12 +154,10 @@ def main() -> None:
     job = json.loads(sys.argv[1])
     torch.set_num_threads(job["threads"])
     model, _ = load_model(job["folder"])
-    samples = make_samples(model.config.vocab_size, job)
-    if job["contender"] == SCORING:
-        score(model, samples, job)
+    if job["contender"] == SAMPLING:
+        write_answers(model, job)
         return
-    for place, logprobs in load_file(job["logprobs"]).items():
-        samples[int(place)].segments[0].logprobs = logprobs.tolist()
+    samples = read_samples(job)
     update = (packed_update if job["contender"] == "packed" else padded_update)(model, samples, job)
     gradients: dict[str, torch.Tensor] = {}
 
