@@ -1,6 +1,7 @@
 """The shipped commands: what they write and print, how they refuse, how they stop.
 
-Some run in a process of their own, by the console script; the rest call its entry point here, which is quicker.
+Some run by the console script, some in a process of their own that has imported everything; the rest call the entry
+point here, which is quickest.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from sortedrl import __version__, cli
 from sortedrl.config import SortedConfig
 from sortedrl.telemetry.sinks import read_events
 from sortedrl.telemetry.summary import Summary
+from warm import WAIT_S, Warm, warm_command
 
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.toml"
 SCRIPT = Path(sys.executable).parent / "sortedrl"
@@ -31,7 +33,6 @@ SMALL = [
     "learner.group_size=4",
     "eval.prompts=8",
 ]
-WAIT_S = 120.0  # for a process of its own, on a busy machine
 
 
 def script(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -321,22 +322,17 @@ def children(pid: int) -> list[int]:
     return [int(child) for thread in threads for child in (thread / "children").read_text().split()]
 
 
-def start_long_run(folder: Path, *more: str, updates: int) -> tuple[subprocess.Popen[str], list[int]]:
-    """A run without end, once it has made some updates, and its worker processes."""
-    arguments = [*SMALL, "run.samples=1000000", "run.dir=out", "run.report=false", *more]
-    process = subprocess.Popen(
-        [SCRIPT, "train", str(QUICKSTART), *arguments],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+ENDLESS = ["train", str(QUICKSTART), *SMALL, "run.samples=1000000", "run.dir=out", "run.report=false"]
+
+
+def wait_for_updates(folder: Path, pid: int, count: int) -> list[int]:
+    """Once the run has made so many updates: its worker processes."""
     metrics, deadline = folder / "out" / "quickstart" / "metrics.jsonl", time.monotonic() + WAIT_S
-    while not metrics.is_file() or metrics.read_text().count("\n") < updates:
-        assert process.poll() is None, process.communicate()[1]
+    while not metrics.is_file() or metrics.read_text().count("\n") < count:
+        assert is_alive(pid), "the run has ended by itself"
         assert time.monotonic() < deadline, "no update was made"
         time.sleep(0.02)
-    return process, children(process.pid)
+    return children(pid)
 
 
 def is_alive(pid: int) -> bool:
@@ -351,15 +347,34 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="lo
 
 
 @needs_proc
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_keeps_what_was_trained(number: signal.Signals, tmp_path: Path) -> None:
-    process, workers = start_long_run(tmp_path, "--json", updates=2)
+def test_ctrl_c_keeps_what_was_trained(call: Any, tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [SCRIPT, *ENDLESS, "--json"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as run:
+        try:
+            workers = wait_for_updates(tmp_path, run.pid, 2)
+            run.send_signal(signal.SIGINT)
+            out, err = run.communicate(timeout=WAIT_S)
+        finally:
+            run.kill()
+    assert run.returncode == 0, err
+    check_kept(call, tmp_path, out, err, workers)
+
+
+@needs_proc
+def test_a_request_to_end_keeps_what_was_trained(call: Any, tmp_path: Path) -> None:
+    with warm_command(tmp_path, *ENDLESS, "--json") as run:
+        workers = wait_for_updates(tmp_path, run.pid, 2)
+        os.kill(run.pid, signal.SIGTERM)
+        assert run.wait() == 0, run.err
+    check_kept(call, tmp_path, run.out, run.err, workers)
+
+
+def check_kept(call: Any, folder: Path, out: str, err: str, workers: list[int]) -> None:
+    """What a run that was stopped leaves behind: all that it trained, and no process."""
     assert workers
-    process.send_signal(number)
-    out, err = process.communicate(timeout=WAIT_S)
-    assert process.returncode == 0, err
     assert "Traceback" not in err
-    run_dir = tmp_path / "out" / "quickstart"
+    run_dir = folder / "out" / "quickstart"
     summary = Summary.read(run_dir / "summary.json")
     assert only_json(out)["runs"][0] == json.loads((run_dir / "summary.json").read_text())
     assert summary.status == "stopped"
@@ -371,36 +386,39 @@ def test_a_signal_keeps_what_was_trained(number: signal.Signals, tmp_path: Path)
     assert f"{summary.updates} updates, {summary.samples} samples trained" in line
     assert f"kept: summary {Path('out/quickstart/summary.json')}, weights {Path('out/quickstart/checkpoints')}" in line
     assert f"go on with: sortedrl train --resume {Path('out/quickstart')}" in err
-    assert script("ledger", str(run_dir), "--verify", "--json", cwd=tmp_path).returncode == 0
+    assert call("ledger", str(run_dir), "--verify", "--json")[0] == 0
     checkpoint_loads(run_dir, summary.updates)
     assert not [pid for pid in workers if is_alive(pid)]
 
 
 @needs_proc
-def test_a_second_ctrl_c_ends_it_at_once(tmp_path: Path) -> None:
+def test_a_second_request_ends_it_at_once(call: Any, tmp_path: Path) -> None:
     # After the first update comes an evaluation that takes a while: a first request is not heard before it is over.
-    process, workers = start_long_run(tmp_path, "eval.prompts=256", "eval.every_samples=16", updates=1)
-    process.send_signal(signal.SIGINT)
-    time.sleep(0.1)  # two at once would be one
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=WAIT_S)
-    assert process.returncode == 130, err
-    assert "Traceback" not in err
-    assert "interrupted: what was written to the run directory is kept" in err
+    with warm_command(tmp_path, *ENDLESS, "eval.prompts=256", "eval.every_samples=16") as run:
+        workers = wait_for_updates(tmp_path, run.pid, 1)
+        os.kill(run.pid, signal.SIGINT)
+        os.kill(run.pid, signal.SIGTERM)  # two of the same kind could be taken for one
+        assert run.wait() == 130, run.err
+    assert "Traceback" not in run.err
+    assert "interrupted: what was written to the run directory is kept" in run.err
     run_dir = tmp_path / "out" / "quickstart"
     assert not (run_dir / "summary.json").exists()
     assert [event.kind for event in read_events(run_dir / "events.jsonl")].count("UpdateDone") == 1
     assert not [pid for pid in workers if is_alive(pid)]
-    proof = script("ledger", str(run_dir), "--verify", cwd=tmp_path)
-    assert proof.returncode == 0, proof.stdout
-    assert proof.stdout.startswith("proven: ")
+    code, proof, _ = call("ledger", str(run_dir), "--verify")
+    assert code == 0, proof
+    assert proof.startswith("proven: ")
 
 
 def test_a_run_of_any_name_can_be_resumed(tmp_path: Path) -> None:
     name = "exp[a] 🚀 é"
-    done = script("train", str(QUICKSTART), *SMALL, f"run.name={name}", "run.dir=out", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert str(Path("out") / name / "summary.json") in done.stderr
-    again = script("train", "--resume", str(Path("out") / name), cwd=tmp_path)
-    assert again.returncode == 0, again.stderr
-    assert "resumed at version" in again.stderr
+
+    def run(*arguments: str) -> Warm:
+        with warm_command(tmp_path, "train", *arguments) as command:
+            assert command.wait() == 0, command.err
+        return command
+
+    done = run(str(QUICKSTART), *SMALL, f"run.name={name}", "run.dir=out", "run.report=false")
+    assert str(Path("out") / name / "summary.json") in done.err
+    again = run("--resume", str(Path("out") / name))
+    assert "resumed at version" in again.err
