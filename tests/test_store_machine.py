@@ -257,6 +257,6 @@ class Ledger(RuleBasedStateMachine):
 
 
 Ledger.TestCase.settings = settings(
-    max_examples=200, stateful_step_count=100, suppress_health_check=list(HealthCheck), deadline=None
+    max_examples=100, stateful_step_count=100, suppress_health_check=list(HealthCheck), deadline=None
 )
 TestLedger = Ledger.TestCase
