@@ -120,11 +120,11 @@ def test_an_interrupt_stops_all_members_and_loses_no_token(paced: Paces) -> None
     requests = [replace(r, budget=5 if r.sample < 2 else 110) for r in make_requests(8)]
     caller = Caller(pool)
     pool.submit(requests)
-    caller.take(pool.poll())  # the short ones have ended
+    caller.take(pool.poll())  # a short one has ended
     caller.interrupt()
     assert pool.num_running == 0
     stopped = [request for request in requests if caller.answers[request.sample].num_partials == 1]
-    assert {request.sample for request in stopped} == {2, 3, 4, 5, 6, 7}
+    assert {request.sample for request in stopped} >= {2, 3, 4, 5, 6, 7}
     assert pool.poll(0.2) == []
     may_go_on.set()
     again = [caller.again(request, Mode.RESUME) for request in stopped]
@@ -241,7 +241,8 @@ def test_a_member_that_dies_in_an_interrupt_or_a_publication(pool: Pool, members
     check_same(serve_through(pool, make_requests(4, seed=1)), serve(tiny_model(), make_requests(4, seed=1)))
 
 
-def test_a_member_that_refuses_requests_fails_them_and_lives_on(pool: Pool, members: HostedMembers) -> None:
+def test_a_member_that_refuses_requests_fails_them_and_lives_on(paced: Paces) -> None:
+    pool, members, _ = paced
     too_long = make_requests(1, budget=1000)[0]  # the engine says so by itself
     pool.submit([too_long])
     events = pool.poll(5.0)
