@@ -26,7 +26,7 @@ _MAX_PROMPT = 20_000
 def tell_sample(run_dir: Path, sample: int, find_decode: Callable[[], Decode | None]) -> dict[str, Any]:
     """All that a page shows about one sample, as plain JSON.
 
-    `find_decode` is asked when there is something to spell: a tokenizer takes seconds to import.
+    `find_decode` is asked when the sample has been found: to import a tokenizer takes seconds.
     """
     with Ledger(run_dir) as ledger:
         life = life_of(ledger, sample)
