@@ -30,7 +30,7 @@ study-quick: $(VENV)/.runtime ## Four strategies on the quickstart task, three s
 
 test: $(VENV)/.dev ## Run the tests (not the slow ones).
 	@start=$$(date +%s); \
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not vllm" $(ARGS); status=$$?; \
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not vllm" $(ARGS); status=$$?; \
 	echo "make test took $$(( $$(date +%s) - start )) s"; exit $$status
 
 coverage: $(VENV)/.dev ## The same tests, with the lines that they reach; a third slower.

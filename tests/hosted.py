@@ -2,13 +2,44 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
-from sortedrl.engine.base import Engine, EngineStats, InFlight, Request
+from sortedrl.engine.base import Engine, EngineStats, Event, Handle, InFlight, Request
 from sortedrl.engine.host import EngineHost, Report
 from sortedrl.weights import arrays_of, load_arrays
+
+
+@dataclass(slots=True)
+class Paced:
+    """An engine that stands still after some steps, until it is let go on or gets other weights.
+
+    What happens to its answers meanwhile happens to answers under way, however fast or busy the machine is.
+    """
+
+    engine: Engine
+    may_go_on: threading.Event = field(default_factory=threading.Event)
+    num_steps: int = 20
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def poll(self, timeout: float | None = None) -> list[Event]:
+        if not self.may_go_on.is_set():
+            if self.num_steps == 0:
+                time.sleep(0.001)
+                return []
+            self.num_steps -= 1
+        return self.engine.poll(timeout)
+
+    def publish(self, version: int, weights: Any, in_flight: InFlight) -> Handle:
+        handle = self.engine.publish(version, weights, in_flight)
+        self.may_go_on.set()
+        return handle
 
 
 class Gone(Exception):

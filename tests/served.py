@@ -1,4 +1,4 @@
-"""The shipped commands as processes, for tests that talk to them."""
+"""The dashboard as the shipped command serves it, for tests that talk to it."""
 
 from __future__ import annotations
 
@@ -14,24 +14,23 @@ COMMAND = [sys.executable, "-c", "from sortedrl.cli import main; main()"]
 
 
 @contextmanager
-def process(*arguments: str | Path, **variables: str) -> Iterator[subprocess.Popen[str]]:
-    """One command, ended with the block."""
-    command = [*COMMAND, *map(str, arguments)]
+def dashboard(*arguments: str | Path, **variables: str) -> Iterator[str]:
+    """The address of a dashboard at a free port; it ends with the block."""
+    command = [*COMMAND, "dashboard", *map(str, arguments), "--port", "0"]
     environment = {**os.environ, "COLUMNS": "500", **variables}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as running:
+        assert running.stderr is not None
         try:
-            yield running
+            line = running.stderr.readline()
+            address = address_in(line)
+            assert address is not None, line + running.stderr.read()
+            yield address
         finally:
             running.terminate()
             running.wait(60)
 
 
-@contextmanager
-def dashboard(*arguments: str | Path, **variables: str) -> Iterator[str]:
-    """The address of a dashboard at a free port."""
-    with process("dashboard", *arguments, "--port", "0", **variables) as running:
-        assert running.stderr is not None
-        line = running.stderr.readline()
-        found = re.search(r"http://\S+?:(\d+)/", line)
-        assert found is not None, line + running.stderr.read()
-        yield f"http://127.0.0.1:{found[1]}/"
+def address_in(told: str) -> str | None:
+    """Where a dashboard says that it serves."""
+    found = re.search(r"http://\S+?:(\d+)/", told)
+    return None if found is None else f"http://127.0.0.1:{found[1]}/"

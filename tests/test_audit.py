@@ -53,7 +53,8 @@ def serving(answer: Any) -> Iterator[str]:
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        often_s = 0.01  # how often it looks whether it is to end
+        threading.Thread(target=server.serve_forever, args=(often_s,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/"
         server.shutdown()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import time
@@ -19,11 +20,12 @@ pytest.importorskip("starlette", reason="the extra `dashboard` is not installed"
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from made_up import MadeUpRun, write_run
-from served import dashboard, process
+from served import address_in
 from sortedrl.ledger.life import life_of
 from sortedrl.ledger.reader import Ledger
 from sortedrl.telemetry.report import write_report
 from sortedrl.telemetry.view import MAX_SEGMENTS
+from warm import Warm, warm_command
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 WAIT_MS = 240_000  # a shared machine may be slow
@@ -167,8 +169,11 @@ def test_the_dashboard_follows_a_live_run(browser: Browser, made_up: Path, tmp_p
     config = Path(__file__).parent.parent / "configs" / "quickstart.toml"
     watched = Watched(browser)
     page = watched.page
-    with dashboard(runs) as address, process("train", config, *settings, "eval.prompts=8", "--json") as training:
-        page.goto(address)
+    with (
+        warm_command(tmp_path, "dashboard", str(runs), "--port", "0", COLUMNS="500") as serving,
+        warm_command(tmp_path / "train", "train", str(config), *settings, "eval.prompts=8", "--json") as training,
+    ):
+        page.goto(address_of(serving))
         page.wait_for_selector("#run-rows tr[data-run=live] .running")
         page.locator("tr[data-run=live] input").check()
         page.locator("tr[data-run=other] input").uncheck()
@@ -182,7 +187,7 @@ def test_the_dashboard_follows_a_live_run(browser: Browser, made_up: Path, tmp_p
         assert "paused" in page.locator("#state").inner_text()
         held = page.evaluate(curve)
         num_updates = (runs / "live" / "events.jsonl").read_text().count('"UpdateDone"')
-        training.send_signal(signal.SIGINT)  # far from its end: it stops as a user would stop it
+        os.kill(training.pid, signal.SIGINT)  # far from its end: it stops as a user would stop it
         assert training.wait(WAIT_MS / 1000) == 0
         assert page.evaluate(curve) == held
         page.get_by_role("button", name="Go on").click()
@@ -209,3 +214,12 @@ def test_the_dashboard_follows_a_live_run(browser: Browser, made_up: Path, tmp_p
         wait_until(page, f"document.querySelectorAll('#chart-timeline-1 .bars .point').length === {others}")
         watched.check(hosts={"127.0.0.1", None, ""})
         page.close()
+
+
+def address_of(serving: Warm) -> str:
+    until = time.monotonic() + WAIT_MS / 1000
+    while (address := address_in(serving.err)) is None:
+        assert serving.is_running, serving.err
+        assert time.monotonic() < until, "no address was told"
+        time.sleep(0.02)
+    return address

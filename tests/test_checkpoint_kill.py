@@ -5,99 +5,102 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from sortedrl.learner.checkpoint import OPTIMIZER_FILE, Checkpoints, load_model, load_state
 from sortedrl.learner.manifest import find_damage
+from sortedrl.learner.torch import TorchLearner
+from test_checkpoint import SETTINGS, make_batch, make_model, make_tokenizer
+from warm import WAIT_S, WARM, Warm
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
 
-# It loads what takes long once, then forks one saver for each line "FOLDER VERSION TURN KILL_AT", says its process id
-# and, when it has ended, how. With KILL_AT the saver saves once and kills itself before that file operation; with 0 it
-# saves until it is killed. What is saved has the turn written all over it.
-SAVERS = """
-import os, signal, sys
-from pathlib import Path
-import torch
-from sortedrl.learner.checkpoint import Checkpoints
-from sortedrl.learner.torch import TorchLearner
-from test_checkpoint import SETTINGS, make_batch, make_model, make_tokenizer
 
-model, tokenizer = make_model(), make_tokenizer()
-learner = TorchLearner(model, SETTINGS, temperature=1.0)
-learner.start(make_batch(0))
+def serve(folder: Path, asked: Any) -> None:
+    """Fork one saver for each question (folder, version, turn, kill_at); answer its process id, and how it ended.
 
-def save(folder, version, turn):
-    with torch.no_grad():
-        for tensor in [*model.parameters(), *learner.state_dict()["optimizer"].values()]:
-            tensor.fill_(turn)
-    add = lambda folder: (folder / "ledger").write_text(str(turn) * 5000)
-    extra = {"version": version, "turn": turn}
-    Checkpoints(folder, keep=1).save(version, model, tokenizer, learner=learner, extra=extra, add=add)
+    With `kill_at` the saver saves once and kills itself before that file operation; with 0 it saves until it is killed.
+    What is saved has the turn written all over it.
+    """
+    model, tokenizer = make_model(), make_tokenizer()
+    learner = TorchLearner(model, SETTINGS, temperature=1.0)
+    learner.start(make_batch(0))
 
-def die_at(count):
-    def hook(event, args):
+    def save(folder: Path, version: int, turn: int) -> None:
+        with torch.no_grad():
+            for tensor in [*model.parameters(), *learner.state_dict()["optimizer"].values()]:
+                tensor.fill_(turn)
+        Checkpoints(folder, keep=1).save(
+            version,
+            model,
+            tokenizer,
+            learner=learner,
+            extra={"version": version, "turn": turn},
+            add=lambda folder: (folder / "ledger").write_text(str(turn) * 5000),
+        )
+
+    save(folder, 0, 0)  # what is imported at the first save is not imported in each saver
+    asked.send("ready")
+    while True:
+        folder, version, turn, kill_at = asked.recv()
+        pid = os.fork()
+        if pid == 0:
+            if kill_at:
+                die_at(kill_at)
+            save(folder, version, turn)
+            while not kill_at:
+                version, turn = version + 1, turn + 1
+                save(folder, version, turn)
+            os._exit(0)
+        asked.send(pid)
+        asked.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+
+def die_at(count: int) -> None:
+    def hook(event: str, _: object) -> None:
         nonlocal count
         if event in ("open", "os.rename", "os.mkdir", "os.rmdir", "os.remove"):
             count -= 1
             if count == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
+
     os.fsync = lambda descriptor: None  # a killed process, not a lost machine: what was written stays written
     sys.addaudithook(hook)
 
-save(sys.argv[1], 0, 0)  # what is imported at the first save is not imported in each saver
-print("ready", flush=True)
-for line in sys.stdin:
-    folder, version, turn, kill_at = line.split()
-    version, turn, kill_at = int(version), int(turn), int(kill_at)
-    pid = os.fork()
-    if pid == 0:
-        if kill_at:
-            die_at(kill_at)
-        save(folder, version, turn)
-        while not kill_at:
-            version, turn = version + 1, turn + 1
-            save(folder, version, turn)
-        os._exit(0)
-    print(pid, flush=True)
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-"""
-
 
 class Savers:
-    def __init__(self, child: subprocess.Popen[str]) -> None:
-        self.child = child
+    def __init__(self, asking: Any) -> None:
+        self._asking = asking
         assert self._answer() == "ready"
 
     def start(self, folder: Path, version: int, turn: int, *, kill_at: int = 0) -> int:
-        assert self.child.stdin is not None
-        self.child.stdin.write(f"{folder} {version} {turn} {kill_at}\n")
-        self.child.stdin.flush()
-        return int(self._answer())
+        self._asking.send((folder, version, turn, kill_at))
+        return self._answer()
 
     def wait(self) -> int:
         """How the saver ended: 0 if it was done, -9 if it was killed."""
-        return int(self._answer())
+        return self._answer()
 
-    def _answer(self) -> str:
-        assert self.child.stdout is not None
-        return self.child.stdout.readline().strip()
+    def _answer(self) -> Any:
+        assert self._asking.poll(WAIT_S), "no answer"
+        return self._asking.recv()
 
 
 @pytest.fixture(scope="module")
 def savers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Savers]:
-    command = [sys.executable, "-c", SAVERS, str(tmp_path_factory.mktemp("warm"))]
-    cwd = Path(__file__).parent
-    with subprocess.Popen(command, cwd=cwd, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
-        yield Savers(child)
-        child.kill()
+    folder = tmp_path_factory.mktemp("warm")
+    ours, theirs = WARM.Pipe()
+    with Warm(folder, serve, folder / "first", theirs):
+        theirs.close()
+        yield Savers(ours)
 
 
 def found(folder: Path) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""The shipped commands: what they write and print, how they refuse, how they stop.
+"""The shipped commands: what they write and print, and how they refuse; test_cli_stop.py has how they stop.
 
 Some run in a process of their own, by the console script; the rest call its entry point here, which is quicker.
 """
@@ -6,20 +6,18 @@ Some run in a process of their own, by the console script; the rest call its ent
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sortedrl import __version__, cli
+from sortedrl import __version__
 from sortedrl.config import SortedConfig
 from sortedrl.telemetry.sinks import read_events
 from sortedrl.telemetry.summary import Summary
+from warm import WAIT_S
 
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.toml"
 SCRIPT = Path(sys.executable).parent / "sortedrl"
@@ -31,30 +29,10 @@ SMALL = [
     "learner.group_size=4",
     "eval.prompts=8",
 ]
-WAIT_S = 120.0  # for a process of its own, on a busy machine
 
 
 def script(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([SCRIPT, *arguments], cwd=cwd, capture_output=True, text=True, timeout=WAIT_S, check=False)
-
-
-@pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
-    """Call the entry point in an empty folder; returns exit code, stdout and stderr."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["sortedrl", *arguments])
-        capsys.readouterr()
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as leave:
-            code = leave.code if isinstance(leave.code, int) else 1
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run
 
 
 def only_json(text: str) -> dict[str, Any]:
@@ -310,97 +288,3 @@ def test_bad_input_ends_the_real_command_too(tmp_path: Path) -> None:
     done = script("train", str(QUICKSTART), "engine.slots=0", "--json", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: engine.slots: input should be greater than or equal to 1, not 0\n"
-
-
-# ---- Ctrl-C ---------------------------------------------------------------------------------------------------------
-
-
-def children(pid: int) -> list[int]:
-    """Processes that a process has started."""
-    threads = Path(f"/proc/{pid}/task").iterdir()
-    return [int(child) for thread in threads for child in (thread / "children").read_text().split()]
-
-
-def start_long_run(folder: Path, *more: str, updates: int) -> tuple[subprocess.Popen[str], list[int]]:
-    """A run without end, once it has made some updates, and its worker processes."""
-    arguments = [*SMALL, "run.samples=1000000", "run.dir=out", "run.report=false", *more]
-    process = subprocess.Popen(
-        [SCRIPT, "train", str(QUICKSTART), *arguments],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    metrics, deadline = folder / "out" / "quickstart" / "metrics.jsonl", time.monotonic() + WAIT_S
-    while not metrics.is_file() or metrics.read_text().count("\n") < updates:
-        assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < deadline, "no update was made"
-        time.sleep(0.02)
-    return process, children(process.pid)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-
-needs_proc = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks for processes in /proc")
-
-
-@needs_proc
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_keeps_what_was_trained(number: signal.Signals, tmp_path: Path) -> None:
-    process, workers = start_long_run(tmp_path, "--json", updates=2)
-    assert workers
-    process.send_signal(number)
-    out, err = process.communicate(timeout=WAIT_S)
-    assert process.returncode == 0, err
-    assert "Traceback" not in err
-    run_dir = tmp_path / "out" / "quickstart"
-    summary = Summary.read(run_dir / "summary.json")
-    assert only_json(out)["runs"][0] == json.loads((run_dir / "summary.json").read_text())
-    assert summary.status == "stopped"
-    assert summary.updates >= 2
-    assert summary.ledger is not None
-    assert (summary.ledger.lost, summary.ledger.duplicated) == (0, 0)
-    assert summary.ledger.trained == summary.samples
-    (line,) = [line for line in err.splitlines() if line.startswith("stopped after")]
-    assert f"{summary.updates} updates, {summary.samples} samples trained" in line
-    assert f"kept: summary {Path('out/quickstart/summary.json')}, weights {Path('out/quickstart/checkpoints')}" in line
-    assert f"go on with: sortedrl train --resume {Path('out/quickstart')}" in err
-    assert script("ledger", str(run_dir), "--verify", "--json", cwd=tmp_path).returncode == 0
-    checkpoint_loads(run_dir, summary.updates)
-    assert not [pid for pid in workers if is_alive(pid)]
-
-
-@needs_proc
-def test_a_second_ctrl_c_ends_it_at_once(tmp_path: Path) -> None:
-    # After the first update comes an evaluation that takes a while: a first request is not heard before it is over.
-    process, workers = start_long_run(tmp_path, "eval.prompts=256", "eval.every_samples=16", updates=1)
-    process.send_signal(signal.SIGINT)
-    time.sleep(0.1)  # two at once would be one
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=WAIT_S)
-    assert process.returncode == 130, err
-    assert "Traceback" not in err
-    assert "interrupted: what was written to the run directory is kept" in err
-    run_dir = tmp_path / "out" / "quickstart"
-    assert not (run_dir / "summary.json").exists()
-    assert [event.kind for event in read_events(run_dir / "events.jsonl")].count("UpdateDone") == 1
-    assert not [pid for pid in workers if is_alive(pid)]
-    proof = script("ledger", str(run_dir), "--verify", cwd=tmp_path)
-    assert proof.returncode == 0, proof.stdout
-    assert proof.stdout.startswith("proven: ")
-
-
-def test_a_run_of_any_name_can_be_resumed(tmp_path: Path) -> None:
-    name = "exp[a] 🚀 é"
-    done = script("train", str(QUICKSTART), *SMALL, f"run.name={name}", "run.dir=out", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert str(Path("out") / name / "summary.json") in done.stderr
-    again = script("train", "--resume", str(Path("out") / name), cwd=tmp_path)
-    assert again.returncode == 0, again.stderr
-    assert "resumed at version" in again.stderr

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from test_cli import call, only_json
+from test_cli import only_json
 
-__all__ = ["call"]
 SMALL = ["--suite", "knights", "--limit", "4", "--max-tokens", "40", "--slots", "4"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -255,13 +256,10 @@ def test_answers_are_scored_while_the_engine_goes_on() -> None:
     assert all(answer.reason is FinishReason.LENGTH and answer.reward == 3.0 for answer in answers)
 
 
-def no_number(prompts: list[str], completions: list[str], **columns: Any) -> list[Any]:
-    raise ValueError("no")
-
-
 def test_a_reward_that_is_to_stop_the_run_stops_an_evaluation() -> None:
     tokenizer = load_tokenizer(knights_tiny_path())
-    with RewardPool(no_number, timeout_s=5.0, workers=1, on_error="stop") as pool:
+    # No reward function: it raises when it is called like one. A worker that imports this file would import torch.
+    with RewardPool(json.loads, timeout_s=5.0, workers=1, on_error="stop") as pool:
         scorer = SampleScorer(pool=pool, tokenizer=tokenizer)
         answers = [Answer(prompt=Prompt(id="p", tokens=(0,), content=""), temperature=1.0)]
         with pytest.raises(RewardError, match=r"set reward\.on_error to zero or skip"):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
-import os
-import subprocess
+import logging
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,9 @@ from sortedrl.learner import head
 from sortedrl.learner.torch import TorchLearner, is_out_of_memory
 from sortedrl.records import Batch, FinishReason, Prompt, Sample, Segment
 from test_torch_learner import Settings
+from warm import Warm
 
+M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 VOCABULARY = 4096  # logits of n answer tokens take n x 16 KiB, several times over: they are what does not fit
 
 Shape = tuple[int, int]  # tokens of a prompt and of its answer
@@ -105,27 +107,22 @@ class Done:
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
-    """What became of each case, in a process of its own; one parent imports torch for all of them, then forks."""
-    folder = tmp_path_factory.mktemp("little-memory")
+    """What became of each case, in a process of its own."""
+    return {name: run_case(name, tmp_path_factory.mktemp(name)) for name in CASES}
+
+
+def run_case(name: str, folder: Path) -> Done:
+    with Warm(folder, train_with_little_memory, name) as process:
+        exit_code = process.wait()
+    return Done(exit_code=exit_code, stderr=process.err, result=folder / "result.json")
+
+
+def train_with_little_memory(name: str) -> None:
     # A fixed threshold: large blocks go back to the system when freed, so that what fits does not depend on history.
-    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"}
-    codes = subprocess.run([sys.executable, __file__, str(folder)], env=env, stdout=subprocess.PIPE, check=True).stdout
-    return {
-        name: Done(exit_code=code, stderr=(folder / f"{name}.err").read_text(), result=folder / f"{name}.json")
-        for name, code in json.loads(codes).items()
-    }
-
-
-def run_cases(folder: Path) -> dict[str, int]:
-    codes = {}
+    assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1_000_000)
+    logging.basicConfig(format="%(message)s")
     head.WHOLE_ELEMENTS = 1 << 40  # logits in pieces would fit
-    for name, arguments in CASES.items():
-        if (child := os.fork()) == 0:
-            os.dup2(os.open(folder / f"{name}.err", os.O_WRONLY | os.O_CREAT), 2)
-            (folder / f"{name}.json").write_text(json.dumps(train(**arguments)))
-            sys.exit()
-        codes[name] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return codes
+    Path("result.json").write_text(json.dumps(train(**CASES[name])))
 
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and needs a kernel that keeps RLIMIT_AS")
@@ -178,10 +175,3 @@ def test_errors_of_memory_are_told_from_others() -> None:
         torch.ones(2) @ torch.ones(3)
     assert not is_out_of_memory(failed.value)
     assert not is_out_of_memory(OSError("out of memory"))
-
-
-if __name__ == "__main__":
-    import logging
-
-    logging.basicConfig(format="%(message)s")
-    print(json.dumps(run_cases(Path(sys.argv[1]))))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import datasets
 import pyarrow
 import pytest
 from pyarrow import parquet
@@ -41,6 +40,8 @@ def shards(folder: Path) -> Path:
 
 
 def saved(path: Path, rows: list[dict]) -> Path:
+    import datasets  # two seconds: not while tests are collected
+
     datasets.Dataset.from_list(rows).save_to_disk(path)
     return path
 
@@ -80,6 +81,8 @@ def test_splits_are_found_by_file_and_by_folder(tmp_path: Path) -> None:
     assert [len(read_rows(tmp_path, columns=COLUMNS, split=split)) for split in (None, "train", "test")] == [2, 2, 1]
     with pytest.raises(DataError, match=r"no file of split 'dev'; it has test/a\.jsonl, train\.jsonl"):
         read_rows(tmp_path, split="dev")
+    import datasets
+
     parts = {"train": datasets.Dataset.from_list(ROWS[:1]), "dev": datasets.Dataset.from_list(ROWS[1:])}
     datasets.DatasetDict(parts).save_to_disk(tmp_path / "dict")
     assert len(read_rows(tmp_path / "dict", columns=COLUMNS, split="dev")) == 4

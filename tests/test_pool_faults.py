@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hosted import HostedMember, HostedMembers
+from hosted import HostedMember, HostedMembers, Paced
 from sortedrl.build_engine import build_engine
 from sortedrl.config import SortedConfig
 from sortedrl.engine.base import Delta, Engine, Event, InFlight, Partial
@@ -147,11 +147,15 @@ def test_engines_of_different_versions_stamp_their_own(closing: Callable[[Pool],
             self.started.append(member)
             return member
 
-    members = Members(make_engine)
+    def make(index: int) -> tuple[Engine, Any]:
+        engine, model = make_engine(index)
+        return (Paced(engine) if index == 0 else engine), model  # it is not through before the weights come
+
+    members = Members(make)
     pool = closing(make_pool(members))
     newer = tiny_model()
     shake(newer, 0.1, seed=5)
-    requests = [*make_requests(2 * SLOTS, budget=100)]
+    requests = make_requests(2 * SLOTS, budget=100)
     caller = Caller(pool)
     LateMember.gate.clear()
     pool.submit(requests)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as processes
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -23,6 +22,7 @@ from sortedrl.learner.ranks import RankLearner, deal
 from sortedrl.learner.shards import skeleton_of, weights_of
 from sortedrl.learner.torch import TorchLearner
 from test_torch_learner import make_model
+from warm import Warm
 
 CLOSE = {
     "sgd": 1e-5,
@@ -66,7 +66,13 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_file(weights(learner), half / "weights.safetensors")
     save_file(state.pop("optimizer"), half / "optimizer.safetensors")
     (half / "state.json").write_text(json.dumps({"metrics": [], "learner": state}))
-    processes.spawn(run_rank, args=(folder,), nprocs=NUM_RANKS)
+    ranks = [Warm(folder / f"rank-{rank}", run_rank, rank, folder) for rank in range(NUM_RANKS)]
+    try:
+        for rank in ranks:
+            assert rank.wait() == 0, rank.err
+    finally:
+        for rank in ranks:
+            rank.end()
     return folder
 
 

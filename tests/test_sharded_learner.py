@@ -124,7 +124,7 @@ def test_a_rank_that_is_killed_in_the_update(sharded: tuple[ShardedLearner, Any]
     before = {name: parameter.clone() for name, parameter in learner.model.named_parameters()}
     pids = [process for _, process in ranks.seats]
     os.kill(pids[1], signal.SIGSTOP)  # so that the update cannot be over when it is killed
-    threading.Timer(1.0, os.kill, (pids[1], signal.SIGKILL)).start()
+    threading.Timer(0.2, os.kill, (pids[1], signal.SIGKILL)).start()
     with pytest.raises(LearnerError, match=rf"rank 1 of 2 \(process {pids[1]} on .*has died.*resume"):
         learner.start(batch_of(4))
     assert all(torch.equal(value, before[name]) for name, value in learner.model.named_parameters())

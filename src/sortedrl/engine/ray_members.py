@@ -68,6 +68,9 @@ class _EngineActor:
     """What runs in the actor's process. `niceness` is that of the imports."""
 
     def __init__(self, threads: int, imports: Sequence[str], niceness: int = 0) -> None:
+        # Here, ahead of the imports, and not by Ray's runtime_env: for that it starts a process anew, and those that it
+        # keeps ready are of no use.
+        os.environ["OMP_NUM_THREADS"] = str(threads)
         self._threads = threads
         self._model: Any = None
         self._imports = _Imports(imports, niceness)
@@ -173,12 +176,7 @@ class RayMembers:
         self._on_close = on_close
         self._spare: Any = None
         self._spare_ready: Future[None] | None = None
-        shape: dict[str, Any] = {
-            "max_restarts": 0,
-            "max_task_retries": 0,
-            "max_concurrency": CALLS_AT_ONCE,
-            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(threads)}},
-        }
+        shape: dict[str, Any] = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": CALLS_AT_ONCE}
         self._actor_class = ray.remote(_EngineActor).options(num_cpus=num_cpus, num_gpus=num_gpus, **shape)
         self._spare_class = ray.remote(_EngineActor).options(num_cpus=0, **shape)
 

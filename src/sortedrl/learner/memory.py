@@ -44,8 +44,13 @@ def keep_small_blocks() -> None:
 
 
 def free_unused() -> None:
-    """Give back what nobody holds: behind a pass, allocators keep as much as the pass has used."""
+    """Give back what nobody holds, cycles included: a pass that failed may have left some."""
     gc.collect()
+    give_back()
+
+
+def give_back() -> None:
+    """Give back what is free: behind a pass, allocators keep as much as the pass has used."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     if sys.platform == "linux":

@@ -41,6 +41,8 @@ class _RankActor:
     """What runs in a rank's process. The driver calls the same method of all ranks, and waits for all of them."""
 
     def __init__(self, rank: int, size: int, threads: int) -> None:
+        # Here, ahead of torch, and not by Ray's runtime_env, for which it would start a process anew.
+        os.environ["OMP_NUM_THREADS"] = str(threads)
         self._rank = rank
         self._size = size
         self._threads = threads
@@ -183,7 +185,6 @@ class RayRanks:
             max_restarts=0,
             max_task_retries=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._places, placement_group_bundle_index=rank),
-            runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads)}},
         )
         return actor_class.remote(rank, self.size, threads)
 

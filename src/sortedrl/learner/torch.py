@@ -31,7 +31,7 @@ from sortedrl.learner.base import UpdateResult
 from sortedrl.learner.critic import Critic, value_loss
 from sortedrl.learner.head import Scorer, Scores
 from sortedrl.learner.loss import divergence, policy_loss
-from sortedrl.learner.memory import first_line, free_unused, is_out_of_memory, keep_small_blocks
+from sortedrl.learner.memory import first_line, free_unused, give_back, is_out_of_memory, keep_small_blocks
 from sortedrl.learner.optimizer import LearnerSettings, learning_rate, make_optimizer
 from sortedrl.learner.pack import MicroBatch, check_packing, pack, packed_attention
 from sortedrl.learner.precision import passes_in
@@ -373,7 +373,7 @@ class TorchLearner:
 
     def _move_weights(self) -> None:
         if not self.optimizer.state:
-            free_unused()  # the first step takes memory for good: not on top of what activations have left free
+            give_back()  # the first step takes memory for good: not on top of what activations have left free
         try:
             self.optimizer.step()
         except (RuntimeError, MemoryError) as error:

@@ -1,8 +1,8 @@
 """One sample as the dashboard shows it: its prompt, its answer token by token with versions, and its life.
 
-Reads the run's ledger. `decode` comes from outside, since tokenizers belong to learners. What it keeps true: text is
-handed out as text, control characters shown as escapes, so that a browser never takes it for anything else; an answer
-without end is cut, and says so.
+Reads the run's ledger. How to decode comes from outside, since tokenizers belong to learners. What it keeps true: text
+is handed out as text, control characters shown as escapes, so that a browser never takes it for anything else; an
+answer without end is cut, and says so.
 """
 
 from __future__ import annotations
@@ -23,12 +23,16 @@ _CONTEXT = 6  # tokens before one that its spelling may depend on
 _MAX_PROMPT = 20_000
 
 
-def tell_sample(run_dir: Path, sample: int, decode: Decode | None) -> dict[str, Any]:
-    """All that a page shows about one sample, as plain JSON."""
+def tell_sample(run_dir: Path, sample: int, find_decode: Callable[[], Decode | None]) -> dict[str, Any]:
+    """All that a page shows about one sample, as plain JSON.
+
+    `find_decode` is asked when the sample has been found: to import a tokenizer takes seconds.
+    """
     with Ledger(run_dir) as ledger:
         life = life_of(ledger, sample)
         content = next(ledger.rows("SELECT content FROM prompts WHERE id = ?", life.prompt), ("",))[0]
     tokens = (life.tokens or [])[:MAX_TOKENS]
+    decode = find_decode()
     texts = spell(tokens, decode) if decode is not None else [f"{token} " for token in tokens]
     return {
         "sample": life.sample,

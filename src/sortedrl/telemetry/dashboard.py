@@ -158,11 +158,14 @@ class Dashboard:
 
     def _tell(self, path: Path, sample: int) -> dict[str, Any]:
         with self._decoder_lock:
-            if self._decoders.get(path) is None:
-                self._decoders[path] = self._decoder(path) if self._decoder is not None else None
-                while len(self._decoders) > _MAX_VIEWS:
-                    self._decoders.pop(next(iter(self._decoders)))
-            return tell_sample(path, sample, self._decoders[path])
+            return tell_sample(path, sample, lambda: self._decode_of(path))
+
+    def _decode_of(self, path: Path) -> Decode | None:
+        if self._decoders.get(path) is None:
+            self._decoders[path] = self._decoder(path) if self._decoder is not None else None
+            while len(self._decoders) > _MAX_VIEWS:
+                self._decoders.pop(next(iter(self._decoders)))
+        return self._decoders[path]
 
     async def follow(self, request: Request) -> Response:
         keys = request.query_params.getlist("run")
