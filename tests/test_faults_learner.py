@@ -76,6 +76,8 @@ def train(shapes: list[list[Shape]], *, micro_tokens: int, extra_mib: int = 0, *
     learner = TorchLearner(make_model(), Settings(micro_tokens=micro_tokens, **settings), temperature=1.0)
     if extra_mib:
         TorchLearner(make_model(), Settings(), temperature=1.0).start(make_batch([(2, 2)] * 2)).result()  # what is lazy
+        # A fixed threshold: large blocks go back to the system when freed, and what fits does not depend on history.
+        assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1_000_000)
         limit_address_space(extra_mib)
     results = [learner.start(batch).result() for batch in batches]
     return {
@@ -118,8 +120,6 @@ def run_case(name: str, folder: Path) -> Done:
 
 
 def train_with_little_memory(name: str) -> None:
-    # A fixed threshold: large blocks go back to the system when freed, so that what fits does not depend on history.
-    assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1_000_000)
     logging.basicConfig(format="%(message)s")
     head.WHOLE_ELEMENTS = 1 << 40  # logits in pieces would fit
     Path("result.json").write_text(json.dumps(train(**CASES[name])))
