@@ -20,6 +20,6 @@ def zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor
     num_bytes = count * dtype.itemsize
     if device.type != "cpu" or num_bytes < _LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(shape, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, num_bytes + _LARGE)
+    memory = mmap.mmap(-1, num_bytes + _LARGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has none
     memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
