@@ -4,8 +4,8 @@
 
 A run like the quickstart's (2,048 answers of 76 tokens in the mean, 16 a batch) on the virtual clock, an update of so
 many seconds for 16 samples, decoding at the costs of results/forecast.json, so many times as fast. The update's time is
-as measured by async_overlap.py with 16 slots and bound 4; the engine's speed is chosen so that it idles as much as it
-did there. Idle and free are shares of the time of updates, as they are there.
+as async_overlap.py found it with 16 slots and bound 4 without compiled layers in the learner; the engine's speed is
+chosen so that it idles as much as it did there. Idle and free are shares of the time of updates, as they are there.
 """
 
 from __future__ import annotations

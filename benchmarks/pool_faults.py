@@ -113,7 +113,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=180.0)
     parser.add_argument("--every", type=float, default=20.0)
-    parser.add_argument("--samples", type=int, default=20480)
+    parser.add_argument("--samples", type=int, default=24576)
     parser.add_argument("--strategy", default="sorted-partial")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true")
