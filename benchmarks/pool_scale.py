@@ -1,6 +1,6 @@
 """Two engines on a core each against one on one core, in a pool of Ray actors: tokens a second, and their ratio.
 
-    python benchmarks/pool_scale.py [--rounds 5] [--hidden 256] [--layers 4] [--json]
+    python benchmarks/pool_scale.py [--rounds 9] [--hidden 512] [--layers 4] [--json]
 
 Both pools are up all the time, and rounds alternate between them; the one that is not at work sleeps. Every round fills
 all slots once, with answers of one length, so that no engine waits for a straggler: what is lost is what the driver,
@@ -68,8 +68,8 @@ def tokens_per_s(pool: Pool, first: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Two engines on a core each against one.")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
