@@ -31,11 +31,14 @@ def serve(answers: Any) -> None:
 
     torch.set_num_threads(settings["threads"])
     prompts = [vllm.TokensPrompt(prompt_token_ids=prompt) for prompt in settings["prompts"]]
+    num_tokens = sum(map(len, settings["prompts"]))
     llm = vllm.LLM(
         model=settings["model"],
         dtype=settings["dtype"],
         max_model_len=settings["max_length"],
         max_num_seqs=len(prompts),
+        # Whole prompts: one read in pieces has its seed's generator turned back, which those of a CPU cannot do.
+        max_num_batched_tokens=num_tokens if num_tokens > 2048 else None,
         enforce_eager=True,
         enable_prefix_caching=False,
         skip_tokenizer_init=True,
