@@ -79,9 +79,6 @@ static void product(const struct place *at, struct rows x, const float *factors,
     }
 }
 
-/* gate / (1 + e^-gate) * up. */
-static inline vec gated(vec gate, vec up) { return gate / (1.0f + exponential(-gate)) * up; }
-
 /* Working memory: rows of a chunk, which threads share, and what each has for itself. */
 struct work {
     struct rows x, qkv, heads, inner;

@@ -62,9 +62,7 @@ static float soften(float *scores, int64_t n)
     vec tops = load(scores);
     for (int64_t i = LANES; i < whole; i += LANES)
         tops = pick((ivec)(load(scores + i) > tops), load(scores + i), tops);
-    float top = tops[0];
-    for (int i = 1; i < LANES; i++)
-        top = tops[i] > top ? tops[i] : top;
+    const float top = greatest(tops);
     for (int64_t i = 0; i < whole; i += LANES)
         store(scores + i, exponential(load(scores + i) - top));
     for (int64_t i = n; i < whole; i++)

@@ -1,4 +1,4 @@
-/* Vectors of eight numbers: what `kernel_product.h` and `kernel_attention.h` are written in. */
+/* Vectors of eight numbers: what the kernel's headers and the learner's `layers.c` are written in. */
 
 #ifndef KERNEL_VECTORS_H
 #define KERNEL_VECTORS_H
@@ -27,6 +27,14 @@ static inline float total(vec x)
     return s;
 }
 
+static inline float greatest(vec x)
+{
+    float top = x[0];
+    for (int i = 1; i < LANES; i++)
+        top = x[i] > top ? x[i] : top;
+    return top;
+}
+
 static inline vec pick(ivec is_first, vec first, vec second)
 {
     return (vec)((is_first & (ivec)first) | (~is_first & (ivec)second));
@@ -52,6 +60,9 @@ static inline vec exponential(vec x)
     ivec power = (__builtin_convertvector(k, ivec) + 127) << 23;
     return y * (vec)power;
 }
+
+/* gate / (1 + e^-gate) * up. */
+static inline vec gated(vec gate, vec up) { return gate / (1.0f + exponential(-gate)) * up; }
 
 /* 1 / sqrt(sum(x^2) + floor): the RMS norm's but for a factor that the weights behind it hold. n: whole vectors. */
 static float norm_factor(const float *x, int64_t n, float floor)

@@ -116,9 +116,7 @@ static float soften(float *scores, int64_t num_keys, int64_t seen)
     vec tops = load(scores), sums = {0};
     for (int64_t i = LANES; i < seen; i += LANES)
         tops = pick((ivec)(load(scores + i) > tops), load(scores + i), tops);
-    float top = tops[0];
-    for (int i = 1; i < LANES; i++)
-        top = tops[i] > top ? tops[i] : top;
+    const float top = greatest(tops);
     for (int64_t i = 0; i < seen; i += LANES) {
         const vec weight = exponential(load(scores + i) - top);
         store(scores + i, weight);
@@ -269,7 +267,7 @@ void sortedrl_layers_attend_backward(const struct rows *rows, const float *qkv, 
 void sortedrl_layers_gate(int64_t n, const float *gate, const float *up, float *out)
 {
     for (int64_t i = 0; i < n; i += LANES)
-        store(out + i, load(gate + i) / (1.0f + exponential(-load(gate + i))) * load(up + i));
+        store(out + i, gated(load(gate + i), load(up + i)));
 }
 
 /* The gradients of gate and up; the output is written over its gradient. */
