@@ -17,12 +17,13 @@ from record import RESULTS
 
 NAMES = {
     "sortedrl": "sortedrl, local",
+    "sortedrl-float32": "the same in float32",
     "vllm": "vLLM, CPU build",
     "hf": "transformers, generate",
     "hf-continuous": "transformers, continuous",
     "limit": "torch's products alone",
 }
-COLOURS = {"sortedrl": "#2171b5", "limit": "#cccccc"}
+COLOURS = {"sortedrl": "#2171b5", "sortedrl-float32": "#6baed6", "limit": "#cccccc"}
 OTHERS = "#9a8c6a"
 LEFT, BAR_W, BAR_H, ROW, TITLE, WIDTH = 170, 380, 14, 22, 34, 660
 

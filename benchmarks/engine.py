@@ -44,7 +44,7 @@ def main() -> None:
             seed=options.seed,
             vllm_python=options.vllm_python,
         )
-        results[name] = measure(bench, lambda contender, case=name: print(f"{case}: {contender}", file=sys.stderr))
+        results[name] = measure(bench, lambda contender, _, case=name: print(f"{case}: {contender}", file=sys.stderr))
         Console(width=120).print(engine_table(results[name]))
     arguments = {key: value for key, value in vars(options).items() if key != "vllm_python"}
     print(f"saved {save('engine', {'arguments': arguments, 'cases': results})}", file=sys.stderr)

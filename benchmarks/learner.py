@@ -47,7 +47,7 @@ def main() -> None:
         bench = LearnerBench(
             **case, trace=options.trace, rounds=options.rounds, threads=options.threads, seed=options.seed
         )
-        results[name] = measure(bench, lambda contender, case=name: print(f"{case}: {contender}", file=sys.stderr))
+        results[name] = measure(bench, lambda contender, _, case=name: print(f"{case}: {contender}", file=sys.stderr))
         if not options.json:
             Console(width=120).print(learner_table(results[name]))
     arguments = {key: value for key, value in vars(options).items() if key not in ("trace", "json")}

@@ -123,6 +123,7 @@ def test_precision_is_chosen_by_processor_size_and_need(monkeypatch: pytest.Monk
     model = tiny_model()
     assert choose_dtype(model, "bfloat16", is_exact=True) == torch.bfloat16
     monkeypatch.setattr(paths, "has_fast_bfloat16", lambda device: False)
+    monkeypatch.setattr(paths, "has_fast_int16", lambda: False)
     monkeypatch.setattr(paths, "_MIN_HALF_PARAMETERS", 1)
     assert choose_dtype(model, "auto", is_exact=False) == torch.float32
     monkeypatch.setattr(paths, "has_fast_bfloat16", lambda device: True)

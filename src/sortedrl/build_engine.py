@@ -18,7 +18,7 @@ import torch
 from sortedrl.config import SortedConfig
 from sortedrl.engine.base import Engine, Sampling
 from sortedrl.engine.local import LocalEngine
-from sortedrl.engine.paths import choose_dtype
+from sortedrl.engine.paths import EXACT, choose_dtype
 from sortedrl.engine.pool import Pool
 from sortedrl.engine.ray_cluster import connect, disconnect, is_connected
 from sortedrl.engine.watchdog import Watchdog
@@ -52,7 +52,8 @@ def build_engine(
             settings = vllm_settings(config)
             engine = build_pool(config, model, partial(vllm_engine, **settings), dtype=dtype, max_length=length)
         case "local" if has_members:
-            dtype = choose_dtype(model, config.engine.dtype, is_exact=needs_replay)
+            is_here = not config.engine.cluster and not torch.cuda.is_available()
+            dtype = choose_dtype(model, config.engine.dtype, is_exact=needs_replay, is_here=is_here)
             engine = build_pool(config, model, local_engine, dtype=dtype, max_length=length)
         case "local":
             own = _private_copy(model) if knobs.overlap else model
@@ -194,7 +195,7 @@ def build_pool(
         members,
         size=settings.replicas,
         slots=settings.slots,
-        exact_replay=dtype == torch.float32,
+        exact_replay=dtype in EXACT,
         keep_kv=True,
         waits=settings.kind == "local",
         health_s=settings.health_s,

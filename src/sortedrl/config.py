@@ -113,6 +113,8 @@ class SortedConfig(Section):
             raise ValueError(f"run.samples {self.run.samples} must be a multiple of learner.group_size {group}")
         if batch % group:
             raise ValueError(f"schedule.update_batch {batch} must be a multiple of learner.group_size {group}")
+        if self.engine.kind == "vllm" and self.engine.dtype == "int16":
+            raise ValueError("engine.dtype = int16 is the local engine's: for vllm set auto, float32 or bfloat16")
         if self.knobs.flat_extra and self.knobs.harvest == Harvest.DRAIN:
             raise ValueError(
                 "learner.flat_groups = replace needs schedule.harvest = batch: a drained cohort has no other groups to "

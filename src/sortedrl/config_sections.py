@@ -122,10 +122,11 @@ class EngineSection(Section):
     top_p: float = Field(default=1.0, gt=0.0, le=1.0, description="Draw from the likeliest that add up to so much.")
     min_p: float = Field(default=0.0, ge=0.0, lt=1.0, description="Draw from those with this share of the likeliest.")
     stop: tuple[str, ...] = Field(default=(), description="An answer also ends where it contains one of these texts.")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+    dtype: Literal["auto", "float32", "bfloat16", "int16"] = Field(
         default="auto",
-        description="Of the engine's own weights; auto is bfloat16 where the processor is fast at it and nothing is "
-        "replayed (vllm: the model's). Replay is exact in float32.",
+        description="Of the engine's own weights. int16 is fixed point, for the local engine on a CPU. auto (vllm: the "
+        "model's) is, from 10 million parameters on, bfloat16 where the processor is fast at it and nothing is "
+        "replayed, int16 where it has AVX2 and nothing wider. Replay is exact in float32 and int16.",
     )
     replay_tolerance: float = Field(default=0.0, ge=0.0, description="A cached token this close to the best is kept.")
     in_flight: Literal["reprefill", "keep"] = Field(

@@ -32,7 +32,8 @@ class Job:
     model: Any  # float32
     prompts: list[list[int]]
     new_tokens: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # ours
+    peer_dtype: torch.dtype
     threads: int
 
 
@@ -60,7 +61,7 @@ def timed(sample: Callable[[], list[list[float]]], num_expected: int) -> Timing:
 
 
 class Ours:
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, dtype: torch.dtype) -> None:
         self._job = job
         longest = max(map(len, job.prompts))
         config = SortedConfig(
@@ -68,7 +69,7 @@ class Ours:
             engine={
                 "slots": len(job.prompts),
                 "max_new_tokens": job.new_tokens,
-                "dtype": str(job.dtype).removeprefix("torch."),
+                "dtype": str(dtype).removeprefix("torch."),
             },
             schedule={"strategy": "sorted-partial"},
         )
@@ -188,12 +189,12 @@ class Continuous:
 
 
 def copy_of(job: Job) -> Any:
-    """The model in the job's precision, without an end token; in float32 it is shared, since nobody changes it."""
+    """The model in the peers' precision, without an end token; in float32 it is shared, since nobody changes it."""
     model = job.model
-    if job.dtype != torch.float32:
+    if job.peer_dtype != torch.float32:
         from transformers import AutoModelForCausalLM
 
-        model = AutoModelForCausalLM.from_pretrained(job.folder, dtype=job.dtype)
+        model = AutoModelForCausalLM.from_pretrained(job.folder, dtype=job.peer_dtype)
     # `generate` fills what its configuration leaves open from the model's, an end token included.
     model.generation_config.eos_token_id = None
     return model.eval()

@@ -2,8 +2,9 @@
 
 `sortedrl bench engine` and benchmarks/engine.py call `measure`. Every contender samples `new_tokens` tokens for each of
 `slots` prompts, at temperature 1, seeded, with the log-prob of every token, and stops at no token; all have the same
-model, precision and threads. Rounds are interleaved, so that whatever else the machine does meets all of them, and the
-median counts. The limit is the speed of the matrix products alone, measured in the same rounds.
+model and threads. Peers have the same precision, or float32 where ours is fixed point, which none of them has: then ours
+is measured in float32 as well. Rounds are interleaved, so that whatever else the machine does meets all of them, and the
+median counts. The limit is the speed of the peers' matrix products alone, measured in the same rounds.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from sortedrl.bench.limit import ProductLimit
 from sortedrl.bench.vllm_process import Vllm
 from sortedrl.build import build_task, model_path, prompt_stream
 from sortedrl.config import SortedConfig
-from sortedrl.engine.linear import has_fast_bfloat16
+from sortedrl.engine.paths import choose_dtype
 from sortedrl.errors import ConfigError, SortedRLError
 from sortedrl.learner.checkpoint import load_model
 
 OURS = "sortedrl"
+SAME = "sortedrl-float32"  # in the peers' precision, where ours is fixed point
 PEERS = ("hf", "hf-continuous", "vllm")
 
 
@@ -44,8 +46,8 @@ class EngineBench:
     vllm_python: str | None = None  # of an environment with vLLM
 
 
-def measure(bench: EngineBench, on_round: Callable[[str], None] = lambda name: None) -> dict[str, Any]:
-    """The result as `sortedrl bench engine --json` prints it."""
+def measure(bench: EngineBench, on_round: Callable[[str, int], None] = lambda name, total: None) -> dict[str, Any]:
+    """The result as `sortedrl bench engine --json` prints it. `on_round` hears whose round begins, and of how many."""
     unknown = sorted(set(bench.against) - set(PEERS))
     if unknown:
         raise ConfigError(f"--against {', '.join(unknown)} is not known: the peers are {', '.join(PEERS)}")
@@ -60,7 +62,7 @@ def measure(bench: EngineBench, on_round: Callable[[str], None] = lambda name: N
         for number in range(bench.rounds):
             timings["limit"].append(limit.run())
             for name, contender in contenders.items():
-                on_round(name)
+                on_round(name, bench.rounds * len(contenders))
                 timings[name].append(contender.run(bench.seed + number, bench.new_tokens))
     finally:
         for contender in contenders.values():
@@ -78,15 +80,14 @@ def prepare_job(bench: EngineBench) -> Job:
     model, tokenizer = load_model(folder)
     stream = prompt_stream(config, build_task(config), tokenizer)
     prompts = [list(prompt.tokens) for _, prompt in stream.take(bench.slots)]
-    dtype = bench.dtype
-    if dtype == "auto":
-        dtype = "bfloat16" if has_fast_bfloat16(torch.device("cpu")) else "float32"
+    dtype = choose_dtype(model, bench.dtype, is_exact=False)
     return Job(
         folder=folder,
         model=model,
         prompts=prompts,
         new_tokens=bench.new_tokens,
-        dtype=getattr(torch, dtype),
+        dtype=dtype,
+        peer_dtype=torch.float32 if dtype == torch.int16 else dtype,
         threads=bench.threads,
     )
 
@@ -94,18 +95,19 @@ def prepare_job(bench: EngineBench) -> Job:
 def start_contenders(bench: EngineBench, job: Job) -> tuple[dict[str, Contender], dict[str, str]]:
     """Those that can run here, and why the others cannot."""
     makers: dict[str, Callable[[], Contender]] = {
-        OURS: lambda: Ours(job),
+        OURS: lambda: Ours(job, job.dtype),
+        SAME: lambda: Ours(job, job.peer_dtype),
         "hf": lambda: Generate(job),
         "hf-continuous": lambda: Continuous(job),
         "vllm": lambda: Vllm(job, bench.vllm_python or os.environ.get("SORTEDRL_VLLM_PYTHON")),
     }
     started: dict[str, Contender] = {}
     skipped: dict[str, str] = {}
-    for name in (OURS, *bench.against):
+    for name in (OURS, *((SAME,) if job.peer_dtype != job.dtype else ()), *bench.against):
         try:
             started[name] = makers[name]()
         except SortedRLError as error:
-            if name == OURS:
+            if name in (OURS, SAME):
                 raise
             skipped[name] = str(error)
     return started, skipped
@@ -119,6 +121,7 @@ def summarize(
     results: list[dict[str, Any]] = [
         {
             "name": name,
+            "dtype": str(job.dtype if name == OURS else job.peer_dtype).removeprefix("torch."),
             "tokens_per_s": speeds[name],
             "tokens_per_cpu_s": per_cpu[name],
             "rounds": [t.tokens / t.wall_s for t in timings[name]],
@@ -127,9 +130,11 @@ def summarize(
     ]
     results += [{"name": name, "tokens_per_s": None, "skipped": reason} for name, reason in skipped.items()]
     peers = [name for name in timings if name not in (OURS, "limit")]
+    same = SAME if SAME in timings else OURS
     return {
         "results": results,
         "ratio": {name: speeds[OURS] / speeds[name] for name in peers},
+        "ratio_same_dtype": {name: speeds[same] / speeds[name] for name in peers if name != SAME},
         "ratio_cpu": {name: per_cpu[OURS] / per_cpu[name] for name in peers},
         "limit_fraction": speeds[OURS] / speeds["limit"],
         "limit_fraction_cpu": per_cpu[OURS] / per_cpu["limit"],

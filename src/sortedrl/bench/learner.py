@@ -49,8 +49,8 @@ class LearnerBench:
     seed: int = 0
 
 
-def measure(bench: LearnerBench, on_round: Callable[[str], None] = lambda name: None) -> dict[str, Any]:
-    """The result as `sortedrl bench learner --json` prints it."""
+def measure(bench: LearnerBench, on_round: Callable[[str, int], None] = lambda name, total: None) -> dict[str, Any]:
+    """The result as `sortedrl bench learner --json` prints it. `on_round` hears whose round begins, and of how many."""
     lengths = heavy_tailed(bench)
     folder = named_model_path(bench.model)
     names = (OURS, PEER, *((RECOMPUTED,) if bench.has_recomputed else ()))
@@ -68,7 +68,7 @@ def measure(bench: LearnerBench, on_round: Callable[[str], None] = lambda name: 
         run_process({**shared, "contender": SAMPLING})
         for number in range(bench.rounds):
             for name in names if number == 0 else names[:2]:
-                on_round(name)
+                on_round(name, 2 * bench.rounds + bench.has_recomputed)
                 job = {
                     **shared,
                     "contender": PEER if name == PEER else OURS,

@@ -26,11 +26,11 @@ class ProductLimit:
         heads, kv_heads = geometry.heads * geometry.head_dim, geometry.kv_heads * geometry.head_dim
         shapes = [(size, heads + 2 * kv_heads), (heads, size), (size, 2 * inner), (inner, size)]
         self._rows, self._new_tokens = len(job.prompts), job.new_tokens
-        self._is_packed = can_pack(torch.device("cpu"), job.dtype)
+        self._is_packed = can_pack(torch.device("cpu"), job.peer_dtype)
         generator = torch.Generator().manual_seed(0)
 
         def random(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, generator=generator).to(job.dtype)
+            return torch.randn(*shape, generator=generator).to(job.peer_dtype)
 
         per_layer = sum(inputs * outputs for inputs, outputs in shapes)
         num_kept = min(geometry.num_layers, _CACHE_ELEMENTS // per_layer + 1)

@@ -45,7 +45,7 @@ class Vllm:
         )
         settings = {
             "model": str(job.folder),
-            "dtype": str(job.dtype).removeprefix("torch."),
+            "dtype": str(job.peer_dtype).removeprefix("torch."),
             "prompts": job.prompts,
             "max_length": max(map(len, job.prompts)) + job.new_tokens + 1,
             "threads": job.threads,

@@ -26,7 +26,7 @@ def engine(
     against: Annotated[str, typer.Option(help="Peers, by comma: hf, hf-continuous, vllm.")] = "hf",
     rounds: Annotated[int, typer.Option(min=1, help="The median of so many rounds counts.")] = 3,
     threads: Annotated[int | None, typer.Option(min=1, help="For every contender; left out, all cores.")] = None,
-    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Of ours: auto, float32, bfloat16 or int16.")] = "auto",
     seed: Annotated[int, typer.Option(min=0)] = 0,
     vllm_python: Annotated[str | None, typer.Option(help="Python of an environment with vLLM.")] = None,
     as_json: AsJson = False,
@@ -46,7 +46,7 @@ def engine(
         seed=seed,
         vllm_python=vllm_python,
     )
-    with rounds_bar(rounds * (1 + len(peers)), is_quiet=as_json) as on_round:
+    with rounds_bar(is_quiet=as_json) as on_round:
         result = measure(settings, on_round)
     print(json.dumps(result)) if as_json else stdout_console().print(engine_table(result))
 
@@ -80,36 +80,35 @@ def learner(
         has_recomputed=recomputed,
         seed=seed,
     )
-    with rounds_bar(rounds * 2 + recomputed, is_quiet=as_json) as on_round:
+    with rounds_bar(is_quiet=as_json) as on_round:
         result = measure(settings, on_round)
     print(json.dumps(result)) if as_json else stdout_console().print(learner_table(result))
 
 
 @contextmanager
-def rounds_bar(total: int, *, is_quiet: bool) -> Iterator[Callable[[str], None]]:
-    """A bar on stderr; what it gives is called with a contender's name before each of its rounds."""
+def rounds_bar(*, is_quiet: bool) -> Iterator[Callable[[str, int], None]]:
+    """A bar on stderr; what it gives is called with a contender's name before each of so many rounds."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=err, disable=is_quiet) as progress:
-        bar = progress.add_task("loading", total=total)
-        yield lambda name: progress.update(bar, description=name, advance=1)
+        bar = progress.add_task("loading", total=None)
+        yield lambda name, total: progress.update(bar, description=name, total=total, advance=1)
 
 
 def engine_table(result: dict[str, Any]) -> Table:
     title = (
-        f"{result['model']}, {result['slots']} slots x {result['new_tokens']} tokens, {result['dtype']}, "
-        f"{result['threads']} threads"
+        f"{result['model']}, {result['slots']} slots x {result['new_tokens']} tokens, {result['threads']} threads"
     )
-    table = Table("engine", "tokens/s", "tokens per CPU second", "ours is faster by", "note", title=title)
+    table = Table("engine", "computes in", "tokens/s", "tokens per CPU second", "ours is faster by", "note", title=title)
     for row in result["results"]:
         name, note = row["name"], row.get("skipped", "")
         if note:
-            table.add_row(name, "-", "-", "-", note)
+            table.add_row(name, "-", "-", "-", "-", note)
             continue
         ratio = result["ratio"].get(name)
         if name == "limit":
             note = f"matrix products alone; ours reaches {result['limit_fraction']:.0%}"
         speeds = (f"{row['tokens_per_s']:.0f}", f"{row['tokens_per_cpu_s']:.0f}")
-        table.add_row(name, *speeds, "" if ratio is None else f"{ratio:.2f}", note)
+        table.add_row(name, row["dtype"], *speeds, "" if ratio is None else f"{ratio:.2f}", note)
     return table
 
 

@@ -10,7 +10,8 @@
  *
  * Shapes: weights lie in panels of 16 outputs, [outputs / 16][inputs][16]; keys in blocks of 8 positions,
  * [positions / 8][head size][8]; values as [positions][head size]. Rows of working memory are as long as whole panels,
- * and zero past their content.
+ * and zero past their content. Products are of floats or, where the model's weights are, in fixed point; all else is
+ * computed in floats.
  */
 
 #include <sched.h>
@@ -32,6 +33,7 @@ struct layer {
 struct model {
     int64_t num_layers, size, inner, heads, kv_heads, head_dim, vocab;
     int64_t slots, positions;           /* of the cache; positions are whole blocks */
+    int64_t is_fixed;                   /* weights, and so products; not the embedding */
     float floor, head_floor, scale;     /* size * eps of the norms, and the factor of attention scores */
     const struct layer *layers;
     const float *embedding, *head;
@@ -67,21 +69,10 @@ static void meet(const struct place *at)
         }
 }
 
-/* This thread's share of the panels. */
-static void product(const struct place *at, struct rows x, const float *factors, const float *w, const float *bias,
-                    struct rows y, int64_t num_rows, int64_t inputs, int64_t outputs, int adds)
-{
-    const int64_t num = panels(outputs) / PANEL;
-    for (int64_t p = num * at->rank / at->size; p < num * (at->rank + 1) / at->size; p++) {
-        const struct rows part = {y.start + p * PANEL, y.stride};
-        panel_product(x, factors, w + p * inputs * PANEL, bias ? bias + p * PANEL : 0, part, num_rows, inputs,
-                      outputs - p * PANEL, adds);
-    }
-}
-
 /* Working memory: rows of a chunk, which threads share, and what each has for itself. */
 struct work {
     struct rows x, qkv, heads, inner;
+    struct rows fixed; /* what is multiplied next */
     struct rows gates, ups;
     float *scores, *factors;
 };
@@ -106,6 +97,8 @@ static int64_t lay_out(const struct model *m, int64_t rank, float *memory, struc
     w->qkv = take_rows(&end, (m->heads + 2 * m->kv_heads) * m->head_dim);
     w->heads = take_rows(&end, m->heads * m->head_dim);
     w->inner = take_rows(&end, m->inner);
+    const int64_t widest = m->inner > m->heads * m->head_dim ? m->inner : m->heads * m->head_dim;
+    w->fixed = take_rows(&end, m->is_fixed ? spans(widest > m->size ? widest : m->size) * FIXED.in_row : 0);
     for (int64_t own = 0; own <= rank; own++) {
         w->gates = take_rows(&end, PANEL);
         w->ups = take_rows(&end, PANEL);
@@ -122,12 +115,39 @@ int64_t sortedrl_memory(const struct model *m, int64_t num_threads)
     return lay_out(m, num_threads - 1, 0, &w);
 }
 
-/* The factors by which rows of x are normed. */
-static const float *norm_factors(const struct model *m, struct work *w, int64_t num_rows)
+/* What a product reads: rows, as they are or in fixed point, and the factors by which they are normed (null: not). */
+struct operand {
+    struct rows rows;
+    const float *factors;
+    int64_t num_rows, inputs;
+};
+
+static struct operand operand(const struct model *m, const struct place *at, struct work *w, struct rows rows,
+                              int64_t num_rows, int64_t inputs, int is_normed)
 {
-    for (int64_t r = 0; r < num_rows; r++)
-        w->factors[r] = norm_factor(row(w->x, r), panels(m->size), m->floor);
-    return w->factors;
+    if (!m->is_fixed) {
+        for (int64_t r = 0; r < num_rows && is_normed; r++)
+            w->factors[r] = norm_factor(row(rows, r), panels(inputs), m->floor);
+        return (struct operand){rows, is_normed ? w->factors : 0, num_rows, inputs};
+    }
+    for (int64_t r = at->rank; r < num_rows; r += at->size) {
+        const float factor = is_normed ? norm_factor(row(rows, r), panels(inputs), m->floor) : 1;
+        fix_row(row(rows, r), panels(inputs), factor, (struct row_span *)row(w->fixed, r));
+    }
+    meet(at);
+    return (struct operand){w->fixed, 0, num_rows, inputs};
+}
+
+/* This thread's share of the panels. */
+static void product(const struct model *m, const struct place *at, struct operand x, const float *w, const float *bias,
+                    struct rows y, int64_t outputs, int adds)
+{
+    const int64_t num = panels(outputs) / PANEL, size = sortedrl_panel_size(x.inputs, m->is_fixed);
+    for (int64_t p = num * at->rank / at->size; p < num * (at->rank + 1) / at->size; p++) {
+        const struct rows part = {y.start + p * PANEL, y.stride};
+        panel_product(x.rows, x.factors, w + p * size, bias ? bias + p * PANEL : 0, part, x.num_rows, x.inputs,
+                      outputs - p * PANEL, adds, m->is_fixed);
+    }
 }
 
 /* Queries and keys turned to their positions; keys and values into the cache. */
@@ -156,8 +176,8 @@ static void attention_layer(const struct model *m, const struct layer *layer, co
 {
     const int64_t d = m->head_dim, per_head = m->positions * d, sharing = m->heads / m->kv_heads;
     const int64_t num = rows * m->kv_heads;
-    product(at, w->x, norm_factors(m, w, rows), layer->qkv, layer->qkv_bias, w->qkv, rows, m->size,
-            panels((m->heads + 2 * m->kv_heads) * d), 0);
+    const struct operand x = operand(m, at, w, w->x, rows, m->size, 1);
+    product(m, at, x, layer->qkv, layer->qkv_bias, w->qkv, panels((m->heads + 2 * m->kv_heads) * d), 0);
     meet(at);
     for (int64_t r = at->rank; r < rows; r += at->size)
         place_row(m, layer, row(w->qkv, r), keys, values, slots[r], positions[r]);
@@ -173,24 +193,27 @@ static void attention_layer(const struct model *m, const struct layer *layer, co
         }
     }
     meet(at);
-    product(at, w->heads, 0, layer->out, 0, w->x, rows, m->heads * d, panels(m->size), 1);
+    const struct operand heads = operand(m, at, w, w->heads, rows, m->heads * d, 0);
+    product(m, at, heads, layer->out, 0, w->x, panels(m->size), 1);
     meet(at);
 }
 
 static void mlp_layer(const struct model *m, const struct layer *layer, const struct place *at, struct work *w,
                       int64_t rows)
 {
-    const int64_t num = panels(m->inner) / PANEL, panel = m->size * PANEL;
-    const float *factors = norm_factors(m, w, rows);
+    const int64_t num = panels(m->inner) / PANEL, size = sortedrl_panel_size(m->size, m->is_fixed);
+    const struct operand x = operand(m, at, w, w->x, rows, m->size, 1);
     for (int64_t p = num * at->rank / at->size; p < num * (at->rank + 1) / at->size; p++) {
-        panel_product(w->x, factors, layer->gate_up + p * panel, 0, w->gates, rows, m->size, PANEL, 0);
-        panel_product(w->x, factors, layer->gate_up + (num + p) * panel, 0, w->ups, rows, m->size, PANEL, 0);
+        const float *gate = layer->gate_up + p * size, *up = gate + num * size;
+        panel_product(x.rows, x.factors, gate, 0, w->gates, rows, m->size, PANEL, 0, m->is_fixed);
+        panel_product(x.rows, x.factors, up, 0, w->ups, rows, m->size, PANEL, 0, m->is_fixed);
         for (int64_t r = 0; r < rows; r++)
             for (int64_t i = 0; i < PANEL; i += LANES)
                 store(row(w->inner, r) + p * PANEL + i, gated(load(row(w->gates, r) + i), load(row(w->ups, r) + i)));
     }
     meet(at);
-    product(at, w->inner, 0, layer->down, 0, w->x, rows, m->inner, panels(m->size), 1);
+    const struct operand inner = operand(m, at, w, w->inner, rows, m->inner, 0);
+    product(m, at, inner, layer->down, 0, w->x, panels(m->size), 1);
     meet(at);
 }
 
@@ -204,7 +227,7 @@ static void head_rows(const struct model *m, const struct place *at, struct work
         meet(at);
     }
     const struct rows y = {logits, m->vocab};
-    product(at, w->x, norm_factors(m, w, num), m->head, 0, y, num, m->size, m->vocab, 0);
+    product(m, at, operand(m, at, w, w->x, num, m->size, 1), m->head, 0, y, m->vocab, 0);
 }
 
 /* Tokens at positions of slots to logits of the wanted ones, ascending, or of all where `wanted` is null. A sequence's

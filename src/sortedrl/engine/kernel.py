@@ -28,7 +28,7 @@ class Model(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("num_layers", "size", "inner", "heads", "kv_heads", "head_dim", "vocab")),
-        *((name, ctypes.c_int64) for name in ("slots", "positions")),
+        *((name, ctypes.c_int64) for name in ("slots", "positions", "is_fixed")),
         *((name, ctypes.c_float) for name in ("floor", "head_floor", "scale")),
         *((name, ctypes.c_void_p) for name in ("layers", "embedding", "head", "cosines", "sines", "cache")),
     )
@@ -52,8 +52,10 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     library.sortedrl_memory.restype = number
     library.sortedrl_memory.argtypes = [ctypes.POINTER(Model), number]
+    library.sortedrl_panel_size.restype = number
+    library.sortedrl_panel_size.argtypes = [number, number]
     library.sortedrl_panels.restype = None
-    library.sortedrl_panels.argtypes = [pointer, pointer, number, number, pointer]
+    library.sortedrl_panels.argtypes = [pointer, pointer, number, number, number, pointer]
     library.sortedrl_forward.restype = None
     library.sortedrl_forward.argtypes = [
         *(ctypes.POINTER(Model), pointer),

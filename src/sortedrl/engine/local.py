@@ -36,7 +36,7 @@ from sortedrl.engine.base import (
 )
 from sortedrl.engine.fault import find_fault
 from sortedrl.engine.module import Geometry, check_supported, copy_weights
-from sortedrl.engine.paths import make_path
+from sortedrl.engine.paths import EXACT, make_path
 from sortedrl.engine.prefill import (
     Outcome,
     Prefill,
@@ -64,9 +64,9 @@ class LocalEngine:
 
     `path` picks how it is run: its own modules, the lean decoder of the Llama family, compiled code for that family on
     a CPU (native), or the fastest that is possible (auto).
-    `stream_every` delivers tokens every so many steps, not only when an attempt ends. `dtype` is that of the lean
-    decoder's copy of the weights and of the cache; left out, the model's own. `decode` turns tokens into
-    text; without it requests with stop strings fail.
+    `stream_every` delivers tokens every so many steps, not only when an attempt ends. `dtype` is that of the decoder's
+    copy of the weights; left out, the model's own. `decode` turns tokens into text; without it requests with stop
+    strings fail.
     """
 
     def __init__(
@@ -110,8 +110,7 @@ class LocalEngine:
 
     @property
     def capabilities(self) -> Capabilities:
-        is_exact = self._dtype == torch.float32
-        return Capabilities(slots=self._slots, exact_replay=is_exact, keep_kv=True, waits=True)
+        return Capabilities(slots=self._slots, exact_replay=self._dtype in EXACT, keep_kv=True, waits=True)
 
     @property
     def num_running(self) -> int:

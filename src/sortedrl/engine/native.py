@@ -1,8 +1,9 @@
 """The decoder of the Llama family in compiled code: a whole forward pass on a CPU is one call of each thread.
 
 `paths.py` takes it where a compiler is, for what `LeanDecoder` could run. `kernel.c` does the work; here weights are
-laid out for it, and cache, places and threads handed to it. Log-probs are those of the lean decoder up to rounding;
-among themselves they are equal to the last bit, decoded or prefilled, alone or together, by one thread or several.
+laid out for it, and cache, places and threads handed to it. Log-probs are those of the lean decoder up to rounding,
+with weights in fixed point (int16) up to coarser rounding; among themselves they are equal to the last bit, decoded or
+prefilled, alone or together, by one thread or several.
 
 Shapes: t packed tokens, r rows whose logits are wanted, i inputs, o outputs, v vocabulary.
 """
@@ -65,8 +66,8 @@ class BlockCache(SlotCache):
 class NativeDecoder:
     name = "native"
 
-    def __init__(self, model: nn.Module, cache: BlockCache) -> None:
-        assert supports_native(model, cache.dtype), f"{type(model).__name__} has no native path"
+    def __init__(self, model: nn.Module, cache: BlockCache, dtype: torch.dtype = torch.float32) -> None:
+        assert supports_native(model, dtype), f"{type(model).__name__} has no native path"
         kernel = load_kernel()
         assert kernel is not None, "there is no compiled kernel"
         self._kernel = kernel
@@ -84,6 +85,7 @@ class NativeDecoder:
             vocab=config.vocab_size,
             slots=cache.slots,
             positions=cache.max_length,
+            is_fixed=dtype == torch.int16,
             floor=config.hidden_size * config.rms_norm_eps,
             head_floor=cache.head_dim * config.rms_norm_eps,
             scale=attention.scaling,
@@ -105,7 +107,11 @@ class NativeDecoder:
         for (weight_oi, norm), target in zip(_matrices(root), self._panels, strict=True):
             gain_i = None if norm is None else norm_gain(norm).float()
             self._kernel.sortedrl_panels(
-                weight_oi.data_ptr(), None if gain_i is None else gain_i.data_ptr(), *weight_oi.shape, target.data_ptr()
+                weight_oi.data_ptr(),
+                None if gain_i is None else gain_i.data_ptr(),
+                *weight_oi.shape,
+                self._model.is_fixed,
+                target.data_ptr(),
             )
         for layer, vectors in zip(root.model.layers, self._vectors, strict=True):
             for name, vector in _vectors(layer).items():
@@ -114,7 +120,10 @@ class NativeDecoder:
     def _make_room(self, root: Any) -> None:
         """Memory for the weights, in the order in which a pass reads them; the kernel gets their addresses."""
         shapes = [weight_oi.shape for weight_oi, _ in _matrices(root)]
-        sizes = [-(-outputs // _PANEL) * _PANEL * inputs for outputs, inputs in shapes]
+        sizes = [
+            -(-outputs // _PANEL) * self._kernel.sortedrl_panel_size(inputs, self._model.is_fixed)
+            for outputs, inputs in shapes
+        ]
         self._panels = zeros(sum(sizes), dtype=torch.float32, device=torch.device("cpu")).split(sizes)
         self._embedding_vm = torch.empty(root.model.embed_tokens.weight.shape)
         self._vectors = [
@@ -156,18 +165,23 @@ class NativeDecoder:
 
 
 def supports_native(model: nn.Module, dtype: torch.dtype) -> bool:
-    """Whether the kernel is equal to the model's own modules, there, and faster than the lean decoder."""
-    if dtype != torch.float32 or not supports_lean(model):
+    """Whether the kernel is equal to the model's own modules, there, and (int16: or not) faster than the lean decoder."""
+    if dtype not in (torch.float32, torch.int16) or not supports_lean(model):
         return False
     root: Any = model
     parameters = list(model.parameters())
     is_small = sum(parameter.numel() for parameter in parameters) <= _MAX_PARAMETERS
     return (
         all(parameter.is_cpu for parameter in parameters)
-        and (is_small or torch.backends.cpu.get_cpu_capability() == "AVX2")
+        and (is_small or dtype == torch.int16 or has_fast_int16())
         and root.model.layers[0].self_attn.head_dim % _BLOCK == 0
         and load_kernel() is not None
     )
+
+
+def has_fast_int16() -> bool:
+    """Whether the processor's vectors are those the kernel is written for, and torch has no products on wider ones."""
+    return torch.backends.cpu.get_cpu_capability() == "AVX2"
 
 
 def whole_blocks(length: int) -> int:

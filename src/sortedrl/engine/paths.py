@@ -1,7 +1,8 @@
 """How the local engine runs a model: by its own modules, by the lean decoder or by compiled code; in which precision.
 
-`build.py` asks for the precision, the engine for the decoder and the memory that suits it. The lean decoder has a copy
-of its own in either precision, the native one in float32; a model's modules run in that of their weights.
+`build_engine.py` asks for the precision, the engine for the decoder and the memory that suits it. The lean decoder has
+a copy of the weights in float32 or bfloat16, the native one in float32 or, fixed point, int16; a model's modules run in
+the precision of their weights.
 """
 
 from __future__ import annotations
@@ -14,21 +15,27 @@ from sortedrl.engine.cache import SlotCache
 from sortedrl.engine.decoder import Decoder, LeanDecoder, supports_lean
 from sortedrl.engine.linear import has_fast_bfloat16
 from sortedrl.engine.module import Geometry, ModuleDecoder
-from sortedrl.engine.native import BlockCache, NativeDecoder, supports_native, whole_blocks
+from sortedrl.engine.native import BlockCache, NativeDecoder, has_fast_int16, supports_native, whole_blocks
 from sortedrl.errors import ModelError
 
-_MIN_HALF_PARAMETERS = 10_000_000  # a smaller model spends its time on calls, which bfloat16 makes no cheaper
+_MIN_HALF_PARAMETERS = 10_000_000  # a smaller model spends its time on calls, which 16 bits make no cheaper
+EXACT = (torch.float32, torch.int16)  # in which a token is the same whatever shares its batch, so that replay is exact
 
 
-def choose_dtype(model: nn.Module, wanted: str, *, is_exact: bool) -> torch.dtype:
-    """What the engine computes in: as wanted, or (auto) the fastest that gives what is asked for."""
+def choose_dtype(model: nn.Module, wanted: str, *, is_exact: bool, is_here: bool = True) -> torch.dtype:
+    """What the engine computes in: as wanted, or (auto) the fastest that gives what is asked for.
+
+    `is_here`: on this machine, whose processor is known, and not on others.
+    """
     if wanted != "auto":
         return getattr(torch, wanted)
     parameter = next(model.parameters())
-    if is_exact or not supports_lean(model) or not has_fast_bfloat16(parameter.device):
+    if not supports_lean(model) or sum(p.numel() for p in model.parameters()) < _MIN_HALF_PARAMETERS:
         return parameter.dtype
-    is_large = sum(p.numel() for p in model.parameters()) >= _MIN_HALF_PARAMETERS
-    return torch.bfloat16 if is_large else parameter.dtype
+    if has_fast_bfloat16(parameter.device):
+        return parameter.dtype if is_exact else torch.bfloat16
+    is_fixed = is_here and has_fast_int16() and supports_native(model, torch.int16)
+    return torch.int16 if is_fixed else parameter.dtype
 
 
 def make_path(
@@ -42,6 +49,11 @@ def make_path(
             f"{type(model).__name__} has no native path (a C compiler; Llama, Mistral, Qwen2 or Qwen3 in float32 on a "
             "CPU, small or with AVX2): use path='auto'"
         )
+    if dtype == torch.int16 and not is_native:
+        raise ModelError(
+            f"{type(model).__name__} has no native path here (a C compiler; Llama, Mistral, Qwen2 or Qwen3 on a CPU), "
+            "and int16 no other: set engine.dtype = auto"
+        )
     if path == "lean" and not has_lean:
         raise ModelError(
             f"{type(model).__name__} has no lean path (float32 Llama, Mistral, Qwen2, Qwen3): use path='module'"
@@ -52,11 +64,11 @@ def make_path(
         kv_heads=geometry.kv_heads,
         max_length=whole_blocks(max_length) if is_native else max_length,
         head_dim=geometry.head_dim,
-        dtype=dtype,
+        dtype=torch.float32 if is_native else dtype,
         device=next(model.parameters()).device,
     )
     if isinstance(cache, BlockCache):
-        return cache, NativeDecoder(model, cache)
+        return cache, NativeDecoder(model, cache, dtype)
     if has_lean and path != "module":
         return cache, LeanDecoder(model, max_length, dtype)
     own = next(model.parameters()).dtype
