@@ -163,12 +163,27 @@ INLINE void tile_product(const float *x, int64_t x_stride, const float *factors,
         }
 }
 
+/* Each kind a function of its own: in one, compilers run out of registers. */
+#define TILE(name, tile, is_fixed)                                                                                     \
+    static __attribute__((noinline)) void name(const float *x, int64_t x_stride, const float *factors, const float *w, \
+                                               const float *next, int64_t inputs, struct rows starts,                  \
+                                               struct rows sums)                                                       \
+    {                                                                                                                  \
+        tile_product(x, x_stride, factors, w, next, inputs, starts, sums, tile, is_fixed);                             \
+    }
+
+TILE(narrow_floats, NARROW, 0)
+TILE(wide_floats, WIDE, 0)
+TILE(narrow_fixed, NARROW, 1)
+TILE(wide_fixed, WIDE, 1)
+
 /* y = x w, or y = bias + x w, or y += x w, of one panel, with rows of x times their factors (null: as they are). y
  * begins with the panel's first output, and has `width` of them. */
 static void panel_product(struct rows x, const float *factors, const float *w, const float *bias, struct rows y,
                           int64_t num_rows, int64_t inputs, int64_t width, int adds, int is_fixed)
 {
     const struct form form = is_fixed ? FIXED : FLOATS;
+    __typeof__(&wide_floats) wide = is_fixed ? wide_fixed : wide_floats, narrow = is_fixed ? narrow_fixed : narrow_floats;
     inputs = is_fixed ? panels(inputs) : inputs; /* with zeros: whole pairs, and lines to be fetched */
     const int64_t step = width < PANEL ? inputs : BLOCK; /* sums wait in y, if they fit there */
     float scratch[WIDE * PANEL] = {0};
@@ -189,14 +204,7 @@ static void panel_product(struct rows x, const float *factors, const float *w, c
                 starts = part;
             }
             const float *of_rows = factors ? factors + r : 0, *start = row(x, r) + block / form.inputs * form.in_row;
-            if (tile == WIDE && is_fixed)
-                tile_product(start, x.stride, of_rows, weights, next, n, starts, sums, WIDE, 1);
-            else if (is_fixed)
-                tile_product(start, x.stride, of_rows, weights, next, n, starts, sums, NARROW, 1);
-            else if (tile == WIDE)
-                tile_product(start, x.stride, of_rows, weights, next, n, starts, sums, WIDE, 0);
-            else
-                tile_product(start, x.stride, of_rows, weights, next, n, starts, sums, NARROW, 0);
+            (tile == WIDE ? wide : narrow)(start, x.stride, of_rows, weights, next, n, starts, sums);
             for (int64_t t = 0; t < real && !is_whole; t++)
                 memcpy(row(target, t), row(part, t), (width < PANEL ? width : PANEL) * sizeof(float));
             next = next + fetched < end ? next + fetched : next;
