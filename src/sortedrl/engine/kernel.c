@@ -7,6 +7,7 @@
  * neighbours, and a prefill gives what decoding gives, to the last bit.
  *
  * Threads run the same code, each on its share of outputs or rows, and meet wherever one needs what another has made.
+ * Who is done first takes from the shares of others: a processor that is slower for a while holds nobody up.
  *
  * Shapes: weights lie in panels of 16 outputs, [outputs / 16][inputs][16]; keys in blocks of 8 positions,
  * [positions / 8][head size][8]; values as [positions][head size]. Rows of working memory are as long as whole panels,
@@ -23,6 +24,7 @@
 enum {
     CHUNK = 96,   /* rows of working memory */
     SPINS = 2000, /* before a thread that waits lets others have the processor */
+    MAX_THREADS = 64,
 };
 
 struct layer {
@@ -44,6 +46,9 @@ struct model {
 /* Where threads wait for each other: the last to arrive begins the next turn. One that is `left` waits for nobody. */
 struct team {
     int64_t arrived, turn, left;
+    struct {
+        int64_t line[8]; /* the first counts; a line of its own, which others seldom touch */
+    } taken[MAX_THREADS]; /* of each one's share */
 };
 
 struct place {
@@ -53,10 +58,10 @@ struct place {
 
 static void meet(const struct place *at)
 {
-    if (at->size == 1)
-        return;
     const int64_t turn = __atomic_load_n(&at->team->turn, __ATOMIC_ACQUIRE);
     if (__atomic_add_fetch(&at->team->arrived, 1, __ATOMIC_ACQ_REL) == at->size) {
+        for (int64_t rank = 0; rank < at->size; rank++)
+            __atomic_store_n(at->team->taken[rank].line, 0, __ATOMIC_RELAXED);
         __atomic_store_n(&at->team->arrived, 0, __ATOMIC_RELAXED);
         __atomic_store_n(&at->team->turn, turn + 1, __ATOMIC_RELEASE);
         return;
@@ -67,6 +72,21 @@ static void meet(const struct place *at)
                 return;
             sched_yield(); /* the others may be waiting for this processor */
         }
+}
+
+/* The next of `num` pieces of work between two meetings: of this thread's share, then of others'; -1 if all are taken. */
+static int64_t next_piece(const struct place *at, int64_t num)
+{
+    for (int64_t k = 0; k < at->size; k++) {
+        const int64_t of = (at->rank + k) % at->size, start = num * of / at->size, end = num * (of + 1) / at->size;
+        int64_t *taken = at->team->taken[of].line;
+        if (start + __atomic_load_n(taken, __ATOMIC_RELAXED) < end) {
+            const int64_t piece = start + __atomic_fetch_add(taken, 1, __ATOMIC_RELAXED);
+            if (piece < end)
+                return piece;
+        }
+    }
+    return -1;
 }
 
 /* Working memory: rows of a chunk, which threads share, and what each has for itself. */
@@ -138,12 +158,11 @@ static struct operand operand(const struct model *m, const struct place *at, str
     return (struct operand){w->fixed, 0, num_rows, inputs};
 }
 
-/* This thread's share of the panels. */
 static void product(const struct model *m, const struct place *at, struct operand x, const float *w, const float *bias,
                     struct rows y, int64_t outputs, int adds)
 {
     const int64_t num = panels(outputs) / PANEL, size = sortedrl_panel_size(x.inputs, m->is_fixed);
-    for (int64_t p = num * at->rank / at->size; p < num * (at->rank + 1) / at->size; p++) {
+    for (int64_t p; (p = next_piece(at, num)) >= 0;) {
         const struct rows part = {y.start + p * PANEL, y.stride};
         panel_product(x.rows, x.factors, w + p * size, bias ? bias + p * PANEL : 0, part, x.num_rows, x.inputs,
                       outputs - p * PANEL, adds, m->is_fixed);
@@ -182,8 +201,8 @@ static void attention_layer(const struct model *m, const struct layer *layer, co
     for (int64_t r = at->rank; r < rows; r += at->size)
         place_row(m, layer, row(w->qkv, r), keys, values, slots[r], positions[r]);
     meet(at);
-    for (int64_t i = at->rank; i < num; i += at->size) {
-        const int64_t then = i + at->size < num ? i + at->size : i;
+    for (int64_t i; (i = next_piece(at, num)) >= 0;) {
+        const int64_t then = i + 1 < num ? i + 1 : i;
         const int64_t r = i / m->kv_heads, h = i % m->kv_heads, start = (slots[r] * m->kv_heads + h) * per_head;
         const int64_t next = (slots[then / m->kv_heads] * m->kv_heads + then % m->kv_heads) * per_head;
         for (int64_t g = 0; g < sharing; g += GROUP) {
@@ -203,7 +222,7 @@ static void mlp_layer(const struct model *m, const struct layer *layer, const st
 {
     const int64_t num = panels(m->inner) / PANEL, size = sortedrl_panel_size(m->size, m->is_fixed);
     const struct operand x = operand(m, at, w, w->x, rows, m->size, 1);
-    for (int64_t p = num * at->rank / at->size; p < num * (at->rank + 1) / at->size; p++) {
+    for (int64_t p; (p = next_piece(at, num)) >= 0;) {
         const float *gate = layer->gate_up + p * size, *up = gate + num * size;
         panel_product(x.rows, x.factors, gate, 0, w->gates, rows, m->size, PANEL, 0, m->is_fixed);
         panel_product(x.rows, x.factors, up, 0, w->ups, rows, m->size, PANEL, 0, m->is_fixed);

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from sortedrl.compiled import load_compiled
 
+MAX_THREADS = 64  # as in the source
 _SOURCE = Path(__file__).with_name("kernel.c")
 
 
@@ -37,7 +38,10 @@ class Model(ctypes.Structure):
 class Team(ctypes.Structure):
     """`struct team` of the source: where threads of one call meet."""
 
-    _fields_ = tuple((name, ctypes.c_int64) for name in ("arrived", "turn", "left"))
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("arrived", "turn", "left")),
+        ("taken", ctypes.c_int64 * (8 * MAX_THREADS)),
+    )
 
 
 @functools.cache

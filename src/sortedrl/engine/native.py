@@ -21,7 +21,7 @@ from torch import nn
 
 from sortedrl.engine.cache import SlotCache
 from sortedrl.engine.decoder import norm_gain, rotary_turns, supports_lean
-from sortedrl.engine.kernel import Layer, Model, Team, load_kernel
+from sortedrl.engine.kernel import MAX_THREADS, Layer, Model, Team, load_kernel
 from sortedrl.engine.pages import zeros
 from sortedrl.engine.threads import Threads
 
@@ -144,7 +144,7 @@ class NativeDecoder:
         """Logits [r, v] in float32 at the wanted rows, or at all."""
         num_rows = len(tokens_t) if rows_r is None else len(rows_r)
         logits_rv = torch.empty(num_rows, self._model.vocab)
-        size = self._threads.size(is_large=len(tokens_t) * self._num_parameters >= _THREADED)
+        size = min(self._threads.size(is_large=len(tokens_t) * self._num_parameters >= _THREADED), MAX_THREADS)
         team = self._team
 
         def run(rank: int) -> None:
