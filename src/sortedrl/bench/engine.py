@@ -2,9 +2,10 @@
 
 `sortedrl bench engine` and benchmarks/engine.py call `measure`. Every contender samples `new_tokens` tokens for each of
 `slots` prompts, at temperature 1, seeded, with the log-prob of every token, and stops at no token; all have the same
-model and threads. Peers have the same precision, or float32 where ours is fixed point, which none of them has: then ours
-is measured in float32 as well. Rounds are interleaved, so that whatever else the machine does meets all of them, and the
-median counts. The limit is the speed of the peers' matrix products alone, measured in the same rounds.
+model and threads. Peers have the same precision, or float32 where ours is fixed point, which none of them has: then
+ours is measured in float32 as well. Rounds are interleaved, so that whatever else the machine does meets all of them,
+and the median counts. The limit is the speed of the matrix products alone in the peers' precision, measured in the same
+rounds.
 """
 
 from __future__ import annotations

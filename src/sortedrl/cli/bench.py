@@ -95,10 +95,10 @@ def rounds_bar(*, is_quiet: bool) -> Iterator[Callable[[str, int], None]]:
 
 
 def engine_table(result: dict[str, Any]) -> Table:
-    title = (
-        f"{result['model']}, {result['slots']} slots x {result['new_tokens']} tokens, {result['threads']} threads"
+    title = f"{result['model']}, {result['slots']} slots x {result['new_tokens']} tokens, {result['threads']} threads"
+    table = Table(
+        "engine", "computes in", "tokens/s", "tokens per CPU second", "ours is faster by", "note", title=title
     )
-    table = Table("engine", "computes in", "tokens/s", "tokens per CPU second", "ours is faster by", "note", title=title)
     for row in result["results"]:
         name, note = row["name"], row.get("skipped", "")
         if note:

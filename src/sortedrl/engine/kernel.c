@@ -74,7 +74,7 @@ static void meet(const struct place *at)
         }
 }
 
-/* The next of `num` pieces of work between two meetings: of this thread's share, then of others'; -1 if all are taken. */
+/* The next of `num` pieces of work between two meetings, of this thread's share, then of others'; -1: all are taken. */
 static int64_t next_piece(const struct place *at, int64_t num)
 {
     for (int64_t k = 0; k < at->size; k++) {

@@ -21,7 +21,7 @@ enum {
 
 typedef ivec pairs __attribute__((aligned(4), may_alias));
 
-/* A span's numbers, n of them in whole pairs of vectors, and the step that they count: NaN where they are not finite. */
+/* A span's numbers, n of them in whole pairs of vectors, and the step that they count: NaN where it is not finite. */
 static float fix(const float *span, int64_t n, int32_t *numbers)
 {
     const vec zero = {0}, magic = zero + 12582912.0f; /* so large that its last bits count ones */

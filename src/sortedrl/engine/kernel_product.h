@@ -1,5 +1,5 @@
-/* Products with weights in panels, of rows in tiles; a row's sums are the same whatever tile it is in. Both are floats or
- * both in fixed point. */
+/* Products with weights in panels, of rows in tiles; a row's sums are the same whatever tile it is in. Both are floats,
+ * or both are in fixed point. */
 
 #ifndef KERNEL_PRODUCT_H
 #define KERNEL_PRODUCT_H
@@ -13,6 +13,8 @@ enum {
     BLOCK = 768, /* inputs whose weights, a panel of them, stay near while all rows are worked on */
     AHEAD = 4,   /* lines of weights worked on for each that is fetched meanwhile */
 };
+
+_Static_assert(BLOCK % SPAN == 0 && SPAN % PANEL == 0 && PANEL / 2 % AHEAD == 0, "spans and what they are made of");
 
 /* What stands for a span of inputs in a row and in a panel in fixed point. */
 struct row_span {
@@ -183,14 +185,16 @@ static void panel_product(struct rows x, const float *factors, const float *w, c
                           int64_t num_rows, int64_t inputs, int64_t width, int adds, int is_fixed)
 {
     const struct form form = is_fixed ? FIXED : FLOATS;
-    __typeof__(&wide_floats) wide = is_fixed ? wide_fixed : wide_floats, narrow = is_fixed ? narrow_fixed : narrow_floats;
+    __typeof__(&wide_floats) wide = is_fixed ? wide_fixed : wide_floats;
+    __typeof__(&wide_floats) narrow = is_fixed ? narrow_fixed : narrow_floats;
     inputs = is_fixed ? panels(inputs) : inputs; /* with zeros: whole pairs, and lines to be fetched */
     const int64_t step = width < PANEL ? inputs : BLOCK; /* sums wait in y, if they fit there */
     float scratch[WIDE * PANEL] = {0};
     for (int64_t block = 0; block < inputs; block += step) {
         const int64_t n = inputs - block < step ? inputs - block : step, fetched = n / form.in_line / AHEAD * PANEL;
         const float *weights = w + block / form.inputs * form.in_panel;
-        const float *next = weights + (n + form.inputs - 1) / form.inputs * form.in_panel, *end = next + n / form.in_line * PANEL;
+        const float *next = weights + (n + form.inputs - 1) / form.inputs * form.in_panel;
+        const float *end = next + n / form.in_line * PANEL;
         for (int64_t r = 0, tile; r < num_rows; r += tile) {
             tile = next_tile(num_rows - r);
             const int64_t real = num_rows - r < tile ? num_rows - r : tile;

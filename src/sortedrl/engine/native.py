@@ -165,7 +165,7 @@ class NativeDecoder:
 
 
 def supports_native(model: nn.Module, dtype: torch.dtype) -> bool:
-    """Whether the kernel is equal to the model's own modules, there, and (int16: or not) faster than the lean decoder."""
+    """Whether the kernel is equal to the model's own modules, there, and in float32 faster than the lean decoder."""
     if dtype not in (torch.float32, torch.int16) or not supports_lean(model):
         return False
     root: Any = model
