@@ -13,6 +13,7 @@ from sortedrl.bench.contenders import Generate, timed
 from sortedrl.bench.engine import EngineBench, measure, prepare_job
 from sortedrl.cli import app
 from sortedrl.errors import ConfigError, EngineError
+from tiny_models import needs_compiler
 
 SMALL = [
     "--model",
@@ -44,7 +45,29 @@ def test_the_command_prints_one_object() -> None:
     assert result["ratio"]["hf"] == rows["sortedrl"]["tokens_per_s"] / rows["hf"]["tokens_per_s"]
     assert result["limit_fraction"] == rows["sortedrl"]["tokens_per_s"] / rows["limit"]["tokens_per_s"]
     assert len(rows["hf"]["rounds"]) == 2
+    assert 0 < rows["sortedrl"]["logprob_gap"] < 1e-4
+    assert rows["hf"]["logprob_gap"] is None
+    assert result["ratio_same_dtype"] == result["ratio"]
     assert (result["slots"], result["new_tokens"], result["threads"], result["dtype"]) == (3, 5, 1, "float32")
+
+
+@needs_compiler
+def test_in_fixed_point_ours_is_measured_in_the_peers_precision_as_well() -> None:
+    run = CliRunner().invoke(app, ["bench", "engine", *SMALL, "--dtype", "int16", "--against", "hf", "--json"])
+    assert run.exit_code == 0, run.output
+    result = json.loads(run.stdout)
+    rows = {row["name"]: row for row in result["results"]}
+    assert {name: row["dtype"] for name, row in rows.items()} == {
+        "sortedrl": "int16",
+        "sortedrl-float32": "float32",
+        "hf": "float32",
+        "limit": "float32",
+    }
+    assert result["ratio"].keys() == {"sortedrl-float32", "hf"}
+    same = rows["sortedrl-float32"]["tokens_per_s"] / rows["hf"]["tokens_per_s"]
+    assert result["ratio_same_dtype"] == {"hf": same}
+    assert 0 < rows["sortedrl-float32"]["logprob_gap"] < 1e-4
+    assert 0 < rows["sortedrl"]["logprob_gap"] < 1e-2
 
 
 def test_a_table_for_people() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from scripted import ScriptedPolicy
 from sortedrl.clock import VirtualClock
@@ -93,16 +94,17 @@ def model_case(engine: Any, model: Any, **changes: Any) -> EngineCase:
     )
 
 
-def local_case(path: str) -> EngineCase:
+def local_case(path: str, dtype: torch.dtype | None = None, **changes: Any) -> EngineCase:
     model = tiny_model()
     engine = LocalEngine(
         copy.deepcopy(model),
         slots=SLOTS,
         max_length=MAX_LENGTH,
         path=path,  # type: ignore[arg-type]
+        dtype=dtype,
         decode=letters,
     )
-    return model_case(engine, model, advance=lambda: engine.poll(0))
+    return model_case(engine, model, advance=lambda: engine.poll(0), **changes)
 
 
 def sim_case() -> EngineCase:

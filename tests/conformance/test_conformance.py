@@ -7,14 +7,23 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from cases import local_case, sim_case
 
 from sortedrl.testing import CHECKS, Check, EngineCase, run_checks
+from tiny_models import needs_compiler
 
-MAKERS = {"sim": sim_case, "local-lean": lambda: local_case("lean"), "local-module": lambda: local_case("module")}
+MAKERS = {
+    "sim": sim_case,
+    "local-lean": lambda: local_case("lean"),
+    "local-module": lambda: local_case("module"),
+    "local-native": lambda: local_case("native"),
+    "local-int16": lambda: local_case("native", torch.int16, tolerance=0.02),
+}
+COMPILED = ("local-native", "local-int16")
 
 
-@pytest.fixture(params=list(MAKERS))
+@pytest.fixture(params=[pytest.param(name, marks=needs_compiler if name in COMPILED else ()) for name in MAKERS])
 def case(request: pytest.FixtureRequest) -> EngineCase:
     return MAKERS[request.param]()
 

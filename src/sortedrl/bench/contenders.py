@@ -24,6 +24,7 @@ from sortedrl.records import sample_seed
 
 _PAGE = 32
 _BATCH_TOKENS = 2048
+_CHECKED = 8  # answers of which log-probs are looked at
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,6 +64,8 @@ def timed(sample: Callable[[], list[list[float]]], num_expected: int) -> Timing:
 class Ours:
     def __init__(self, job: Job, dtype: torch.dtype) -> None:
         self._job = job
+        self._tokens: list[list[int]] = []
+        self._logprobs: list[list[float]] = []
         longest = max(map(len, job.prompts))
         config = SortedConfig(
             task={"max_prompt_tokens": longest},
@@ -91,14 +94,27 @@ class Ours:
             )
             for number, prompt in enumerate(self._job.prompts)
         )
+        tokens: list[list[int]] = [[] for _ in self._job.prompts]
         logprobs: list[list[float]] = [[] for _ in self._job.prompts]
         num_finished = 0
         while num_finished < len(logprobs):
             for event in self._engine.poll():
                 if isinstance(event, Delta):
+                    tokens[event.sample] += event.tokens
                     logprobs[event.sample] += event.logprobs
                 num_finished += isinstance(event, Finished)
+        self._tokens, self._logprobs = tokens, logprobs
         return logprobs
+
+    @torch.inference_mode()
+    def gap(self) -> float:
+        """Mean difference of the last round's log-probs to those of a plain float32 pass, over a few answers."""
+        gaps: list[torch.Tensor] = []
+        for prompt, tokens, logprobs in zip(self._job.prompts[:_CHECKED], self._tokens, self._logprobs, strict=False):
+            logits_tv = self._job.model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+            plain_t = logits_tv.log_softmax(-1).gather(1, torch.tensor(tokens).unsqueeze(1)).flatten()
+            gaps.append((plain_t - torch.tensor(logprobs)).abs())
+        return float(torch.cat(gaps).mean())
 
     def close(self) -> None:
         self._engine.close()

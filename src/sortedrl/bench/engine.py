@@ -65,10 +65,11 @@ def measure(bench: EngineBench, on_round: Callable[[str, int], None] = lambda na
             for name, contender in contenders.items():
                 on_round(name, bench.rounds * len(contenders))
                 timings[name].append(contender.run(bench.seed + number, bench.new_tokens))
+        gaps = {name: contender.gap() for name, contender in contenders.items() if isinstance(contender, Ours)}
     finally:
         for contender in contenders.values():
             contender.close()
-    return summarize(bench, job, timings, skipped)
+    return summarize(bench, job, timings, gaps, skipped)
 
 
 def prepare_job(bench: EngineBench) -> Job:
@@ -115,7 +116,7 @@ def start_contenders(bench: EngineBench, job: Job) -> tuple[dict[str, Contender]
 
 
 def summarize(
-    bench: EngineBench, job: Job, timings: dict[str, list[Timing]], skipped: dict[str, str]
+    bench: EngineBench, job: Job, timings: dict[str, list[Timing]], gaps: dict[str, float], skipped: dict[str, str]
 ) -> dict[str, Any]:
     speeds = {name: statistics.median(t.tokens / t.wall_s for t in rounds) for name, rounds in timings.items()}
     per_cpu = {name: statistics.median(t.tokens / t.cpu_s for t in rounds) for name, rounds in timings.items()}
@@ -126,6 +127,7 @@ def summarize(
             "tokens_per_s": speeds[name],
             "tokens_per_cpu_s": per_cpu[name],
             "rounds": [t.tokens / t.wall_s for t in timings[name]],
+            "logprob_gap": gaps.get(name),
         }
         for name in timings
     ]

@@ -107,6 +107,8 @@ def engine_table(result: dict[str, Any]) -> Table:
         ratio = result["ratio"].get(name)
         if name == "limit":
             note = f"matrix products alone; ours reaches {result['limit_fraction']:.0%}"
+        if row["logprob_gap"] is not None:
+            note = f"log-probs {row['logprob_gap']:.0e} from a plain float32 pass"
         speeds = (f"{row['tokens_per_s']:.0f}", f"{row['tokens_per_cpu_s']:.0f}")
         table.add_row(name, row["dtype"], *speeds, "" if ratio is None else f"{ratio:.2f}", note)
     return table
