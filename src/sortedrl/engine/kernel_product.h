@@ -150,6 +150,8 @@ INLINE void tile_product(const float *x, int64_t x_stride, const float *factors,
                          int64_t inputs, struct rows starts, struct rows sums, const int tile, const int is_fixed)
 {
     vec sum[WIDE][2] = {{{0}}};
+    for (int t = 0; t < tile; t++)
+        __builtin_prefetch(row(sums, t), 1); /* there when they are written */
     if (is_fixed)
         fixed_sums((const struct row_span *)x, x_stride, (const struct panel_span *)w, next, inputs, sum, tile);
     else
