@@ -28,6 +28,7 @@ def test_this_machine_can_run_it() -> None:
     assert {"python", "torch", "transformers", "devices", "engine local", "disk"} <= set(found)
     assert found["torch"].text == importlib.metadata.version("torch")
     assert "config" not in found
+    assert "large models of the Llama family" in found["engine local"].text
     assert all(finding.is_fine for finding in found.values() if finding.name != "disk")
 
 

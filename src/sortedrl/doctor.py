@@ -45,7 +45,7 @@ def examine(config_path: Path | None = None, target: Target | None = None) -> li
         Finding(name="python", text=platform.python_version(), is_fine=sys.version_info >= (3, 11)),
         *(_package(name) for name in ("torch", "transformers", "tokenizers", "safetensors")),
         _devices(),
-        Finding(name="engine local", text="in process, float32: exact replay"),
+        _local(),
         _vllm(),
         _disk(Path("runs")),
     ]
@@ -66,6 +66,17 @@ def _devices() -> Finding:
         "CUDA" if torch.cuda.is_available() else "MPS" if torch.backends.mps.is_available() else "no accelerator"
     )
     return Finding(name="devices", text=f"{os.cpu_count()} CPU cores, {accelerator}; the local engine runs on the CPU")
+
+
+def _local() -> Finding:
+    """Whether models of the Llama family run compiled, and what `engine.dtype = auto` is for large ones."""
+    from sortedrl.engine.kernel import load_kernel
+    from sortedrl.engine.paths import fast_dtype
+
+    is_compiled = load_kernel() is not None
+    large = str(fast_dtype(is_compiled=is_compiled)).removeprefix("torch.")
+    how = "compiled" if is_compiled else "on torch (no C compiler: small models at half the speed)"
+    return Finding(name="engine local", text=f"in process, {how}; float32, large models of the Llama family {large}")
 
 
 def _vllm() -> Finding:

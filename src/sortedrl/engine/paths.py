@@ -32,10 +32,15 @@ def choose_dtype(model: nn.Module, wanted: str, *, is_exact: bool, is_here: bool
     parameter = next(model.parameters())
     if not supports_lean(model) or sum(p.numel() for p in model.parameters()) < _MIN_HALF_PARAMETERS:
         return parameter.dtype
-    if has_fast_bfloat16(parameter.device):
-        return parameter.dtype if is_exact else torch.bfloat16
-    is_fixed = is_here and has_fast_int16() and supports_native(model, torch.int16)
-    return torch.int16 if is_fixed else parameter.dtype
+    fast = fast_dtype(parameter.device, is_compiled=is_here and supports_native(model, torch.int16))
+    return parameter.dtype if is_exact and fast not in EXACT else fast
+
+
+def fast_dtype(device: torch.device | None = None, *, is_compiled: bool) -> torch.dtype:
+    """What products of large float32 models are fastest in, by torch or, `is_compiled`, by the kernel too."""
+    if has_fast_bfloat16(device or torch.device("cpu")):
+        return torch.bfloat16
+    return torch.int16 if is_compiled and has_fast_int16() else torch.float32
 
 
 def make_path(
