@@ -42,7 +42,7 @@ test-slow: $(VENV)/.dev ## Run the slow tests.
 vllm: $(VLLM_VENV)/.ready ## Set up an environment with vLLM in .venv-vllm; on a machine with GPUs: VLLM=vllm.
 
 test-vllm: $(VLLM_VENV)/.ready ## Run the tests that need vLLM: the conformance suite on it, faults, a short run.
-	env -u PYTHONDONTWRITEBYTECODE $(VLLM_BIN)/python -m pytest -q -m vllm tests/conformance tests/test_vllm_engine.py $(ARGS)
+	env -u PYTHONDONTWRITEBYTECODE $(VLLM_BIN)/python -m pytest -q -m vllm tests/conformance tests/engine/vllm $(ARGS)
 
 gpu-acceptance: VLLM = vllm
 gpu-acceptance: $(VLLM_VENV)/.ready ## On a GPU machine: conformance, publication, quickstart, a short recipe; what passed.

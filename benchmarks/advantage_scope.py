@@ -29,7 +29,7 @@ from rich.progress import track
 from sortedrl.config import SortedConfig
 from sortedrl.learner.advantage import AdvantageEstimator, is_truncated
 from sortedrl.learner.algorithms import ALGORITHMS, objective_of
-from sortedrl.learner.prepare import shaped_rewards
+from sortedrl.learner.loss_inputs import shaped_rewards
 from sortedrl.records import FinishReason, Prompt, Sample, Segment
 from sortedrl.telemetry.events import BatchTaken, CohortLoaded, Evaluated, UpdateDone
 from sortedrl.telemetry.sinks import read_events

@@ -26,7 +26,7 @@ from rich.progress import track
 from rich.table import Table
 
 from sortedrl.config import SortedConfig
-from sortedrl.engine.ray_cluster import connect, disconnect
+from sortedrl.engine.pool.ray_cluster import connect, disconnect
 from sortedrl.trainer import SortedTrainer
 
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.toml"

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sortedrl.controller import Controller
-from sortedrl.engine.sim import SimEngine
+from sortedrl.engine.sim.engine import SimEngine
 from sortedrl.simulate.run import simulate
 from sortedrl.simulate.traces import load_trace
 from sortedrl.telemetry.events import ignore

@@ -29,15 +29,15 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from sortedrl.build import SampleScorer, build_run
 from sortedrl.clock import WallClock
 from sortedrl.config import SortedConfig
-from sortedrl.engine.local import LocalEngine
-from sortedrl.evaluate import Evaluator
+from sortedrl.engine.local.engine import LocalEngine
 from sortedrl.learner.torch import TorchLearner
 from sortedrl.ledger.reader import Ledger
 from sortedrl.ledger.verify import verify
-from sortedrl.runstate import RunSaver
+from sortedrl.run.build.parts import SampleScorer, build_run
+from sortedrl.run.evaluate import Evaluator
+from sortedrl.run.run_checkpoint import RunSaver
 from sortedrl.telemetry.events import ignore
 from sortedrl.telemetry.summary import Summary
 from sortedrl.trainer import SortedTrainer

@@ -16,8 +16,8 @@ from typing import Any
 from record import save
 from rich.console import Console
 
-from sortedrl.bench.engine import EngineBench, measure
 from sortedrl.cli.bench import engine_table
+from sortedrl.testing.bench.engine import EngineBench, measure
 
 CASES: dict[str, dict[str, Any]] = {
     "smollm2-64": {"model": "smollm2-135m", "slots": 64, "new_tokens": 128, "against": ("hf", "vllm")},

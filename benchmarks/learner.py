@@ -20,8 +20,8 @@ from typing import Any
 from record import save
 from rich.console import Console
 
-from sortedrl.bench.learner import LIKE_QWEN, LearnerBench, measure
 from sortedrl.cli.bench import learner_table
+from sortedrl.testing.bench.learner import LIKE_QWEN, LearnerBench, measure
 
 DATA = Path(os.environ.get("SORTEDRL_DATA") or Path(__file__).parents[2] / "shared" / "data")
 TRACE = DATA / "traces" / "qwen25_math_100x8.json"

@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sortedrl.config import SortedConfig
-from sortedrl.engine import pool
+from sortedrl.engine.pool import pool
 from sortedrl.ledger.reader import Ledger
 from sortedrl.ledger.verify import verify
 from sortedrl.trainer import SortedTrainer

@@ -25,14 +25,14 @@ from rich.table import Table
 
 from sortedrl.buffer import Buffer
 from sortedrl.clock import WallClock
-from sortedrl.collector import rare_collections
 from sortedrl.controller import Controller
 from sortedrl.engine.base import EngineStats, Event, Finished, InFlight, Partial, Request, Sampling, Written
-from sortedrl.engine.host import Report
-from sortedrl.engine.pool import Pool
-from sortedrl.knobs import resolve_knobs
+from sortedrl.engine.pool.actor_loop import Report
+from sortedrl.engine.pool.pool import Pool
 from sortedrl.learner.base import UpdateResult
 from sortedrl.records import Batch, FinishReason, Prompt, Sample, Segment, sample_seed
+from sortedrl.run.gc_tuning import rare_collections
+from sortedrl.schedule import resolve_knobs
 from sortedrl.simulate.run import InstantScorer
 from sortedrl.telemetry.metrics import RunMetrics
 

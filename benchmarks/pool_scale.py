@@ -23,10 +23,10 @@ from rich.progress import track
 from rich.table import Table
 from transformers import LlamaConfig
 
-from sortedrl.build_engine import local_engine
 from sortedrl.engine.base import Finished, Request, Sampling
-from sortedrl.engine.pool import Pool
-from sortedrl.engine.ray_cluster import connect, disconnect
+from sortedrl.engine.pool.pool import Pool
+from sortedrl.engine.pool.ray_cluster import connect, disconnect
+from sortedrl.run.build.engine import local_engine
 
 SLOTS, PROMPT, ANSWER = 16, 16, 128
 GOAL = 1.7
@@ -35,7 +35,7 @@ GOAL = 1.7
 def make_pool(size: int, model: dict[str, Any]) -> Pool:
     import torch
 
-    from sortedrl.engine.ray_members import RayMembers
+    from sortedrl.engine.pool.ray_members import RayMembers
 
     make_engine = partial(
         local_engine,

@@ -31,8 +31,8 @@ from torch.multiprocessing.spawn import spawn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sortedrl.config import SortedConfig
-from sortedrl.learner.ranks import RankLearner
-from sortedrl.learner.shards import skeleton_of, weights_of
+from sortedrl.learner.sharded.rank import RankLearner
+from sortedrl.learner.sharded.shards import skeleton_of, weights_of
 from sortedrl.learner.torch import TorchLearner
 from sortedrl.records import Batch, FinishReason, Prompt, Sample, Segment
 from sortedrl.weights import tensor_of

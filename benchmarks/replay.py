@@ -23,13 +23,13 @@ from record import save
 from rich.console import Console
 from rich.table import Table
 
-from sortedrl.build import prompt_stream, stop_token_ids
 from sortedrl.config import SortedConfig
 from sortedrl.engine.base import Delta, Event, Finished, Partial, Request, Sampling, Verified
-from sortedrl.engine.local import LocalEngine
-from sortedrl.learner.checkpoint import load_model
+from sortedrl.engine.local.engine import LocalEngine
 from sortedrl.learner.torch import TorchLearner
 from sortedrl.records import Batch, FinishReason, Mode, Sample, Segment, State, sample_seed
+from sortedrl.run.build.parts import prompt_stream, stop_token_ids
+from sortedrl.run.checkpoint import load_model
 from sortedrl.tasks.knights import KnightsTask, verify
 from sortedrl.tasks.tiny import knights_tiny_path
 

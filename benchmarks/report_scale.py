@@ -25,7 +25,7 @@ from rich.table import Table
 
 from sortedrl.simulate.run import simulate
 from sortedrl.simulate.traces import load_trace
-from sortedrl.telemetry.report import write_report
+from sortedrl.telemetry.report.report import write_report
 from sortedrl.telemetry.sinks import JsonlSink
 
 SLOTS = 128

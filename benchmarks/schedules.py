@@ -19,11 +19,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from sortedrl.build import build_run
 from sortedrl.clock import WallClock
 from sortedrl.config import SortedConfig
 from sortedrl.learner.base import UpdateResult
 from sortedrl.records import Batch
+from sortedrl.run.build.parts import build_run
 from sortedrl.telemetry.events import RunEnded
 from sortedrl.telemetry.metrics import RunMetrics
 from sortedrl.trainer import run_started, summary_of

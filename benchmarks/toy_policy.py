@@ -23,10 +23,10 @@ from sortedrl.buffer import Buffer
 from sortedrl.clock import VirtualClock
 from sortedrl.controller import Controller
 from sortedrl.engine.base import Sampling
-from sortedrl.engine.noise import gumbel, seed_tensor
-from sortedrl.engine.sim import SimEngine
-from sortedrl.knobs import resolve_knobs
+from sortedrl.engine.sampling.noise import gumbel, seed_tensor
+from sortedrl.engine.sim.engine import SimEngine
 from sortedrl.records import Batch, Prompt, Sample, sample_seed
+from sortedrl.schedule import resolve_knobs
 from sortedrl.simulate.run import SimUpdate
 
 Floats = NDArray[np.float64]

@@ -26,12 +26,12 @@ from rich.progress import track
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
-from sortedrl.build import build_run
-from sortedrl.build_learner import build_learner
 from sortedrl.clock import WallClock
 from sortedrl.config import SortedConfig
 from sortedrl.learner import pack
 from sortedrl.records import Batch
+from sortedrl.run.build.learner import build_learner
+from sortedrl.run.build.parts import build_run
 from sortedrl.telemetry.events import ignore
 
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.toml"

@@ -26,7 +26,7 @@ from record import save
 from rich.console import Console
 from rich.progress import track
 
-from sortedrl.reward import RewardPool
+from sortedrl.reward.pool import RewardPool
 from sortedrl.tasks.files import read_rows
 from sortedrl.tasks.gym import FORMULAS, LISTS, generator_names, gym_reward, make_dataset, reference_answer, score
 from sortedrl.tasks.logic import logic_reward

@@ -24,12 +24,12 @@ from rich.console import Console
 from rich.table import Table
 from vllm_control import LIMIT_S, TEXT, decode, mean_gap
 
-from sortedrl.build import model_path
 from sortedrl.config import SortedConfig
 from sortedrl.engine.base import Request, Sampling
-from sortedrl.engine.vllm import VllmEngine
-from sortedrl.learner.checkpoint import load_model
+from sortedrl.engine.vllm.engine import VllmEngine
 from sortedrl.learner.lora import adapt, peft_config_of
+from sortedrl.run.build.parts import model_path
+from sortedrl.run.checkpoint import load_model
 from sortedrl.testing import Caller
 from sortedrl.weights import ModuleWeights
 

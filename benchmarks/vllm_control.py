@@ -29,13 +29,13 @@ from record import save
 from rich.console import Console
 from rich.table import Table
 
-from sortedrl.build import model_path
 from sortedrl.config import SortedConfig
 from sortedrl.engine.base import Request, Sampling
-from sortedrl.engine.linear import has_fast_bfloat16
-from sortedrl.engine.vllm import VllmEngine
-from sortedrl.learner.checkpoint import load_model
+from sortedrl.engine.local.linear import has_fast_bfloat16
+from sortedrl.engine.vllm.engine import VllmEngine
 from sortedrl.records import Mode
+from sortedrl.run.build.parts import model_path
+from sortedrl.run.checkpoint import load_model
 from sortedrl.testing import Caller
 
 PARTS = ("step_s", "pause_s", "write_s", "load_s")

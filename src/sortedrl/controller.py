@@ -20,13 +20,13 @@ from sortedrl.clock import Clock, Timing
 from sortedrl.engine import base as engine_events
 from sortedrl.engine.base import Engine, InFlight, Request, Sampling, Span
 from sortedrl.errors import EngineError
-from sortedrl.hooks import Pause, Save, Score, Scorer
-from sortedrl.knobs import Knobs, RestartNoise
 from sortedrl.learner.base import Learner, Update
+from sortedrl.protocols import Pause, Save, Score, Scorer
 from sortedrl.records import Batch, FinishReason, Mode, Sample, restart_seed
+from sortedrl.schedule import Knobs, RestartNoise
 from sortedrl.telemetry import events
+from sortedrl.telemetry.batch_event import EngineAccount, batch_taken
 from sortedrl.telemetry.events import Emit
-from sortedrl.telemetry.harvest import EngineAccount, batch_taken
 
 IDLE_POLL_S = 0.05  # how long to wait for one thing before looking at the others
 FRESH, FAILED = Mode.FRESH, FinishReason.FAILED  # every sample needs them, and Python 3.11 finds members slowly

@@ -1,8 +1,7 @@
 """What must not be written down or shown as it is: secrets, and characters that steer a terminal.
 
 `redact` is for trees that are saved (the resolved configuration), `redact_text` for lines, and `SafeText` applies both
-rules to every log record of a handler. `reward_caller.py` asks `looks_secret` which variables to keep from its workers.
-Standard library only.
+rules to every log record of a handler. Standard library only.
 
 What it keeps true: a string under a name that looks like a secret is never passed on, nor the value of an environment
 variable with such a name, wherever it stands; numbers, truth values and all other text stay as they are.
@@ -16,12 +15,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from sortedrl.reward_worker import printable
+from sortedrl.reward.caller import looks_secret
+from sortedrl.reward.worker import printable
 
 REDACTED = "<redacted>"
 MIN_SECRET = 6  # characters: shorter values, such as "1" or "true", stand everywhere and hide nothing
 _WORDS = r"key|token|secret|passw(?:or)?d|passphrase|credentials?"
-SECRET_NAME = re.compile(r"KEY|TOKEN(?!I[SZ])|SECRET|PASSW|PASSPHRASE|CREDENTIAL", re.IGNORECASE)
 # A name must end in the word here: `max_new_tokens=512` and `KeyError: 'x'` are no secrets. Names in quotes are JSON's.
 # Names are bounded, since a log line may quote text that was made to keep a regular expression busy.
 _PAIR = re.compile(
@@ -31,11 +30,6 @@ _PAIR = re.compile(
 _HEADER = re.compile(r"(\bauthorization\W{1,4}(?:bearer|basic)\s)[\w.~+/=-]+", re.IGNORECASE)
 _LOGIN = re.compile(r"(\w://[^\s/:@]*:)[^\s/@]+(?=@)")  # a password within an address
 _PLAIN_VALUE = re.compile(r"[+-]?[\d._]+(?:e[+-]?\d+)?|true|false|none|null", re.IGNORECASE)
-
-
-def looks_secret(name: str) -> bool:
-    """Whether a key or an environment variable of this name should be taken for a secret."""
-    return SECRET_NAME.search(name) is not None
 
 
 def redact(tree: Any) -> Any:

@@ -21,25 +21,26 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from sortedrl.clock import WallClock
-from sortedrl.collector import rare_collections
 from sortedrl.config import SortedConfig
 from sortedrl.engine.base import EngineStats
 from sortedrl.errors import ConfigError, RunDirError, SortedRLError
+from sortedrl.ledger.run_lock import RunLock
 from sortedrl.redact import redact
-from sortedrl.rundir import RunLock, check_writable, prepare_run_dir
+from sortedrl.run.gc_tuning import rare_collections
+from sortedrl.run.rundir import check_writable, prepare_run_dir
 from sortedrl.tasks.base import DatasetTask, RewardFunc, RowSequence, Task
 from sortedrl.telemetry.console import ConsoleSink
 from sortedrl.telemetry.events import RunEnded, RunResumed, RunStarted
 from sortedrl.telemetry.metrics import RunMetrics, Timing
-from sortedrl.telemetry.report import write_report
+from sortedrl.telemetry.report.report import write_report
 from sortedrl.telemetry.sinks import Fanout, Sink, read_events
 from sortedrl.telemetry.summary import Summary, summarize
 from sortedrl.telemetry.trackers import TrackSettings, open_trackers
 
 if TYPE_CHECKING:
-    from sortedrl.build import RunParts
-    from sortedrl.callbacks import CallbackSink
-    from sortedrl.runstate import RunFiles, RunSaver
+    from sortedrl.run.build.parts import RunParts
+    from sortedrl.run.callbacks import CallbackSink
+    from sortedrl.run.run_checkpoint import RunFiles, RunSaver
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +90,7 @@ class SortedTrainer:
 
         `resume`: go on with the run that is in the run directory, from its last whole checkpoint.
         """
-        from sortedrl.build import build_run
+        from sortedrl.run.build.parts import build_run
 
         self.stop_requested = False
         check_writable(self.run_dir)
@@ -157,7 +158,7 @@ class SortedTrainer:
         return self.console.status(f"starting {' and '.join(slow)}") if slow and not self.quiet else nullcontext()
 
     def _call_back(self, callbacks: Sequence[Any]) -> CallbackSink:
-        from sortedrl.callbacks import CallbackSink
+        from sortedrl.run.callbacks import CallbackSink
 
         sink = CallbackSink(callbacks, config=self.config, epoch_samples=self._epoch_samples(), stop=self.stop)
         sink.call("on_init_end")
@@ -169,7 +170,7 @@ class SortedTrainer:
 
     def _tell_progress(self, parts: RunParts, files: RunFiles, emit: Fanout) -> None:
         """Let reward functions and callbacks know how far the run is, one that is resumed included."""
-        from sortedrl.callbacks import AskedEvaluation, AskedSave, Progress, ProgressSink
+        from sortedrl.run.callbacks import AskedEvaluation, AskedSave, Progress, ProgressSink
 
         progress = Progress(
             total_samples=self.config.run.samples,
@@ -194,7 +195,7 @@ class SortedTrainer:
 
     def _take_up(self, stack: ExitStack) -> Path | None:
         """Lock the run that is to go on and find its checkpoint; None if it died before the first."""
-        from sortedrl.learner.checkpoint import Checkpoints, load_state
+        from sortedrl.run.checkpoint import Checkpoints, load_state
 
         saved = self.run_dir / "config.toml"
         if not saved.is_file():
@@ -210,7 +211,7 @@ class SortedTrainer:
 
     def _open_files(self, parts: RunParts, metrics: RunMetrics, checkpoint: Path | None) -> RunFiles:
         """The run's files, and the controller's buffer with them."""
-        from sortedrl.runstate import RunFiles, restore
+        from sortedrl.run.run_checkpoint import RunFiles, restore
 
         if checkpoint is not None:
             files = RunFiles.reopen(self.run_dir, metrics, checkpoint)
@@ -222,8 +223,8 @@ class SortedTrainer:
         return files
 
     def _saver(self, parts: RunParts, files: RunFiles, clock: WallClock, emit: Fanout) -> RunSaver:
-        from sortedrl.learner.checkpoint import Checkpoints
-        from sortedrl.runstate import RunSaver
+        from sortedrl.run.checkpoint import Checkpoints
+        from sortedrl.run.run_checkpoint import RunSaver
 
         settings = self.config.checkpoint
         saver = RunSaver(
@@ -303,7 +304,7 @@ class SortedTrainer:
 
 def saved_clock(checkpoint: Path | None) -> float:
     """What the run's clock showed at a checkpoint."""
-    from sortedrl.learner.checkpoint import load_state
+    from sortedrl.run.checkpoint import load_state
 
     return 0.0 if checkpoint is None else load_state(checkpoint)["clock_s"]
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -138,3 +139,17 @@ def load_arrays(arrays: Mapping[str, Any], module: nn.Module) -> ModuleWeights:
         for name, tensor in module.state_dict().items():
             tensor.copy_(tensor_of(arrays[name], is_floating=tensor.is_floating_point()))
     return ModuleWeights(module)
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Keep transformers' progress bars off the user's terminal."""
+    from transformers.utils import logging
+
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from scripted import ScriptedPolicy
 from sortedrl.clock import VirtualClock
 from sortedrl.engine.base import Event, Request
-from sortedrl.engine.local import LocalEngine
-from sortedrl.engine.sim import SimEngine
+from sortedrl.engine.local.engine import LocalEngine
+from sortedrl.engine.sim.engine import SimEngine
 from sortedrl.testing import Check, EngineCase
-from tiny_models import VOCAB, shake, source, teacher_forced, tiny_model
+from tests.support.scripted import ScriptedPolicy
+from tests.support.tiny_models import VOCAB, shake, source, teacher_forced, tiny_model
 
 SLOTS = 4
 MAX_LENGTH = 256
@@ -42,11 +42,11 @@ def keep_promise(check: Check, case: EngineCase) -> None:
 @contextmanager
 def local_ray() -> Iterator[None]:
     """A Ray of our own, whose actors find the modules of the tests."""
-    from sortedrl.engine.ray_cluster import connect, disconnect
+    from sortedrl.engine.pool.ray_cluster import connect, disconnect
 
     with pytest.MonkeyPatch.context() as patch:
-        here = Path(__file__).parent
-        paths = [str(here), str(here.parent), os.environ.get("PYTHONPATH", "")]
+        root = Path(__file__).parents[2]
+        paths = [str(root), os.environ.get("PYTHONPATH", "")]
         patch.setenv("PYTHONPATH", os.pathsep.join(paths))
         connect()
     try:

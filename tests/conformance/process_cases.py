@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import psutil
-from cases import MAX_LENGTH, SLOTS, letters, local_ray, model_case
 
 from sortedrl.engine.base import Engine
-from sortedrl.engine.local import LocalEngine
-from sortedrl.engine.pool import Pool
+from sortedrl.engine.local.engine import LocalEngine
+from sortedrl.engine.pool.pool import Pool
 from sortedrl.testing import EngineCase
-from tiny_models import source, tiny_model
+from tests.conformance.cases import MAX_LENGTH, SLOTS, letters, local_ray, model_case
+from tests.support.tiny_models import source, tiny_model
 
 HEADS = {
     "hidden_size": 64,
@@ -45,7 +45,7 @@ def are_gone(pids: list[int]) -> bool:
 @contextmanager
 def vllm_case(*, is_server: bool = False) -> Iterator[EngineCase]:
     """vLLM in this process, or as a server behind HTTP."""
-    from sortedrl.engine.vllm import VllmEngine
+    from sortedrl.engine.vllm.engine import VllmEngine
 
     model = tiny_model(**HEADS)
     port = free_port() if is_server else 0
@@ -66,7 +66,7 @@ def local_member() -> tuple[Engine, Any]:
 
 def vllm_member() -> tuple[Engine, Any]:
     """In an actor: vLLM."""
-    from sortedrl.engine.vllm import VllmEngine
+    from sortedrl.engine.vllm.engine import VllmEngine
 
     model = tiny_model(**HEADS)
     return VllmEngine(model, slots=SLOTS, max_length=POOL_LENGTH, decode=letters), model
@@ -90,7 +90,7 @@ def _pool_case(
 ) -> Iterator[EngineCase]:
     """Two engines behind one, in a Ray of our own."""
     with local_ray():
-        from sortedrl.engine.ray_members import RayMembers
+        from sortedrl.engine.pool.ray_members import RayMembers
 
         members = RayMembers(make, num_cpus=0.5, num_gpus=0, threads=1, imports=(make.__module__,), has_spare=is_local)
         pool = Pool(members, size=2, slots=SLOTS, exact_replay=True, keep_kv=True, waits=is_local, **limits)

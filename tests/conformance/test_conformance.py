@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import local_case, sim_case
 
 from sortedrl.testing import CHECKS, Check, EngineCase, run_checks
-from tiny_models import needs_compiler
+from tests.conformance.cases import local_case, sim_case
+from tests.support.tiny_models import needs_compiler
 
 MAKERS = {
     "sim": sim_case,

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from cases import MAX_LENGTH, SLOTS, keep_promise, letters, model_case
-from process_cases import HEADS
 
 from sortedrl.engine.base import Request
-from sortedrl.engine.vllm_core import vllm_version
+from sortedrl.engine.vllm.core import vllm_version
 from sortedrl.learner.lora import adapt
 from sortedrl.testing import CHECKS, Caller, Check, EngineCase
 from sortedrl.weights import ModuleWeights, base_copy
-from tiny_models import make_requests, teacher_forced, tiny_model
+from tests.conformance.cases import MAX_LENGTH, SLOTS, keep_promise, letters, model_case
+from tests.conformance.process_cases import HEADS
+from tests.support.tiny_models import make_requests, teacher_forced, tiny_model
 
 peft = pytest.importorskip("peft")
 pytestmark = [
@@ -61,7 +61,7 @@ def steps_of(model: Any) -> Callable[[int], Any]:
 
 @pytest.fixture(scope="module")
 def case() -> Iterator[EngineCase]:
-    from sortedrl.engine.vllm import VllmEngine
+    from sortedrl.engine.vllm.engine import VllmEngine
 
     settings = peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=16, target_modules="all-linear")
     step = steps_of(adapt(tiny_model(**HEADS), settings))

@@ -11,19 +11,19 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cases import MAX_LENGTH, SLOTS, model_case
-from process_cases import HEADS, free_port
 
-from sortedrl.build import build_engine
 from sortedrl.config import SortedConfig
-from sortedrl.engine import vllm_server
 from sortedrl.engine.base import Partial
-from sortedrl.engine.vllm_core import vllm_version
-from sortedrl.engine.vllm_life import CoreSettings
-from sortedrl.engine.vllm_server import serve_command
+from sortedrl.engine.vllm import server as vllm_server
+from sortedrl.engine.vllm.core import vllm_version
+from sortedrl.engine.vllm.process import CoreSettings
+from sortedrl.engine.vllm.server import serve_command
 from sortedrl.errors import ConfigError, EngineError
+from sortedrl.run.build.parts import build_engine
 from sortedrl.testing import Caller, run_checks
-from tiny_models import make_requests, tiny_model
+from tests.conformance.cases import MAX_LENGTH, SLOTS, model_case
+from tests.conformance.process_cases import HEADS, free_port
+from tests.support.tiny_models import make_requests, tiny_model
 
 pytestmark = [
     pytest.mark.vllm,
@@ -68,7 +68,7 @@ def plain_server(tmp_path: Path) -> Iterator[tuple[str, Callable[[], None]]]:
 def test_a_named_server_keeps_what_it_promises_and_its_loss_is_told(
     plain_server: tuple[str, Callable[[], None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sortedrl.engine.vllm import VllmEngine
+    from sortedrl.engine.vllm.engine import VllmEngine
 
     address, kill = plain_server
     monkeypatch.setattr(vllm_server, "_CONNECT_S", 600.0)

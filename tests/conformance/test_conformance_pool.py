@@ -14,14 +14,14 @@ from typing import Any
 
 import psutil
 import pytest
-from process_cases import local_pool_case, member_pids
 
 from sortedrl.config import SortedConfig
-from sortedrl.engine.pool import Pool
+from sortedrl.engine.pool.pool import Pool
 from sortedrl.testing import CHECKS, Caller, Check, EngineCase
 from sortedrl.trainer import SortedTrainer
-from test_pool import check_same, serve_through
-from tiny_models import make_requests, serve, shake, source, tiny_model
+from tests.conformance.process_cases import local_pool_case, member_pids
+from tests.engine.pool.test_pool import check_same, serve_through
+from tests.support.tiny_models import make_requests, serve, shake, source, tiny_model
 
 
 @pytest.fixture(scope="module")

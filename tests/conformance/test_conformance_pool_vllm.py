@@ -6,11 +6,11 @@ import importlib.util
 from collections.abc import Iterator
 
 import pytest
-from cases import keep_promise
-from process_cases import vllm_pool_case
 
-from sortedrl.engine.vllm_core import vllm_version
+from sortedrl.engine.vllm.core import vllm_version
 from sortedrl.testing import CHECKS, Check, EngineCase
+from tests.conformance.cases import keep_promise
+from tests.conformance.process_cases import vllm_pool_case
 
 pytestmark = [
     pytest.mark.vllm,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from cases import keep_promise
-from process_cases import vllm_case
 
-from sortedrl.engine.vllm_core import vllm_version
+from sortedrl.engine.vllm.core import vllm_version
 from sortedrl.testing import CHECKS, Check, EngineCase
+from tests.conformance.cases import keep_promise
+from tests.conformance.process_cases import vllm_case
 
 pytestmark = [
     pytest.mark.vllm,

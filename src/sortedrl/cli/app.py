@@ -16,7 +16,7 @@ from rich.markup import escape
 from sortedrl import __version__
 from sortedrl.errors import SortedRLError
 from sortedrl.redact import SafeText, redact_text
-from sortedrl.reward_worker import printable
+from sortedrl.reward.worker import printable
 
 app = typer.Typer(
     no_args_is_help=True,

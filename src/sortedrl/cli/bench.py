@@ -32,7 +32,7 @@ def engine(
     as_json: AsJson = False,
 ) -> None:
     """Sampling speed of the local engine, transformers and vLLM, and the limit that matrix products set."""
-    from sortedrl.bench.engine import EngineBench, measure
+    from sortedrl.testing.bench.engine import EngineBench, measure
 
     peers = tuple(name for name in against.split(",") if name)
     settings = EngineBench(
@@ -66,7 +66,7 @@ def learner(
     as_json: AsJson = False,
 ) -> None:
     """Speed and memory of an update, packed and padded to the longest answer, and whether gradients are the same."""
-    from sortedrl.bench.learner import LIKE_QWEN, LearnerBench, measure
+    from sortedrl.testing.bench.learner import LIKE_QWEN, LearnerBench, measure
 
     settings = LearnerBench(
         model=model,

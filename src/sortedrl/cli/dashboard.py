@@ -25,7 +25,7 @@ def dashboard(
 ) -> None:
     """Serve pages that follow runs as they train, read-only, until Ctrl-C."""
     try:
-        from sortedrl.telemetry.dashboard import Dashboard, serve
+        from sortedrl.telemetry.dashboard.app import Dashboard, serve
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed: pip install 'sortedrl[dashboard]'") from None
 

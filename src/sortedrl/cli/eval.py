@@ -39,7 +39,7 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Answer test suites and mark them: mean@k, pass@k, maj@k with standard errors, lengths, truncation."""
-    from sortedrl.exam import ExamSettings, take_exam
+    from sortedrl.run.suite_eval import ExamSettings, take_exam
 
     settings = ExamSettings(
         model=model,

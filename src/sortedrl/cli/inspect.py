@@ -22,7 +22,7 @@ from rich.progress import (
 
 from sortedrl.cli.app import AsJson, app, err, stdout_console
 from sortedrl.errors import ConfigError, ModelError
-from sortedrl.reward_worker import printable
+from sortedrl.reward.worker import printable
 
 
 @app.command()
@@ -32,7 +32,7 @@ def report(
     as_json: AsJson = False,
 ) -> None:
     """Write one self-contained HTML page about one or several runs."""
-    from sortedrl.telemetry.report import write_report
+    from sortedrl.telemetry.report.report import write_report
 
     columns = (TextColumn("reading"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns, console=err, disable=as_json, transient=True) as progress:
@@ -80,7 +80,7 @@ def ledger(
     as_json: AsJson = False,
 ) -> None:
     """Say what became of every sample of RUN; exit code 1 if the file breaks an invariant."""
-    from sortedrl.ledger.command import ledger_command
+    from sortedrl.ledger.tables import ledger_command
 
     out = stdout_console()
     decode = None if sample is None or as_json else answer_decoder(run)
@@ -90,10 +90,10 @@ def ledger(
 
 def answer_decoder(run: Path) -> Callable[[list[int]], str] | None:
     """How the run's tokenizer spells tokens: that of its last checkpoint, or of the model that it started from."""
-    from sortedrl.build import model_path
     from sortedrl.config import SortedConfig
-    from sortedrl.learner.checkpoint import Checkpoints
     from sortedrl.learner.model import check_model_folder, load_tokenizer
+    from sortedrl.run.build.parts import model_path
+    from sortedrl.run.checkpoint import Checkpoints
 
     run = run if run.is_dir() else run.parent
     folder = Checkpoints(run / "checkpoints").latest()
@@ -116,7 +116,7 @@ def doctor(
     as_json: AsJson = False,
 ) -> None:
     """Say what this machine can run, whether CONFIG is sound, and what memory and time it will need."""
-    from sortedrl.doctor import Target, examine, findings_table
+    from sortedrl.run.doctor import Target, examine, findings_table
 
     findings = examine(config, Target(hardware=hardware, devices=devices, from_run=from_run))
     if as_json:

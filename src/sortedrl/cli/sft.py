@@ -42,7 +42,7 @@ def sft(
 
 
 def tune_as(config: SortedConfig, out: Path | None, as_json: bool) -> None:
-    from sortedrl.tuning import tune
+    from sortedrl.run.sft_run import tune
 
     folder = out or config.run_dir / "sft"
     with progress_bar(as_json) as progress:

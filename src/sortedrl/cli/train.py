@@ -12,8 +12,8 @@ from rich.markup import escape
 from sortedrl.cli.app import AsJson, ConfigPath, Overrides, app, err, stdout_console
 from sortedrl.config import SortedConfig
 from sortedrl.errors import ConfigError, RunDirError
-from sortedrl.knobs import Strategy
-from sortedrl.reward_worker import printable
+from sortedrl.reward.worker import printable
+from sortedrl.schedule import Strategy
 
 if TYPE_CHECKING:
     from sortedrl.telemetry.summary import Summary
@@ -73,7 +73,7 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """Train once per strategy and seed, on the same slots, update batch, samples and seeds."""
-    from sortedrl.telemetry.report import write_report
+    from sortedrl.telemetry.report.report import write_report
     from sortedrl.trainer import SortedTrainer
 
     base = SortedConfig.load(config, overrides or [])

@@ -1,9 +1,9 @@
 """A Llama's layers with their gradients written out, for updates on one thread of a CPU.
 
 `pack.py` takes it where `is_lean` says so. There a small model's update is mostly passes over memory and calls; here
-products are torch's, and all that lies between them is compiled (`layers.py`). Elsewhere the model's own modules run:
-with hooks, adapters, shards or recomputed activations, in another precision, on other devices and several threads,
-without a C compiler. What it keeps true: hidden states and gradients are those of the modules, up to rounding.
+products are torch's, and all that lies between them is compiled (`learner/native_layers.py`). Elsewhere the model's own
+modules run: with hooks, adapters, shards or recomputed activations, in another precision, on other devices and several
+threads, without a C compiler. What it keeps true: hidden states and gradients are those of the modules, up to rounding.
 
 A layer is two steps, each of which adds to the hidden states what it makes of their norm.
 
@@ -22,7 +22,7 @@ from transformers.activations import SiLUActivation
 from transformers.models.llama import modeling_llama
 
 from sortedrl.learner.attention import Layout
-from sortedrl.learner.layers import RowAttention, gate, gate_backward, load_layers, norm, norm_backward
+from sortedrl.learner.native_layers import RowAttention, gate, gate_backward, load_layers, norm, norm_backward
 
 MAX_LENGTH = 2048  # of a row: the backward pass holds two squares of it
 VECTOR = 8  # sizes are whole vectors of the compiled code

@@ -1,7 +1,7 @@
 """Adapters in place of full fine-tuning, through peft: only they are trained, the base model stays as it is.
 
-`build.py` puts them on a model, by the configuration's `lora` section or a peft configuration of the user's, and takes
-them back from a checkpoint. How engines come to sample from both together is told in `weights.py`.
+`build/parts.py` puts them on a model, by the configuration's `lora` section or a peft configuration of the user's, and
+takes them back from a checkpoint. How engines come to sample from both together is told in `weights.py`.
 """
 
 from __future__ import annotations

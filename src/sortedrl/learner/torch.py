@@ -29,17 +29,26 @@ from sortedrl.learner.advantage import AdvantageEstimator
 from sortedrl.learner.algorithms import estimator_of, needs_more_siblings, objective_of
 from sortedrl.learner.base import UpdateResult
 from sortedrl.learner.critic import Critic, value_loss
-from sortedrl.learner.head import Scorer, Scores
+from sortedrl.learner.logprobs import Scorer, Scores
 from sortedrl.learner.loss import divergence, policy_loss
+from sortedrl.learner.loss_inputs import (
+    ByPlace,
+    Terms,
+    add_values,
+    by_place,
+    cut,
+    kl_penalties,
+    make_terms,
+    marks,
+    shaped_rewards,
+)
 from sortedrl.learner.memory import first_line, free_unused, give_back, is_out_of_memory, keep_small_blocks
+from sortedrl.learner.nonfinite_dump import try_to_save
 from sortedrl.learner.optimizer import LearnerSettings, learning_rate, make_optimizer
 from sortedrl.learner.pack import MicroBatch, check_packing, pack, packed_attention
 from sortedrl.learner.precision import passes_in
-from sortedrl.learner.prepare import add_values, cut, kl_penalties, make_terms, shaped_rewards
 from sortedrl.learner.reference import Reference
-from sortedrl.learner.rejected import try_to_save
-from sortedrl.learner.tally import Found, Tally
-from sortedrl.learner.terms import ByPlace, Terms, by_place, marks
+from sortedrl.learner.update_metrics import Found, Tally
 from sortedrl.records import Batch, Sample
 from sortedrl.weights import ModuleWeights
 

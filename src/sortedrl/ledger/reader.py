@@ -1,6 +1,6 @@
 """A ledger file, read: in which state the samples of a run are, for how long, and how often the run was resumed.
 
-`sortedrl ledger` shows it, `life.py` and `verify.py` read through it. `store.py` writes the file; its
+`sortedrl ledger` shows it, `ledger/sample_history.py` and `verify.py` read through it. `store.py` writes the file; its
 tables are in `schema.py`. It is opened read-only and read in one transaction, so that all that is shown belongs
 to one moment, also while a run writes or after one was killed and has left its log behind.
 

@@ -11,15 +11,134 @@ with the sample. A broken rule is taken note of and then assumed to be kept, so 
 from __future__ import annotations
 
 import heapq
+import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sortedrl.ledger.integrity import check_pages, faults, is_prompt_intact, repeats, tokens_fault
+from sortedrl.errors import LedgerError
 from sortedrl.ledger.reader import STATE_AFTER, Answer, Ledger, Lineage
-from sortedrl.ledger.verdict import Verdict, cohort_updates
 from sortedrl.records import State
+
+MAX_VIOLATIONS = 1000  # that are kept with their words; the others are counted
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Violation:
+    rule: str
+    sample: int | None
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.rule}: {self.text}" if self.sample is None else f"{self.rule}: sample {self.sample}: {self.text}"
+
+
+@dataclass(slots=True, kw_only=True)
+class Verdict:
+    """What was found, and how much was looked at."""
+
+    violations: list[Violation] = field(default_factory=list)
+    num_violations: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def add(self, rule: str, sample: int | None, text: str) -> None:
+        self.num_violations += 1
+        if len(self.violations) < MAX_VIOLATIONS:
+            self.violations.append(Violation(rule=rule, sample=sample, text=text))
+
+
+def proven_line(ledger: Ledger, verdict: Verdict) -> str:
+    """What a file that passed has been shown to keep, in one line."""
+    count, staleness, waits = verdict.counts, ledger.knobs.get("max_staleness"), cohort_updates(ledger)
+    said = [
+        f"{_many(count['samples'], 'sample')} loaded = {count['trained']:,} trained once + {count['live']:,} waiting",
+        f"{_many(count['rows'], 'row')} without a gap, {_many(count['lineages'], 'lineage')}, every step allowed",
+        f"{_many(count['tokens'], 'token')} within budgets and of versions in force",
+        f"{_many(count['updates'], 'update')} with the records that the rows make",
+    ]
+    if count["blank"]:
+        said.append(f"tokens of {_many(count['blank'], 'row')} left out, the others intact")
+    if staleness is not None:
+        said.append(f"staleness at most {staleness}")
+    if waits is not None:
+        said.append(f"{_many(count['cohorts'], 'cohort')}, each within {_many(waits, 'update')}")
+    if ledger.grouped:
+        said.append("siblings together")
+    return "proven: " + "; ".join(said)
+
+
+def cohort_updates(ledger: Ledger) -> int | None:
+    """Updates within which a cohort is to be consumed, None without a bound."""
+    batches, lookahead = ledger.knobs.get("cohort_batches"), ledger.knobs.get("lookahead")
+    return None if batches is None or lookahead is None else batches * (1 + lookahead)
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+# (rule, words for the second column, query for a sample and what is wrong with it)
+_FAULTS = (
+    ("reference", "there is no prompt", "SELECT id, prompt FROM samples WHERE prompt NOT IN (SELECT id FROM prompts)"),
+    ("reference", "there is no cohort", "SELECT id, cohort FROM samples WHERE cohort NOT IN (SELECT id FROM cohorts)"),
+    (
+        "reference",
+        "there is no update",
+        "SELECT sample, number FROM trained WHERE number NOT IN (SELECT number FROM updates)",
+    ),
+    (
+        "exactly-once",
+        "of its epoch, prompt and index there is also sample",
+        "SELECT max(id), min(id) FROM samples GROUP BY epoch, prompt, idx HAVING count(*) > 1",
+    ),
+)
+
+# The tokens that a sample was given before a row; all that it held was dropped where there are none.
+_BEFORE = """
+SELECT seq, start, tokens FROM segments WHERE sample = ?1 AND seq < ?2
+UNION ALL SELECT seq, 0, x'' FROM steps
+    WHERE sample = ?1 AND seq < ?2 AND (step = 'give-up' OR step = 'requeue' AND value = 'fresh')
+ORDER BY seq
+"""
+
+
+def check_pages(ledger: Ledger) -> None:
+    """Let SQLite look at every page; of a file that it finds damaged nothing can be proven."""
+    found = [row[0] for row in ledger.rows("PRAGMA integrity_check(3)")]
+    if found != ["ok"]:
+        raise LedgerError(f"{ledger.path} is damaged: {'; '.join(found)}; go on from a checkpoint, which has a copy")
+
+
+def faults(ledger: Ledger) -> Iterator[tuple[str, int, str]]:
+    """Rows that speak of what is not there, or of what is there already: rule, sample, words."""
+    for rule, words, query in _FAULTS:
+        for sample, what in ledger.rows(query):
+            yield rule, sample, f"{words} {what!r}"
+
+
+def is_prompt_intact(tokens: bytes, content: str, columns: str, crc: int) -> bool:
+    return zlib.crc32(columns.encode(), zlib.crc32(content.encode(), zlib.crc32(tokens))) == crc
+
+
+def tokens_fault(num_tokens: int, tokens: bytes, logprobs: bytes, crc: int) -> str | None:
+    """What is wrong with the tokens of a row, in words that follow its number."""
+    if len(tokens) != 4 * num_tokens or len(logprobs) != 4 * num_tokens:
+        return f"has {len(tokens)} and {len(logprobs)} bytes for {num_tokens} tokens and their log-probs"
+    if zlib.crc32(logprobs, zlib.crc32(tokens)) != crc:
+        return "has tokens or log-probs that are not those which were written"
+    return None
+
+
+def repeats(ledger: Ledger, sample: int, seq: int, start: int, tokens: bytes) -> bool:
+    """Whether tokens of row `seq` are those that the sample held before, from `start` on."""
+    held = bytearray()
+    for _, at, given in ledger.rows(_BEFORE, sample, seq):
+        if given is None:
+            return True  # left out of this copy
+        held[4 * at :] = given
+    return held[4 * start : 4 * start + len(tokens)] == tokens
+
 
 # docs/scheduling.md: the states that each step may find a sample in.
 _ALLOWED: Mapping[str, tuple[State, ...]] = {

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sortedrl.errors import ConfigError
-from sortedrl.knobs import Strategy
+from sortedrl.schedule import Strategy
 from sortedrl.simulate.costs import load_cost
 from sortedrl.simulate.occupancy import OccupancyCurve
 from sortedrl.simulate.run import PROMPT_TOKENS, knobs_for, simulate

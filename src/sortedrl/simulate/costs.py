@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any, Protocol
 
-from sortedrl.engine.cost import DecodeCost, UnitCost
+from sortedrl.engine.sim.cost import DecodeCost, UnitCost
 from sortedrl.errors import ConfigError
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sortedrl.config import SortedConfig
-from sortedrl.knobs import Knobs
+from sortedrl.schedule import Knobs
 from sortedrl.simulate.fit import FittedCost, Observed, Observer, read_lengths
 from sortedrl.simulate.run import simulate
 from sortedrl.simulate.traces import Trace

@@ -20,7 +20,7 @@ from typing import Any
 
 from sortedrl.config import SortedConfig
 from sortedrl.errors import ConfigError
-from sortedrl.knobs import Strategy
+from sortedrl.schedule import Strategy
 from sortedrl.simulate.costs import CostModel
 from sortedrl.simulate.run import PROMPT_TOKENS, knobs_for, simulate
 from sortedrl.simulate.traces import Trace

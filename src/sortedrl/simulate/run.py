@@ -8,7 +8,9 @@ with accuracy left out.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+import gc
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,15 +18,14 @@ import numpy as np
 
 from sortedrl.buffer import Buffer
 from sortedrl.clock import VirtualClock
-from sortedrl.collector import no_collections
 from sortedrl.controller import Controller
 from sortedrl.engine.base import InFlight, Sampling
-from sortedrl.engine.cost import UnitCost
-from sortedrl.engine.sim import SimEngine
+from sortedrl.engine.sim.cost import UnitCost
+from sortedrl.engine.sim.engine import SimEngine
 from sortedrl.errors import ConfigError
-from sortedrl.knobs import Knobs, Strategy, resolve_knobs
 from sortedrl.learner.base import UpdateResult
 from sortedrl.records import Batch, Prompt, Sample
+from sortedrl.schedule import Knobs, Strategy, resolve_knobs
 from sortedrl.simulate.answers import TraceAnswers
 from sortedrl.simulate.costs import CostModel
 from sortedrl.simulate.traces import Trace
@@ -241,3 +242,15 @@ def _siblings(trace: Trace) -> list[range]:
         ranges += [range(first, last)] * (last - first)
         first = last
     return ranges
+
+
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """For what makes millions of objects and no cycles."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

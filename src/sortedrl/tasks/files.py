@@ -1,6 +1,6 @@
 """Rows from files: JSONL, JSON, CSV, Parquet, folders of them, datasets saved to disk, and names on the hub.
 
-`build_task.py` and the commands read a task's rows here, training and held-out alike. Nothing of what is read is run,
+`build/task.py` and the commands read a task's rows here, training and held-out alike. Nothing of what is read is run,
 and whatever is wrong with it is a DataError that names file, line or row, and column.
 
 What this module keeps true: rows come in the order of the files, files in the order of their names; `columns` maps this

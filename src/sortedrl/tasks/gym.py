@@ -1,6 +1,6 @@
 """The generators of reasoning-gym as tasks: `task.name = "reasoning_gym:NAME"`, each with its own score as the reward.
 
-`build_task.py` makes the task, a reward worker imports `gym_reward`. A row does not carry the generator's data: it says
+`build/task.py` makes the task, a reward worker imports `gym_reward`. A row does not carry the generator's data: it says
 which generator, options, seed and number it came from, and the worker makes it again, so that nothing is lost.
 
 What this module keeps true: `row(i)` depends on name, options, seed and `i` alone; a question is held out or not by a

@@ -2,7 +2,7 @@
 
 Some people each make one claim; knights tell the truth, knaves lie; say who is who. An answer tries assignments one
 after the other and checks the claims of each until one is refuted, so answer lengths have a heavy tail by nature.
-`build.py` makes the task, `tiny.py` draws demonstrations from the teachers. Standard library only.
+`build/parts.py` makes the task, `tiny.py` draws demonstrations from the teachers. Standard library only.
 
 What this module keeps true:
 - every puzzle has exactly one solution;

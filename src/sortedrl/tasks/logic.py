@@ -1,6 +1,6 @@
 """Knights and Knaves in words, for language models: puzzles of two to eight people, their solver and their verifier.
 
-`build_task.py` makes the task, a reward worker imports `logic_reward`. Statements are trees in the form in which
+`build/task.py` makes the task, a reward worker imports `logic_reward`. Statements are trees in the form in which
 Logic-RL's Parquet files have them, so that rows of those files and rows made here are solved and scored alike:
 ("lying", 2) says of the third person to be a knave, ("telling-truth", 2) a knight; "not", "and", "or", "->" and "<=>"
 put them together.

@@ -1,8 +1,8 @@
 """Test suites by name: where their problems are, how they are put to a model, and how an answer is marked.
 
-`exam.py` loads them for `sortedrl eval`. Problems come from local files in the usual layouts (DIR/gsm8k.jsonl,
-DIR/gsm8k/test.parquet, DIR/math/gsm8k.jsonl, DIR/kk/3ppl/test.parquet, ...) or by name from the hub. A reward worker
-imports `suite_mark`: what a model wrote is read there, under a time limit, and nowhere else.
+`run/suite_eval.py` loads them for `sortedrl eval`. Problems come from local files in the usual layouts
+(DIR/gsm8k.jsonl, DIR/gsm8k/test.parquet, DIR/math/gsm8k.jsonl, DIR/kk/3ppl/test.parquet, ...) or by name from the hub.
+A reward worker imports `suite_mark`: what a model wrote is read there, under a time limit, and nowhere else.
 
 What this module keeps true: problems come in the order of their files, so that `limit` takes the same ones every time;
 a row has the columns prompt, answer, suite and verifier, whatever names the file had for them.

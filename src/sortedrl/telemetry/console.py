@@ -15,7 +15,6 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, Task
 from rich.text import Text
 
-from sortedrl.telemetry.causes import Cause
 from sortedrl.telemetry.events import (
     AttemptEnded,
     AttemptStarted,
@@ -29,6 +28,7 @@ from sortedrl.telemetry.events import (
     WeightsPublished,
 )
 from sortedrl.telemetry.metrics import RunMetrics
+from sortedrl.telemetry.slot_time import Cause
 from sortedrl.telemetry.summary import number, share
 
 _REFRESH_S = 0.5  # drawing takes milliseconds of the run's own thread

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 
 from sortedrl.clock import Timing
 from sortedrl.engine.base import EngineStats
-from sortedrl.telemetry.causes import Cause, SlotTime
 from sortedrl.telemetry.events import (
     AttemptEnded,
     AttemptStarted,
@@ -35,6 +34,7 @@ from sortedrl.telemetry.events import (
     UpdateDone,
     WeightsPublished,
 )
+from sortedrl.telemetry.slot_time import Cause, SlotTime
 
 # Before the first three the slots stood still, and the next is told in between; the others may come after the last step
 # of training.
@@ -339,7 +339,7 @@ class RunMetrics:
         return ratio(self.trained_slot_s, self.slots * timing.rollout_s)
 
     def slot_time(self) -> dict[str, float] | None:
-        """Shares of slot time by cause (causes.py), which add up to 1."""
+        """Shares of slot time by cause (telemetry/slot_time.py), which add up to 1."""
         return self.occupancy.shares(
             trained_s=self.trained_slot_s,
             discarded_tokens=self.discarded_tokens,

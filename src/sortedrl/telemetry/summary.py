@@ -19,9 +19,9 @@ from rich.table import Table
 from sortedrl.engine.base import EngineStats
 from sortedrl.errors import RunDirError
 from sortedrl.lengths import Calibration
-from sortedrl.telemetry.causes import MEANINGS, Cause
 from sortedrl.telemetry.events import Evaluated
 from sortedrl.telemetry.metrics import RunMetrics, Timing
+from sortedrl.telemetry.slot_time import MEANINGS, Cause
 
 SCHEMA_VERSION = 1
 
@@ -65,7 +65,7 @@ class Summary(BaseModel):
     tokens_per_s: float | None = None
     bubble_ratio: float | None = None
     goodput: float | None = None
-    slot_time: dict[str, float] | None = None  # shares by cause (causes.py): they add up to 1
+    slot_time: dict[str, float] | None = None  # shares by cause (telemetry/slot_time.py): they add up to 1
     learner_wait_s: float | None = None  # without an update under way: rollout held the learner back
     emit_s: float | None = None  # telling events, since the last resume
     staleness_mean: float | None = None

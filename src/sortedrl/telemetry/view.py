@@ -15,9 +15,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from sortedrl.errors import RunDirError
+from sortedrl.telemetry.event_file import Record
 from sortedrl.telemetry.events import SCHEMA_VERSION
-from sortedrl.telemetry.follow import Record
-from sortedrl.telemetry.lives import Lives
 from sortedrl.telemetry.metrics import ratio
 from sortedrl.telemetry.points import (
     QUANTILES,
@@ -28,6 +27,7 @@ from sortedrl.telemetry.points import (
     join_replays,
     join_updates,
 )
+from sortedrl.telemetry.sample_lives import Lives
 from sortedrl.telemetry.series import Ends, Thinned, TimeBins
 from sortedrl.telemetry.sinks import KINDS
 from sortedrl.telemetry.summary import Summary

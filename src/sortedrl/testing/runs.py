@@ -13,9 +13,9 @@ from typing import Any
 from sortedrl.buffer import Buffer
 from sortedrl.controller import Controller
 from sortedrl.engine.base import InFlight, Sampling
-from sortedrl.knobs import Knobs, Strategy, resolve_knobs
 from sortedrl.learner.base import UpdateResult
 from sortedrl.records import Batch, Prompt, Sample, sample_seed
+from sortedrl.schedule import Knobs, Strategy, resolve_knobs
 from sortedrl.testing.case import EngineCase
 from sortedrl.testing.checks import check
 

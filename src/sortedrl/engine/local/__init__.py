@@ -1,0 +1,1 @@
+"""The local engine: continuous batching on PyTorch, in this process."""

@@ -1,0 +1,1 @@
+"""A pool of engines in Ray actors that looks like one engine."""

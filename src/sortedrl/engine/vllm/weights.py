@@ -1,0 +1,119 @@
+"""The folder from which vLLM takes a model: written at the start, and again at every publication.
+
+It always holds the weights in force, so a core that has to be started again simply loads it. It lies in shared memory
+where the machine has some: a publication then touches no disk. `engine.py` owns it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import mmap
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from sortedrl.errors import EngineError
+from sortedrl.weights import no_progress_bars
+
+_PREFIX = "sortedrl-vllm-"
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (the folder in it is made by mkdtemp)
+_WEIGHTS = "model.safetensors"
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+class WeightFolder:
+    """A model folder as `save_pretrained` writes it; `dtype` is that of the engine."""
+
+    def __init__(self, model: Any, dtype: torch.dtype) -> None:
+        parent = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+        _remove_orphans(parent)
+        self._dtype = dtype
+        self._mapped: dict[str, torch.Tensor] = {}
+        self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent))
+        try:
+            # One file, whatever the size: what is written at publications has its name.
+            with no_progress_bars():
+                model.save_pretrained(self.path, max_shard_size="1000GB")
+            self._write_file(model)
+            self._mapped = map_tensors(self.weights)
+        except (OSError, RuntimeError) as error:
+            self.close()
+            raise EngineError(f"cannot hand the model to vLLM: {error}; make room in {parent}") from error
+
+    @property
+    def weights(self) -> Path:
+        return self.path / _WEIGHTS
+
+    def write(self, model: Any) -> None:
+        """The model's weights, in place of those that are there.
+
+        In one pass into the mapped file. vLLM reads it when it is told to, and at its start, and never meanwhile: who
+        writes here is who tells it.
+        """
+        state = model.state_dict()
+        missing = [name for name in self._mapped if name not in state]
+        if missing:
+            raise EngineError(
+                f"the weights to publish lack {missing[0]}: publish the model that the engine was made of"
+            )
+        # By the names of the file: a head that is tied to the embedding is written once.
+        with torch.no_grad():
+            for name, target in self._mapped.items():
+                target.copy_(state[name])
+
+    def _write_file(self, model: Any) -> None:
+        """Once: the file in the engine's type."""
+        with safe_open(self.weights, framework="pt") as file:
+            names = list(file.keys())
+        state = model.state_dict()
+        tensors = {name: state[name].detach().to("cpu", self._dtype).contiguous() for name in names}
+        aside = self.path / f"{_WEIGHTS}.part"
+        save_file(tensors, aside, metadata={"format": "pt"})
+        os.replace(aside, self.weights)
+
+    def close(self) -> None:
+        self._mapped = {}
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def map_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file of one type, as views of the file itself: writing to them writes it."""
+    with path.open("r+b") as file:
+        populate = getattr(mmap, "MAP_POPULATE", 0)  # Linux: all pages at once and now, not at the first writing
+        memory = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED | populate)
+    start = 8 + int.from_bytes(memory[:8], "little")  # a length, a header, the tensors
+    header = json.loads(memory[8:start])
+    mapped: dict[str, torch.Tensor] = {}
+    for name, entry in header.items():
+        if name != "__metadata__":
+            begin, _ = entry["data_offsets"]
+            count = math.prod(entry["shape"])
+            flat = torch.frombuffer(memory, dtype=_DTYPES[entry["dtype"]], count=count, offset=start + begin)
+            mapped[name] = flat.view(entry["shape"])
+    return mapped
+
+
+def _remove_orphans(parent: Path) -> None:
+    """A process that was killed could not remove its folder, and shared memory is memory."""
+    for folder in parent.glob(f"{_PREFIX}*"):
+        pid = folder.name.removeprefix(_PREFIX).partition("-")[0]
+        if pid.isdigit() and not _exists(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _exists(pid: int) -> bool:
+    with contextlib.suppress(ProcessLookupError):
+        try:
+            os.kill(pid, 0)
+        except PermissionError:
+            return True
+        return True
+    return False

@@ -1,0 +1,274 @@
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+"""What runs inside vLLM's worker: our noise in place of its sampler, verification of cached tokens, weights.
+
+vLLM loads this module by name, in the process of its worker: `NoiseRows` as a logits processor, which is how a worker
+learns which request stands in which row, and `SortedWorker` as the worker's extension, whose methods the front end
+calls by `collective_rpc`. The front end (`core.py`) never imports it.
+
+What it keeps true: a token is argmax(logits / T + noise) by the scheme of `noise.py`, and its log-prob is that of
+softmax(logits / T), as in every other engine; after `sorted_take_weights` every layer that computes does so with the
+weights of the file, a tied head included; the worker ends when the process that owns the engine does.
+
+Shapes: r rows of logits, or ranks of an adapter, v vocabulary, t tokens of one step.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
+from vllm.v1.sample.sampler import Sampler
+
+from sortedrl.engine.base import Sampling
+from sortedrl.engine.sampling.draw import Draw, Noise, make_noise, shape_logits
+from sortedrl.engine.vllm.abort_flag import HaltFlag, Halts
+from sortedrl.engine.vllm.sampling_args import Terms
+
+_GREEDY = Draw(0, 0, Sampling(temperature=0.0))  # for rows that are not ours: what vLLM runs to warm up
+_OWNER_CHECK_S = 1.0
+_MAX_LOGITS = 1 << 24  # computed at once when cached tokens are verified
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class _Row:
+    terms: Terms
+    written: list[int]  # vLLM's own list of the request's output: it grows with every step
+
+    @property
+    def draw(self) -> Draw:
+        return Draw(self.terms.seed, self.terms.start + len(self.written), self.terms.sampling)
+
+
+class NoiseRows(LogitsProcessor):
+    """Knows the seed and the position of every row; changes no logits, since log-probs must not hold the noise."""
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        self._rows: dict[int, _Row] = {}
+
+    def is_argmax_invariant(self) -> bool:
+        return True
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        if batch_update is None:
+            return
+        rows = self._rows
+        for index in batch_update.removed:
+            rows.pop(index, None)
+        for index, params, _, written in batch_update.added:
+            terms = Terms.of(params.extra_args)
+            if terms is None:
+                rows.pop(index, None)
+            else:
+                rows[index] = _Row(terms=terms, written=written)
+        for source, target, direction in batch_update.moved:
+            moved, displaced = rows.pop(source, None), rows.pop(target, None)
+            if moved is not None:
+                rows[target] = moved
+            if displaced is not None and direction is MoveDirectionality.SWAP:
+                rows[source] = displaced
+
+    def draws(self, count: int) -> list[Draw] | None:
+        """What is drawn in each row of this step; None when no row is ours."""
+        if not self._rows:
+            return None
+        return [row.draw if (row := self._rows.get(index)) is not None else _GREEDY for index in range(count)]
+
+
+class NoiseSampler(Sampler):
+    """vLLM's sampler with the draw replaced; it returns the log-probs of the distribution that is drawn from."""
+
+    def __init__(self, rows: NoiseRows, halts: Halts | None) -> None:
+        super().__init__(logprobs_mode="processed_logprobs")
+        self._noise_rows = rows
+        self._halts = halts
+        self._noise: Noise | None = None
+
+    def sample(
+        self, logits: torch.Tensor, sampling_metadata: Any, logprobs_mode_override: Any = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        draws = self._noise_rows.draws(len(logits))
+        if self._halts is not None and self._halts.has_halted:
+            return torch.zeros(len(logits), dtype=torch.int64), torch.full((len(logits), 1), math.nan)
+        if draws is None:
+            return super().sample(logits, sampling_metadata, logprobs_mode_override)
+        self._noise = self._noise or make_noise(1, logits.shape[1], logits.device)
+        scaled_rv = shape_logits(logits, [draw.sampling for draw in draws])
+        drawn = self._noise.verify(scaled_rv, draws, [-1] * len(draws), [0.0] * len(draws)).drawn
+        logprobs_r = torch.tensor(drawn.logprobs, device=logits.device)
+        return torch.tensor(drawn.tokens, device=logits.device), logprobs_r.unsqueeze(1)
+
+    @staticmethod
+    def gather_logprobs(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> LogprobsTensors:
+        """Of the drawn tokens alone. vLLM's own also ranks them, by a kernel that takes half a minute to compile."""
+        assert num_logprobs == 0, "requests of this engine ask for the log-prob of the drawn token only"
+        token_ids = token_ids.unsqueeze(-1)
+        if logprobs.shape[1] > 1:  # of a whole vocabulary: no row is ours
+            logprobs = logprobs.gather(-1, token_ids)
+        ranks_r = torch.zeros(len(token_ids), dtype=torch.int64, device=logprobs.device)
+        return LogprobsTensors(token_ids.to(torch.int32), logprobs, ranks_r)
+
+
+class SortedWorker:
+    """Methods that vLLM's worker gains; their names begin with `sorted_`, since it must not have them already."""
+
+    model_runner: Any
+
+    def sorted_prepare(self, owner: int, flag: str = "") -> None:
+        """Put our sampler in place, and end with the process `owner`, if there is one (not 0).
+
+        `flag`: the file of a flag at which a step is broken off.
+        """
+        runner = self.model_runner
+        is_alone = runner.parallel_config.world_size == 1 and runner.device.type == "cpu"
+        halts = Halts(runner, HaltFlag(Path(flag))) if flag and is_alone else None
+        (rows,) = (p for p in runner.input_batch.logitsprocs.all if isinstance(p, NoiseRows))
+        runner.sampler = NoiseSampler(rows, halts)
+        if runner.lora_config is not None and runner.device.type == "cpu":
+            for kernels in runner.lora_manager._adapter_manager.punica_wrapper_mapping.values():
+                kernels.add_lora_linear = _add_adapter
+        runner._get_prompt_logprobs_dict = lambda hidden_td, scheduled: (
+            {} if halts is not None and halts.has_halted else _verify_prompts(runner, hidden_td, scheduled)
+        )
+        if owner:
+            threading.Thread(target=_end_with, args=(owner,), name="sortedrl-owner", daemon=True).start()
+
+    def sorted_take_weights(self, path: str) -> None:
+        runner = self.model_runner
+        runner.reload_weights(weights_iterator=_tensors(Path(path)))
+        _tie_head(runner.get_model())
+
+
+def _add_adapter(
+    y_to: torch.Tensor,
+    x_ti: torch.Tensor,
+    stacked_a: Sequence[torch.Tensor],
+    stacked_b: Sequence[torch.Tensor],
+    scale: float,
+    widths: Sequence[int],
+    **_: Any,
+) -> None:
+    """Add what adapters make of `x` to a layer's output, in place; a packed layer has several, side by side.
+
+    vLLM's own for CPUs gathers a copy of both matrices for every token, since each may have adapters of its own; here
+    there is one set for all of them. i inputs, o outputs of the layer.
+    """
+    y_to, x_ti = y_to.view(-1, y_to.shape[-1]), x_ti.view(-1, x_ti.shape[-1]).float()
+    start = 0
+    for a_ri, b_or, width in zip(stacked_a, stacked_b, widths, strict=True):
+        inner_tr = (x_ti @ a_ri[0, 0].float().T).to(y_to.dtype)
+        y_to[:, start : start + width].addmm_(inner_tr, b_or[0, 0].T, alpha=scale)
+        start += width
+
+
+def _tensors(path: Path) -> Iterable[tuple[str, torch.Tensor]]:
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118  (it is no mapping)
+            yield name, file.get_tensor(name)
+
+
+def _tie_head(model: Any) -> None:
+    """A head that shares the embedding's weights keeps the old ones in a reload: give it the present ones.
+
+    On CPUs a layer computes with a packed copy of its weights. The reload has made one of the embedding's.
+    """
+    if not getattr(model.config, "tie_word_embeddings", False):
+        return
+    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else model.model.embed_tokens
+    head = getattr(model, "lm_head", None)
+    if head is None or head is embedding:
+        return
+    head.weight = embedding.weight
+    if hasattr(embedding, "cpu_linear"):
+        head.cpu_linear = embedding.cpu_linear
+
+
+def _end_with(owner: int) -> None:
+    """vLLM's processes outlive an owner that is killed: the worker's end is what ends them all."""
+    while _is_alive(owner):
+        time.sleep(_OWNER_CHECK_S)
+    os._exit(1)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+# ---- replay ----------------------------------------------------------------------------------------------------------
+
+
+def _verify_prompts(
+    runner: Any, hidden_td: torch.Tensor, scheduled: dict[str, int]
+) -> dict[str, LogprobsTensors | None]:
+    """In place of vLLM's log-probs of prompts: at every cached answer token, that token and the one drawn there.
+
+    The front end reads column 0 (the cached token) and column 1 (the one to stand there: the cached one again if it is
+    kept). Positions of the prompt proper are left empty, and cost no logits.
+    """
+    complete: dict[str, LogprobsTensors | None] = {}
+    for request_id in list(runner.num_prompt_logprobs):
+        num_tokens = scheduled.get(request_id)
+        if num_tokens is None:  # preempted while it was being prefilled
+            continue
+        request = runner.requests[request_id]
+        tokens = request.prompt_token_ids
+        if request.in_progress_prompt_logprobs_cpu is None:
+            request.in_progress_prompt_logprobs_cpu = _blank(len(tokens) - 1)
+        target = request.in_progress_prompt_logprobs_cpu
+        begin = request.num_computed_tokens  # the hidden state at index i predicts token i + 1
+        end = min(begin + num_tokens, len(tokens) - 1)
+        terms = Terms.of(request.sampling_params.extra_args)
+        assert terms is not None, f"request {request_id} asks for prompt log-probs and is not ours"
+        first = max(begin, len(tokens) - terms.start - 1)
+        offset = runner.query_start_loc.np[runner.input_batch.req_id_to_index[request_id]].item() - begin
+        block = max(1, _MAX_LOGITS // runner.model_config.get_vocab_size())
+        for start in range(first, end, block):
+            rows = slice(start, min(start + block, end))
+            logits_rv = runner.model.compute_logits(hidden_td[offset + rows.start : offset + rows.stop]).float()
+            _fill(target, rows, logits_rv, tokens, terms)
+        if begin + num_tokens > len(tokens) - 1:
+            complete[request_id] = target
+            del runner.num_prompt_logprobs[request_id]
+            request.in_progress_prompt_logprobs_cpu = None
+    if complete:
+        runner._sync_device()
+    return complete
+
+
+def _blank(count: int) -> LogprobsTensors:
+    tensors = LogprobsTensors.empty_cpu(count, 2)
+    tensors.logprob_token_ids.zero_()
+    tensors.logprobs.zero_()
+    tensors.selected_token_ranks.zero_()
+    return tensors
+
+
+def _fill(target: LogprobsTensors, rows: slice, logits_rv: torch.Tensor, tokens: list[int], terms: Terms) -> None:
+    num_prompt = len(tokens) - terms.start
+    draws = [Draw(terms.seed, index + 1 - num_prompt, terms.sampling) for index in range(rows.start, rows.stop)]
+    cached = tokens[rows.start + 1 : rows.stop + 1]
+    scaled_rv = shape_logits(logits_rv, [draw.sampling for draw in draws])
+    noise = make_noise(len(draws), logits_rv.shape[1], logits_rv.device)
+    verdict = noise.verify(scaled_rv, draws, cached, [terms.tolerance] * len(cached))
+    kept = zip(verdict.is_kept, cached, verdict.drawn.tokens, strict=True)
+    standing = [token if is_kept else drawn for is_kept, token, drawn in kept]
+    pairs = zip(verdict.is_kept, verdict.cached_logprobs, verdict.drawn.logprobs, strict=True)
+    logprobs = [before if is_kept else drawn for is_kept, before, drawn in pairs]
+    target.logprob_token_ids[rows] = torch.tensor([cached, standing], dtype=torch.int32).T
+    target.logprobs[rows] = torch.tensor([verdict.cached_logprobs, logprobs]).T

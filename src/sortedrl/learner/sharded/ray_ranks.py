@@ -1,0 +1,243 @@
+"""Ranks in Ray actors, on this machine or on those of a cluster.
+
+`build/learner.py` connects to Ray, makes a `RayRanks` and gives it to a `ShardedLearner`. Whatever the ranks are called
+with goes into Ray's object store once, and all ranks of a machine read it there. Among each other they talk by gloo, or
+by nccl where they have GPUs. A machine of the cluster needs this package, and no copy of the model.
+
+What it keeps true: ranks on one machine listen on loopback only; a call never waits for a rank that is gone: Ray tells
+of a process that has died, and one that hangs makes the others give up after `timeout_s`; after a failure no rank is
+left, and later calls fail as that one did.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import ray
+from ray.exceptions import (
+    NodeDiedError,
+    ObjectStoreFullError,
+    OutOfDiskError,
+    RayActorError,
+    RayTaskError,
+    WorkerCrashedError,
+)
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from sortedrl.errors import LearnerError, SortedRLError
+
+LOOPBACK = "127.0.0.1"
+PLACE_S = 120.0  # a cluster may have to start machines
+GRACE_S = 10.0  # how long a failure that may be the consequence of another waits for that one to show
+DIED = (RayActorError, WorkerCrashedError, NodeDiedError)
+
+
+class _RankActor:
+    """What runs in a rank's process. The driver calls the same method of all ranks, and waits for all of them."""
+
+    def __init__(self, rank: int, size: int, threads: int) -> None:
+        # Here, ahead of torch, and not by Ray's runtime_env, for which it would start a process anew.
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        self._rank = rank
+        self._size = size
+        self._threads = threads
+        self._listening: socket.socket | None = None
+        self._mesh: Any = None
+        self._learner: Any = None
+
+    def where(self) -> tuple[str, int]:
+        return ray.util.get_node_ip_address(), os.getpid()
+
+    def listen(self, host: str) -> int:
+        """Open the port at which the ranks meet; the first rank only."""
+        if self._rank != 0:
+            return 0
+        self._listening = socket.create_server((host, 0))
+        return self._listening.getsockname()[1]
+
+    def join(self, host: str, port: int, timeout_s: float) -> None:
+        import torch
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+
+        torch.set_num_threads(self._threads)
+        has_gpu = bool(ray.get_gpu_ids()) and torch.cuda.is_available()
+        if host == LOOPBACK:  # gloo would listen at the machine's name otherwise
+            names = [name for _, name in socket.if_nameindex()]
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo" if "lo" in names else "lo0"
+        timeout = timedelta(seconds=timeout_s)
+        store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+            host,
+            port,
+            self._size,
+            is_master=self._rank == 0,
+            timeout=timeout,
+            master_listen_fd=None if self._listening is None else self._listening.detach(),
+        )
+        backend = "nccl" if has_gpu else "gloo"
+        dist.init_process_group(backend, store=store, rank=self._rank, world_size=self._size, timeout=timeout)
+        self._mesh = init_device_mesh("cuda" if has_gpu else "cpu", (self._size,))
+
+    def build(self, skeleton: Any, weights: Mapping[str, Any], settings: Any, temperature: float) -> None:
+        from sortedrl.learner.sharded.rank import RankLearner
+
+        self._learner = RankLearner(skeleton, settings, temperature=temperature, mesh=self._mesh, weights=weights)
+
+    def update(self, batch: Any, inspect_dir: Any) -> Any:
+        self._learner.inspect_dir = inspect_dir if self._rank == 0 else None
+        result = self._learner.start(batch).result()
+        weights = self._learner.trained_weights()
+        return (result, weights) if self._rank == 0 else None
+
+    def state(self) -> Any:
+        from sortedrl.weights import array_of
+
+        state = self._learner.state_dict()
+        arrays = {name: array_of(tensor) for name, tensor in state["optimizer"].items()}
+        return {**state, "optimizer": arrays} if self._rank == 0 else None
+
+    def load(self, state: dict[str, Any]) -> None:
+        from sortedrl.weights import tensor_of
+
+        tensors = {name: tensor_of(array, is_floating=True) for name, array in state["optimizer"].items()}
+        self._learner.load_state_dict({**state, "optimizer": tensors})
+
+
+class RayRanks:
+    """`size` ranks, started and connected; `ray_cluster.connect` comes first."""
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        num_cpus: float,
+        num_gpus: float,
+        threads: int,
+        timeout_s: float,
+        on_close: Callable[[], None] | None = None,
+    ) -> None:
+        self.size = size
+        self._on_close = on_close
+        self._actors: list[Any] = []
+        self._seats: list[tuple[str, int]] = []
+        self._failure: str | None = None
+        room = {"CPU": num_cpus} | ({"GPU": num_gpus} if num_gpus else {})
+        self._places = placement_group([room] * size, strategy="PACK")
+        try:
+            if not self._places.wait(PLACE_S):
+                raise LearnerError(
+                    f"Ray has no room for {size} ranks of {num_cpus:g} processors and {num_gpus:g} GPUs each: lower "
+                    "learner.ranks, learner.rank_cpus or learner.rank_gpus, or add machines"
+                )
+            self._actors = [self._launch(rank, num_cpus, num_gpus, threads) for rank in range(size)]
+            self._seats = self.call("where")
+            host = LOOPBACK if len({node for node, _ in self._seats}) == 1 else self._seats[0][0]
+            port = self.call("listen", host)[0]
+            self.call("join", host, port, timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def seats(self) -> list[tuple[str, int]]:
+        """The machine and process of each rank."""
+        return self._seats
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        if self._failure is not None:
+            raise LearnerError(self._failure)
+        shared = [self._put(argument) for argument in arguments]
+        pending = {getattr(actor, method).remote(*shared): rank for rank, actor in enumerate(self._actors)}
+        results: list[Any] = [None] * self.size
+        failures: dict[int, Exception] = {}
+        while pending:
+            ready, _ = ray.wait(list(pending), num_returns=1, timeout=GRACE_S if failures else None)
+            if not ready:
+                break  # the others wait for one that has failed
+            rank = pending.pop(ready[0])
+            try:
+                results[rank] = ray.get(ready[0])
+            except Exception as error:  # whatever it is, the ranks are no longer in step
+                failures[rank] = error
+                if _is_cause(error):
+                    break
+        if failures:
+            raise self._failed(failures, silent=list(pending.values()))
+        return results
+
+    def close(self) -> None:
+        """End the ranks; the connection to Ray goes with whoever opened it."""
+        self._end()
+        self._failure = self._failure or "the ranks of the learner have been closed"
+        if self._on_close is not None:
+            self._on_close()
+            self._on_close = None
+
+    def _launch(self, rank: int, num_cpus: float, num_gpus: float, threads: int) -> Any:
+        actor_class = ray.remote(_RankActor).options(
+            num_cpus=num_cpus,
+            num_gpus=num_gpus,
+            max_restarts=0,
+            max_task_retries=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self._places, placement_group_bundle_index=rank),
+        )
+        return actor_class.remote(rank, self.size, threads)
+
+    def _put(self, value: Any) -> Any:
+        try:
+            return ray.put(value)
+        except (ObjectStoreFullError, OutOfDiskError) as error:
+            raise LearnerError(
+                "the weights do not fit into Ray's object store: start Ray with a larger --object-store-memory, or "
+                "give its machine more shared memory and disk"
+            ) from error
+
+    def _end(self) -> None:
+        if not ray.is_initialized():
+            return
+        for actor in self._actors:
+            ray.kill(actor, no_restart=True)
+        self._actors = []
+        remove_placement_group(self._places)
+
+    def _failed(self, failures: dict[int, Exception], silent: list[int]) -> LearnerError:
+        """The error that tells of the rank with which it began; all ranks are ended."""
+        self._end()
+        rank, error = next(((r, e) for r, e in failures.items() if _is_cause(e)), next(iter(failures.items())))
+        name = self._name(rank)
+        cause = error.cause if isinstance(error, RayTaskError) else error
+        if isinstance(cause, SortedRLError):
+            self._failure = f"{name}: {cause}"
+        elif isinstance(error, DIED):
+            self._failure = (
+                f"{name} has died ({_first_line(error)}): it was killed, its machine ran out of memory (lower "
+                "learner.micro_tokens or raise learner.ranks), or lacks this package; see to that and resume"
+            )
+        else:
+            others = f"; {', '.join(self._name(other) for other in silent)} did not answer" if silent else ""
+            self._failure = (
+                f"{name} failed ({type(cause).__name__}: {_first_line(cause)}){others}: see to that and resume; "
+                "learner.rank_timeout_s is how long ranks wait for each other"
+            )
+        return LearnerError(self._failure)
+
+    def _name(self, rank: int) -> str:
+        if rank >= len(self._seats):
+            return f"rank {rank} of {self.size}"
+        node, process = self._seats[rank]
+        return f"rank {rank} of {self.size} (process {process} on {node})"
+
+
+def _is_cause(error: Exception) -> bool:
+    """Whether a failure is no consequence of another rank's: a process that died, or an error raised on purpose."""
+    return isinstance(error, DIED) or (isinstance(error, RayTaskError) and isinstance(error.cause, SortedRLError))
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

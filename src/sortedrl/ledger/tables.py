@@ -1,0 +1,208 @@
+"""`sortedrl ledger RUN`: tables and JSON of what a ledger file holds, of one sample's life, or of a proof.
+
+The command line calls `ledger_command`. It writes to the console that it is given and to nothing else. Answers are the
+model's text and prompts are data: neither markup nor control characters in them reach the terminal.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from sortedrl.errors import ConfigError
+from sortedrl.ledger.reader import Ledger, Overview
+from sortedrl.ledger.sample_history import Life, life_of
+from sortedrl.ledger.verify import proven_line
+from sortedrl.ledger.verify import verify as prove
+from sortedrl.records import State
+from sortedrl.reward.worker import printable
+
+Decode = Callable[[list[int]], str]
+
+_BAR_CELLS = 40
+_MAX_COHORTS = 20  # shown, the oldest first; JSON has all
+_COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red")
+
+
+def ledger_command(
+    run: Path,
+    *,
+    verify: bool,
+    sample: int | None,
+    console: Console,
+    as_json: bool,
+    decode: Decode | None = None,
+) -> int:
+    """Show the ledger of a run directory, or of a ledger file; returns the exit code. `decode`: tokens to text."""
+    if verify and sample is not None:
+        raise ConfigError("--verify proves the whole ledger and --sample shows one sample: ask for one of them")
+    with Ledger(run) as ledger:
+        if verify:
+            return _prove(ledger, console, as_json)
+        if sample is not None:
+            _show_life(life_of(ledger, sample), console, as_json, decode)
+        else:
+            _show_overview(ledger, console, as_json)
+    return 0
+
+
+# ---- the proof ------------------------------------------------------------------------------------------------------
+
+
+def _prove(ledger: Ledger, console: Console, as_json: bool) -> int:
+    verdict = prove(ledger)
+    if as_json:
+        _write_json(
+            console,
+            {
+                "ledger": str(ledger.path),
+                "proven": not verdict.num_violations,
+                "counts": dict(verdict.counts),
+                "num_violations": verdict.num_violations,
+                "violations": [asdict(violation) for violation in verdict.violations],
+            },
+        )
+        return 1 if verdict.num_violations else 0
+    for violation in verdict.violations:
+        _write(console, str(violation))
+    if verdict.num_violations > len(verdict.violations):
+        _write(console, f"and {verdict.num_violations - len(verdict.violations):,} more")
+    if not verdict.num_violations:
+        _write(console, proven_line(ledger, verdict))
+    return 1 if verdict.num_violations else 0
+
+
+# ---- where all samples are ------------------------------------------------------------------------------------------
+
+
+def _show_overview(ledger: Ledger, console: Console, as_json: bool) -> None:
+    overview = ledger.overview()
+    if as_json:
+        _write_json(console, {"ledger": str(ledger.path), "grouped": ledger.grouped, **asdict(overview)})
+        return
+    trained = f"{overview.by_state[State.TRAINED]:,} of {overview.num_loaded:,} samples trained"
+    _write(console, f"{ledger.path}: {trained} in {overview.num_updates:,} updates, version {overview.version}")
+    console.print(_cohort_table(overview))
+    if (oldest := overview.oldest) is not None:
+        waited = overview.num_updates - oldest.since_update
+        what = f"sample {oldest.sample} of cohort {oldest.cohort}, {oldest.state}, {oldest.num_tokens:,} tokens"
+        _write(console, f"oldest waiting: {what}, since update {oldest.since_update} ({waited:,} updates ago)")
+    if overview.staleness:
+        console.print(_staleness_table(overview, "#" if console.options.ascii_only else "█"))
+    for lineage in overview.lineages[1:]:
+        where = f"row {lineage.cut_seq:,}, version {lineage.version}"
+        _write(console, f"resumed as lineage {lineage.lineage} from {where}")
+
+
+def _cohort_table(overview: Overview) -> Table:
+    table = Table(box=None, title_justify="left", pad_edge=False)
+    for name in ("cohort", "loaded at update", *State, "samples"):
+        table.add_column(str(name), justify="right")
+    for cohort in overview.cohorts[:_MAX_COHORTS]:
+        counts = [f"{cohort.by_state[state]:,}" for state in State]
+        table.add_row(str(cohort.id), f"{cohort.loaded_update:,}", *counts, f"{cohort.num_samples:,}")
+    if len(overview.cohorts) > _MAX_COHORTS:
+        table.add_row(f"{len(overview.cohorts) - _MAX_COHORTS:,} later", *[""] * (len(State) + 2))
+    if done := overview.num_cohorts - len(overview.cohorts):
+        table.add_row(f"{done:,} consumed", *[""] * (len(State) + 2))
+    totals = [f"{overview.by_state[state]:,}" for state in State]
+    table.add_row("all", "", *totals, f"{overview.num_loaded:,}", style="bold")
+    return table
+
+
+def _staleness_table(overview: Overview, block: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name, justify in (("staleness", "right"), ("trained", "right"), ("share", "right"), ("", "left")):
+        table.add_column(name, justify=justify)  # pyright: ignore[reportArgumentType]
+    total, most = sum(overview.staleness.values()), max(overview.staleness.values())
+    for staleness, count in overview.staleness.items():
+        bar = Text(block * math.ceil(_BAR_CELLS * count / most), style="blue")
+        table.add_row(str(staleness), f"{count:,}", f"{count / total:.1%}", bar)
+    return table
+
+
+# ---- the life of one ------------------------------------------------------------------------------------------------
+
+
+def _show_life(life: Life, console: Console, as_json: bool, decode: Decode | None) -> None:
+    if as_json:
+        text = None if decode is None or life.tokens is None else decode(life.tokens)
+        _write_json(console, {**asdict(life), "text": text})
+        return
+    place = f"cohort {life.cohort}, prompt {life.prompt!r}, epoch {life.epoch}, sibling {life.index}"
+    _write(console, f"sample {life.sample}: {life.state}; {place}, seed {life.seed}, budget {life.budget:,}")
+    console.print(_life_table(life))
+    if life.tokens is None:
+        _write(console, "its tokens are left out of this copy of the ledger, since it is trained")
+    elif life.tokens:
+        legend, answer = _coloured(life.runs, life.tokens, decode)
+        console.print(legend)
+        console.print(answer)
+
+
+def _life_table(life: Life) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in ("row", "step", "attempt", "version", "gained", "kept", "thrown away", "held", ""):
+        table.add_column(name, justify="left" if name in ("step", "") else "right")
+    for m in life.moments:
+        step = m.step if m.num_rows == 1 else f"{m.step} ({m.num_rows:,} rows)"
+        figures = [f"{n:,}" if n else "" for n in (m.gained, m.kept, m.thrown)]
+        cells = (
+            f"{m.seq:,}",
+            Text(printable(step, keep="\n")),
+            str(m.attempt),
+            str(m.version),
+            *figures,
+            f"{m.held:,}",
+        )
+        table.add_row(*cells, Text(printable(m.note, keep="\n")))
+    return table
+
+
+def _coloured(runs: list[tuple[int, int]], tokens: list[int], decode: Decode | None) -> tuple[Text, Text]:
+    """The answer in one colour for each version, and what the colours mean."""
+    versions = sorted({version for version, _ in runs})
+    style = {version: _COLOURS[number % len(_COLOURS)] for number, version in enumerate(versions)}
+    legend, answer = Text("answer by version: "), Text()
+    begin, shown, whole = 0, 0, "" if decode is None else decode(tokens)
+    for version, length in runs:
+        end = begin + length
+        legend.append(f"{version} (tokens {begin} to {end - 1})  ", style=style[version])
+        if decode is None:
+            piece = "".join(f"{token} " for token in tokens[begin:end])
+        else:
+            # A character may be cut in two by the boundary: it counts to the later run.
+            reached = len(whole) if end == len(tokens) else len(decode(tokens[:end]).rstrip("\ufffd"))
+            reached = min(max(reached, shown), len(whole))
+            piece, shown = whole[shown:reached], reached
+        answer.append(printable(piece, keep="\n"), style=style[version])
+        begin = end
+    return legend, answer
+
+
+# ---- writing --------------------------------------------------------------------------------------------------------
+
+
+def _write(console: Console, line: str) -> None:
+    console.print(printable(line, keep="\n"), markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+
+def _write_json(console: Console, record: dict[str, Any]) -> None:
+    """One object; numbers that JSON does not know become null."""
+    console.out(json.dumps(_finite(record)), highlight=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

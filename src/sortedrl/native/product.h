@@ -1,0 +1,221 @@
+/* Products with weights in panels, of rows in tiles; a row's sums are the same whatever tile it is in. Both are floats,
+ * or both are in fixed point. */
+
+#ifndef KERNEL_PRODUCT_H
+#define KERNEL_PRODUCT_H
+
+#include "fixed_point.h"
+
+enum {
+    PANEL = 16,
+    WIDE = 6,    /* rows of a tile: as many sums as there are registers for */
+    NARROW = 4,  /* for what would leave a wide one half empty */
+    BLOCK = 768, /* inputs whose weights, a panel of them, stay near while all rows are worked on */
+    AHEAD = 4,   /* lines of weights worked on for each that is fetched meanwhile */
+};
+
+_Static_assert(BLOCK % SPAN == 0 && SPAN % PANEL == 0 && PANEL / 2 % AHEAD == 0, "spans and what they are made of");
+
+/* What stands for a span of inputs in a row and in a panel in fixed point. */
+struct row_span {
+    float step;
+    int32_t numbers[PAIRS];
+};
+
+struct panel_span {
+    float steps[PANEL];
+    int32_t numbers[PAIRS][PANEL];
+};
+
+/* How many inputs stand together, in how many floats' room in a row and in a panel; and inputs of a line of weights. */
+struct form {
+    int64_t inputs, in_row, in_panel, in_line;
+};
+
+static const struct form FLOATS = {1, 1, PANEL, 1};
+static const struct form FIXED = {SPAN, sizeof(struct row_span) / 4, sizeof(struct panel_span) / 4, 2};
+
+static inline int64_t panels(int64_t n) { return (n + PANEL - 1) / PANEL * PANEL; }
+
+static int64_t spans(int64_t n) { return (n + SPAN - 1) / SPAN; }
+
+/* Floats' room of a panel. */
+int64_t sortedrl_panel_size(int64_t inputs, int64_t is_fixed)
+{
+    return is_fixed ? spans(inputs) * FIXED.in_panel : inputs * FLOATS.in_panel;
+}
+
+/* One output of a panel in fixed point. */
+static void fix_output(const float *weights, const float *gains, int64_t inputs, struct panel_span *panel, int64_t lane)
+{
+    for (int64_t i = 0; i < inputs; i += SPAN, panel++) {
+        const int64_t n = inputs - i < SPAN ? inputs - i : SPAN;
+        float span[SPAN];
+        int32_t numbers[PAIRS];
+        for (int64_t k = 0; k < n; k++)
+            span[k] = weights[i + k] * (gains ? gains[i + k] : 1);
+        memset(span + n, 0, (panels(n) - n) * sizeof *span);
+        panel->steps[lane] = fix(span, panels(n), numbers);
+        for (int64_t k = 0; k < panels(n) / 2; k++)
+            panel->numbers[k][lane] = numbers[k];
+    }
+}
+
+/* A matrix [outputs][inputs] in panels, its columns times `gains` (null: as they are). Outputs that fill up the last
+ * panel are left as they are: zero. */
+void sortedrl_panels(const float *matrix, const float *gains, int64_t outputs, int64_t inputs, int64_t is_fixed,
+                     float *target)
+{
+    for (int64_t o = 0; o < outputs; o += PANEL, target += sortedrl_panel_size(inputs, is_fixed)) {
+        const int64_t real = outputs - o < PANEL ? outputs - o : PANEL;
+        if (is_fixed)
+            for (int64_t lane = 0; lane < real; lane++)
+                fix_output(matrix + (o + lane) * inputs, gains, inputs, (struct panel_span *)target, lane);
+        else
+            for (int64_t i = 0; i < inputs; i++)
+                for (int64_t lane = 0; lane < real; lane++)
+                    target[i * PANEL + lane] = matrix[(o + lane) * inputs + i] * (gains ? gains[i] : 1);
+    }
+}
+
+/* A row of n inputs, whole panels, times a factor in fixed point. */
+static void fix_row(const float *x, int64_t n, float factor, struct row_span *target)
+{
+    for (int64_t i = 0; i < n; i += SPAN, target++)
+        target->step = fix(x + i, n - i < SPAN ? n - i : SPAN, target->numbers) * factor;
+}
+
+/* Rows of working memory. Those of a tile are read past the last one's content, up to the tile's end. */
+struct rows {
+    float *start;
+    int64_t stride;
+};
+
+static inline float *row(struct rows rows, int64_t r) { return rows.start + r * rows.stride; }
+
+/* An odd number of cache lines: rows of a tile do not compete for the same places in a cache. */
+static inline int64_t row_stride(int64_t n) { return (panels(n) / PANEL | 1) * PANEL; }
+
+/* The rows of the next tile, of those left: few of the rows computed are nobody's. */
+static inline int64_t next_tile(int64_t left) { return left <= NARROW || left == 7 || left == 8 ? NARROW : WIDE; }
+
+/* Sums of a tile of rows times a panel. Weights come from memory once in a pass: those from `next` on are fetched while
+ * these are worked on. */
+INLINE void float_sums(const float *x, int64_t stride, const float *w, const float *next, int64_t inputs,
+                       vec sum[WIDE][2], const int tile)
+{
+    for (int64_t i = 0; i < inputs; i++) {
+        const vec w0 = load(w + i * PANEL), w1 = load(w + i * PANEL + LANES);
+        __builtin_prefetch(next + i / AHEAD * PANEL);
+        for (int t = 0; t < tile; t++) {
+            const float value = x[t * stride + i];
+            sum[t][0] += value * w0;
+            sum[t][1] += value * w1;
+        }
+    }
+}
+
+/* The span so many floats' room further. */
+static inline const struct row_span *span_of(const struct row_span *x, int64_t room)
+{
+    return (const struct row_span *)((const float *)x + room);
+}
+
+INLINE void fixed_sums(const struct row_span *x, int64_t stride, const struct panel_span *w, const float *next,
+                       int64_t inputs, vec sum[WIDE][2], const int tile)
+{
+    for (int64_t left = inputs / 2; left > 0; left -= PAIRS, x++, w++) {
+        const int64_t num = left < PAIRS ? left : PAIRS;
+        ivec exact[WIDE][2] = {{{0}}};
+        for (int64_t i = 0; i < num; i += AHEAD, next += PANEL) {
+            __builtin_prefetch(next);
+            for (int64_t k = i; k < i + AHEAD; k++) {
+                const ivec w0 = *(const pairs *)w->numbers[k], w1 = *(const pairs *)(w->numbers[k] + LANES);
+                for (int t = 0; t < tile; t++) {
+                    const ivec value = (ivec){0} + span_of(x, t * stride)->numbers[k];
+                    exact[t][0] = add_products(exact[t][0], value, w0);
+                    exact[t][1] = add_products(exact[t][1], value, w1);
+                }
+            }
+        }
+        for (int t = 0; t < tile; t++)
+            for (int half = 0; half < 2; half++)
+                sum[t][half] += __builtin_convertvector(exact[t][half], vec) *
+                                (span_of(x, t * stride)->step * load(w->steps + half * LANES));
+    }
+}
+
+/* sums = starts + factors x w of a tile and a panel; either may be null. */
+INLINE void tile_product(const float *x, int64_t x_stride, const float *factors, const float *w, const float *next,
+                         int64_t inputs, struct rows starts, struct rows sums, const int tile, const int is_fixed)
+{
+    vec sum[WIDE][2] = {{{0}}};
+    for (int t = 0; t < tile; t++)
+        __builtin_prefetch(row(sums, t), 1); /* there when they are written */
+    if (is_fixed)
+        fixed_sums((const struct row_span *)x, x_stride, (const struct panel_span *)w, next, inputs, sum, tile);
+    else
+        float_sums(x, x_stride, w, next, inputs, sum, tile);
+    for (int t = 0; t < tile; t++)
+        for (int half = 0; half < 2; half++) {
+            vec y = sum[t][half];
+            if (factors)
+                y = y * factors[t];
+            if (starts.start)
+                y = y + load(row(starts, t) + half * LANES);
+            store(row(sums, t) + half * LANES, y);
+        }
+}
+
+/* Each kind a function of its own: in one, compilers run out of registers. */
+#define TILE(name, tile, is_fixed)                                                                                     \
+    static __attribute__((noinline)) void name(const float *x, int64_t x_stride, const float *factors, const float *w, \
+                                               const float *next, int64_t inputs, struct rows starts,                  \
+                                               struct rows sums)                                                       \
+    {                                                                                                                  \
+        tile_product(x, x_stride, factors, w, next, inputs, starts, sums, tile, is_fixed);                             \
+    }
+
+TILE(narrow_floats, NARROW, 0)
+TILE(wide_floats, WIDE, 0)
+TILE(narrow_fixed, NARROW, 1)
+TILE(wide_fixed, WIDE, 1)
+
+/* y = x w, or y = bias + x w, or y += x w, of one panel, with rows of x times their factors (null: as they are). y
+ * begins with the panel's first output, and has `width` of them. */
+static void panel_product(struct rows x, const float *factors, const float *w, const float *bias, struct rows y,
+                          int64_t num_rows, int64_t inputs, int64_t width, int adds, int is_fixed)
+{
+    const struct form form = is_fixed ? FIXED : FLOATS;
+    __typeof__(&wide_floats) wide = is_fixed ? wide_fixed : wide_floats;
+    __typeof__(&wide_floats) narrow = is_fixed ? narrow_fixed : narrow_floats;
+    inputs = is_fixed ? panels(inputs) : inputs; /* with zeros: whole pairs, and lines to be fetched */
+    const int64_t step = width < PANEL ? inputs : BLOCK; /* sums wait in y, if they fit there */
+    float scratch[WIDE * PANEL] = {0};
+    for (int64_t block = 0; block < inputs; block += step) {
+        const int64_t n = inputs - block < step ? inputs - block : step, fetched = n / form.in_line / AHEAD * PANEL;
+        const float *weights = w + block / form.inputs * form.in_panel;
+        const float *next = weights + (n + form.inputs - 1) / form.inputs * form.in_panel;
+        const float *end = next + n / form.in_line * PANEL;
+        for (int64_t r = 0, tile; r < num_rows; r += tile) {
+            tile = next_tile(num_rows - r);
+            const int64_t real = num_rows - r < tile ? num_rows - r : tile;
+            const int is_whole = real == tile && width >= PANEL;
+            const struct rows target = {row(y, r), y.stride}, part = {scratch, PANEL};
+            const struct rows sums = is_whole ? target : part;
+            struct rows starts = adds || block ? target : (struct rows){(float *)bias, 0};
+            if (starts.start && !is_whole) {
+                for (int64_t t = 0; t < real; t++)
+                    memcpy(row(part, t), row(starts, t), PANEL * sizeof(float));
+                starts = part;
+            }
+            const float *of_rows = factors ? factors + r : 0, *start = row(x, r) + block / form.inputs * form.in_row;
+            (tile == WIDE ? wide : narrow)(start, x.stride, of_rows, weights, next, n, starts, sums);
+            for (int64_t t = 0; t < real && !is_whole; t++)
+                memcpy(row(target, t), row(part, t), (width < PANEL ? width : PANEL) * sizeof(float));
+            next = next + fetched < end ? next + fetched : next;
+        }
+    }
+}
+
+#endif

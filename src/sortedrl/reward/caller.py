@@ -1,0 +1,312 @@
+"""Two ways to call a reward function under a time limit: in a process of its own, or in a thread.
+
+Each scoring thread of `reward/pool.py` owns one caller. A caller that fails, by time-out or death, can be called again
+at once: its process is killed and another started, its thread is abandoned and another takes over. Nothing is pickled:
+processes get names to import and rows as JSON. A process has a memory limit, and of the environment it gets what is on
+a list: paths, languages, numbers of threads, never what looks like a secret.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol
+
+from sortedrl.errors import RewardError
+from sortedrl.reward import worker as reward_worker
+from sortedrl.reward.worker import CallFailed, FailureKind, Row, call_reward
+
+START_TIMEOUT_S = 120.0  # imports of heavy modules are no fault of a sample, so `timeout_s` does not count them
+START_TRIES = 3
+EXIT_TIMEOUT_S = 1.0
+MEMORY_BYTES = 4 << 30
+SECRET_NAME = re.compile(r"KEY|TOKEN(?!I[SZ])|SECRET|PASSW|PASSPHRASE|CREDENTIAL", re.IGNORECASE)
+# What a reward function may need of its parent's environment: where things are, how to print, how many threads, and
+# where large files are cached. Patterns of fnmatch.
+KEPT_VARIABLES = (
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "TEMP", "TMP", "TZ", "PWD"),
+    *("LANG", "LANGUAGE", "LC_*", "PYTHON*", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH", "DYLD_*", "XDG_*"),
+    *("*_NUM_THREADS", "OMP_*", "KMP_*", "MKL_*", "MALLOC_*", "CUDA_*", "NVIDIA_*", "HIP_*", "ROCR_*", "TORCH_*"),
+    *("HF_HOME", "HF_*_CACHE", "HF_*OFFLINE", "TRANSFORMERS_*", "TOKENIZERS_PARALLELISM", "NLTK_DATA"),
+    *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class RewardFunction:
+    """A reward function; `module` and `qualname` are empty when it cannot be imported by them."""
+
+    index: int
+    name: str
+    function: Callable[..., Any]
+    module: str = ""
+    qualname: str = ""
+
+    @property
+    def is_importable(self) -> bool:
+        return bool(self.module)
+
+
+class Caller(Protocol):
+    def start(self) -> None:
+        """Get ready; raises RewardError when that cannot be."""
+        ...
+
+    def call(self, function: RewardFunction, rows: Sequence[Row], lines: Sequence[str]) -> list[float | str | None]:
+        """Rewards of `rows` (`lines` is their JSON), as of `call_reward`; raises CallFailed when there are none."""
+        ...
+
+    def stop(self) -> None:
+        """Make a call under way fail, and every later one; any thread may do this."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def find_function(function: Callable[..., Any], index: int) -> RewardFunction:
+    """Look up by which name another process would import the same object, if by any."""
+    module = getattr(function, "__module__", None) or ""
+    qualname = getattr(function, "__qualname__", None) or type(function).__qualname__
+    name = f"{module}.{qualname}" if module else qualname
+    if _resolves(module, qualname, function) and _is_on_path(module):
+        return RewardFunction(index=index, name=name, function=function, module=module, qualname=qualname)
+    return RewardFunction(index=index, name=name, function=function)
+
+
+def _resolves(module: str, qualname: str, function: Callable[..., Any]) -> bool:
+    found: object = sys.modules.get(module)
+    for part in qualname.split("."):
+        found = getattr(found, part, None)
+    return module != "__main__" and found is function
+
+
+def _is_on_path(module: str) -> bool:
+    """Whether an import in another process would load this very file: a module may also be made or loaded by hand."""
+    package = sys.modules.get(module.rpartition(".")[0])
+    path = getattr(package, "__path__", None)
+    for finder in sys.meta_path:
+        find_spec = getattr(finder, "find_spec", None)
+        spec = find_spec(module, path) if find_spec else None
+        if spec is not None:
+            return spec.origin == getattr(sys.modules[module], "__file__", None)
+    return False
+
+
+def clean_environment(keep: Sequence[str] = ()) -> dict[str, str]:
+    """The variables that workers get: those on the list, unless they look like secrets, and those named in `keep`."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in keep or (any(fnmatchcase(name, pattern) for pattern in KEPT_VARIABLES) and not looks_secret(name))
+    }
+
+
+class ProcessCaller:
+    """Calls functions in a worker process, started at need and killed past the limit."""
+
+    def __init__(
+        self,
+        functions: Sequence[RewardFunction],
+        *,
+        timeout_s: float,
+        memory_bytes: int | None = MEMORY_BYTES,
+        keep_env: Sequence[str] = (),
+    ) -> None:
+        self._indices = {function.index: position for position, function in enumerate(functions)}
+        self._names = [(function.module, function.qualname) for function in functions]
+        self._timeout_s = timeout_s
+        self._memory_bytes = memory_bytes
+        self._keep_env = keep_env
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: socket.socket | None = None
+        self._is_stopped = False
+
+    def start(self) -> None:
+        setup = {
+            "path": sys.path,
+            "functions": self._names,
+            "timeout_s": self._timeout_s,
+            "memory_bytes": self._memory_bytes,
+        }
+        names = ", ".join(f"{module}.{qualname}" for module, qualname in self._names)
+        num_failures = 0
+        while self._channel is None:
+            self._spawn()
+            try:
+                reply = self._exchange(json.dumps(setup), START_TIMEOUT_S)
+            except CallFailed as failed:
+                num_failures += 1
+                if self._is_stopped:
+                    raise
+                if num_failures == START_TRIES:
+                    raise RewardError(
+                        f"a reward worker for {names} did not start ({failed}): see whether a plain Python process can "
+                        "import their modules, within reward.memory_mb"
+                    ) from failed
+                continue
+            if "error" in reply:
+                raise RewardError(
+                    f"a reward worker could not import {names}: {reply['error']}. Make their modules importable by "
+                    "another process, or pass a lambda, which is called in a thread of this one"
+                )
+
+    def call(self, function: RewardFunction, rows: Sequence[Row], lines: Sequence[str]) -> list[float | str | None]:
+        self.start()
+        request = f'{{"function":{self._indices[function.index]},"rows":[{",".join(lines)}]}}'
+        reply = self._exchange(request, self._timeout_s)
+        if "kind" in reply:
+            if reply["kind"] == FailureKind.MEMORY:
+                self._end()  # perhaps it was earlier calls that filled it
+            raise CallFailed(FailureKind(reply["kind"]), reply["detail"])
+        rewards = reply.get("rewards")
+        if not isinstance(rewards, list) or len(rewards) != len(rows):
+            self._end()
+            raise CallFailed(FailureKind.DIED, "a reply that is none: the function wrote to the worker's channel")
+        return rewards
+
+    def stop(self) -> None:
+        self._is_stopped = True
+        channel = self._channel
+        if channel is not None:
+            with contextlib.suppress(OSError):
+                channel.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._end(EXIT_TIMEOUT_S)
+
+    def _spawn(self) -> None:
+        # By path and with -P: nothing of this package is imported, and the parent's __main__ is not run again.
+        command = [sys.executable, "-P", reward_worker.__file__]
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=theirs.fileno(),
+                    stdout=2,
+                    env=clean_environment(self._keep_env),
+                    start_new_session=True,
+                )
+            except OSError as error:
+                ours.close()
+                raise RewardError(f"a reward worker could not be started: {error}. Lower reward.workers") from error
+        self._channel = ours
+        if self._is_stopped:  # a stop that came before the channel was there
+            ours.shutdown(socket.SHUT_RDWR)
+
+    def _exchange(self, message: str, timeout_s: float) -> dict[str, Any]:
+        assert self._channel is not None, "no worker to talk to"
+        deadline = time.monotonic() + timeout_s
+        chunks: list[bytes] = []
+        try:
+            self._channel.settimeout(timeout_s)
+            self._channel.sendall(message.encode() + b"\n")
+            while not chunks or not chunks[-1].endswith(b"\n"):
+                self._channel.settimeout(max(deadline - time.monotonic(), 1e-3))
+                chunk = self._channel.recv(1 << 16)
+                if not chunk:
+                    raise ConnectionResetError
+                chunks.append(chunk)
+            return json.loads(b"".join(chunks))
+        except TimeoutError:
+            self._end()
+            raise CallFailed(FailureKind.TIMEOUT) from None
+        except (OSError, ValueError) as error:
+            raise CallFailed(FailureKind.DIED, f"exit code {self._end(EXIT_TIMEOUT_S)}") from error
+
+    def _end(self, grace_s: float = 0.0) -> int | None:
+        """Close the channel, which a worker takes as its end, and kill what is left after `grace_s`."""
+        channel, process = self._channel, self._process
+        self._channel = self._process = None
+        if channel is not None:
+            channel.close()
+        if process is None:
+            return None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(grace_s)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)  # the whole group: what functions started goes too
+        return process.wait()
+
+
+class ThreadCaller:
+    """Calls functions in a thread, which is left to itself when a call takes too long: threads cannot be killed."""
+
+    def __init__(self, *, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._inbox: SimpleQueue[Callable[[], None] | None] | None = None
+        self._outbox: SimpleQueue[list[float | str | None] | CallFailed] = SimpleQueue()
+        self._is_stopped = False
+
+    def start(self) -> None:
+        if self._inbox is None:
+            self._inbox = SimpleQueue()
+            threading.Thread(target=self._work, args=(self._inbox,), name="reward-call", daemon=True).start()
+
+    @staticmethod
+    def _work(inbox: SimpleQueue[Callable[[], None] | None]) -> None:
+        while (task := inbox.get()) is not None:
+            task()
+
+    def call(self, function: RewardFunction, rows: Sequence[Row], lines: Sequence[str]) -> list[float | str | None]:
+        self.start()
+        assert self._inbox is not None, "no thread to call in"
+        # An outbox per call: what an abandoned thread returns in the end is nobody's reward.
+        outbox: SimpleQueue[list[float | str | None] | CallFailed] = SimpleQueue()
+        self._outbox = outbox
+
+        def task() -> None:
+            try:
+                outbox.put(call_reward(function.function, rows))
+            except CallFailed as failed:
+                outbox.put(failed)
+
+        self._inbox.put(task)
+        if self._is_stopped:
+            raise CallFailed(FailureKind.DIED, "closed")
+        try:
+            outcome = outbox.get(timeout=self._timeout_s)
+        except Empty:
+            self._abandon(function)
+            raise CallFailed(FailureKind.TIMEOUT) from None
+        if isinstance(outcome, CallFailed):
+            raise outcome
+        return outcome
+
+    def _abandon(self, function: RewardFunction) -> None:
+        logger.warning(
+            "reward function %s took longer than %g s in a thread, which cannot be killed and goes on behind: "
+            "define it at the top level of a module, and it is called in a process, which can",
+            function.name,
+            self._timeout_s,
+        )
+        self.close()
+
+    def stop(self) -> None:
+        self._is_stopped = True
+        self._outbox.put(CallFailed(FailureKind.DIED, "closed"))
+
+    def close(self) -> None:
+        if self._inbox is not None:
+            self._inbox.put(None)
+            self._inbox = None
+
+
+def looks_secret(name: str) -> bool:
+    """Whether a key or an environment variable of this name should be taken for a secret."""
+    return SECRET_NAME.search(name) is not None

@@ -1,0 +1,445 @@
+"""Scores finished answers while the engine goes on.
+
+The controller submits answers as they finish and polls for scores; `build/parts.py` makes the pool. Reward functions
+have TRL's signature, `fn(prompts, completions, **columns) -> list[float]`; they meet text that a model wrote, so a call
+can hang, crash or return nonsense. Functions that can be imported by name are called in worker processes, others in
+threads (`reward/caller.py`).
+
+What the pool keeps true: every submission comes back from `poll` once, in no fixed order, unless failures are to stop
+the run; a sample on which a function fails has reward 0 and an error, and no other sample suffers for it; failures are
+counted by function and kind; no call lasts longer than `timeout_s`; a worker process that dies or runs out of memory is
+replaced, and what it was scoring is scored again, one by one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from sortedrl.errors import RewardError
+from sortedrl.reward.caller import MEMORY_BYTES, Caller, ProcessCaller, RewardFunction, ThreadCaller, find_function
+from sortedrl.reward.worker import CallFailed, FailureKind
+
+Key = tuple[int, int]  # sample, attempt
+Row = tuple[str | list[dict[str, str]], str, Mapping[str, object], Sequence[int], Mapping[str, float]]
+"""Prompt, completion, columns, the completion's tokens, and how far training was."""
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Score:
+    key: Key
+    reward: float
+    error: str | None = None
+    is_skipped: bool = False  # it is to be trained with no weight
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Call:
+    """One call of a reward function that is over, for whoever watches the workers."""
+
+    worker: int
+    seconds: float
+    ended: float  # time.monotonic()
+    num_samples: int
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Failure:
+    kind: FailureKind
+    function: str
+    message: str
+
+    @property
+    def name(self) -> str:
+        """What failures are counted by."""
+        return f"{self.function}: {self.kind}"
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Ticket:
+    """A submission on its way through the stages."""
+
+    key: Key
+    row: Row
+    line: str  # the row as JSON, where a worker process is to read it
+    values: dict[int, float | None] = field(default_factory=dict)  # by function
+    failure: Failure | None = None
+    is_alone: bool = False  # a call with it failed: it is not to spoil another one's
+
+    def take(self, function: RewardFunction, outcome: float | str | CallFailed | None, timeout_s: float) -> None:
+        if outcome is None or isinstance(outcome, float | int):
+            self.values[function.index] = outcome
+            return
+        failed = outcome if isinstance(outcome, CallFailed) else CallFailed(FailureKind.NOT_A_NUMBER, outcome)
+        message = f"reward function {function.name} {_what(failed, timeout_s)}"
+        self.failure = Failure(kind=failed.kind, function=function.name, message=message)
+
+    def reward(self, functions: Sequence[RewardFunction], weights: Sequence[float]) -> float | Failure:
+        """The weighted sum over the functions that had a say."""
+        if self.failure is not None:
+            return self.failure
+        given = [(weight, self.values[index]) for index, weight in enumerate(weights)]
+        if all(value is None for _, value in given):
+            names = ", ".join(function.name for function in functions)
+            message = f"reward function {names} gave None as a reward: make one of them return a number for each answer"
+            return Failure(kind=FailureKind.NO_REWARD, function=names, message=message)
+        return float(sum(weight * value for weight, value in given if value is not None))
+
+
+def _what(failed: CallFailed, timeout_s: float) -> str:
+    match failed.kind:
+        case FailureKind.TIMEOUT:
+            return f"took longer than {timeout_s:g} s: make it quicker on such answers, or raise reward.timeout_s"
+        case FailureKind.DIED:
+            return f"ended its worker process ({failed.detail}): see whether it exits, crashes or runs out of memory"
+        case FailureKind.MEMORY:
+            return f"ran out of memory ({failed.detail}): make it need less on such answers, or raise reward.memory_mb"
+        case FailureKind.RAISED:
+            return f"raised {failed.detail}: make it return a number for malformed answers too"
+        case FailureKind.MALFORMED:
+            return f"{failed.detail}: make it return a list with one number per completion"
+        case FailureKind.NOT_A_NUMBER | FailureKind.NO_REWARD:
+            return f"gave {failed.detail} as a reward: make it return finite numbers, 0.0 or None where none applies"
+
+
+__all__ = ["OnError", "RewardPool", "Score"]
+
+MAX_BATCH = 64  # samples in one call
+MIN_MEMORY_BYTES = 64 << 20  # an interpreter with little else
+MAX_CALLS = 4096  # that are remembered for whoever asks
+
+logger = logging.getLogger(__name__)
+
+OnError = Literal["zero", "skip", "stop"]
+"""What becomes of an answer that could not be scored, see `RewardPool`."""
+
+
+class _Stage:
+    """A queue of tickets, the functions to call on them, and threads that do it, each with a caller of its own."""
+
+    def __init__(
+        self,
+        functions: Sequence[RewardFunction],
+        callers: Sequence[Caller],
+        *,
+        timeout_s: float,
+        forward: Callable[[Ticket], None],
+        fail: Callable[[BaseException], None],
+        calls: deque[Call],
+        first_worker: int,
+    ) -> None:
+        self._calls = calls
+        self._functions = functions
+        self._callers = callers
+        self._timeout_s = timeout_s
+        self._forward = forward
+        self._fail = fail
+        self._waiting: deque[Ticket] = deque()
+        self._changed = threading.Condition()
+        self._max_batch = MAX_BATCH
+        self._is_closed = False
+        self._ready = [threading.Event() for _ in callers]
+        self._threads = [
+            threading.Thread(target=self._serve, args=trio, name="reward", daemon=True)
+            for trio in zip(callers, self._ready, range(first_worker, first_worker + len(callers)), strict=True)
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def wait_ready(self) -> None:
+        for event in self._ready:
+            event.wait()
+
+    def put(self, ticket: Ticket) -> None:
+        with self._changed:
+            self._waiting.append(ticket)
+            self._changed.notify()
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        for caller in self._callers:
+            caller.stop()
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join()
+
+    def _serve(self, caller: Caller, ready: threading.Event, worker: int) -> None:
+        try:
+            caller.start()
+            ready.set()
+            while batch := self._take():
+                self._score(caller, batch, worker)
+        except BaseException as error:  # whatever ends this thread must reach the caller of `poll`
+            if not self._is_closed:
+                self._fail(error)
+        finally:
+            ready.set()
+            caller.close()
+
+    def _take(self) -> list[Ticket]:
+        """What the next call scores: one ticket that must be alone, or a fair share of those that wait."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._is_closed)
+            if self._is_closed:
+                return []
+            if self._waiting[0].is_alone:
+                return [self._waiting.popleft()]
+            batch: list[Ticket] = []
+            size = min(self._max_batch, math.ceil(len(self._waiting) / len(self._callers)))
+            while len(batch) < size and self._waiting and not self._waiting[0].is_alone:
+                batch.append(self._waiting.popleft())
+            return batch
+
+    def _score(self, caller: Caller, batch: list[Ticket], worker: int) -> None:
+        for function in self._functions:
+            tickets = [ticket for ticket in batch if ticket.failure is None and function.index not in ticket.values]
+            if not tickets:
+                continue
+            outcomes: Sequence[float | str | CallFailed | None]
+            start = time.monotonic()
+            try:
+                outcomes = caller.call(function, [t.row for t in tickets], [t.line for t in tickets])
+                if len(tickets) == self._max_batch < MAX_BATCH and time.monotonic() - start < self._timeout_s / 2:
+                    self._max_batch += 1
+            except CallFailed as failed:
+                if self._retry(tickets, failed):
+                    batch = [ticket for ticket in batch if ticket.failure is not None]
+                    continue
+                outcomes = [failed]
+            finally:
+                ended = time.monotonic()
+                self._calls.append(Call(worker=worker, seconds=ended - start, ended=ended, num_samples=len(tickets)))
+            for ticket, outcome in zip(tickets, outcomes, strict=True):
+                ticket.take(function, outcome, self._timeout_s)
+        for ticket in batch:
+            self._forward(ticket)
+
+    def _retry(self, tickets: list[Ticket], failed: CallFailed) -> bool:
+        """Put tickets back to be called one by one, unless it is known that the only one is to blame."""
+        # Someone else may have killed the worker, or filled it.
+        is_accident = failed.kind in (FailureKind.DIED, FailureKind.MEMORY) and not tickets[0].is_alone
+        if len(tickets) == 1 and not is_accident:
+            return False
+        if failed.kind is FailureKind.TIMEOUT:  # perhaps none hung and they were too many
+            self._max_batch = max(1, len(tickets) // 2)
+        with self._changed:
+            for ticket in reversed(tickets):
+                ticket.is_alone = True
+                self._waiting.appendleft(ticket)
+            self._changed.notify(len(tickets))
+        return True
+
+
+class RewardPool:
+    """Scores answers by the weighted sum of reward functions, in the background.
+
+    `on_error`, for answers on which a function fails or none has a say: `zero` gives them reward 0; `skip` does too,
+    and marks the score, so that they are trained with no weight; `stop` gives them no score and sets `failure`, upon
+    which the caller ends the run: when it is resumed they are scored again.
+
+    Columns reach functions in worker processes as JSON carries them: tuples as lists, keys as text. Each worker may use
+    `memory_bytes` of data, None for no limit. It sees the usual environment variables and none that look like secrets;
+    `keep_env` names others that a function needs.
+    """
+
+    def __init__(
+        self,
+        reward_funcs: Callable[..., Any] | Sequence[Callable[..., Any]],
+        *,
+        timeout_s: float,
+        workers: int,
+        weights: Sequence[float] | None = None,
+        memory_bytes: int | None = MEMORY_BYTES,
+        keep_env: Sequence[str] = (),
+        on_error: OnError = "zero",
+    ) -> None:
+        self._functions = functions = _check_functions(reward_funcs)
+        self._weights = _check_weights(weights, functions)
+        if not timeout_s > 0 or workers < 1:
+            raise RewardError(f"reward.timeout_s ({timeout_s}) must be above 0, reward.workers ({workers}) at least 1")
+        if memory_bytes is not None and memory_bytes < MIN_MEMORY_BYTES:
+            raise RewardError(f"reward workers need at least {MIN_MEMORY_BYTES >> 20} MiB: raise reward.memory_mb")
+        self.errors: Counter[str] = Counter()  # by function and kind of failure, of scores that were polled
+        self.failure: RewardError | None = None  # the first one, where failures are to stop the run
+        self.progress: dict[str, float] = {}  # what functions see as `trainer_state`; whoever trains keeps it
+        self._on_error: OnError = on_error
+        self._calls: deque[Call] = deque(maxlen=MAX_CALLS)
+        self._done: SimpleQueue[Ticket | None] = SimpleQueue()
+        self._num_waiting = 0
+        self._fatal: BaseException | None = None
+        self._is_started = self._is_closed = False
+        self._stages: list[_Stage] = []
+        # A ticket goes through the processes first, then through the threads; built from the last stage back.
+        local = [function for function in functions if not function.is_importable]
+        remote = [function for function in functions if function.is_importable]
+        self._needs_json = bool(remote)
+        if local:
+            self._add_stage(local, [ThreadCaller(timeout_s=timeout_s) for _ in range(workers)], timeout_s)
+        if remote:
+            limits = {"timeout_s": timeout_s, "memory_bytes": memory_bytes}
+            callers = [ProcessCaller(remote, **limits, keep_env=keep_env) for _ in range(workers)]
+            self._add_stage(remote, callers, timeout_s)
+
+    def _add_stage(self, functions: list[RewardFunction], callers: Sequence[Caller], timeout_s: float) -> None:
+        after = self._stages[0] if self._stages else None
+
+        def forward(ticket: Ticket) -> None:
+            if after is None or ticket.failure is not None:
+                self._done.put(ticket)
+            else:
+                ticket.is_alone = False
+                after.put(ticket)
+
+        stage = _Stage(
+            functions,
+            callers,
+            timeout_s=timeout_s,
+            forward=forward,
+            fail=self._stop_on,
+            calls=self._calls,
+            first_worker=0 if after is None else len(callers),
+        )
+        self._stages.insert(0, stage)
+
+    def start(self) -> None:
+        """Start the workers and wait until they are ready; without it they start at the first `submit`."""
+        self._start_threads()
+        for stage in self._stages:
+            stage.wait_ready()
+        if self._fatal is not None:
+            raise self._fatal
+
+    def submit(
+        self,
+        key: Key,
+        prompt: str | list[dict[str, str]],
+        completion: str,
+        columns: Mapping[str, object],
+        tokens: Sequence[int] = (),
+    ) -> None:
+        """Queue an answer for scoring and return at once."""
+        assert not self._is_closed, "submit after close"
+        row = (prompt, completion, columns, tokens, dict(self.progress))
+        line = _to_json(row) if self._needs_json else ""
+        self._start_threads()
+        self._num_waiting += 1
+        self._stages[0].put(Ticket(key=key, row=row, line=line))
+
+    def poll(self, timeout: float = 0) -> list[Score]:
+        """Scores that are there, waiting up to `timeout` seconds for the first while any is outstanding."""
+        tickets: list[Ticket | None] = []
+        if timeout > 0 and self._num_waiting and self._fatal is None:
+            try:
+                tickets.append(self._done.get(timeout=timeout))
+            except Empty:
+                return []
+        while not self._done.empty():  # nobody else takes from it
+            tickets.append(self._done.get())
+        if self._fatal is not None:
+            raise self._fatal
+        scores = [self._count(ticket) for ticket in tickets if ticket is not None]
+        return [score for score in scores if score is not None]
+
+    def take_calls(self) -> list[Call]:
+        """The calls that ended since this was last asked, at most the last `MAX_CALLS`."""
+        return [self._calls.popleft() for _ in range(len(self._calls))]
+
+    @property
+    def num_waiting(self) -> int:
+        """Answers submitted and not yet returned by `poll`."""
+        return self._num_waiting
+
+    def close(self) -> None:
+        """Stop all workers; what is still waiting is not scored."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for stage in self._stages:
+            stage.close()
+        if self._is_started:
+            for stage in self._stages:
+                stage.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _start_threads(self) -> None:
+        if not self._is_started:
+            self._is_started = True
+            for stage in self._stages:
+                stage.start()
+
+    def _stop_on(self, error: BaseException) -> None:
+        self._fatal = error
+        self._done.put(None)  # wakes a poll
+
+    def _count(self, ticket: Ticket) -> Score | None:
+        self._num_waiting -= 1
+        outcome = ticket.reward(self._functions, self._weights)
+        if not isinstance(outcome, Failure):
+            return Score(key=ticket.key, reward=outcome)
+        if outcome.name not in self.errors:
+            became = {"zero": "gets reward 0", "skip": "is trained with no weight", "stop": "stops the run"}
+            text = "%s (sample %d %s; counted from here on)"
+            logger.warning(text, outcome.message, ticket.key[0], became[self._on_error])
+        self.errors[outcome.name] += 1
+        if self._on_error == "stop":
+            remedy = "set reward.on_error to zero or skip to go on without such answers"
+            self.failure = self.failure or RewardError(f"{outcome.message}; {remedy}")
+            return None
+        return Score(key=ticket.key, reward=0.0, error=outcome.message, is_skipped=self._on_error == "skip")
+
+
+def _check_functions(given: Callable[..., Any] | Sequence[Callable[..., Any]]) -> list[RewardFunction]:
+    functions = [given] if callable(given) else list(given)
+    if not functions:
+        raise RewardError("no reward function is given: pass at least one, fn(prompts, completions, **columns)")
+    for function in functions:
+        if not callable(function):
+            raise RewardError(f"reward function {function!r} cannot be called: pass a function, not its name or value")
+    return [find_function(function, index) for index, function in enumerate(functions)]
+
+
+def _check_weights(weights: Sequence[float] | None, functions: list[RewardFunction]) -> list[float]:
+    if weights is None:
+        return [1.0] * len(functions)
+    if len(weights) != len(functions) or not all(math.isfinite(weight) for weight in weights):
+        raise RewardError(f"reward weights {list(weights)} must be {len(functions)} finite numbers, one per function")
+    return list(weights)
+
+
+def _to_json(row: Row) -> str:
+    prompt, completion, columns, tokens, progress = row
+    try:
+        return json.dumps((prompt, completion, dict(columns), list(tokens), progress), default=_as_plain)
+    except (TypeError, ValueError) as error:
+        raise RewardError(
+            f"a column among {sorted(columns)} cannot be sent to a reward worker ({error}): keep to text, numbers, "
+            "lists and dicts, or wrap the reward function in a lambda, which is called in a thread here"
+        ) from error
+
+
+def _as_plain(value: Any) -> Any:
+    """Arrays and scalars of numpy and the like, as plain numbers."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} is not JSON")

@@ -1,0 +1,239 @@
+"""From a configuration to the engine of a run: in this process, vLLM, or a pool of Ray actors.
+
+`build/parts.py` calls `build_engine`. The actors of a pool make their engine from the model's configuration alone and
+get its weights by the first publication: a machine of the cluster needs this package, and no copy of the model.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from sortedrl.config import SortedConfig
+from sortedrl.engine.base import Engine, Sampling
+from sortedrl.engine.local.engine import LocalEngine
+from sortedrl.engine.local.decoder_choice import EXACT, choose_dtype
+from sortedrl.engine.pool.pool import Pool
+from sortedrl.engine.pool.ray_cluster import connect, disconnect, is_connected
+from sortedrl.engine.watchdog import Watchdog
+from sortedrl.errors import ConfigError
+from sortedrl.schedule import Fate, Knobs
+from sortedrl.weights import ModuleWeights, is_adapted
+
+log = logging.getLogger(__name__)
+
+# With this module, nearly all that making a model imports, in steps of a second or two.
+IMPORTS = ("torch", "torch._dynamo", "transformers.modeling_utils", "transformers.models.auto.modeling_auto", __name__)
+STREAM_EVERY = 16  # decode steps from one delivery to the next: what a dead engine takes along
+
+
+def build_engine(
+    config: SortedConfig, model: Any, knobs: Knobs, decode: Callable[[list[int]], str] | None = None
+) -> Engine:
+    """`decode` turns tokens into the text in which stop strings are looked for."""
+    needs_replay = Fate.REPLAY in (knobs.interrupted, knobs.on_bound)
+    length = config.task.max_prompt_tokens + config.engine.max_new_tokens
+    has_members = is_pool(config)
+    if config.engine.stop and has_members:
+        raise ConfigError("engine.stop is not for pools: leave it out, or engine.replicas at 1")
+    if has_members and (config.engine.address or config.engine.port):
+        raise ConfigError("a pool starts its own engines: leave out engine.address and engine.port")
+    match config.engine.kind:
+        case "vllm" if has_members:
+            dtype = next(model.parameters()).dtype
+            dtype = dtype if config.engine.dtype == "auto" else getattr(torch, config.engine.dtype)
+            check_replay(knobs, is_exact=dtype == torch.float32)
+            settings = vllm_settings(config)
+            engine = build_pool(config, model, partial(vllm_engine, **settings), dtype=dtype, max_length=length)
+        case "local" if has_members:
+            is_here = not config.engine.cluster and not torch.cuda.is_available()
+            dtype = choose_dtype(model, config.engine.dtype, is_exact=needs_replay, is_here=is_here)
+            engine = build_pool(config, model, local_engine, dtype=dtype, max_length=length)
+        case "local":
+            own = _private_copy(model) if knobs.overlap else model
+            dtype = choose_dtype(own, config.engine.dtype, is_exact=needs_replay)
+            engine = LocalEngine(own, slots=config.engine.slots, max_length=length, dtype=dtype, decode=decode)
+        case "vllm":
+            if config.engine.address and config.engine.port:
+                raise ConfigError("engine.address names a vLLM server and engine.port starts one: set one of them")
+            if config.engine.dtype == "bfloat16":
+                check_replay(knobs, is_exact=False)  # before it is started for nothing
+            engine = build_vllm(config, model, length, decode)
+    if config.engine.in_flight == "keep" and not engine.capabilities.keep_kv:
+        raise ConfigError(f"engine {config.engine.kind} cannot keep its cache: set engine.in_flight = reprefill")
+    try:
+        check_replay(knobs, is_exact=engine.capabilities.exact_replay)
+    except ConfigError:
+        engine.close()
+        raise
+    return Watchdog(engine, config.engine.watchdog_s)
+
+
+def engine_model(config: SortedConfig, model: Any, source: ModuleWeights) -> Any:
+    """What an engine is built on: plain weights, or a model with adapters if it takes them as they are."""
+    if not is_adapted(model):
+        return source.module
+    why = _merge_reason(config, model)
+    if why is None:
+        return model
+    if config.engine.kind == "vllm":
+        log.info("adapters are merged into full weights at every publication: %s", why)
+    return source.module
+
+
+def _merge_reason(config: SortedConfig, model: Any) -> str | None:
+    """Why adapters are merged for the engine; None if they are not."""
+    from sortedrl.engine.vllm.adapter import find_adapter_fault
+
+    settings = config.engine
+    if settings.kind != "vllm":
+        return "the engine computes with plain weights"
+    if config.lora.merge:
+        return "lora.merge is set"
+    if settings.address or settings.port:
+        return "a vLLM server takes full weights only"
+    if is_pool(config):
+        return "a pool takes full weights only"
+    return find_adapter_fault(model)
+
+
+def is_pool(config: SortedConfig) -> bool:
+    return config.engine.replicas > 1 or config.engine.own_process or bool(config.engine.cluster)
+
+
+def check_replay(knobs: Knobs, *, is_exact: bool) -> None:
+    if Fate.REPLAY in (knobs.interrupted, knobs.on_bound) and not is_exact:
+        raise ConfigError(
+            "replay needs an engine whose replay is exact (float32 weights; of vLLM servers, one with sortedrl's "
+            "worker extension): load the model in float32 and set engine.dtype = float32, or set schedule.interrupted "
+            "and schedule.on_bound to resume, restart or wait"
+        )
+
+
+def build_vllm(config: SortedConfig, model: Any, max_length: int, decode: Callable[[list[int]], str] | None) -> Engine:
+    """vLLM with a copy of the model, its adapters apart if it has some.
+
+    It may be silent for half as long as the watchdog allows, then it starts anew.
+    """
+    from sortedrl.engine.vllm.engine import VllmEngine  # it needs much that others do not have
+
+    settings = config.engine
+    return VllmEngine(
+        model,
+        slots=settings.slots,
+        max_length=max_length,
+        dtype=None if settings.dtype == "auto" else getattr(torch, settings.dtype),
+        decode=decode,
+        address=settings.address,
+        port=settings.port,
+        **vllm_settings(config),
+    )
+
+
+def vllm_settings(config: SortedConfig) -> dict[str, Any]:
+    """What holds for an engine of its own and for each of a pool's."""
+    settings = config.engine
+    kv_bytes = None if settings.kv_gb is None else int(settings.kv_gb * 2**30)
+    return {"kv_bytes": kv_bytes, "limit_s": settings.watchdog_s / 2}
+
+
+def build_sampling(config: SortedConfig, stop_tokens: tuple[int, ...]) -> Sampling:
+    settings = config.engine
+    return Sampling(
+        temperature=settings.temperature,
+        stop_tokens=stop_tokens,
+        top_k=settings.top_k,
+        top_p=settings.top_p,
+        min_p=settings.min_p,
+        stop_strings=settings.stop,
+    )
+
+
+def _private_copy(model: Any) -> Any:
+    """Weights that the learner does not change under a running engine."""
+    return copy.deepcopy(model).requires_grad_(False)
+
+
+def build_pool(
+    config: SortedConfig, model: Any, make: Callable[..., tuple[Engine, Any]], *, dtype: torch.dtype, max_length: int
+) -> Engine:
+    """Engines that `make` makes, `replicas` times, with the weights of `model` as version 0."""
+    settings = config.engine
+    needed, there = settings.replicas * settings.replica_cpus, os.cpu_count() or 1
+    if not settings.cluster and not is_connected() and needed > there:
+        raise ConfigError(
+            f"engine.replicas {settings.replicas} with engine.replica_cpus {settings.replica_cpus:g} need {needed:g} "
+            f"processors, and this machine has {there}: lower one of them, or name a cluster"
+        )
+    is_ours = connect(settings.cluster or None)
+    from sortedrl.engine.pool.ray_members import RayMembers  # not before Ray knows where to listen
+
+    make_engine = partial(
+        make,
+        model.config.to_dict(),
+        weights_dtype=next(model.parameters()).dtype,
+        dtype=dtype,
+        slots=settings.slots,
+        max_length=max_length,
+    )
+    members = RayMembers(
+        make_engine,
+        num_cpus=settings.replica_cpus,
+        num_gpus=settings.replica_gpus,
+        threads=config.run.threads,
+        imports=IMPORTS,
+        has_spare=settings.kind == "local" and not settings.cluster and not settings.replica_gpus,
+        on_close=disconnect if is_ours else None,
+    )
+    pool = Pool(
+        members,
+        size=settings.replicas,
+        slots=settings.slots,
+        exact_replay=dtype in EXACT,
+        keep_kv=True,
+        waits=settings.kind == "local",
+        health_s=settings.health_s,
+    )
+    pool.publish(0, ModuleWeights(model)).wait()
+    return pool
+
+
+def local_engine(
+    config: dict[str, Any], *, weights_dtype: torch.dtype, dtype: torch.dtype, slots: int, max_length: int
+) -> tuple[Engine, Any]:
+    """Called in an actor: an engine around a model of this shape, whose weights are yet to come."""
+    model = empty_model(config, weights_dtype)
+    if torch.cuda.is_available():
+        model.to("cuda")
+    engine = LocalEngine(model, slots=slots, max_length=max_length, dtype=dtype, stream_every=STREAM_EVERY)
+    return engine, model
+
+
+def vllm_engine(
+    config: dict[str, Any],
+    *,
+    weights_dtype: torch.dtype,
+    dtype: torch.dtype,
+    slots: int,
+    max_length: int,
+    **settings: Any,
+) -> tuple[Engine, Any]:
+    """The same with vLLM, which has its devices to itself: the model beside it stays in memory."""
+    from sortedrl.engine.vllm.engine import VllmEngine
+
+    model = empty_model(config, weights_dtype)
+    return VllmEngine(model, slots=slots, max_length=max_length, dtype=dtype, **settings), model
+
+
+def empty_model(config: dict[str, Any], dtype: torch.dtype) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = AutoConfig.for_model(**config)
+    model = AutoModelForCausalLM.from_config(settings, dtype=dtype, trust_remote_code=False)
+    return model.requires_grad_(False).eval()

@@ -1,0 +1,193 @@
+"""`sortedrl doctor`: what this machine can run, and whether a configuration is sound, before anything is trained."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from sortedrl.config import SortedConfig
+from sortedrl.engine.vllm.core import INSTALL, check_installed, vllm_version
+from sortedrl.errors import DataError, EngineError, SortedRLError
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Finding:
+    name: str
+    text: str
+    is_fine: bool = True
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Target:
+    """Where the run is meant to go: accelerators by the name of their preset, or, left out, this machine."""
+
+    hardware: str | None = None
+    devices: int = 1
+    from_run: Path | None = None  # an earlier run whose times stand for those to come
+
+
+def examine(config_path: Path | None = None, target: Target | None = None) -> list[Finding]:
+    """Everything worth knowing, in the order in which a run would trip over it."""
+    findings = [
+        Finding(name="python", text=platform.python_version(), is_fine=sys.version_info >= (3, 11)),
+        *(_package(name) for name in ("torch", "transformers", "tokenizers", "safetensors")),
+        _devices(),
+        _local(),
+        _vllm(),
+        _disk(Path("runs")),
+    ]
+    return findings if config_path is None else [*findings, *_configuration(config_path, target or Target())]
+
+
+def _package(name: str) -> Finding:
+    try:
+        return Finding(name=name, text=importlib.metadata.version(name))
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(name=name, text=f"missing: pip install {name}", is_fine=False)
+
+
+def _devices() -> Finding:
+    import torch
+
+    accelerator = (
+        "CUDA" if torch.cuda.is_available() else "MPS" if torch.backends.mps.is_available() else "no accelerator"
+    )
+    return Finding(name="devices", text=f"{os.cpu_count()} CPU cores, {accelerator}; the local engine runs on the CPU")
+
+
+def _local() -> Finding:
+    """Whether models of the Llama family run compiled, and what `engine.dtype = auto` is for large ones."""
+    from sortedrl.engine.local.decoder_choice import fast_dtype
+    from sortedrl.native.kernel import load_kernel
+
+    is_compiled = load_kernel() is not None
+    large = str(fast_dtype(is_compiled=is_compiled)).removeprefix("torch.")
+    how = "compiled" if is_compiled else "on torch (no C compiler: small models at half the speed)"
+    return Finding(name="engine local", text=f"in process, {how}; float32, large models of the Llama family {large}")
+
+
+def _vllm() -> Finding:
+    """Nobody needs it, so its absence is no fault."""
+    version = vllm_version()
+    if version is None:
+        return Finding(name="engine vllm", text=f"not here: {INSTALL}")
+    try:
+        check_installed()
+    except EngineError as error:
+        return Finding(name="engine vllm", text=str(error), is_fine=False)
+    return Finding(name="engine vllm", text=f"vLLM {version}: engine=vllm; exact replay with engine.dtype = float32")
+
+
+def _disk(folder: Path) -> Finding:
+    there = folder if folder.exists() else Path()
+    free = shutil.disk_usage(there).free / 2**30
+    text = f"{free:.1f} GiB free for {folder}/" if free >= 1 else f"only {free:.2f} GiB free for {folder}/: make room"
+    return Finding(name="disk", text=text, is_fine=free >= 1)
+
+
+def _configuration(path: Path, target: Target) -> list[Finding]:
+    try:
+        config = SortedConfig.load(path)
+        knobs = config.knobs
+    except SortedRLError as error:
+        return [Finding(name="config", text=str(error), is_fine=False)]
+    bound = "no bound" if knobs.cohort_updates is None else f"{knobs.cohort_updates} updates"
+    staleness = "unbounded" if knobs.max_staleness is None else knobs.max_staleness
+    findings = [
+        Finding(
+            name="config",
+            text=f"{path}: {config.schedule.strategy}, {config.slots} slots, update batch {knobs.update_batch}, "
+            f"cohorts of {knobs.cohort_samples} consumed within {bound}, staleness {staleness}",
+        )
+    ]
+    from sortedrl.run.build.parts import build_task
+
+    try:
+        build_task(config)
+    except DataError as error:
+        if target.hardware is None:
+            return [*findings, Finding(name="task", text=str(error), is_fine=False)]
+        findings.append(Finding(name="task", text=f"{config.task.path}: not on this machine, so not read"))
+    except SortedRLError as error:
+        return [*findings, Finding(name="task", text=str(error), is_fine=False)]
+    needs = [*_ranks(config, target), *_needs(config, target)]
+    if any(not need.is_fine for need in needs):  # a model that does not fit is not loaded either
+        return [*findings, *needs]
+    return [*findings, _model(config, target), *needs]
+
+
+def _model(config: SortedConfig, target: Target) -> Finding:
+    from sortedrl.run.build.parts import build_engine, load_model, model_path
+
+    try:
+        if target.hardware is not None and not model_path(config).is_dir():
+            return Finding(name="model", text=f"{config.model.path}: not on this machine, so not tried")
+        model, tokenizer = load_model(model_path(config))
+        if config.engine.kind == "vllm":
+            if not config.engine.address:
+                check_installed()  # starting it would take a minute
+        else:
+            build_engine(config, model, config.knobs)
+    except SortedRLError as error:
+        return Finding(name="model", text=str(error), is_fine=False)
+    size = sum(parameter.numel() for parameter in model.parameters())
+    text = f"{config.model.path}: {size:,} parameters, vocabulary {len(tokenizer):,}, fits the engine"
+    return Finding(name="model", text=text)
+
+
+def _ranks(config: SortedConfig, target: Target) -> list[Finding]:
+    """What a learner over ranks talks by; nothing where there is but one."""
+    if config.learner.ranks == 1:
+        return []
+    import torch.distributed as dist
+
+    backend = "nccl" if config.learner.rank_gpus else "gloo"
+    text = f"{config.learner.ranks}, over {backend}"
+    if importlib.util.find_spec("ray") is None:
+        text, is_fine = f"{text}: Ray is missing: pip install 'sortedrl[ray]'", False
+    elif target.hardware is not None:
+        is_fine = True  # this machine need not have what that one has
+    else:
+        is_fine = dist.is_available() and (dist.is_nccl_available() if backend == "nccl" else dist.is_gloo_available())
+        text += "" if is_fine else f": this torch has no {backend}; install a build that has"
+    return [Finding(name="ranks", text=text, is_fine=is_fine)]
+
+
+def _needs(config: SortedConfig, target: Target) -> list[Finding]:
+    """Memory and time; nothing where the model's shape is not known, since then the model itself is the trouble."""
+    from sortedrl.run.build.parts import model_path
+    from sortedrl.run.estimate import forecast_run
+
+    try:
+        folder = model_path(config)
+        if target.hardware is None and not folder.is_dir():
+            return []
+        forecast = forecast_run(
+            config, folder, hardware=target.hardware, devices=target.devices, from_run=target.from_run
+        )
+    except SortedRLError as error:
+        return [Finding(name="estimate", text=str(error), is_fine=False)]
+    return [
+        Finding(name="memory", text=forecast.memory_text, is_fine=forecast.fits),
+        Finding(name="time", text=forecast.time_text),
+    ]
+
+
+def findings_table(findings: list[Finding]) -> Table:
+    table = Table("", "check", "finding", box=None)
+    for finding in findings:
+        table.add_row("[green]ok[/]" if finding.is_fine else "[red]no[/]", escape(finding.name), escape(finding.text))
+    return table

@@ -1,0 +1,152 @@
+"""Supervised fine-tuning as a configuration says: rows, tokens, training, and a folder that a run can start from.
+
+`sortedrl sft CONFIG` calls `tune`. Rows come through the loaders of the tasks: a dataset with `prompt` and
+`completion`, or `messages` that end with the assistant's, or else the task's own training prompts with a completion
+that its verifier accepts.
+
+What it keeps true: the loss covers the completion and the end token, nothing else; traces of a task are of training
+prompts only, so held-out ones stay unseen.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sortedrl.config import SortedConfig
+from sortedrl.errors import DataError
+from sortedrl.learner.model import check_model_folder, load_tokenizer, read_window
+from sortedrl.learner.pack import check_packing
+from sortedrl.learner.sft import Example, OnStep, SftRates, SftResult, finetune, length_batches
+from sortedrl.run.build.parts import build_task, load_model, model_path
+from sortedrl.run.checkpoint import save_checkpoint
+from sortedrl.tasks.base import Row, Task, encode_prompt
+from sortedrl.tasks.files import read_rows
+from sortedrl.tasks.knights import KnightsRows, teach
+
+
+def tune(
+    config: SortedConfig,
+    out: Path,
+    on_step: OnStep | None = None,
+    on_start: Callable[[int], None] | None = None,
+) -> SftResult:
+    """Train the configured model on examples and save it to `out`; `on_start` hears how many steps there will be."""
+    settings = config.sft
+    torch.set_num_threads(config.run.threads)
+    torch.manual_seed(config.run.seed)
+    folder = check_model_folder(model_path(config))
+    examples = read_examples(config, load_tokenizer(folder))
+    check_fit(examples, folder)
+    model, tokenizer = load_model(folder)
+    check_packing(model)
+    stream = list(islice(_epochs(examples, config.run.seed), settings.epochs * len(examples)))
+    limits = {"batch_tokens": settings.batch_tokens, "seed": config.run.seed}
+    num_batches = sum(1 for _ in length_batches(stream, **limits))
+    steps = min(settings.steps or num_batches, num_batches)
+    if on_start is not None:
+        on_start(steps)
+    rates = SftRates(muon=None, adamw=settings.lr, warmup_steps=settings.warmup_steps)
+    result = finetune(model, stream, steps=steps, **limits, rates=rates, is_packed=True, on_step=on_step)
+    save_checkpoint(out, model, tokenizer, extra={"sft": {"steps": steps, "config": config.in_force()}})
+    return result
+
+
+def check_fit(examples: Sequence[Example], folder: Path) -> None:
+    """Refuse examples that are longer than what the model can look at."""
+    window, longest = read_window(folder), max(len(prompt) + len(answer) for prompt, answer in examples)
+    if window is not None and longest > window:
+        raise DataError(
+            f"the longest example has {longest} tokens, more than the {window} positions of the model in {folder}: "
+            "leave out such rows"
+        )
+
+
+def read_examples(config: SortedConfig, tokenizer: Any) -> list[Example]:
+    """The configured examples as tokens, each within the limits that a run would have."""
+    settings = config.sft
+    if settings.path:
+        source = read_rows(settings.path, columns=settings.columns, split=settings.split or None, required=())
+        rows = [source[index] for index in range(min(len(source), settings.examples))]
+        places = [f"{settings.path}, row {index}" for index in range(len(rows))]
+    else:
+        task = build_task(config)
+        rows = list(own_traces(task, settings.examples))
+        places = [f"{task.name}/{index}" for index in range(len(rows))]
+    examples = [make_example(row, tokenizer, where) for row, where in zip(rows, places, strict=True)]
+    for (prompt, answer), where in zip(examples, places, strict=True):
+        if len(prompt) + len(answer) > settings.batch_tokens:
+            raise DataError(
+                f"{where} has {len(prompt) + len(answer)} tokens, more than sft.batch_tokens {settings.batch_tokens}: "
+                "raise that, or leave the row out"
+            )
+    return examples
+
+
+def make_example(row: Mapping[str, Any], tokenizer: Any, where: str) -> Example:
+    prompt, completion = _halves(row, where)
+    answer = [*tokenizer(completion, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    return encode_prompt(prompt, tokenizer, where), answer
+
+
+def _halves(row: Mapping[str, Any], where: str) -> tuple[Any, str]:
+    """The prompt as it is, and the completion as text."""
+    if "messages" in row:
+        messages = row["messages"]
+        if not isinstance(messages, list) or len(messages) < 2 or messages[-1].get("role") != "assistant":
+            raise DataError(f"{where}: messages must be a list that ends with the assistant's; mend or leave it out")
+        prompt, completion = messages[:-1], messages[-1]["content"]
+    else:
+        for column in ("prompt", "completion"):
+            if column not in row:
+                raise DataError(
+                    f"{where} has no column {column!r}; it has: {', '.join(row)}; name the right one with "
+                    f"sft.columns.{column}=NAME, or give messages"
+                )
+        prompt, completion = row["prompt"], row["completion"]
+        if isinstance(completion, list):  # a chat's: one message of the assistant
+            completion = completion[-1].get("content") if completion else None
+    if not isinstance(completion, str) or not completion.strip():
+        raise DataError(f"{where} has the completion {completion!r:.80}; it must be text that is not empty")
+    return prompt, completion
+
+
+def own_traces(task: Task, num: int) -> Iterator[Row]:
+    """Training prompts of a task, each with a completion that its verifier accepts."""
+    size = task.train.size
+    rng = random.Random("own traces")
+    for index in range(num if size is None else min(num, size)):
+        row = task.train.row(index)
+        if "completion" not in row and "messages" not in row:
+            row = {**row, "completion": _accepted(task, index, row, rng)}
+        yield row
+
+
+def _accepted(task: Task, index: int, row: Row, rng: random.Random) -> str:
+    if isinstance(task.train, KnightsRows):
+        return teach(task.train.puzzle(index), rng)
+    answer = row.get("answer")
+    if answer in (None, ""):
+        raise DataError(
+            f"row {index} of task {task.name} has neither completion nor answer: give it one, or set sft.path"
+        )
+    if task.name != "math":
+        return f"<answer>{answer}</answer>"
+    from sortedrl.tasks.math import reference_answer  # needs a package that the others do not
+
+    return f"\\boxed{{{reference_answer(answer)}}}"
+
+
+def _epochs(examples: Sequence[Example], seed: int) -> Iterator[Example]:
+    """All examples in an order of their own, again and again."""
+    epoch = 0
+    while True:
+        order = list(range(len(examples)))
+        random.Random(f"{seed}/{epoch}").shuffle(order)
+        yield from (examples[index] for index in order)
+        epoch += 1

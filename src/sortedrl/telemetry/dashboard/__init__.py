@@ -1,0 +1,1 @@
+"""`sortedrl dashboard`: the same charts in a browser, updated while runs write."""

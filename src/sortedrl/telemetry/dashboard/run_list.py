@@ -1,0 +1,112 @@
+"""Which runs there are: found under the folders that the dashboard was given, each with a line of facts.
+
+What it keeps true: only directories with an event file are runs, and only those found here are ever read for a browser;
+a line costs a few kilobytes of reading however large the run is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sortedrl.errors import RunDirError
+from sortedrl.ledger.run_lock import is_being_written
+from sortedrl.telemetry.event_file import FILE_NAME, Record
+from sortedrl.telemetry.run_reader import last_record
+from sortedrl.telemetry.summary import Summary
+
+_HEAD_BYTES = 65536
+
+
+@dataclass(slots=True, kw_only=True)
+class RunLine:
+    """A run in the list; what is not known is None."""
+
+    key: str  # names it in addresses
+    state: str  # running, complete, stopped, or ended: without a summary
+    changed: float = 0.0  # when its events were last written
+    strategy: str | None = None
+    updates: int | None = None
+    samples: int | None = None
+    total_samples: int | None = None
+    reward: float | None = None
+    accuracy: float | None = None
+    tokens_per_s: float | None = None
+    problem: str = ""
+
+
+def check_places(places: Sequence[Path]) -> None:
+    """Refuse what is no folder."""
+    for place in places:
+        if not place.is_dir():
+            raise RunDirError(f"{place} is not a directory; name run directories, or a folder that holds some")
+
+
+def find_runs(places: Sequence[Path]) -> dict[str, Path]:
+    """Run directories by key: the places that are runs themselves, and the runs in those that are not."""
+    found: dict[Path, None] = {}
+    for place in places:
+        for folder in [place] if (place / FILE_NAME).is_file() else _children(place):
+            found[folder.resolve()] = None
+    count = Counter(path.name for path in found)
+    runs: dict[str, Path] = {}
+    for path in found:
+        key = path.name if count[path.name] == 1 else f"{path.parent.name}/{path.name}"
+        number = 2
+        while key in runs:
+            key, number = f"{path.parent.name}/{path.name} ({number})", number + 1
+        runs[key] = path
+    return runs
+
+
+def _children(place: Path) -> list[Path]:
+    try:
+        return sorted(child for child in place.iterdir() if (child / FILE_NAME).is_file())
+    except OSError:
+        return []
+
+
+def run_line(key: str, run_dir: Path) -> RunLine:
+    line = RunLine(key=key, state="ended")
+    try:
+        line.changed = (run_dir / FILE_NAME).stat().st_mtime
+        if is_being_written(run_dir):
+            line.state = "running"
+        started, latest = _first(run_dir / FILE_NAME), last_record(run_dir / "metrics.jsonl")
+        line.strategy, line.total_samples = _text(started.get("strategy")), _count(started.get("total_samples"))
+        line.updates = None if (update := _count(latest.get("update"))) is None else update + 1
+        line.samples = _count(latest.get("samples_trained"))
+        line.reward, line.tokens_per_s = _figure(latest.get("reward_mean")), _figure(latest.get("tokens_per_s"))
+        if (run_dir / "summary.json").is_file():
+            summary = Summary.read(run_dir / "summary.json")
+            line.state = summary.status or "complete"
+            line.updates, line.samples, line.tokens_per_s = summary.updates, summary.samples, summary.tokens_per_s
+            line.accuracy = summary.accuracy_after
+    except OSError as error:  # what is wrong with one run is said in its line, and leaves the others alone
+        line.problem = str(error)
+    return line
+
+
+def _first(path: Path) -> Record:
+    with path.open("rb") as file:
+        line = file.readline(_HEAD_BYTES)
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _count(value: object) -> int | None:
+    return value if isinstance(value, int) else None
+
+
+def _figure(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) else None

@@ -1,0 +1,1 @@
+"""`sortedrl report`: charts of one or several runs on a self-contained HTML page."""

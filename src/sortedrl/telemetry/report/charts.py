@@ -1,0 +1,262 @@
+"""The charts that compare runs: learning, slots, causes, lengths, staleness, replays; each function makes one figure.
+
+Called by `page.py`; the timeline and what has a row per sample are in `timeline.py`. What it keeps true: text that
+comes from a run is escaped; a chart that merges or leaves out data has a caption that says so.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+
+import numpy as np
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from sortedrl.telemetry.report.style import (
+    INK,
+    RULE,
+    Chart,
+    add_title,
+    add_verticals,
+    faded,
+    run_colour,
+    run_dash,
+    run_name,
+    run_symbol,
+    styled,
+)
+from sortedrl.telemetry.view import RunView
+
+# Each cause with what a page calls it and how it is drawn; hatching marks work that is done and lost.
+CAUSES = {
+    "trained": ("decoding what was trained", "#0072B2", ""),
+    "in_flight": ("decoding, not trained yet", "#56B4E9", ""),
+    "discarded": ("decoding what was thrown away", "#D55E00", "/"),
+    "recomputed": ("reading cached tokens again", "#E69F00", "\\"),
+    "prefill": ("reading prompts", "#009E73", ""),
+    "overhead": ("between steps", "#8fd1bd", ""),
+    "tail": ("idle: tail of the harvest", "#F0E442", ""),
+    "reward": ("waiting for rewards", "#CC79A7", ""),
+    "update": ("waiting for the update", "#7d8794", ""),
+    "publish": ("waiting for new weights", "#a9b1bc", ""),
+    "save": ("waiting for a checkpoint", "#c3cad3", ""),
+    "start_up": ("idle: starting up", "#e1e5ea", ""),
+}
+
+
+def learning_chart(runs: Sequence[RunView], *, by_time: bool) -> Chart:
+    """Reward, length and held-out accuracy, one under the other, against samples trained or wall time."""
+    titles = ["mean reward of a batch", "mean answer length of a batch, tokens"]
+    has_accuracy = any(len(run.evaluations) for run in runs)
+    if has_accuracy:
+        titles.append("held-out accuracy")
+    figure = make_subplots(rows=len(titles), cols=1, shared_xaxes=True, vertical_spacing=0.09, subplot_titles=titles)
+    window = max(max(run.summary.cohort_batches or 4, len(run.updates) // 25) for run in runs)
+    for run in runs:
+        points = run.updates.points
+        x = [round(point.t, 3) if by_time else point.samples_trained for point in points]
+        line = {"color": run_colour(run.place), "width": 2.5, "dash": run_dash(run.place)}
+        faint = {"color": run_colour(run.place), "width": 1}
+        series = ([point.reward for point in points], [point.mean_length for point in points])
+        for row, values in enumerate(series, start=1):
+            figure.add_scatter(x=x, y=values, line=faint, opacity=0.28, hoverinfo="skip", row=row, col=1)
+            means = trailing_mean(values, window)
+            figure.add_scatter(x=x, y=means, mode="lines", line=line, name=run_name(run), row=row, col=1)
+        if has_accuracy:
+            _add_accuracy(figure, run, by_time=by_time)
+    figure.update_xaxes(rangemode="tozero")
+    figure.update_yaxes(rangemode="tozero")
+    figure.update_xaxes(title_text="wall time, s" if by_time else "samples trained", row=len(titles), col=1)
+    stride = max(run.stride for run in runs)
+    caption = f"Thick: mean over the last {window} points. Faint: every " + (
+        "update." if stride == 1 else f"point, the mean of up to {stride} updates."
+    )
+    caption += " Filled: sampled accuracy. Open: greedy." if has_accuracy else ""
+    name = "wall" if by_time else "samples"
+    return Chart(name=name, figure=styled(figure, height=200 * len(titles) + 40, top=34), caption=caption)
+
+
+def _add_accuracy(figure: go.Figure, run: RunView, *, by_time: bool) -> None:
+    x = [point.t if by_time else point.samples_trained for point in run.evaluations]
+    for greedy in (False, True):
+        figure.add_scatter(
+            x=x,
+            y=[point.greedy if greedy else point.sampled for point in run.evaluations],
+            mode="lines+markers",
+            name=run_name(run) + (", greedy" if greedy else ", sampled"),
+            line={"color": run_colour(run.place), "width": 1.5, "dash": "dot" if greedy else "solid"},
+            marker={
+                "size": 9,
+                "symbol": run_symbol(run.place) + ("-open" if greedy else ""),
+                "line": {"width": 2, "color": run_colour(run.place)},
+            },
+            cliponaxis=False,
+            row=3,
+            col=1,
+        )
+
+
+def occupancy_chart(runs: Sequence[RunView]) -> Chart:
+    """What the slots did over time, a row per run on one clock: decode, stand still for an update, idle."""
+    figure = make_subplots(rows=len(runs), cols=1, shared_xaxes=True, vertical_spacing=0.3 / max(len(runs), 2))
+    longest = max(run.seconds for run in runs)
+    for row, run in enumerate(runs, start=1):
+        edges, (running, updating) = run.occupancy.heights(run.seconds)
+        ends = np.array(edges)
+        bars = {"x": (ends[:-1] + ends[1:]) / 2, "width": np.diff(ends), "row": row, "col": 1}
+        for name, heights, colour in (
+            ("decode", running, faded(run_colour(run.place), 0.75)),
+            ("wait for an update", updating, RULE),
+        ):
+            figure.add_bar(
+                y=np.round(heights, 3),
+                marker={"color": colour, "line": {"width": 0}},
+                hovertemplate=f"%{{x:.4~g}} s: %{{y:.1f}} slots {name}<extra></extra>",
+                **bars,
+            )
+        ceiling = {"mode": "lines", "line": {"color": INK, "width": 1}, "hoverinfo": "skip"}
+        figure.add_scatter(x=[0, run.seconds], y=[run.slots, run.slots], **ceiling, row=row, col=1)
+        figure.update_yaxes(range=[0, run.slots * 1.04], row=row, col=1)
+        add_title(figure, row, f"{run_name(run)}: slots of {run.slots}")
+    figure.update_layout(barmode="stack", bargap=0)
+    figure.update_xaxes(range=[0, longest])
+    figure.update_xaxes(title_text="wall time, s", row=len(runs), col=1)
+    caption = (
+        "Time averages. Colour: slots that decode. Grey: slots that stand still while weights are updated and "
+        "published. White below the line: the bubble."
+    )
+    return Chart(name="occupancy", figure=styled(figure, height=170 * len(runs) + 80, top=34), caption=caption)
+
+
+def causes_chart(runs: Sequence[RunView]) -> Chart:
+    """All slot time of each run, parted by what it went to."""
+    shown = [run for run in runs if run.slot_time]
+    causes = [*CAUSES, *sorted({cause for run in shown for cause in run.slot_time} - CAUSES.keys())]
+    figure = go.Figure()
+    for cause in causes:
+        words, colour, hatch = CAUSES.get(cause, (cause.replace("_", " "), "#ffffff", "."))
+        shares = [run.slot_time.get(cause, 0.0) for run in shown]
+        if max(shares, default=0.0) < 0.0005:
+            continue
+        figure.add_bar(
+            orientation="h",
+            y=[run_name(run) for run in shown],
+            x=shares,
+            name=html.escape(words),
+            text=[f"{share:.0%}" for share in shares],
+            textposition="inside",
+            insidetextanchor="middle",
+            textangle=0,
+            marker={
+                "color": colour,
+                "line": {"color": "#ffffff", "width": 1},
+                "pattern": {
+                    "shape": hatch,
+                    "fillmode": "overlay",
+                    "fgcolor": "#ffffff",
+                    "fgopacity": 0.7,
+                    "size": 6,
+                    "solidity": 0.15,
+                },
+            },
+            hovertemplate=f"{html.escape(words)}: %{{x:.1%}}<extra>%{{y}}</extra>",
+        )
+    figure.update_layout(barmode="stack", bargap=0.35, uniformtext={"mode": "hide", "minsize": 10})
+    figure.update_xaxes(tickformat=".0%", range=[0, 1.001], title_text="share of all slot time")
+    figure.update_yaxes(autorange="reversed", showticklabels=len(shown) > 1)
+    caption = "Slots times wall time is 100 %. Hatched: work that was done and lost, or done again."
+    return Chart(name="causes", figure=styled(figure, height=52 * len(shown) + 76), caption=caption)
+
+
+def lengths_chart(runs: Sequence[RunView]) -> Chart:
+    """The micro-curriculum: how long the answers of each update's batch are."""
+    figure = make_subplots(rows=len(runs), cols=1, shared_xaxes=True, vertical_spacing=0.3 / max(len(runs), 2))
+    for row, run in enumerate(runs, start=1):
+        colour = run_colour(run.place)
+        x = np.array([point.update for point in run.updates], dtype=float)
+        x = np.append(x - run.stride + 0.5, x[-1] + 0.5)  # a step is as wide as its updates
+        table = np.array([point.lengths for point in run.updates])
+        # An empty answer has no place on a logarithmic axis.
+        quantiles = np.maximum(np.vstack([table, table[-1:]]), 1.0).T
+        for low, high, opacity in ((0, 4, 0.16), (1, 3, 0.32)):
+            edge = {"mode": "lines", "line": {"width": 0, "color": colour, "shape": "hv"}, "hoverinfo": "skip"}
+            figure.add_scatter(x=x, y=quantiles[low], **edge, row=row, col=1)
+            figure.add_scatter(
+                x=x, y=quantiles[high], fill="tonexty", fillcolor=faded(colour, opacity), **edge, row=row, col=1
+            )
+        line = {"color": colour, "width": 2, "shape": "hv"}
+        figure.add_scatter(x=x, y=quantiles[2], mode="lines", line=line, name="median", row=row, col=1)
+        if run.stride == 1 and run.cohort_updates.is_whole:
+            span = (float(quantiles[0].min()), float(quantiles[4].max()))
+            loads = [update - 0.5 for update in run.cohort_updates]
+            add_verticals(figure, loads, span, row=row, col=1)
+        add_title(figure, row, f"{run_name(run)}: answer tokens")
+    figure.update_yaxes(type="log", dtick=1, minor={"dtick": "D1", "showgrid": False})
+    figure.update_xaxes(title_text="update", row=len(runs), col=1)
+    stride = max(run.stride for run in runs)
+    caption = (
+        "Line: median of the batch. Bands: 10th to 90th percentile, and shortest to longest. Lengths on a logarithmic "
+        "scale. " + ("Grey verticals: a cohort is loaded." if stride == 1 else f"A step joins up to {stride} updates.")
+    )
+    return Chart(name="lengths", figure=styled(figure, height=200 * len(runs) + 80, top=34), caption=caption)
+
+
+def staleness_chart(runs: Sequence[RunView]) -> Chart:
+    """How many versions the oldest token of a trained sample lags behind."""
+    figure = go.Figure()
+    for run in runs:
+        total = max(run.staleness.total(), 1)
+        values = sorted(run.staleness)
+        shares = [run.staleness[value] / total for value in values]
+        text = [f"{value:.1%}" for value in shares] if len(runs) * len(values) <= 12 else None
+        figure.add_bar(
+            x=values,
+            y=shares,
+            marker={"color": run_colour(run.place)},
+            name=run_name(run),
+            text=text,
+            textposition="outside",
+        )
+    figure.update_layout(barmode="group", bargap=0.3)
+    most = max((value for run in runs for value in run.staleness), default=0)
+    figure.update_xaxes(title_text="versions behind", range=[-0.6, max(most, 3) + 0.6], dtick=max(most // 12, 1))
+    figure.update_yaxes(tickformat=".0%", range=[0, 1.12], tickvals=[0, 0.25, 0.5, 0.75, 1])
+    caption = (
+        "Share of the trained samples. 0: every token was sampled, or verified, by the weights in force at the update."
+    )
+    return Chart(name="staleness", figure=styled(figure, height=280), caption=caption)
+
+
+def replay_chart(runs: Sequence[RunView]) -> Chart:
+    """How much of their cached tokens replays kept, update by update."""
+    figure = go.Figure()
+    for run in runs:
+        points = run.replays.points
+        for name, dash, values in (
+            ("mean over replays", "solid", [point.share_sum / point.num_replays for point in points]),
+            ("weighted by tokens", "dot", [point.accepted / point.cached for point in points]),
+        ):
+            figure.add_scatter(
+                x=[point.update for point in points],
+                y=values,
+                mode="lines",
+                line={"color": run_colour(run.place), "width": 2, "dash": dash},
+                name=f"{run_name(run)}, {name}",
+                customdata=[[point.num_replays] for point in points],
+                hovertemplate="%{y:.1%} of %{customdata[0]} replays",
+            )
+    figure.update_xaxes(title_text="update")
+    figure.update_yaxes(tickformat=".0%", range=[0, 1.04])
+    caption = (
+        "Share of cached tokens accepted by the replays before each update. Solid: mean over replays. Dotted: weighted "
+        "by tokens."
+    )
+    return Chart(name="replay", figure=styled(figure, height=280), caption=caption)
+
+
+def trailing_mean(values: Sequence[float], window: int) -> list[float]:
+    total = np.concatenate([[0.0], np.cumsum(values)])
+    ends = np.arange(1, len(values) + 1)
+    starts = np.maximum(ends - window, 0)
+    return ((total[ends] - total[starts]) / (ends - starts)).tolist()

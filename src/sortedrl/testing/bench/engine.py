@@ -1,0 +1,151 @@
+"""Tokens per second of the local engine and of its peers on the same prompts, in turns within one run.
+
+`sortedrl bench engine` and benchmarks/engine.py call `measure`. Every contender samples `new_tokens` tokens for each of
+`slots` prompts, at temperature 1, seeded, with the log-prob of every token, and stops at no token; all have the same
+model and threads. Peers have the same precision, or float32 where ours is fixed point, which none of them has: then
+ours is measured in float32 as well. Rounds are interleaved, so that whatever else the machine does meets all of them,
+and the median counts. The limit is the speed of the matrix products alone in the peers' precision, measured in the same
+rounds.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from sortedrl.config import SortedConfig
+from sortedrl.engine.local.decoder_choice import choose_dtype
+from sortedrl.errors import ConfigError, SortedRLError
+from sortedrl.run.build.parts import build_task, model_path, prompt_stream
+from sortedrl.run.checkpoint import load_model
+from sortedrl.testing.bench.contenders import Contender, Continuous, Generate, Job, Ours, Timing
+from sortedrl.testing.bench.limit import ProductLimit
+from sortedrl.testing.bench.vllm_process import Vllm
+
+OURS = "sortedrl"
+SAME = "sortedrl-float32"  # in the peers' precision, where ours is fixed point
+PEERS = ("hf", "hf-continuous", "vllm")
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class EngineBench:
+    """What is measured."""
+
+    model: str = "smollm2-135m"
+    slots: int = 64
+    new_tokens: int = 128
+    against: Sequence[str] = ("hf",)
+    rounds: int = 3
+    threads: int = field(default_factory=lambda: os.cpu_count() or 1)
+    dtype: str = "auto"
+    seed: int = 0
+    vllm_python: str | None = None  # of an environment with vLLM
+
+
+def measure(bench: EngineBench, on_round: Callable[[str, int], None] = lambda name, total: None) -> dict[str, Any]:
+    """The result as `sortedrl bench engine --json` prints it. `on_round` hears whose round begins, and of how many."""
+    unknown = sorted(set(bench.against) - set(PEERS))
+    if unknown:
+        raise ConfigError(f"--against {', '.join(unknown)} is not known: the peers are {', '.join(PEERS)}")
+    torch.set_num_threads(bench.threads)
+    job = prepare_job(bench)
+    limit = ProductLimit(job)
+    contenders, skipped = start_contenders(bench, job)
+    timings: dict[str, list[Timing]] = {name: [] for name in (*contenders, "limit")}
+    try:
+        for contender in contenders.values():
+            contender.run(bench.seed, min(4, bench.new_tokens))  # warm-up
+        for number in range(bench.rounds):
+            timings["limit"].append(limit.run())
+            for name, contender in contenders.items():
+                on_round(name, bench.rounds * len(contenders))
+                timings[name].append(contender.run(bench.seed + number, bench.new_tokens))
+        gaps = {name: contender.gap() for name, contender in contenders.items() if isinstance(contender, Ours)}
+    finally:
+        for contender in contenders.values():
+            contender.close()
+    return summarize(bench, job, timings, gaps, skipped)
+
+
+def prepare_job(bench: EngineBench) -> Job:
+    config = SortedConfig(
+        model={"path": bench.model},
+        run={"seed": bench.seed},
+        task={"max_prompt_tokens": 512, "people": {"2": 1}},  # short prompts: decoding is what is measured
+    )
+    folder = model_path(config)
+    model, tokenizer = load_model(folder)
+    stream = prompt_stream(config, build_task(config), tokenizer)
+    prompts = [list(prompt.tokens) for _, prompt in stream.take(bench.slots)]
+    dtype = choose_dtype(model, bench.dtype, is_exact=False)
+    return Job(
+        folder=folder,
+        model=model,
+        prompts=prompts,
+        new_tokens=bench.new_tokens,
+        dtype=dtype,
+        peer_dtype=torch.float32 if dtype == torch.int16 else dtype,
+        threads=bench.threads,
+    )
+
+
+def start_contenders(bench: EngineBench, job: Job) -> tuple[dict[str, Contender], dict[str, str]]:
+    """Those that can run here, and why the others cannot."""
+    makers: dict[str, Callable[[], Contender]] = {
+        OURS: lambda: Ours(job, job.dtype),
+        SAME: lambda: Ours(job, job.peer_dtype),
+        "hf": lambda: Generate(job),
+        "hf-continuous": lambda: Continuous(job),
+        "vllm": lambda: Vllm(job, bench.vllm_python or os.environ.get("SORTEDRL_VLLM_PYTHON")),
+    }
+    started: dict[str, Contender] = {}
+    skipped: dict[str, str] = {}
+    for name in (OURS, *((SAME,) if job.peer_dtype != job.dtype else ()), *bench.against):
+        try:
+            started[name] = makers[name]()
+        except SortedRLError as error:
+            if name in (OURS, SAME):
+                raise
+            skipped[name] = str(error)
+    return started, skipped
+
+
+def summarize(
+    bench: EngineBench, job: Job, timings: dict[str, list[Timing]], gaps: dict[str, float], skipped: dict[str, str]
+) -> dict[str, Any]:
+    speeds = {name: statistics.median(t.tokens / t.wall_s for t in rounds) for name, rounds in timings.items()}
+    per_cpu = {name: statistics.median(t.tokens / t.cpu_s for t in rounds) for name, rounds in timings.items()}
+    results: list[dict[str, Any]] = [
+        {
+            "name": name,
+            "dtype": str(job.dtype if name == OURS else job.peer_dtype).removeprefix("torch."),
+            "tokens_per_s": speeds[name],
+            "tokens_per_cpu_s": per_cpu[name],
+            "rounds": [t.tokens / t.wall_s for t in timings[name]],
+            "logprob_gap": gaps.get(name),
+        }
+        for name in timings
+    ]
+    results += [{"name": name, "tokens_per_s": None, "skipped": reason} for name, reason in skipped.items()]
+    peers = [name for name in timings if name not in (OURS, "limit")]
+    same = SAME if SAME in timings else OURS
+    return {
+        "results": results,
+        "ratio": {name: speeds[OURS] / speeds[name] for name in peers},
+        "ratio_same_dtype": {name: speeds[same] / speeds[name] for name in peers if name != SAME},
+        "ratio_cpu": {name: per_cpu[OURS] / per_cpu[name] for name in peers},
+        "limit_fraction": speeds[OURS] / speeds["limit"],
+        "limit_fraction_cpu": per_cpu[OURS] / per_cpu["limit"],
+        "model": bench.model,
+        "slots": bench.slots,
+        "new_tokens": bench.new_tokens,
+        "prompt_tokens": sum(map(len, job.prompts)),
+        "dtype": str(job.dtype).removeprefix("torch."),
+        "threads": bench.threads,
+        "seed": bench.seed,
+    }

@@ -1,0 +1,129 @@
+"""Runs that are stopped by a signal, or go on: what they leave behind, in processes of their own.
+
+One is started by the console script; the others have imported everything before, which is quicker.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sortedrl.telemetry.sinks import read_events
+from sortedrl.telemetry.summary import Summary
+from tests.cli.test_cli import QUICKSTART, SCRIPT, SMALL, checkpoint_loads, only_json
+from tests.support.warm import WAIT_S, Warm, warm_command
+
+
+def children(pid: int) -> list[int]:
+    """Processes that a process has started."""
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for thread in threads for child in (thread / "children").read_text().split()]
+
+
+ENDLESS = ["train", str(QUICKSTART), *SMALL, "run.samples=1000000", "run.dir=out", "run.report=false"]
+
+
+def wait_for_updates(folder: Path, pid: int, count: int) -> list[int]:
+    """Once the run has made so many updates: its worker processes."""
+    metrics, deadline = folder / "out" / "quickstart" / "metrics.jsonl", time.monotonic() + WAIT_S
+    while not metrics.is_file() or metrics.read_text().count("\n") < count:
+        assert is_alive(pid), "the run has ended by itself"
+        assert time.monotonic() < deadline, "no update was made"
+        time.sleep(0.02)
+    return children(pid)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks for processes in /proc")
+
+
+@needs_proc
+def test_ctrl_c_keeps_what_was_trained(call: Any, tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [SCRIPT, *ENDLESS, "--json"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as run:
+        try:
+            workers = wait_for_updates(tmp_path, run.pid, 2)
+            run.send_signal(signal.SIGINT)
+            out, err = run.communicate(timeout=WAIT_S)
+        finally:
+            run.kill()
+    assert run.returncode == 0, err
+    check_kept(call, tmp_path, out, err, workers)
+
+
+@needs_proc
+def test_a_request_to_end_keeps_what_was_trained(call: Any, tmp_path: Path) -> None:
+    with warm_command(tmp_path, *ENDLESS, "--json") as run:
+        workers = wait_for_updates(tmp_path, run.pid, 2)
+        os.kill(run.pid, signal.SIGTERM)
+        assert run.wait() == 0, run.err
+    check_kept(call, tmp_path, run.out, run.err, workers)
+
+
+def check_kept(call: Any, folder: Path, out: str, err: str, workers: list[int]) -> None:
+    """What a run that was stopped leaves behind: all that it trained, and no process."""
+    assert workers
+    assert "Traceback" not in err
+    run_dir = folder / "out" / "quickstart"
+    summary = Summary.read(run_dir / "summary.json")
+    assert only_json(out)["runs"][0] == json.loads((run_dir / "summary.json").read_text())
+    assert summary.status == "stopped"
+    assert summary.updates >= 2
+    assert summary.ledger is not None
+    assert (summary.ledger.lost, summary.ledger.duplicated) == (0, 0)
+    assert summary.ledger.trained == summary.samples
+    (line,) = [line for line in err.splitlines() if line.startswith("stopped after")]
+    assert f"{summary.updates} updates, {summary.samples} samples trained" in line
+    assert f"kept: summary {Path('out/quickstart/summary.json')}, weights {Path('out/quickstart/checkpoints')}" in line
+    assert f"go on with: sortedrl train --resume {Path('out/quickstart')}" in err
+    assert call("ledger", str(run_dir), "--verify", "--json")[0] == 0
+    checkpoint_loads(run_dir, summary.updates)
+    assert not [pid for pid in workers if is_alive(pid)]
+
+
+@needs_proc
+def test_a_second_request_ends_it_at_once(call: Any, tmp_path: Path) -> None:
+    # After the first update comes an evaluation that takes a while: a first request is not heard before it is over.
+    with warm_command(tmp_path, *ENDLESS, "eval.prompts=256", "eval.every_samples=16") as run:
+        workers = wait_for_updates(tmp_path, run.pid, 1)
+        os.kill(run.pid, signal.SIGINT)
+        os.kill(run.pid, signal.SIGTERM)  # two of the same kind could be taken for one
+        assert run.wait() == 130, run.err
+    assert "Traceback" not in run.err
+    assert "interrupted: what was written to the run directory is kept" in run.err
+    run_dir = tmp_path / "out" / "quickstart"
+    assert not (run_dir / "summary.json").exists()
+    assert [event.kind for event in read_events(run_dir / "events.jsonl")].count("UpdateDone") == 1
+    assert not [pid for pid in workers if is_alive(pid)]
+    code, proof, _ = call("ledger", str(run_dir), "--verify")
+    assert code == 0, proof
+    assert proof.startswith("proven: ")
+
+
+def test_a_run_of_any_name_can_be_resumed(tmp_path: Path) -> None:
+    name = "exp[a] 🚀 é"
+
+    def run(*arguments: str) -> Warm:
+        with warm_command(tmp_path, "train", *arguments) as command:
+            assert command.wait() == 0, command.err
+        return command
+
+    done = run(str(QUICKSTART), *SMALL, f"run.name={name}", "run.dir=out", "run.report=false")
+    assert str(Path("out") / name / "summary.json") in done.err
+    again = run("--resume", str(Path("out") / name))
+    assert "resumed at version" in again.err

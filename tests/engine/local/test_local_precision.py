@@ -1,0 +1,156 @@
+"""The lean decoder's copies of the weights: packed or plain, float32 or bfloat16, refreshed at publication."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sortedrl.config import SortedConfig
+from sortedrl.engine.base import Sampling
+from sortedrl.engine.local import decoder_choice as paths
+from sortedrl.engine.local import linear
+from sortedrl.engine.local.decoder_choice import choose_dtype
+from sortedrl.engine.local.engine import LocalEngine
+from sortedrl.engine.local.linear import PackedLinear, PlainLinear, make_linear
+from sortedrl.errors import ConfigError, ModelError
+from sortedrl.records import Mode
+from sortedrl.run.build.parts import build_engine
+from sortedrl.run.checkpoint import load_model
+from sortedrl.tasks.tiny import knights_tiny_path
+from tests.support.tiny_models import Caller, make_requests, serve, shake, source, teacher_forced, tiny_model
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pack matrices of any size, and search vocabularies of any size, as a large model has it."""
+    if not linear.can_pack(CPU, torch.float32):
+        pytest.skip("torch was built without oneDNN")
+    monkeypatch.setattr("sortedrl.engine.local.linear._PACK_ELEMENTS", 1)
+    monkeypatch.setattr("sortedrl.engine.sampling.draw._SPARSE_VOCAB", 1)
+    monkeypatch.setattr("sortedrl.engine.sampling.draw.load_kernel", lambda: None)  # which would draw by itself
+
+
+@pytest.mark.parametrize("kind", [PlainLinear, PackedLinear])
+def test_products_equal_those_of_a_linear_layer(kind: type) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, bias = torch.randn(40, 24, generator=generator), torch.randn(40, generator=generator)
+    for rows in (1, 7, 64):
+        x, residual = torch.randn(rows, 24, generator=generator), torch.randn(rows, 40, generator=generator)
+        for given in (None, bias):
+            expected = torch.nn.functional.linear(x, weight, given)
+            torch.testing.assert_close(kind(weight, given)(x), expected, atol=1e-5, rtol=1e-5)
+            added = kind(weight, given).added(residual, x)
+            torch.testing.assert_close(added, residual + expected, atol=1e-5, rtol=1e-5)
+
+
+def test_the_layout_goes_by_size() -> None:
+    assert isinstance(make_linear(torch.zeros(64, 192), None, torch.float32), PlainLinear)
+    large = make_linear(torch.zeros(1024, 576), None, torch.float32)
+    assert isinstance(large, PackedLinear if linear.can_pack(CPU, torch.float32) else PlainLinear)
+
+
+@pytest.mark.usefixtures("packed")
+@pytest.mark.parametrize("kind", ["llama-gqa", "qwen2", "qwen3"])
+def test_packed_weights_write_what_plain_ones_write(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, requests = tiny_model(kind), make_requests(6)
+    found = serve(model, requests, path="lean")
+    monkeypatch.undo()
+    expected = serve(model, requests, path="lean")
+    for sample, answer in expected.items():
+        assert found[sample].tokens == answer.tokens
+        assert found[sample].logprobs == pytest.approx(answer.logprobs, abs=1e-4)
+
+
+@pytest.mark.usefixtures("packed")
+def test_a_publication_reaches_the_packed_weights_and_is_counted() -> None:
+    model, other, requests = tiny_model(), tiny_model(), make_requests(4)
+    shake(other, 0.1, seed=5)
+    caller = Caller(LocalEngine(model, slots=4, max_length=256, path="lean"))
+    before = {sample: list(answer.tokens) for sample, answer in caller.serve(requests).items()}
+    caller.answers.clear()
+    caller.engine.publish(1, source(other)).wait()
+    for request in requests:
+        answer = caller.serve([request])[request.sample]
+        assert answer.logprobs == pytest.approx(teacher_forced(other, request, answer.tokens), abs=1e-4)
+    assert {sample: answer.tokens for sample, answer in caller.answers.items()} != before
+    assert caller.engine.stats().extra["refreshes"] == 1
+
+
+@pytest.mark.usefixtures("packed")
+def test_replay_equals_restart_on_the_fast_path() -> None:
+    model, requests = tiny_model(), make_requests(8, budget=40)
+    caller = Caller(LocalEngine(model, slots=8, max_length=256, path="lean"))
+    caller.engine.submit(requests)
+    caller.steps(25)
+    caller.interrupt()
+    changed = tiny_model()
+    shake(changed, 0.01, seed=3)
+    caller.engine.publish(1, source(changed)).wait()
+    replayed = caller.serve([caller.again(request, Mode.REPLAY) for request in requests])
+    restarted = serve(changed, requests, slots=3, path="lean")
+    assert {s: a.tokens for s, a in replayed.items()} == {s: a.tokens for s, a in restarted.items()}
+    accepted = [answer.verified[-1] for answer in replayed.values() if answer.verified]
+    assert any(kept < cached for cached, kept in accepted), "new weights must reject something"
+
+
+def test_bfloat16_is_close_and_says_that_its_replay_is_not_exact() -> None:
+    model, _ = load_model(knights_tiny_path())
+    engine = LocalEngine(model, slots=8, max_length=128, dtype=torch.bfloat16)
+    assert not engine.capabilities.exact_replay
+    assert engine.stats().extra["dtype"] == "bfloat16"
+    requests = make_requests(8, budget=30)
+    answers = Caller(engine).serve(requests)
+    gaps = [
+        abs(ours - theirs)
+        for request in requests
+        for ours, theirs in zip(
+            answers[request.sample].logprobs,
+            teacher_forced(model, request, answers[request.sample].tokens),
+            strict=True,
+        )
+    ]
+    assert len(gaps) == 240
+    assert 1e-5 < sum(gaps) / len(gaps) < 0.05
+
+
+def test_what_runs_on_its_own_modules_keeps_their_precision() -> None:
+    with pytest.raises(ModelError, match=r"engine\.dtype = auto"):
+        LocalEngine(tiny_model("gpt-neox"), slots=1, max_length=32, dtype=torch.bfloat16)
+
+
+def test_precision_is_chosen_by_processor_size_and_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model()
+    assert choose_dtype(model, "bfloat16", is_exact=True) == torch.bfloat16
+    monkeypatch.setattr(paths, "has_fast_bfloat16", lambda device: False)
+    monkeypatch.setattr(paths, "has_fast_int16", lambda: False)
+    monkeypatch.setattr(paths, "_MIN_HALF_PARAMETERS", 1)
+    assert choose_dtype(model, "auto", is_exact=False) == torch.float32
+    monkeypatch.setattr(paths, "has_fast_bfloat16", lambda device: True)
+    assert choose_dtype(model, "auto", is_exact=False) == torch.bfloat16
+    assert choose_dtype(model, "auto", is_exact=True) == torch.float32
+    assert choose_dtype(tiny_model("gpt-neox"), "auto", is_exact=False) == torch.float32
+    monkeypatch.setattr(paths, "_MIN_HALF_PARAMETERS", 10_000_000)
+    assert choose_dtype(model, "auto", is_exact=False) == torch.float32
+
+
+def test_replay_in_bfloat16_is_refused() -> None:
+    config = SortedConfig(engine={"dtype": "bfloat16", "max_new_tokens": 64}, schedule={"strategy": "sorted-replay"})
+    with pytest.raises(ConfigError, match=r"engine\.dtype = float32, or set"):
+        build_engine(config, tiny_model(), config.knobs)
+
+
+def test_greedy_equals_generate_on_200_prompts() -> None:
+    model = tiny_model("llama-gqa")
+    prompts = torch.randint(23, (200, 9), generator=torch.Generator().manual_seed(4))
+    with torch.no_grad():
+        options = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0}
+        expected = model.generate(prompts, attention_mask=torch.ones_like(prompts), **options)[:, 9:].tolist()
+    base = make_requests(1, budget=24, sampling=Sampling(temperature=0.0))[0]
+    requests = [
+        type(base)(sample=row, attempt=0, prompt=prompt, budget=24, seed=0, sampling=base.sampling)
+        for row, prompt in enumerate(prompts.tolist())
+    ]
+    answers = serve(model, requests, slots=48)
+    assert [answers[row].tokens for row in range(200)] == expected

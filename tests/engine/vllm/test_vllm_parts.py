@@ -1,0 +1,275 @@
+"""The parts of the vLLM engine that run without vLLM: weights on their way, verdicts, terms, and what is missing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from sortedrl.config import SortedConfig
+from sortedrl.engine.base import Request, Sampling
+from sortedrl.engine.local.attempt import Attempt
+from sortedrl.engine.local.module_decoder import Geometry
+from sortedrl.engine.vllm import core as vllm_core
+from sortedrl.engine.vllm import weights as vllm_weights
+from sortedrl.engine.vllm.abort_flag import HaltFlag, Halts
+from sortedrl.engine.vllm.engine import needed_kv_bytes
+from sortedrl.engine.vllm.request import Check, Flight, Turn
+from sortedrl.engine.vllm.sampling_args import Terms
+from sortedrl.engine.vllm.weights import WeightFolder
+from sortedrl.errors import ConfigError, EngineError
+from sortedrl.records import FinishReason, Mode
+from sortedrl.run.build.parts import build_engine
+from sortedrl.run.doctor import examine
+from tests.support.tiny_models import shake, tiny_model
+
+
+def entry(**logprobs: float) -> dict[int, SimpleNamespace]:
+    return {int(token.strip("t")): SimpleNamespace(logprob=value) for token, value in logprobs.items()}
+
+
+def output(
+    tokens: list[int], *, logprob: float = -0.5, reason: str | None = None, prompt: list | None = None
+) -> SimpleNamespace:
+    """As vLLM gives it, so far as a flight looks at it."""
+    logprobs = [{token: SimpleNamespace(logprob=logprob)} for token in tokens]
+    answer = SimpleNamespace(token_ids=tokens, logprobs=logprobs, finish_reason=reason)
+    return SimpleNamespace(outputs=[answer], prompt_logprobs=prompt, num_cached_tokens=0)
+
+
+def flight(cached: tuple[int, ...] = (), mode: Mode = Mode.FRESH, budget: int = 4, **changes) -> Flight:
+    request = Request(sample=1, attempt=0, prompt=[8, 9], budget=budget, seed=3, sampling=Sampling(), mode=mode)
+    request.cached = cached
+    for name, value in changes.items():
+        setattr(request, name, value)
+    return Flight.begin(Attempt.begin(request))
+
+
+# Weights
+
+
+def test_a_tied_head_is_written_once_and_updates_reach_the_file() -> None:
+    model = tiny_model()  # its head is tied to the embedding
+    folder = WeightFolder(model, torch.float32)
+    names = set(load_file(folder.weights))
+    assert "model.embed_tokens.weight" in names
+    assert "lm_head.weight" not in names
+    shake(model, 0.1, seed=1)
+    folder.write(model)
+    written = load_file(folder.weights)
+    assert set(written) == names
+    assert torch.equal(written["model.embed_tokens.weight"], model.lm_head.weight)
+    folder.close()
+    assert not folder.path.exists()
+
+
+def test_weights_are_written_in_the_engines_type() -> None:
+    model = tiny_model("qwen3")
+    folder = WeightFolder(model, torch.bfloat16)
+    written = load_file(folder.weights)
+    assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
+    assert torch.equal(written["lm_head.weight"], model.lm_head.weight.to(torch.bfloat16))
+    with pytest.raises(EngineError, match="publish the model that the engine was made of"):
+        folder.write(tiny_model("gpt-neox"))
+    folder.close()
+
+
+def test_folders_of_killed_processes_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_weights, "_SHARED_MEMORY", tmp_path)
+    gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    orphan = tmp_path / f"sortedrl-vllm-{int(gone.stdout)}-x"
+    others = [tmp_path / f"sortedrl-vllm-{os.getpid()}-y", tmp_path / "something-else"]
+    for folder in (orphan, *others):
+        folder.mkdir()
+    mine = WeightFolder(tiny_model(), torch.float32)
+    assert not orphan.exists()
+    assert all(folder.exists() for folder in others)
+    assert mine.path.parent == tmp_path
+    mine.close()
+
+
+# What a request tells the worker
+
+
+def test_terms_survive_the_way_to_the_worker() -> None:
+    sampling = Sampling(temperature=0.7, top_k=5, top_p=0.9, min_p=0.01)
+    terms = Terms(seed=(1 << 63) - 1, start=5, sampling=sampling, tolerance=0.1)
+    assert Terms.of(terms.extra_args()) == terms
+    assert Terms.of({"other": 1}) is None
+    assert Terms.of(None) is None
+    assert 0 <= Terms(seed=-1, start=0, sampling=Sampling()).extra_args()["sortedrl"][0] < 1 << 64
+
+
+def test_params_are_what_the_request_asks_for() -> None:
+    resumed = flight((4, 5, 6), Mode.RESUME, budget=10, sampling=Sampling(temperature=0.6, stop_tokens=(1, 2)))
+    params = resumed.params(dict, "delta")
+    assert (params["max_tokens"], params["temperature"], params["stop_token_ids"]) == (7, 0.6, [1, 2])
+    assert (params["prompt_logprobs"], params["logprobs"], params["ignore_eos"]) == (None, 0, True)
+    assert Terms.of(params["extra_args"]) == Terms(seed=3, start=3, sampling=Sampling(temperature=0.6))
+    assert flight((4, 5), Mode.REPLAY).params(dict, "delta")["prompt_logprobs"] == 1
+
+
+# What vLLM's outputs mean
+
+
+def test_a_verdict_ends_at_the_first_token_that_does_not_stand() -> None:
+    kept = Check.read([4, 5], [entry(t4=-1.0), entry(t5=-2.0)], [False] * 2)
+    assert (kept.accepted, kept.logprobs, kept.drawn) == (2, [-1.0, -2.0], None)
+    positions = [entry(t4=-1.0), entry(t5=-2.0, t7=-0.5), entry(t6=-0.1)]
+    cut = Check.read([4, 5, 6], positions, [False] * 3)
+    assert (cut.accepted, cut.logprobs, cut.drawn) == (1, [-1.0], (7, -0.5))
+    fed = Check.read([4, 5, 6], positions, [False, True, False])
+    assert (fed.accepted, fed.logprobs, fed.drawn) == (3, [-1.0, 0.0, -0.1], None)
+
+
+def test_a_flight_ends_as_vllm_says() -> None:
+    plain = flight()
+    assert plain.take(output([3, 2]), 1.0) is Turn.ON
+    assert plain.take(output([3, 3], reason="length"), 2.0) is Turn.FINISHED
+    assert (plain.attempt.tokens, plain.attempt.ending) == ([3, 2, 3, 3], FinishReason.LENGTH)
+    assert (plain.attempt.slot_mark, plain.clock) == (1.0, 2.0)
+    stopped = flight()
+    assert stopped.take(output([3], reason="abort"), 1.0) is Turn.STOPPED
+    assert flight().take(output([3], logprob=float("nan")), 1.0) is Turn.BROKEN
+    assert flight().take(output([], reason="error"), 1.0) is Turn.FAILED
+
+
+def test_a_stop_string_ends_a_flight_that_vllm_goes_on_with() -> None:
+    request = Request(sample=1, attempt=0, prompt=[8], budget=9, seed=3, sampling=Sampling(stop_strings=("bc",)))
+    stopped = Flight.begin(Attempt.begin(request, lambda tokens: "".join("abcde"[token] for token in tokens)))
+    assert stopped.take(output([2, 1]), 1.0) is Turn.ON
+    assert stopped.take(output([2, 4]), 2.0) is Turn.FINISHED  # two at once: the second is none of the answer's
+    assert (stopped.attempt.tokens, stopped.attempt.ending, stopped.num_decoded) == ([2, 1, 2], FinishReason.STOP, 1)
+    assert stopped.is_open
+
+
+def test_a_step_that_was_broken_off_writes_nothing() -> None:
+    stopped = flight()
+    assert stopped.take(output([3]), 1.0) is Turn.ON
+    stopped.is_stopped = True
+    assert stopped.take(output([0], logprob=float("nan")), 2.0) is Turn.ON
+    assert stopped.take(output([0], logprob=float("nan"), reason="stop"), 3.0) is Turn.STOPPED
+    assert (stopped.attempt.tokens, stopped.num_decoded) == ([3], 0)
+
+
+class Runner:
+    """As much of vLLM's model runner as a halt touches."""
+
+    def __init__(self) -> None:
+        self.model: Any = torch.nn.Module()
+        self.model.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
+        self.model.compute_logits = lambda hidden_td: torch.ones(len(hidden_td), 7)
+        sizes = {"get_hidden_size": lambda: 4, "get_vocab_size": lambda: 7}
+        self.model_config = SimpleNamespace(dtype=torch.float32, **sizes)
+        self.num_layers = 0
+
+    def _model_forward(self, positions: torch.Tensor) -> torch.Tensor:
+        hidden_td = torch.ones(len(positions), 4)
+        for layer in self.model.layers:
+            hidden_td = layer(hidden_td)
+            self.num_layers += 1
+        return hidden_td
+
+
+def test_a_raised_flag_ends_the_forward_pass_before_the_next_layer(tmp_path: Path) -> None:
+    mine, theirs = HaltFlag(tmp_path / "halt"), HaltFlag(tmp_path / "halt")
+    runner = Runner()
+    halts = Halts(runner, theirs)
+    whole = runner._model_forward(positions=torch.arange(2))
+    assert (runner.num_layers, halts.has_halted) == (3, False)
+    assert runner.model.compute_logits(whole).tolist() == [[1.0] * 7] * 2
+    runner.model.layers[0].register_forward_hook(lambda *_: raised.enter_context(mine.raised()))
+    with ExitStack() as raised:
+        broken = runner._model_forward(positions=torch.arange(2))
+    assert (runner.num_layers, halts.has_halted) == (4, True)
+    assert broken.shape == whole.shape
+    assert runner.model.compute_logits(broken).tolist() == [[0.0] * 7] * 2
+    assert not theirs.is_raised
+
+
+def test_a_replay_goes_on_where_its_tokens_stand() -> None:
+    prompt = [None, entry(t9=0.0)]
+    whole = flight((4, 5), Mode.REPLAY)
+    assert whole.take(output([6], prompt=[*prompt, entry(t4=-1.0), entry(t5=-2.0)]), 1.0) is Turn.ON
+    assert (whole.attempt.tokens, whole.attempt.verified, whole.num_decoded) == ([4, 5, 6], 2, 1)
+    again = flight((4, 5), Mode.REPLAY)
+    assert again.take(output([6], prompt=[*prompt, entry(t4=-1.0, t3=-0.2), entry(t5=-2.0)]), 1.0) is Turn.AGAIN
+    assert (again.attempt.tokens, again.attempt.verified, again.is_open) == ([3], 0, True)
+    # Complete as it stands: the token that vLLM writes behind it is none of the answer's.
+    done = flight((4, 5), Mode.REPLAY, budget=2)
+    assert not done.is_complete
+    assert (
+        done.take(output([6], reason="length", prompt=[*prompt, entry(t4=-1.0), entry(t5=-2.0)]), 1.0) is Turn.FINISHED
+    )
+    assert done.attempt.tokens == [4, 5]
+
+
+# What is missing
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
+    real = importlib.metadata.version
+
+    def look_up(name: str) -> str:
+        if name not in vllm_core.DISTRIBUTIONS:
+            return real(name)
+        if version is None or name == "vllm":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(importlib.metadata, "version", look_up)
+
+
+@pytest.mark.parametrize(
+    ("version", "message"),
+    [(None, r"not installed: pip install 'sortedrl\[vllm\]'"), ("0.31.9", r"vLLM 0\.31\.9 is installed.*drives 0\.32")],
+)
+def test_a_vllm_that_cannot_be_driven_is_named(
+    version: str | None, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed(monkeypatch, version)
+    config = SortedConfig(engine={"kind": "vllm"})
+    with pytest.raises(EngineError, match=message):
+        build_engine(config, tiny_model(), config.knobs)
+
+
+def test_replay_in_bfloat16_is_refused_with_the_alternatives() -> None:
+    config = SortedConfig(engine={"kind": "vllm", "dtype": "bfloat16"}, schedule={"strategy": "sorted-replay"})
+    with pytest.raises(ConfigError, match=r"engine\.dtype = float32, or set .* to resume, restart or wait"):
+        build_engine(config, tiny_model(), config.knobs)
+
+
+def test_memory_for_all_slots_is_counted_in_blocks() -> None:
+    # Two layers, four heads of 8: 512 bytes a token. Three answers of 40 take two blocks of 32 each; one is spare.
+    assert needed_kv_bytes(Geometry.of(tiny_model()), 3, 40, torch.float32) == 7 * 32 * 512
+    assert SortedConfig(engine={"kv_gb": 0.5}).engine.kv_gb == 0.5
+    with pytest.raises(ConfigError, match=r"engine\.kv_gb"):
+        SortedConfig(engine={"kv_gb": 0})
+
+
+def test_doctor_tells_of_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def told() -> tuple[bool, str]:
+        (found,) = (finding for finding in examine() if finding.name == "engine vllm")
+        return found.is_fine, found.text
+
+    installed(monkeypatch, None)
+    assert told() == (True, f"not here: {vllm_core.INSTALL}")
+    installed(monkeypatch, "0.32.4")
+    assert told()[0]
+    assert "vLLM 0.32.4" in told()[1]
+    installed(monkeypatch, "1.0.0")
+    assert not told()[0]
+    path = tmp_path / "run.toml"
+    path.write_text('[engine]\nkind = "vllm"\n', encoding="utf-8")
+    (found,) = (finding for finding in examine(path) if finding.name == "model")
+    assert not found.is_fine
+    assert "this release drives 0.32" in found.text

@@ -1,0 +1,137 @@
+"""A Llama's layers in compiled code against the model's own modules, and when those run instead."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sortedrl.learner import llama
+from sortedrl.learner import native_layers as layers
+from sortedrl.learner import pack as packing
+from sortedrl.learner.pack import MicroBatch, pack
+from sortedrl.learner.torch import TorchLearner
+from tests.learner.test_pack import ADVANTAGES, MIXED, assert_same, make, weigh
+from tests.learner.test_torch_learner import Settings, make_batch, make_model, weights
+from tests.support.tiny_models import needs_compiler, tiny_model
+
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+SHAPES: dict[str, dict[str, Any]] = {
+    "tied": {"num_key_value_heads": 4, "tie_word_embeddings": True},  # heads of 8: half a tile
+    "three queries a key": {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 10},
+    "one head": {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 48},
+    "positions that scale": {"num_key_value_heads": 2, "head_dim": 16, "rope_parameters": YARN},
+    "no small epsilon": {"num_key_value_heads": 2, "rms_norm_eps": 0.5},
+}
+ALONE = [(number, 1, length) for number, length in enumerate((1, 2, 15, 16, 17, 33, 50))]  # tiles and their edges
+
+
+def by_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "is_lean", lambda model, layout: False)
+
+
+def micro_of(lengths: list[tuple[int, int, int]]) -> MicroBatch:
+    (micro,) = pack(make(lengths), ADVANTAGES[: len(lengths)], 1000)
+    return micro
+
+
+@needs_compiler
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("lengths", [MIXED, ALONE], ids=["siblings", "alone"])
+def test_it_gives_the_log_probs_and_gradients_of_the_modules(
+    shape: str, lengths: list[tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, micro = tiny_model("llama", **SHAPES[shape]), micro_of(lengths)
+    assert llama.is_lean(model, micro.layout)
+    ours_a, ours = weigh(model, [micro])
+    by_modules(monkeypatch)
+    theirs_a, theirs = weigh(model, [micro])
+    torch.testing.assert_close(ours_a, theirs_a, rtol=1e-5, atol=1e-5)
+    assert_same(ours, theirs, 1e-5)
+    assert float((ours["model.norm.weight"] - theirs["model.norm.weight"]).abs().max()) > 0  # it is another way
+
+
+@needs_compiler
+def test_a_row_of_many_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, micro = tiny_model("llama-gqa"), micro_of([(0, 30, 400), (1, 5, 131)])
+    ours_a, ours = weigh(model, [micro])
+    by_modules(monkeypatch)
+    theirs_a, theirs = weigh(model, [micro])
+    torch.testing.assert_close(ours_a, theirs_a, rtol=1e-5, atol=1e-4)
+    assert_same(ours, theirs, 1e-5)
+
+
+@needs_compiler
+def test_weights_that_are_not_trained_get_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, micro = tiny_model("llama-gqa"), micro_of(MIXED)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("mlp.up" in name or "layers.1.self_attn.k" in name)
+    _, ours = weigh(model, [micro])
+    by_modules(monkeypatch)
+    _, theirs = weigh(model, [micro])
+    assert len(ours) == 3
+    assert_same(ours, theirs, 1e-5)
+
+
+@needs_compiler
+def test_an_update_is_that_of_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A critic, which hears what the output layer reads, and a reference, which is scored without gradients."""
+
+    def update() -> tuple[dict[str, Tensor], dict[str, float]]:
+        model = make_model()
+        learner = TorchLearner(model, Settings(algorithm="ppo", kl_coef=0.1, inner_steps=2), temperature=0.7)
+        result = learner.start(make_batch(model, off_policy=0.2)).result()
+        return weights(model), result.metrics
+
+    ours, our_metrics = update()
+    by_modules(monkeypatch)
+    theirs, their_metrics = update()
+    assert our_metrics == pytest.approx(their_metrics, rel=1e-4, abs=1e-5)
+    # AdamW's first steps divide a gradient by its own size: of one that is all but 0, rounding is left.
+    difference = torch.cat([(ours[name] - value).flatten() for name, value in theirs.items()])
+    assert float((difference.abs() > 1e-5).float().mean()) < 0.01
+
+
+@needs_compiler
+def test_which_models_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = micro_of(MIXED).layout
+
+    def taken(kind: str = "llama", change: Callable[[Any], object] = lambda model: None, **changes: Any) -> bool:
+        model = tiny_model(kind, **changes)
+        change(model)
+        return llama.is_lean(model, layout)
+
+    assert taken()
+    assert not taken("qwen2")
+    assert not taken(attention_bias=True)
+    assert not taken(attention_dropout=0.1)
+    assert not taken(hidden_act="gelu")
+    assert not taken(intermediate_size=44)  # no whole vectors
+    assert not taken(change=lambda model: model.bfloat16())
+    assert not taken(change=lambda model: model.gradient_checkpointing_enable())
+    assert not taken(change=lambda model: model.model.layers[1].mlp.register_forward_hook(lambda *_: None))
+    assert taken(change=lambda model: model.lm_head.register_forward_hook(lambda *_: None))  # which is called
+    monkeypatch.setattr(llama, "MAX_LENGTH", max(length for _, length in layout.shapes) - 1)
+    assert not taken()
+    monkeypatch.undo()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert not taken()
+
+
+def test_without_a_compiler_the_modules_run(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    model, micro = tiny_model("llama"), micro_of(MIXED)
+    monkeypatch.setenv("CC", "no-such-compiler")
+    layers.load_layers.cache_clear()
+    try:
+        found_a, _ = weigh(model, [micro])
+        assert "no C compiler found: updates run on torch" in caplog.text
+        assert layers.load_layers() is None
+    finally:
+        layers.load_layers.cache_clear()
+    by_modules(monkeypatch)
+    assert torch.equal(found_a, weigh(model, [micro])[0])

@@ -1,0 +1,203 @@
+"""The learner whose ranks are Ray actors: its updates, its state, where it listens, and ranks that fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from sortedrl.config import SortedConfig
+from sortedrl.engine.pool.ray_cluster import connect, disconnect
+from sortedrl.errors import ConfigError, LearnerError
+from sortedrl.learner.sharded.learner import ShardedLearner
+from sortedrl.learner.torch import TorchLearner
+from sortedrl.learner.unscored import SkippingLearner
+from sortedrl.run.checkpoint import load_state, save_checkpoint
+from tests.cli.test_cli import QUICKSTART, SCRIPT, SMALL, WAIT_S, script
+from tests.learner.test_torch_learner import Settings, make_model
+from tests.support.rank_cases import batch_of, run_updates
+
+SETTINGS = Settings(micro_tokens=40, weight_decay=0.1)
+TIMEOUT_S = 20.0
+
+
+class NoTokenizer:
+    """Checkpoints have one beside the weights; here nothing reads it."""
+
+    def save_pretrained(self, folder: Path) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        here = str(Path(__file__).parents[2])  # where the ranks' processes find `Settings`
+        patch.setenv("PYTHONPATH", os.pathsep.join([here, os.environ.get("PYTHONPATH", "")]))
+        connect()
+    yield
+    disconnect()
+
+
+def start_ranks(model: Any, timeout_s: float = TIMEOUT_S) -> tuple[ShardedLearner, Any]:
+    from sortedrl.learner.sharded.ray_ranks import RayRanks
+
+    ranks = RayRanks(2, num_cpus=0.5, num_gpus=0, threads=1, timeout_s=timeout_s)
+    return ShardedLearner(model, SETTINGS, temperature=1.0, ranks=ranks), ranks
+
+
+@pytest.fixture(scope="module")
+def sharded(cluster: None) -> Iterator[tuple[ShardedLearner, Any]]:
+    learner, ranks = start_ranks(make_model())
+    yield learner, ranks
+    learner.close()
+
+
+def check_close(model: Any, other: Any) -> None:
+    theirs = dict(other.named_parameters())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter, theirs[name], rtol=1e-3, atol=1e-5)
+
+
+def test_updates_are_those_of_one_process(sharded: tuple[ShardedLearner, Any], tmp_path: Path) -> None:
+    """And a checkpoint of two ranks goes on in one process."""
+    learner, _ = sharded
+    one = TorchLearner(make_model(), SETTINGS, temperature=1.0)
+    found, wanted = run_updates(learner, 0, 2), run_updates(one, 0, 2)
+    assert [row["loss"] for row in found] == pytest.approx([row["loss"] for row in wanted], rel=1e-5)
+    check_close(learner.source.module, one.model)
+    assert learner.source.module is learner.model  # an engine that was built on it has nothing to copy
+
+    save_checkpoint(tmp_path / "2", learner.model, NoTokenizer(), learner=learner)
+    model = make_model()
+    model.load_state_dict(load_weights(tmp_path / "2"))
+    after = SkippingLearner(model, SETTINGS, temperature=1.0)
+    load_state(tmp_path / "2", after)
+    saved = learner.state_dict()["optimizer"]
+    assert saved.keys() == one.state_dict()["optimizer"].keys()
+    assert all(torch.equal(value, saved[name]) for name, value in after.state_dict()["optimizer"].items())
+    load_state(tmp_path / "2", learner)  # and back into the ranks
+    run_updates(learner, 2, 3), run_updates(after, 2, 3)
+    check_close(learner.model, after.model)
+
+
+def load_weights(folder: Path) -> dict[str, torch.Tensor]:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+
+def test_samples_that_could_not_be_scored_have_no_weight(sharded: tuple[ShardedLearner, Any]) -> None:
+    learner, _ = sharded
+    batch = batch_of(3)
+    for sample in batch.samples:
+        learner.skip(sample.id, sample.attempt)
+    assert learner.start(batch).result().optimizer_steps == 0
+    learner.skip(batch.samples[0].id, batch.samples[0].attempt)
+    metrics = learner.start(batch).result().metrics
+    assert metrics["num_tokens"] == sum(sample.num_tokens for sample in batch.samples[1:])
+
+
+def test_ranks_listen_on_loopback(sharded: tuple[ShardedLearner, Any]) -> None:
+    _, ranks = sharded
+    addresses = {
+        connection.laddr.ip
+        for _, process in ranks.seats
+        for connection in psutil.Process(process).net_connections()
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert addresses
+    assert addresses <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
+
+
+def test_a_rank_that_is_killed_in_the_update(sharded: tuple[ShardedLearner, Any]) -> None:
+    """The last of those that share the ranks."""
+    learner, ranks = sharded
+    before = {name: parameter.clone() for name, parameter in learner.model.named_parameters()}
+    pids = [process for _, process in ranks.seats]
+    os.kill(pids[1], signal.SIGSTOP)  # so that the update cannot be over when it is killed
+    threading.Timer(0.2, os.kill, (pids[1], signal.SIGKILL)).start()
+    with pytest.raises(LearnerError, match=rf"rank 1 of 2 \(process {pids[1]} on .*has died.*resume"):
+        learner.start(batch_of(4))
+    assert all(torch.equal(value, before[name]) for name, value in learner.model.named_parameters())
+    with pytest.raises(LearnerError, match="has died"):
+        learner.start(batch_of(4))
+    deadline = time.monotonic() + 30
+    while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_more_ranks_than_processors() -> None:
+    from sortedrl.run.build.learner import check_room
+
+    config = SortedConfig(learner={"ranks": 2, "rank_cpus": 4096.0})
+    with pytest.raises(ConfigError, match=r"8192 processors .* lower learner.rank_cpus"):
+        check_room(config)
+    check_room(SortedConfig(learner={"ranks": 2, "rank_cpus": 0.25}, engine={"replicas": 2, "replica_cpus": 0.25}))
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs(cluster: None) -> None:
+    learner, ranks = start_ranks(make_model(), timeout_s=5.0)
+    os.kill(ranks.seats[1][1], signal.SIGSTOP)
+    with pytest.raises(LearnerError, match=r"rank 0 of 2 .* failed .*; rank 1 of 2 .* did not answer.*rank_timeout_s"):
+        learner.start(batch_of(0))
+    learner.close()
+
+
+@pytest.mark.slow
+def test_an_error_of_one_rank_names_it(cluster: None) -> None:
+    learner, _ = start_ranks(make_model())
+    state = learner.state_dict()
+    state["optimizer"] = {"no.such.weight/exp_avg": torch.zeros(3)}
+    with pytest.raises(LearnerError, match=r"rank [01] of 2 \(process \d+ on .*\): the optimiser state names 'no.such"):
+        learner.load_state_dict(state)
+    learner.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_whose_rank_was_killed_goes_on_in_one_process(tmp_path: Path) -> None:
+    settings = [*SMALL, "run.dir=out", "run.report=false", "checkpoint.every_updates=2", "run.samples=100000"]
+    with subprocess.Popen(
+        [SCRIPT, "train", str(QUICKSTART), *settings, "learner.ranks=2", "learner.rank_cpus=0.5"],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as run:
+        try:
+            victim = rank_of(run, tmp_path / "out" / "quickstart" / "metrics.jsonl", after_updates=3)
+            victim.kill()
+            _, err = run.communicate(timeout=WAIT_S)
+        finally:
+            run.kill()
+    assert run.returncode == 2, err
+    (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert f"(process {victim.pid} on 127.0.0.1) has died" in line
+    assert "sortedrl train --resume out/quickstart" in err
+    go_on = ["train", "--resume", "out/quickstart", "learner.ranks=1", "run.samples=160", "--json"]
+    done = script(*go_on, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    ledger = json.loads(done.stdout)["runs"][0]["ledger"]
+    assert [ledger[key] for key in ("loaded", "trained", "lost", "duplicated")] == [160, 160, 0, 0]
+    assert script("ledger", "out/quickstart", "--verify", cwd=tmp_path).returncode == 0
+
+
+def rank_of(run: subprocess.Popen[str], metrics: Path, *, after_updates: int) -> psutil.Process:
+    """The process of a rank, once the run has made some updates."""
+    deadline = time.monotonic() + 2 * WAIT_S
+    while not metrics.is_file() or metrics.read_text().count("\n") < after_updates:
+        assert run.poll() is None, "the run has ended by itself"
+        assert time.monotonic() < deadline, "no update was made"
+        time.sleep(0.05)
+    children = psutil.Process(run.pid).children(recursive=True)
+    return next(child for child in children if " ".join(child.cmdline()).startswith("ray::_RankActor"))

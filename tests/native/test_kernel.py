@@ -1,0 +1,168 @@
+"""The compiled kernel: where it comes from, what is done without it, and that nobody else's is loaded."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from sortedrl.engine.base import Sampling
+from sortedrl.engine.local import native_decoder as native
+from sortedrl.engine.local.decoder_choice import make_path
+from sortedrl.engine.local.engine import LocalEngine
+from sortedrl.errors import ModelError
+from sortedrl.native import kernel
+from tests.support.tiny_models import Caller, make_requests, needs_compiler, serve, tiny_model
+
+
+@pytest.fixture
+def forgotten(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """As in a process that has loaded nothing yet, with a cache of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    kernel.load_kernel.cache_clear()
+    yield tmp_path / "cache" / "sortedrl"
+    kernel.load_kernel.cache_clear()
+
+
+@needs_compiler
+def test_it_is_compiled_once_and_kept(forgotten: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kernel.load_kernel() is not None
+    (kept,) = forgotten.iterdir()
+    assert (kept.stat().st_mode & 0o777, forgotten.stat().st_mode & 0o777) == (0o700, 0o700)
+    kernel.load_kernel.cache_clear()
+    monkeypatch.setattr(subprocess, "run", None)  # whoever compiles fails
+    assert kernel.load_kernel() is not None
+
+
+@needs_compiler
+def test_a_kept_kernel_that_others_could_write_is_not_loaded(forgotten: Path) -> None:
+    assert kernel.load_kernel() is not None
+    (kept,) = forgotten.iterdir()
+    kept.unlink()  # another file, since this one is mapped
+    kept.write_bytes(b"no library")
+    kept.chmod(0o720)
+    kernel.load_kernel.cache_clear()
+    assert kernel.load_kernel() is not None
+    assert kept.read_bytes() == b"no library"
+
+
+def test_without_a_compiler_torch_serves(
+    forgotten: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setenv("CC", "no-such-compiler")
+    model, requests = tiny_model(), make_requests(3)
+    engine = LocalEngine(model, slots=3, max_length=64)
+    assert engine.stats().extra["path"] == "lean"
+    assert "no C compiler found" in caplog.text
+    answers = Caller(engine).serve(requests)
+    own = serve(model, requests, path="module")
+    assert {s: a.tokens for s, a in answers.items()} == {s: a.tokens for s, a in own.items()}
+    with pytest.raises(ModelError, match="a C compiler"):
+        LocalEngine(model, slots=3, max_length=64, path="native")
+
+
+def test_a_compiler_that_fails_is_told_and_no_more(
+    forgotten: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CC", "false")
+    assert kernel.load_kernel() is None
+    assert "could not be compiled" in caplog.text
+    assert list(forgotten.iterdir()) == []
+
+
+@needs_compiler
+def test_which_models_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def path_of(model, dtype=torch.float32) -> str:
+        return make_path(model, "auto", slots=1, max_length=16, dtype=dtype)[1].name
+
+    assert path_of(tiny_model("llama")) == "native"
+    assert path_of(tiny_model("llama"), torch.bfloat16) == "lean"
+    assert path_of(tiny_model("llama", num_attention_heads=8, num_key_value_heads=8)) == "lean"  # heads of 4
+    assert path_of(tiny_model("gpt-neox")) == "module"
+    large = tiny_model("llama", vocab_size=70_000)  # 2.2 million parameters
+    for capability, expected in (("AVX2", "native"), ("AVX512", "lean"), ("DEFAULT", "lean")):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
+        assert path_of(large) == expected
+
+
+@needs_compiler
+def test_a_prefill_is_what_decoding_is_to_the_last_bit() -> None:
+    """40 tokens at once, in pieces of 1 to 20 among others, and one by one."""
+    model = tiny_model("llama-gqa")
+    tokens_t = torch.randint(23, (40,), generator=torch.Generator().manual_seed(0))
+    cache, decoder = make_path(model, "native", slots=3, max_length=40, dtype=torch.float32)
+    with torch.inference_mode():
+        whole = cache.plan_prefill([1], [40])
+        expected = decoder.forward(tokens_t, whole.positions_t, None, whole)
+        for position in range(40):
+            step = cache.plan_decode([position + 1] * 3)
+            others_t = torch.tensor([int(tokens_t[position]), (position * 7) % 23, int(tokens_t[position])])
+            found = decoder.forward(others_t, step.positions_t, None, step)
+            assert torch.equal(found[0], expected[position])
+            assert torch.equal(found[2], expected[position])
+        several = cache.plan_prefill([0, 1, 2], [11, 20, 40])
+        packed_t = torch.cat([tokens_t[:11], tokens_t[:20], tokens_t])
+        rows_r = torch.tensor([0, 10, 11, 30, 31, 50, 70])
+        found = decoder.forward(packed_t, several.positions_t, rows_r, several)
+        assert torch.equal(found, expected[torch.tensor([0, 10, 0, 19, 0, 19, 39])])
+
+
+@needs_compiler
+@pytest.mark.parametrize("heads", [(1, 1), (4, 2), (3, 1), (4, 1), (6, 1)])  # queries that share a key: 1, 2, 3, 4, 6
+def test_threads_change_nothing(monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int]) -> None:
+    """A prefill of two chunks and steps of 1 to 9 slots, by one thread and by three; and the model's own modules."""
+    model = tiny_model("llama", num_attention_heads=heads[0], num_key_value_heads=heads[1], head_dim=24, hidden_size=48)
+    tokens_t = torch.randint(23, (120,), generator=torch.Generator().manual_seed(0))
+    rows_r = torch.tensor([0, 7, 95, 96, 119])
+
+    def logits(num_threads: int) -> list[torch.Tensor]:
+        monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+        cache, decoder = make_path(model, "native", slots=9, max_length=128, dtype=torch.float32)
+        whole = cache.plan_prefill([8], [120])
+        found = [decoder.forward(tokens_t, whole.positions_t, rows_r, whole)]
+        for slots in range(1, 10):
+            step = cache.plan_decode([1] * slots)
+            found.append(decoder.forward(tokens_t[:slots], step.positions_t, None, step))
+        return found
+
+    monkeypatch.setattr(native, "_THREADED", 0)
+    with torch.inference_mode():
+        alone, together = logits(1), logits(3)
+        assert all(torch.equal(one, three) for one, three in zip(alone, together, strict=True))
+        own = model(tokens_t[None]).logits[0, rows_r]
+        torch.testing.assert_close(alone[0], own, rtol=0, atol=1e-4)
+
+
+@needs_compiler
+def test_an_interrupt_between_threads_leaves_none_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_THREADED", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    cache, decoder = make_path(tiny_model(), "native", slots=2, max_length=16, dtype=torch.float32)
+    assert isinstance(decoder, native.NativeDecoder)
+    tokens_t, step = torch.tensor([1, 2]), cache.plan_decode([1, 1])
+    expected = decoder.forward(tokens_t, step.positions_t, None, step)
+    pool, started = decoder._threads._others, []
+    submit = pool.submit
+
+    def interrupted(*arguments):
+        started.append(submit(*arguments))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pool, "submit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        decoder.forward(tokens_t, step.positions_t, None, step)
+    assert started[0].done()
+    assert torch.equal(decoder.forward(tokens_t, step.positions_t, None, step), expected)
+
+
+@needs_compiler
+def test_long_answers_are_greedy_ones_of_the_model() -> None:
+    """Past several blocks of keys and chunks of tokens."""
+    model = tiny_model("llama")
+    requests = make_requests(5, budget=90, sampling=Sampling(temperature=0.0))
+    found, own = (serve(model, requests, slots=5, path=path) for path in ("native", "module"))
+    assert {s: a.tokens for s, a in found.items()} == {s: a.tokens for s, a in own.items()}

@@ -1,0 +1,158 @@
+"""Property tests: the five guarantees of docs/scheduling.md, for every preset, on random schedules."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sortedrl.engine.base import Request
+from sortedrl.errors import ConfigError
+from sortedrl.records import Sample
+from sortedrl.schedule import Admission, Harvest, Order, Strategy, resolve_knobs
+from sortedrl.telemetry import events
+from tests.support.scripted import Run, ScriptedPolicy, scripted_run, uniform
+
+MANY = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@st.composite
+def runs(draw: st.DrawFn, strategy: Strategy) -> Run:
+    siblings = draw(st.sampled_from([1, 1, 2, 3]))
+    update_batch = siblings * draw(st.integers(1, 4))
+    explicit = {
+        "cohort_batches": draw(st.sampled_from([None, 1, 2, 3])),
+        "order": draw(st.sampled_from([None, *Order])),
+    }
+    if strategy in (Strategy.SYNC, Strategy.TAIL_BATCHING):
+        explicit.pop("cohort_batches")
+    if strategy not in (Strategy.SYNC, Strategy.SYNC_LARGE, Strategy.APRIL, Strategy.TAIL_BATCHING):
+        explicit["lookahead"] = draw(st.sampled_from([None, 0, 1, 2]))
+        explicit["max_staleness"] = draw(st.sampled_from([None, None, 0, 1, 2, "none"]))
+        explicit["on_bound"] = draw(st.sampled_from([None, "replay", "restart", "wait"]))
+        explicit["interrupted"] = draw(st.sampled_from([None, None, "resume", "replay", "restart"]))
+        explicit["overlap"] = draw(st.sampled_from([None, None, True]))
+        explicit["admission"] = draw(st.sampled_from([None, *(a for a in Admission if a != Admission.TAIL_LAST)]))
+    try:
+        knobs = resolve_knobs(strategy, update_batch, **explicit)
+    except ConfigError:
+        knobs = resolve_knobs(strategy, update_batch, **{**explicit, "on_bound": "restart"})
+    failure_rate, seed = draw(st.sampled_from([0.0, 0.0, 0.2])), draw(st.integers(0, 10**6))
+
+    def fails(request: Request) -> int | None:
+        doomed = uniform("fail", seed, request.sample, request.attempt) < failure_rate
+        return len(request.cached) + int(4 * uniform("when", request.sample, request.attempt)) if doomed else None
+
+    return scripted_run(
+        knobs,
+        policy=ScriptedPolicy(
+            longest=draw(st.sampled_from([1, 3, 12, 40])),
+            length_change=draw(st.sampled_from([0.0, 0.2, 0.9])),
+            divergence=draw(st.sampled_from([0.0, 0.01, 0.2])),
+        ),
+        slots=draw(st.integers(1, 9)),
+        num_samples=siblings * draw(st.integers(1, 25)),
+        siblings=siblings,
+        grouped=siblings > 1 and draw(st.booleans()),
+        budget=draw(st.sampled_from([4, 30, 64])),
+        update_s=draw(st.sampled_from([0.0, 1.0, 5.0, 2.5])),
+        score_lag=draw(st.sampled_from([0, 0, 1, 3])),
+        run_seed=seed,
+        fails=fails,
+    )
+
+
+@pytest.mark.parametrize("strategy", list(Strategy))
+def test_guarantees_hold(strategy: Strategy) -> None:
+    @MANY
+    @given(run=runs(strategy))
+    def check(run: Run) -> None:
+        assert run.controller.run()
+        assert_exactly_once(run)
+        assert_no_starvation(run)
+        assert_staleness(run)
+        assert_batch_sizes(run)
+        assert_budgets(run)
+        assert_logprobs_of_named_version(run)
+        assert_tokens_add_up(run)
+
+    check()
+
+
+def assert_exactly_once(run: Run) -> None:
+    trained = [sample.id for sample in run.trained]
+    assert sorted(trained) == list(range(run.controller.total_samples))
+    assert not run.controller.buffer.samples
+    assert not run.engine.running
+
+
+def assert_no_starvation(run: Run) -> None:
+    bound = run.controller.knobs.cohort_updates
+    loaded_at = {e.cohort: e.update for e in run.events if isinstance(e, events.CohortLoaded)}
+    for batch in run.learner.batches:
+        for sample in batch.samples:
+            assert bound is None or batch.update < loaded_at[sample.cohort] + bound
+
+
+def assert_staleness(run: Run) -> None:
+    bound = run.controller.knobs.max_staleness
+    for batch in run.learner.batches:
+        for sample in batch.samples:
+            assert all(batch.version >= version for version in sample.versions)
+            assert bound is None or all(batch.version - version <= bound for version in sample.versions)
+
+
+def assert_batch_sizes(run: Run) -> None:
+    """With overlap a batch exceeds U, by more than siblings that are taken whole, only for what cannot wait."""
+    knobs = run.controller.knobs
+    loaded_at = {e.cohort: e.update for e in run.events if isinstance(e, events.CohortLoaded)}
+    for batch in run.learner.batches if knobs.overlap and knobs.harvest == Harvest.BATCH else ():
+        groups: dict[object, list[Sample]] = {}
+        for sample in batch.samples:
+            groups.setdefault(sample.group if run.controller.buffer.grouped else sample.id, []).append(sample)
+        can_wait = [
+            group
+            for group in groups.values()
+            if not (knobs.cohort_updates and batch.update + 1 >= loaded_at[group[0].cohort] + knobs.cohort_updates)
+            and (
+                knobs.max_staleness is None
+                or all(batch.version + 1 - version <= knobs.max_staleness for s in group for version in s.versions)
+            )
+        ]
+        assert not can_wait or len(batch.samples) < knobs.update_batch + max(map(len, groups.values()))
+
+
+def assert_budgets(run: Run) -> None:
+    for sample in run.trained:
+        assert sample.num_tokens <= sample.budget
+        assert len(sample.tokens) == len(sample.logprobs) == len(sample.versions)
+
+
+def assert_logprobs_of_named_version(run: Run) -> None:
+    policy = run.engine.script
+    for sample in run.trained:
+        written = zip(sample.tokens, sample.logprobs, sample.versions, strict=True)
+        for position, (token, logprob, version) in enumerate(written):
+            assert token == policy.token(sample.seed, position, version)
+            assert logprob == policy.logprob(sample.seed, position, version)
+
+
+def assert_tokens_add_up(run: Run) -> None:
+    """What was decoded was trained or thrown away; each trained token's slot time is counted once."""
+    rejected = sum(e.cached - e.accepted for e in run.events if isinstance(e, events.AttemptVerified))
+    discarded = sum(e.discarded for e in run.events if isinstance(e, events.SampleRequeued))
+    trained = sum(sample.num_tokens for sample in run.trained)
+    assert run.engine.stats().decoded_tokens == trained + discarded + rejected
+    slot_s = sum(segment.slot_s for sample in run.trained for segment in sample.segments)
+    assert slot_s == pytest.approx(trained * run.engine.step_s)
+
+
+def test_decisions_do_not_depend_on_time() -> None:
+    knobs = resolve_knobs(Strategy.SORTED_REPLAY, 4, lookahead=1)
+    policy = ScriptedPolicy(longest=30, length_change=0.3, divergence=0.05)
+    first, second = (
+        scripted_run(knobs, policy=policy, slots=4, num_samples=40, update_s=update_s) for update_s in (0.0, 7.0)
+    )
+    assert first.controller.run()
+    assert second.controller.run()
+    assert first.batches == second.batches

@@ -1,0 +1,147 @@
+"""`doctor` finds what a run would trip over, and says what to do."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sortedrl.config import SortedConfig
+from sortedrl.run.doctor import Finding, Target, examine
+from sortedrl.run.estimate import forecast_run
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+QUICKSTART = CONFIGS / "quickstart.toml"
+
+
+def by_name(findings: list[Finding]) -> dict[str, Finding]:
+    assert len({finding.name for finding in findings}) == len(findings)
+    return {finding.name: finding for finding in findings}
+
+
+def test_this_machine_can_run_it() -> None:
+    found = by_name(examine())
+    assert {"python", "torch", "transformers", "devices", "engine local", "disk"} <= set(found)
+    assert found["torch"].text == importlib.metadata.version("torch")
+    assert "config" not in found
+    assert "large models of the Llama family" in found["engine local"].text
+    assert all(finding.is_fine for finding in found.values() if finding.name != "disk")
+
+
+def test_the_shipped_configuration_is_sound() -> None:
+    assert all(finding.is_fine for finding in examine(QUICKSTART) if finding.name != "disk")
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_shipped_configuration_loads_and_has_an_estimate(path: Path) -> None:
+    config = SortedConfig.load(path)
+    assert config.run.name == path.stem  # so that recipes do not overwrite each other's runs
+    if path.stem.endswith("smollm2"):  # its folder may not be here: its shape is known by name
+        assert forecast_run(config, Path("nowhere"), hardware="cpu", devices=1, from_run=None).fits
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "too_few"),
+    [("kk-llama3-8b", 8, 2), ("math-qwen2.5-32b", 32, 12), ("scale-8gpu", 8, 4), ("scale-4nodes", 32, 16)],
+)
+def test_recipes_for_accelerators_fit_as_many_as_they_say(name: str, devices: int, too_few: int) -> None:
+    path = CONFIGS / f"{name}.toml"
+    found = by_name(examine(path, Target(hardware="h100", devices=devices)))
+    assert all(finding.is_fine for finding in found.values() if finding.name != "disk")
+    assert f"{devices} x h100" in found["memory"].text
+    assert "not on this machine" in found["model"].text
+    few = by_name(examine(path, Target(hardware="h100", devices=too_few)))
+    assert not few["memory"].is_fine
+
+
+def test_the_recipe_for_one_accelerator_fits_it() -> None:
+    found = by_name(examine(CONFIGS / "scale-1gpu.toml", Target(hardware="h100")))
+    assert found["memory"].is_fine, found["memory"].text
+
+
+def test_a_sound_configuration_is_told_in_its_own_terms(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("[schedule]\nupdate_batch = 16\nlookahead = 2\n[engine]\nslots = 8\n", encoding="utf-8")
+    found = by_name(examine(path))
+    assert found["config"].is_fine
+    assert "sorted-replay, 8 slots, update batch 16, cohorts of 64" in found["config"].text
+    assert "within 12 updates, staleness 0" in found["config"].text
+    assert found["model"].is_fine
+    assert "fits the engine" in found["model"].text
+    assert found["memory"].is_fine
+    assert "kv cache" in found["memory"].text
+    assert "if answers take 128 tokens (512 updates" in found["time"].text
+
+
+def test_ranks_are_told_with_what_they_talk_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("[learner]\nranks = 2\n")
+    found = {finding.name: finding for finding in examine(path)}
+    assert found["ranks"].is_fine
+    assert found["ranks"].text == "2, over gloo"
+    assert "each of 2 ranks" in found["memory"].text
+    monkeypatch.setattr("torch.distributed.is_gloo_available", lambda: False)
+    found = {finding.name: finding for finding in examine(path)}
+    assert not found["ranks"].is_fine
+    assert "this torch has no gloo" in found["ranks"].text
+
+
+def test_bounds_that_are_not_there_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('[schedule]\nstrategy = "april"\n', encoding="utf-8")
+    text = by_name(examine(path))["config"].text
+    assert "consumed within no bound, staleness unbounded" in text
+
+
+@pytest.mark.parametrize(
+    ("toml", "name", "message"),
+    [
+        ("[run\n", "config", "not valid TOML"),
+        ("[engine]\nslots = 0\n", "config", "engine.slots"),
+        ("[shedule]\n", "config", "did you mean schedule?"),
+        ('[schedule]\nstrategy = "async"\nmax_staleness = 0\n', "config", "cannot be kept"),
+        ('[task]\nname = "chess"\n', "task", "'chess' is not known: the tasks are"),
+        ("[task]\npeople = { 9 = 1.0 }\n", "task", "numbers of people from 2 to 5"),
+        ('[model]\npath = "nowhere"\n', "model", "'nowhere' is no folder"),
+        ("[engine]\nmax_new_tokens = 5000\n", "model", "lower the token budget"),
+    ],
+)
+def test_a_broken_configuration_is_named(toml: str, name: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(toml, encoding="utf-8")
+    finding = by_name(examine(path))[name]
+    assert not finding.is_fine
+    assert message in finding.text
+
+
+def test_a_missing_configuration_is_named(tmp_path: Path) -> None:
+    finding = by_name(examine(tmp_path / "none.toml"))["config"]
+    assert not finding.is_fine
+    assert "none.toml" in finding.text
+
+
+def missing(name: str) -> Callable[[str], str]:
+    real = importlib.metadata.version
+
+    def version(asked: str) -> str:
+        if asked == name:
+            raise importlib.metadata.PackageNotFoundError(asked)
+        return real(asked)
+
+    return version
+
+
+def test_a_missing_package_and_a_full_disk_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    usage: Any = type("Usage", (), {"free": 2**20})
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+    monkeypatch.setattr(importlib.metadata, "version", missing("safetensors"))
+    found = by_name(examine())
+    assert (found["safetensors"].is_fine, found["safetensors"].text) == (False, "missing: pip install safetensors")
+    assert not found["disk"].is_fine
+    assert "make room" in found["disk"].text
+    assert found["torch"].is_fine
+    assert found["disk"].as_dict() == {"name": "disk", "text": found["disk"].text, "is_fine": False}

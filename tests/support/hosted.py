@@ -1,0 +1,120 @@
+"""Members of a pool in threads of this process: for what a pool decides, without Ray."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from sortedrl.engine.base import Engine, EngineStats, Event, Handle, InFlight, Request
+from sortedrl.engine.pool.actor_loop import EngineHost, Report
+from sortedrl.weights import arrays_of, load_arrays
+
+
+@dataclass(slots=True)
+class Paced:
+    """An engine that stands still after some steps, until it is let go on or gets other weights.
+
+    What happens to its answers meanwhile happens to answers under way, however fast or busy the machine is.
+    """
+
+    engine: Engine
+    may_go_on: threading.Event = field(default_factory=threading.Event)
+    num_steps: int = 20
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def poll(self, timeout: float | None = None) -> list[Event]:
+        if not self.may_go_on.is_set():
+            if self.num_steps == 0:
+                time.sleep(0.001)
+                return []
+            self.num_steps -= 1
+        return self.engine.poll(timeout)
+
+    def publish(self, version: int, weights: Any, in_flight: InFlight) -> Handle:
+        handle = self.engine.publish(version, weights, in_flight)
+        self.may_go_on.set()
+        return handle
+
+
+class Gone(Exception):
+    """What a call to a dead member ends with."""
+
+
+class HostedMember:
+    def __init__(self, make_engine: Callable[[], tuple[Engine, Any]]) -> None:
+        self.is_dead = False
+        self.submitted: list[Request] = []
+        self._module: Any = None
+        self._threads = ThreadPoolExecutor(8)
+
+        def make() -> Engine:
+            engine, self._module = make_engine()
+            return engine
+
+        def take_up(engine: Engine, version: int, weights: Any, in_flight: InFlight) -> None:
+            engine.publish(version, load_arrays(weights, self._module), in_flight).wait()
+
+        self.host = EngineHost(make, take_up)
+
+    def _call(self, method: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        def run() -> Any:
+            if self.is_dead:
+                raise Gone("the process is gone")
+            result = method(*arguments)
+            if self.is_dead:  # its answer is lost on the way
+                raise Gone("the process is gone")
+            return result
+
+        return self._threads.submit(run)
+
+    def slots(self) -> Future[int]:
+        return self._call(self.host.slots)
+
+    def submit(self, requests: list[Request]) -> Future[None]:
+        self.submitted.extend(requests)
+        return self._call(self.host.submit, requests)
+
+    def take(self, wait_s: float, turn: int) -> Future[Report]:
+        return self._call(self.host.take, wait_s, turn)
+
+    def interrupt(self, samples: list[int] | None, turn: int) -> Future[Report]:
+        return self._call(self.host.interrupt, samples, turn)
+
+    def publish(self, version: int, weights: Any, in_flight: InFlight) -> Future[None]:
+        return self._call(self.host.publish, version, weights, in_flight)
+
+    def stats(self) -> Future[EngineStats]:
+        return self._call(self.host.stats)
+
+    def kill(self) -> None:
+        self.is_dead = True
+        self._threads.shutdown(wait=False)
+
+
+class HostedMembers:
+    """Keeps every member it ever started, so that tests can end one."""
+
+    def __init__(self, make_engine: Callable[[int], tuple[Engine, Any]]) -> None:
+        self._make_engine = make_engine
+        self.started: list[HostedMember] = []
+
+    def launch(self, index: int) -> HostedMember:
+        member = HostedMember(lambda: self._make_engine(index))
+        self.started.append(member)
+        return member
+
+    def stock_up(self) -> None:
+        pass
+
+    def put(self, source: Any) -> Any:
+        return arrays_of(source.module)
+
+    def close(self) -> None:
+        for member in self.started:
+            member.host.close()

@@ -1,0 +1,145 @@
+"""Updates that one process and two ranks both do, for test_ranks.py; what a rank's process runs is here."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from sortedrl.learner.sharded.rank import RankLearner
+from sortedrl.learner.sharded.shards import skeleton_of, weights_of
+from sortedrl.learner.torch import TorchLearner
+from sortedrl.records import Batch
+from sortedrl.weights import tensor_of
+from tests.learner.test_torch_learner import Settings, make_batch, make_model
+
+NUM_RANKS = 2
+NUM_UPDATES = 5
+SAVED_AFTER = 2
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Case:
+    settings: Settings
+    is_sgd: bool = False
+    is_skeleton: bool = False  # the ranks get the model without its weights
+    is_adapted: bool = False
+    num_updates: int = NUM_UPDATES
+
+
+CASES = {
+    # Micro-batches of 24 tokens are seven for two ranks, so that one rank repeats a pass.
+    "sgd": Case(settings=Settings(micro_tokens=24, lr=0.1), is_sgd=True),
+    "clipped": Case(
+        settings=Settings(micro_tokens=24, lr=0.1, grad_clip=0.05, loss_mean="sequence"), is_sgd=True, num_updates=2
+    ),
+    # All of a mini-batch is one sample: a rank has no share at all.
+    "one-by-one": Case(settings=Settings(inner_steps=8, lr=0.05), is_sgd=True, num_updates=1),
+    "adam": Case(settings=Settings(micro_tokens=40, weight_decay=0.1), is_skeleton=True),
+    "ppo": Case(
+        settings=Settings(
+            algorithm="ppo", micro_tokens=40, kl_coef=0.1, importance="token", inner_steps=2, entropy_coef=0.01
+        ),
+        is_skeleton=True,
+        num_updates=3,
+    ),
+    "adapters": Case(
+        settings=Settings(micro_tokens=24, lr=1.0), is_sgd=True, is_skeleton=True, is_adapted=True, num_updates=2
+    ),
+}
+
+
+def model_of(name: str) -> Any:
+    model = make_model()
+    if CASES[name].is_adapted:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+    return model
+
+
+def use_sgd(learner: TorchLearner) -> None:
+    """Steps without Adam's division by small numbers, which makes rounding large."""
+    groups = [{**group, "params": list(group["params"])} for group in learner.optimizer.param_groups]
+    learner.optimizer = torch.optim.SGD(  # pyright: ignore[reportAttributeAccessIssue]
+        [{key: group[key] for key in ("params", "rate", "weight_decay")} for group in groups], lr=0.1
+    )
+
+
+def batch_of(update: int) -> Batch:
+    made = make_batch(make_model(), off_policy=0.1, progress=update / 10)
+    return replace(made, update=update, version=2)
+
+
+def run_updates(learner: TorchLearner, first: int, last: int) -> list[dict[str, float]]:
+    return [learner.start(batch_of(update)).result().metrics for update in range(first, last)]
+
+
+def rank_learner(name: str) -> RankLearner:
+    case, model = CASES[name], model_of(name)
+    mesh = init_device_mesh("cpu", (NUM_RANKS,))
+    weights = weights_of(model) if case.is_skeleton else None
+    learner = RankLearner(
+        skeleton_of(model) if case.is_skeleton else model, case.settings, temperature=1.0, mesh=mesh, weights=weights
+    )
+    if case.is_sgd:
+        use_sgd(learner)
+    return learner
+
+
+def whole_weights(learner: RankLearner) -> dict[str, Tensor]:
+    return {name: tensor_of(array, is_floating=True) for name, array in learner.trained_weights().items()}
+
+
+def save_state(folder: Path, learner: RankLearner, metrics: list[dict[str, float]]) -> None:
+    """Every rank has to come here; rank 0 writes."""
+    weights, state = whole_weights(learner), learner.state_dict()
+    if dist.get_rank() == 0:
+        folder.mkdir()
+        save_file(weights, folder / "weights.safetensors")
+        save_file(state.pop("optimizer"), folder / "optimizer.safetensors")
+        (folder / "state.json").write_text(json.dumps({"metrics": metrics, "learner": state}))
+
+
+def read_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any], list[dict[str, float]]]:
+    """Weights, learner state and metrics."""
+    saved = json.loads((folder / "state.json").read_text())
+    state = {**saved["learner"], "optimizer": load_file(folder / "optimizer.safetensors")}
+    return load_file(folder / "weights.safetensors"), state, saved["metrics"]
+
+
+def run_rank(rank: int, folder: Path) -> None:
+    """All cases, in one process of two: with what they come to in `folder`, and half-way states beside it."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), NUM_RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=60))
+    for name, case in CASES.items():
+        learner = rank_learner(name)
+        metrics = run_updates(learner, 0, min(SAVED_AFTER, case.num_updates))
+        save_state(folder / f"{name}-half", learner, metrics)
+        metrics += run_updates(learner, len(metrics), case.num_updates)
+        save_state(folder / name, learner, metrics)
+        if (folder / f"{name}-one").exists():  # a state of one process, to go on from
+            weights, state, _ = read_state(folder / f"{name}-one")
+            learner = rank_learner(name)
+            load_whole(learner, weights)
+            learner.load_state_dict(state)
+            save_state(folder / f"{name}-taken", learner, [])
+            save_state(folder / f"{name}-gone-on", learner, run_updates(learner, SAVED_AFTER, case.num_updates))
+    dist.destroy_process_group()
+
+
+@torch.no_grad()
+def load_whole(learner: RankLearner, weights: dict[str, Tensor]) -> None:
+    from sortedrl.learner.sharded.shards import cut_like
+
+    for name, parameter in learner.model.named_parameters():
+        parameter.copy_(cut_like(weights[name], parameter))

@@ -1,0 +1,167 @@
+"""A scripted policy and everything around it, so that tests can run the real controller on the simulated engine."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from sortedrl.buffer import Buffer
+from sortedrl.clock import VirtualClock
+from sortedrl.controller import Controller
+from sortedrl.engine.base import Request, Sampling
+from sortedrl.engine.sim.engine import SimEngine
+from sortedrl.records import Batch, Prompt, Sample, sample_seed
+from sortedrl.schedule import Knobs
+from sortedrl.simulate.run import SimUpdate
+from sortedrl.telemetry.events import Event
+
+END = 0
+
+
+@lru_cache(maxsize=200_000)
+def uniform(*key: object) -> float:
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") / 2**64
+
+
+@dataclass(slots=True, kw_only=True)
+class ScriptedPolicy:
+    """Answers whose length and tokens change from version to version, up and down, as a pure function of the seed."""
+
+    longest: int = 12
+    length_change: float = 0.0  # chance that a version gives an answer another length
+    divergence: float = 0.0  # chance that a version changes a token
+    lengths: dict[int, int] = field(default_factory=dict)  # by seed, in place of drawn ones
+
+    def full_length(self, seed: int, version: int) -> int:
+        if seed in self.lengths:
+            return self.lengths[seed]
+        drawn = version
+        while drawn > 0 and uniform("redraw", seed, drawn) >= self.length_change:
+            drawn -= 1
+        return 1 + int(self.longest * uniform("length", seed, drawn) ** 3)
+
+    def token(self, seed: int, position: int, version: int) -> int:
+        if position == self.full_length(seed, version) - 1:
+            return END
+        drawn = version
+        while drawn > 0 and uniform("diverge", seed, position, drawn) >= self.divergence:
+            drawn -= 1
+        return 1 + int(1000 * uniform("token", seed, position, drawn))
+
+    def logprob(self, seed: int, position: int, version: int) -> float:
+        return -uniform("logprob", seed, position, version)
+
+    def is_last(self, seed: int, position: int, version: int) -> bool:
+        return position == self.full_length(seed, version) - 1
+
+    def length(self, seed: int, start: int, version: int) -> int:
+        return max(self.full_length(seed, version), start + 1)
+
+
+@dataclass(slots=True, kw_only=True)
+class RecordingLearner:
+    """Takes `seconds` of virtual time for an update, and remembers what it was given."""
+
+    clock: VirtualClock
+    seconds: float = 0.0
+    batches: list[Batch] = field(default_factory=list)
+    source: object = None
+
+    def start(self, batch: Batch) -> SimUpdate:
+        self.batches.append(batch)
+        update = SimUpdate(clock=self.clock, ready_at=self.clock.now() + self.seconds)
+        if self.seconds:
+            self.clock.set_timer(update.ready_at)
+        return update
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class GivenScore:
+    key: tuple[int, int]
+    reward: float
+
+
+@dataclass(slots=True, kw_only=True)
+class LazyScorer:
+    """Scores an answer after it was asked for `lag` times."""
+
+    lag: int = 0
+    queue: list[tuple[int, GivenScore]] = field(default_factory=list)
+
+    def submit(self, sample: Sample) -> None:
+        reward = float(sum(sample.tokens) % 2)
+        self.queue.append((self.lag, GivenScore(key=(sample.id, sample.attempt), reward=reward)))
+
+    def poll(self, timeout: float) -> list[GivenScore]:
+        done = [score for left, score in self.queue if left <= 0]
+        self.queue = [(left - 1, score) for left, score in self.queue if left > 0]
+        return done
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    controller: Controller
+    learner: RecordingLearner
+    engine: SimEngine
+    clock: VirtualClock
+    events: list[Event]
+
+    @property
+    def batches(self) -> list[list[int]]:
+        return [[sample.id for sample in batch.samples] for batch in self.learner.batches]
+
+    @property
+    def trained(self) -> list[Sample]:
+        return [sample for batch in self.learner.batches for sample in batch.samples]
+
+
+def scripted_run(
+    knobs: Knobs,
+    *,
+    policy: ScriptedPolicy,
+    slots: int,
+    num_samples: int,
+    siblings: int = 1,
+    grouped: bool = False,
+    budget: int = 64,
+    update_s: float = 0.0,
+    score_lag: int = 0,
+    run_seed: int = 0,
+    seed_of: Callable[[int], int] | None = None,
+    fails: Callable[[Request], int | None] = lambda request: None,
+) -> Run:
+    """Build a run of `num_samples`; `siblings` of them share a prompt."""
+    clock, events = VirtualClock(), []
+    engine = SimEngine(policy, slots=slots, clock=clock, fails=fails)
+    learner = RecordingLearner(clock=clock, seconds=update_s)
+    loaded = 0
+
+    def load_samples(cohort: int, count: int) -> list[Sample]:
+        nonlocal loaded
+        first, loaded = loaded, min(loaded + count, num_samples)
+        samples = []
+        for number in range(first, loaded):
+            prompt = Prompt(id=f"p{number // siblings}", tokens=(1, 2, 3), content="")
+            index = number % siblings
+            seed = sample_seed(run_seed, 0, prompt.id, index) if seed_of is None else seed_of(number)
+            samples.append(
+                Sample(id=number, prompt=prompt, index=index, epoch=0, cohort=cohort, seed=seed, budget=budget)
+            )
+        return samples
+
+    controller = Controller(
+        buffer=Buffer(grouped=grouped),
+        knobs=knobs,
+        engine=engine,
+        learner=learner,
+        scorer=LazyScorer(lag=score_lag),
+        load_samples=load_samples,
+        total_samples=num_samples,
+        sampling=Sampling(),
+        clock=clock,
+        emit=events.append,
+    )
+    return Run(controller=controller, learner=learner, engine=engine, clock=clock, events=events)

@@ -1,0 +1,11 @@
+"""Where the public test sets are: beside the checkout, or where SORTEDRL_DATA says. Without them tests are skipped."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+DATA = Path(os.environ.get("SORTEDRL_DATA") or Path(__file__).parents[3] / "shared" / "data")
+needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="the public test sets are not there: set SORTEDRL_DATA")

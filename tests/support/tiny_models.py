@@ -1,0 +1,87 @@
+"""Tiny random models, requests for them, and what a plain pass says of their answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from sortedrl.engine.base import Request, Sampling
+from sortedrl.engine.local.engine import LocalEngine
+from sortedrl.native.kernel import load_kernel
+from sortedrl.testing import Answer, Caller
+
+VOCAB = 23
+needs_compiler = pytest.mark.skipif(load_kernel() is None, reason="no C compiler here")
+PATHS = [pytest.param("native", marks=needs_compiler), "lean", "module"]  # the ways of the local engine
+_SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+_HEADS = {"num_attention_heads": 4, "max_position_embeddings": 512, "bos_token_id": None, "eos_token_id": None}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "llama-gqa": ("Llama", {"num_key_value_heads": 2, "head_dim": 16}),
+    "qwen2": ("Qwen2", {"num_key_value_heads": 2}),
+    "qwen3": ("Qwen3", {"num_key_value_heads": 2, "head_dim": 16}),
+    "gpt-neox": ("GPTNeoX", {}),
+}
+
+
+def tiny_model(kind: str = "llama", *, seed: int = 0, **changes: Any) -> Any:
+    """Weights large enough that distributions are far from uniform and answers depend on their context."""
+    family, sizes = KINDS[kind]
+    config = getattr(transformers, f"{family}Config")(**(_SIZES | _HEADS | sizes | changes), pad_token_id=None)
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    shake(model, 0.25, seed=seed)
+    return model.eval()
+
+
+def shake(model: torch.nn.Module, scale: float, *, seed: int) -> None:
+    """Add noise to every weight."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
+
+
+def source(model: torch.nn.Module) -> SimpleNamespace:
+    """What a learner hands to `publish`."""
+    return SimpleNamespace(module=model)
+
+
+def make_requests(count: int, *, seed: int = 0, **changes: Any) -> list[Request]:
+    """Ragged prompts and budgets."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(2, 12, (count,), generator=generator).tolist()
+    budgets = torch.randint(5, 40, (count,), generator=generator).tolist()
+    return [
+        replace(
+            Request(
+                sample=index,
+                attempt=0,
+                prompt=torch.randint(VOCAB, (lengths[index],), generator=generator).tolist(),
+                budget=budgets[index],
+                seed=7919 * index + seed,
+                sampling=Sampling(),
+            ),
+            **changes,
+        )
+        for index in range(count)
+    ]
+
+
+def serve(model: Any, requests: Sequence[Request], *, slots: int = 4, **options: Any) -> dict[int, Answer]:
+    return Caller(LocalEngine(model, slots=slots, max_length=256, **options)).serve(requests)
+
+
+@torch.no_grad()
+def teacher_forced(model: Any, request: Request, tokens: Sequence[int]) -> list[float]:
+    """Log-probs of an answer, by one plain pass of the model."""
+    temperature = request.sampling.temperature or 1.0
+    logits = model(torch.tensor([[*request.prompt, *tokens]])).logits[0, len(request.prompt) - 1 : -1]
+    logprobs = (logits / temperature).log_softmax(-1)
+    return logprobs.gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1).tolist()

@@ -1,0 +1,225 @@
+"""Report and dashboard in a real browser, headless: what is drawn, what a click does, and that nothing calls home."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+pytest.importorskip("playwright", reason="playwright is not installed")
+pytest.importorskip("starlette", reason="the extra `dashboard` is not installed")
+
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from sortedrl.ledger.reader import Ledger
+from sortedrl.ledger.sample_history import life_of
+from sortedrl.telemetry.report.report import write_report
+from sortedrl.telemetry.view import MAX_SEGMENTS
+from tests.support.made_up import MadeUpRun, write_run
+from tests.support.served import address_in
+from tests.support.warm import Warm, warm_command
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+WAIT_MS = 240_000  # a shared machine may be slow
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine"),
+    pytest.mark.timeout(900),
+]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as driver:
+        running = driver.chromium.launch(executable_path=CHROMIUM)
+        yield running
+        running.close()
+
+
+class Watched:
+    """A page, with what it complains of and whom it asks."""
+
+    def __init__(self, browser: Browser, *, width: int = 1440) -> None:
+        self.page: Page = browser.new_page(viewport={"width": width, "height": 900})
+        self.page.set_default_timeout(WAIT_MS)
+        self.complaints: list[str] = []
+        self.hosts: set[str | None] = set()
+        self.page.on("console", lambda message: self._heard(message.type, message.text))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", lambda request: self.hosts.add(urlsplit(request.url).hostname))
+
+    def _heard(self, kind: str, text: str) -> None:
+        if kind in ("error", "warning"):
+            self.complaints.append(text)
+
+    def open(self, address: str) -> Page:
+        self.page.goto(address)
+        self.page.wait_for_selector("html[data-drawn]")
+        return self.page
+
+    def check(self, *, hosts: set[str | None]) -> None:
+        assert self.complaints == []
+        assert self.hosts <= hosts
+        overflow = self.page.evaluate("document.documentElement.scrollWidth - innerWidth")
+        assert overflow <= 0, "wider than the window"
+
+
+def wait_until(page: Page, expression: str) -> None:
+    """Playwright's own way to wait evaluates text inside the page, which the page's policy forbids."""
+    until = time.monotonic() + WAIT_MS / 1000
+    while not page.evaluate(expression):
+        assert time.monotonic() < until, f"not in time: {expression}"
+        page.wait_for_timeout(200)
+
+
+def num_bars(page: Page, chart: str) -> int:
+    return page.locator(f"#chart-{chart} .bars .point").count()
+
+
+def num_segments(run_dir: Path) -> int:
+    """Stays of samples in slots, counted anew where weights change beneath one."""
+    running: dict[int, int] = {}  # sample, version
+    count = 0
+    for line in (run_dir / "events.jsonl").read_text().splitlines():
+        event: dict[str, Any] = json.loads(line)
+        match event["kind"]:
+            case "AttemptStarted":
+                running[event["sample"]] = event["version"]
+                count += 1
+            case "AttemptEnded":
+                del running[event["sample"]]
+            case "WeightsPublished":
+                count += sum(version != event["version"] for version in running.values())
+                running = dict.fromkeys(running, event["version"])
+    return count
+
+
+def click_a_bar(page: Page, chart: str) -> int:
+    """Click a bar that can be seen, and return its sample."""
+    box = page.locator(f"#chart-{chart} .nsewdrag").first
+    box.scroll_into_view_if_needed()
+    # By plotly's own account of where its bars are: the middle of the first one that lies well inside.
+    place = page.evaluate(
+        """name => {
+            const chart = document.getElementById("chart-" + name), axis = chart._fullLayout.xaxis;
+            const bars = chart.data.find(trace => trace.type === "bar");
+            const [low, high] = axis.range, seen = high - low;
+            const at = bars.base.findIndex((base, i) => base > low + seen / 5 && bars.x[i] > seen / 100
+                && base + bars.x[i] < high - seen / 5);
+            const y = chart._fullLayout.yaxis;
+            return [axis.d2p(bars.base[at] + bars.x[at] / 2), y.d2p(bars.y[at]), bars.customdata[at][0]];
+        }""",
+        chart,
+    )
+    # Twice: a chart learns what it is above from the movement.
+    box.hover(position={"x": place[0] - 1, "y": place[1]})
+    box.click(position={"x": place[0], "y": place[1]})
+    return place[2]
+
+
+@pytest.fixture(scope="module")
+def made_up(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made-up")
+    write_run(folder / "replay", MadeUpRun("sorted-replay", updates=30))
+    write_run(folder / "partial", MadeUpRun("sorted-partial", interrupted="resume", updates=8))
+    return folder
+
+
+def test_a_report_of_one_run(browser: Browser, made_up: Path, tmp_path: Path):
+    report = write_report([made_up / "replay"], tmp_path / "report.html")
+    watched = Watched(browser)
+    page = watched.open(report.as_uri())
+    assert num_bars(page, "timeline-0") == num_segments(made_up / "replay")
+    view = "document.getElementById('chart-timeline-0').layout.xaxis.range[0]"
+    assert page.evaluate(view) > 0
+    page.get_by_role("button", name="whole run").click()
+    wait_until(page, view + " === 0")
+    page.get_by_role("button", name="start").click()
+    sample = click_a_bar(page, "timeline-0")
+    assert f"Sample {sample}. attempt 1 (fresh)" in page.locator(".picked").inner_text()
+    watched.check(hosts={None, ""})
+    page.close()
+
+
+def test_a_report_of_two_runs_on_a_phone(browser: Browser, made_up: Path, tmp_path: Path):
+    report = write_report([made_up / "replay", made_up / "partial"], tmp_path / "report.html")
+    watched = Watched(browser, width=390)
+    page = watched.open(report.as_uri())
+    assert page.locator("h1").inner_text() == "2 runs compared"
+    for place, name in enumerate(("replay", "partial")):
+        assert num_bars(page, f"timeline-{place}") == num_segments(made_up / name)
+    assert page.locator("#chart-samples .scatterlayer .trace").count() == 2 * (2 + 2 + 2)
+    assert page.locator("#chart-ages-1 .hm").count() == 1, "only the second has old tokens"
+    assert page.locator("#chart-ages-0").count() == 0
+    watched.check(hosts={None, ""})
+    page.close()
+
+
+def test_the_dashboard_follows_a_live_run(browser: Browser, made_up: Path, tmp_path: Path):
+    runs = tmp_path / "runs"
+    shutil.copytree(made_up / "replay", runs / "other")
+    settings = ["run.samples=20000", f"run.dir={runs}", "run.name=live", "schedule.strategy=sorted-partial"]
+    config = Path(__file__).parents[2] / "configs" / "quickstart.toml"
+    watched = Watched(browser)
+    page = watched.page
+    with (
+        warm_command(tmp_path, "dashboard", str(runs), "--port", "0", COLUMNS="500") as serving,
+        warm_command(tmp_path / "train", "train", str(config), *settings, "eval.prompts=8", "--json") as training,
+    ):
+        page.goto(address_of(serving))
+        page.wait_for_selector("#run-rows tr[data-run=live] .running")
+        page.locator("tr[data-run=live] input").check()
+        page.locator("tr[data-run=other] input").uncheck()
+        curve = "(document.getElementById('chart-samples')?.data?.[1].x.length ?? 0)"
+        wait_until(page, f"document.title.startsWith('live') && {curve} > 0")
+        before = page.evaluate(curve)
+        wait_until(page, f"{curve} > {before}")
+        assert "still being written" in page.locator("#head").inner_text()
+
+        page.get_by_role("button", name="Pause").click()
+        assert "paused" in page.locator("#state").inner_text()
+        held = page.evaluate(curve)
+        num_updates = (runs / "live" / "events.jsonl").read_text().count('"UpdateDone"')
+        os.kill(training.pid, signal.SIGINT)  # far from its end: it stops as a user would stop it
+        assert training.wait(WAIT_MS / 1000) == 0
+        assert page.evaluate(curve) == held
+        page.get_by_role("button", name="Go on").click()
+        page.wait_for_selector("#run-rows tr[data-run=live] >> text=stopped")
+        wait_until(page, "document.getElementById('head').innerText.includes('was stopped before it was complete')")
+        final = (runs / "live" / "events.jsonl").read_text().count('"UpdateDone"')
+        assert final >= num_updates
+        wait_until(page, f"{curve} === {final}")
+        segments = min(num_segments(runs / "live"), 2 * MAX_SEGMENTS)
+        wait_until(page, f"document.querySelectorAll('#chart-timeline-0 .bars .point').length === {segments}")
+
+        sample = click_a_bar(page, "timeline-0")
+        page.wait_for_selector("#sample[open] .answer")
+        with Ledger(runs / "live") as ledger:
+            tokens = life_of(ledger, sample).tokens
+        assert page.locator("#sample .token").count() == len(tokens or [])
+        assert "says" in page.locator("#sample .prompt").inner_text()
+        assert "update" in page.locator("#sample table").inner_text()
+        page.get_by_role("button", name="Close").click()
+
+        page.locator("tr[data-run=other] input").check()
+        page.wait_for_selector("text=2 runs compared")
+        others = num_segments(runs / "other")
+        wait_until(page, f"document.querySelectorAll('#chart-timeline-1 .bars .point').length === {others}")
+        watched.check(hosts={"127.0.0.1", None, ""})
+        page.close()
+
+
+def address_of(serving: Warm) -> str:
+    until = time.monotonic() + WAIT_MS / 1000
+    while (address := address_in(serving.err)) is None:
+        assert serving.is_running, serving.err
+        assert time.monotonic() < until, "no address was told"
+        time.sleep(0.02)
+    return address
