@@ -29,8 +29,8 @@ from rich.console import Console
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from process_cases import local_pool_case, vllm_case, vllm_pool_case  # noqa: E402
 from tests.conformance.cases import local_case, sim_case  # noqa: E402
+from tests.conformance.process_cases import local_pool_case, vllm_case, vllm_pool_case  # noqa: E402
 
 from sortedrl.engine.vllm.core import vllm_version  # noqa: E402
 from sortedrl.testing import CHECKS, EngineCase, run_checks  # noqa: E402

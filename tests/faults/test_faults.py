@@ -112,7 +112,7 @@ class KillWorker:
             return
         for child in psutil.Process().children():
             with contextlib.suppress(psutil.NoSuchProcess):
-                if any("reward_worker" in part for part in child.cmdline()):
+                if any("reward/worker" in part for part in child.cmdline()):
                     child.kill()
                     self.num_killed += 1
 

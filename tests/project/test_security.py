@@ -62,7 +62,7 @@ def test_the_security_page_names_what_is_there() -> None:
     named = re.findall(r"`([\w/]+\.(?:py|toml))`", page)
     assert len(named) > 8
     assert [name for name in named if not (ROOT / name).is_file() and not (PACKAGE / name).is_file()] == []
-    tests = "\n".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
+    tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     claimed = re.findall(r"`(test_\w+)`", page)
     assert len(claimed) > 6
     assert [name for name in claimed if f"def {name}(" not in tests] == []

@@ -61,7 +61,7 @@ class Parts:
 
 
 def asset(name: str) -> str:
-    return (files("sortedrl.telemetry.report") / "assets" / name).read_text(encoding="utf-8")
+    return (files("sortedrl.telemetry") / "assets" / name).read_text(encoding="utf-8")
 
 
 def page_parts(readers: Sequence[RunReader]) -> Parts:
