@@ -26,7 +26,7 @@ from rich.table import Table
 from sortedrl.buffer import Buffer
 from sortedrl.clock import WallClock
 from sortedrl.controller import Controller
-from sortedrl.engine.base import EngineStats, Event, Finished, InFlight, Partial, Request, Sampling, Written
+from sortedrl.engine.base import EngineEvent, EngineStats, Finished, InFlight, Partial, Request, Sampling, SegmentDelta
 from sortedrl.engine.pool.actor_loop import Report
 from sortedrl.engine.pool.pool import Pool
 from sortedrl.learner.base import UpdateResult
@@ -66,7 +66,7 @@ class InstantMember:
         self.running.sort(key=lambda request: request.seed % 997)  # the same order of lengths at every attempt
         count = -(-len(self.running) // SHARE)
         ended, self.running = self.running[:count], self.running[count:]
-        events: list[Event] = []
+        events: list[EngineEvent] = []
         for request in ended:
             rest = self._rest(request, request.budget)
             events.append(
@@ -77,11 +77,11 @@ class InstantMember:
     def interrupt(self, samples: list[int] | None, turn: int) -> Future[Report]:
         stopped = [r for r in self.running if samples is None or r.sample in samples]
         self.running = [r for r in self.running if not (samples is None or r.sample in samples)]
-        events: list[Event] = []
+        events: list[EngineEvent] = []
         for request in stopped:
             rest = self._rest(request, min(len(request.cached) + 4, request.budget - 1))
             if rest.tokens:
-                events.append(Written(request.sample, request.attempt, 0.0, len(request.cached), [rest]))
+                events.append(SegmentDelta(request.sample, request.attempt, 0.0, len(request.cached), [rest]))
             events.append(Partial(request.sample, request.attempt, 0.0))
         return self._report(events)
 
@@ -99,7 +99,7 @@ class InstantMember:
         count = max(upto - len(request.cached), 0)
         return Segment(self.version, [1] * count, [-1.0] * count)
 
-    def _report(self, events: list[Event]) -> Future[Report]:
+    def _report(self, events: list[EngineEvent]) -> Future[Report]:
         self.number += 1
         return done(Report(number=self.number, events=events))
 

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sortedrl.config import SortedConfig
-from sortedrl.engine.base import Delta, Event, Finished, Partial, Request, Sampling, Verified
+from sortedrl.engine.base import Delta, EngineEvent, Finished, Partial, Request, Sampling, Verified
 from sortedrl.engine.local.engine import LocalEngine
 from sortedrl.learner.torch import TorchLearner
 from sortedrl.records import Batch, FinishReason, Mode, Sample, Segment, State, sample_seed
@@ -148,7 +148,7 @@ class Bench:
         return answers
 
     @staticmethod
-    def take(events: list[Event], answers: dict[int, Answer]) -> int:
+    def take(events: list[EngineEvent], answers: dict[int, Answer]) -> int:
         """Write events into answers; returns how many attempts ended."""
         for event in events:
             answer = answers[event.sample]

@@ -283,7 +283,7 @@ class Controller:
         is_fresh = self.knobs.restart_noise == RestartNoise.FRESH and sample.num_restarts > 0
         return restart_seed(sample.seed, sample.num_restarts) if is_fresh else sample.seed
 
-    def hear(self, heard: Sequence[engine_events.Event]) -> None:
+    def hear(self, heard: Sequence[engine_events.EngineEvent]) -> None:
         """Write engine events into the buffer; those of attempts that are over are ignored."""
         buffer, running, now = self.buffer, self.buffer.running, self.clock.now()
         follows, extend, finish, submit = self.follows_attempts, buffer.extend, buffer.finish, self.scorer.submit
@@ -310,7 +310,7 @@ class Controller:
                         slot_s=event.slot_s,
                         verified=event.verified,
                     )
-                case engine_events.Written(start=start, segments=segments):
+                case engine_events.SegmentDelta(start=start, segments=segments):
                     extend(sample, segments, start=start)
                 case engine_events.Verified(cached=cached, accepted=accepted):
                     self.emit(events.AttemptVerified(now, sample.id, sample.attempt, cached, accepted))

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from sortedrl.clock import VirtualClock
-from sortedrl.engine.base import Event, Request
+from sortedrl.engine.base import EngineEvent, Request
 from sortedrl.engine.local.engine import LocalEngine
 from sortedrl.engine.sim.engine import SimEngine
 from sortedrl.testing import Check, EngineCase
@@ -112,7 +112,7 @@ def sim_case() -> EngineCase:
     spoiled: set[int] = set()
     engine = SimEngine(policy, slots=SLOTS, clock=clock, fails=lambda request: 3 if request.sample in spoiled else None)
 
-    def advance() -> list[Event]:
+    def advance() -> list[EngineEvent]:
         clock.set_timer(clock.now() + 1)
         return engine.poll()
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from sortedrl.config import SortedConfig
-from sortedrl.engine.base import Delta, Engine, Event, InFlight, Partial
+from sortedrl.engine.base import Delta, Engine, EngineEvent, InFlight, Partial
 from sortedrl.engine.pool.pool import Pool
 from sortedrl.errors import ConfigError, EngineError
 from sortedrl.run.build.engine import build_engine
@@ -36,7 +36,7 @@ class Slow:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
 
-    def poll(self, timeout: float | None = None) -> list[Event]:
+    def poll(self, timeout: float | None = None) -> list[EngineEvent]:
         began = time.perf_counter()
         events = self.engine.poll(timeout)
         time.sleep((SLOWER - 1) * (time.perf_counter() - began))
@@ -160,7 +160,7 @@ def test_engines_of_different_versions_stamp_their_own(closing: Callable[[Pool],
     LateMember.gate.clear()
     pool.submit(requests)
     handle = pool.publish(7, source(newer), InFlight.KEEP)
-    early: list[Event] = []
+    early: list[EngineEvent] = []
     while not {event.version for event in early if isinstance(event, Delta)} >= {0, 7}:
         early += pool.poll(0.05)
     LateMember.gate.set()

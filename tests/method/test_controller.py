@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sortedrl.clock import VirtualClock
-from sortedrl.engine.base import Capabilities, Delta, Event, Failed, Finished, InFlight, Partial, Verified
+from sortedrl.engine.base import Capabilities, Delta, EngineEvent, Failed, Finished, InFlight, Partial, Verified
 from sortedrl.engine.sim.engine import Done, SimEngine
 from sortedrl.errors import EngineError
 from sortedrl.records import FinishReason, Sample, State
@@ -99,7 +99,7 @@ def test_no_row_of_the_timeline_is_held_twice() -> None:
 # ---- late news ------------------------------------------------------------------------------------------------------
 
 
-def late_events(sample: int, attempt: int) -> list[Event]:
+def late_events(sample: int, attempt: int) -> list[EngineEvent]:
     stamp = {"sample": sample, "attempt": attempt, "clock": 0.0}
     return [
         Verified(cached=1, accepted=1, **stamp),
@@ -179,9 +179,9 @@ class HastyEngine(SimEngine):
     def capabilities(self) -> Capabilities:
         return replace(super().capabilities, waits=False)
 
-    def interrupt(self, samples: Iterable[int] | None = None) -> list[Event]:
+    def interrupt(self, samples: Iterable[int] | None = None) -> list[EngineEvent]:
         chosen = list(self.running) if samples is None else list(samples)
-        heard: list[Event] = []
+        heard: list[EngineEvent] = []
         for running in [self.running[sample] for sample in chosen if sample in self.running]:
             if running.end - running.length == 1:
                 running.length += 1

@@ -12,8 +12,17 @@ from hypothesis import strategies as st
 
 from sortedrl import cli
 from sortedrl.clock import VirtualClock
-from sortedrl.engine.base import Delta, Finished, InFlight, Request, Sampling, Span, Written, as_deltas
-from sortedrl.engine.base import Event as EngineEvent
+from sortedrl.engine.base import (
+    Delta,
+    EngineEvent,
+    Finished,
+    InFlight,
+    Request,
+    Sampling,
+    SegmentDelta,
+    Span,
+    as_deltas,
+)
 from sortedrl.engine.sim.cost import UnitCost
 from sortedrl.engine.sim.engine import SimEngine
 from sortedrl.errors import ConfigError
@@ -241,7 +250,7 @@ def test_no_answer_ends_with_a_segment_that_others_have_too() -> None:
         clock.set_timer(3.0 * version - 1)
         assert engine.poll() == []
         engine.publish(version, None, InFlight.KEEP)
-    written = [event.segments for event in engine.interrupt() if isinstance(event, Written)]
+    written = [event.segments for event in engine.interrupt() if isinstance(event, SegmentDelta)]
     told = [(0, 2, 2.0), (1, 3, 3.0), (2, 3, 3.0)]  # 2 steps before the first publication, 3 before each other
     assert [[(s.version, len(s.tokens), s.slot_s) for s in segments] for segments in written] == [told, told]
     (_, middle, last), (_, other_middle, other_last) = written

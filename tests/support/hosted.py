@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from sortedrl.engine.base import Engine, EngineStats, Event, Handle, InFlight, Request
+from sortedrl.engine.base import Engine, EngineEvent, EngineStats, Handle, InFlight, Request
 from sortedrl.engine.pool.actor_loop import EngineHost, Report
 from sortedrl.weights import arrays_of, load_arrays
 
@@ -28,7 +28,7 @@ class Paced:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
 
-    def poll(self, timeout: float | None = None) -> list[Event]:
+    def poll(self, timeout: float | None = None) -> list[EngineEvent]:
         if not self.may_go_on.is_set():
             if self.num_steps == 0:
                 time.sleep(0.001)

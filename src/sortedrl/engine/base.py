@@ -1,19 +1,20 @@
-"""The protocol between the controller and whatever samples tokens.
+"""The protocol between the controller and a rollout engine: requests go in, events come out.
 
-An engine has a fixed number of slots and no queue of its own: the controller submits at most as many requests as there
-are free slots. Tokens arrive in `Delta` events, or as the segments of `Written` and `Finished`; `Finished`, `Partial`
-and `Failed` end an attempt. Every event carries (sample, attempt), so that an event of an attempt that is over can be
-told and ignored, and the engine's clock.
+An engine has a fixed number of slots and no queue: the controller submits at most as many requests as there are free
+slots. Tokens arrive in `Delta` events, or as the segments of `SegmentDelta` and `Finished`. `Finished`, `Partial` and
+`Failed` end an attempt. Every event carries (sample, attempt) and the engine's clock, so that the controller can
+recognise and ignore an event of an earlier attempt.
 
-What an engine keeps true:
-- the version of a token is that of the weights that sampled it, or that verified it by replay;
-- log-probs are of the distribution really sampled from (temperature included);
-- a request's answer never exceeds its budget, cached tokens included;
-- masked cached tokens are context: a replay keeps them as given, with log-prob 0, unless it rejects a token before; a
-  stop token before or among them ends a turn, not the answer, and sampling goes on behind them;
+Every engine guarantees:
+- the version of a token is the version of the weights that sampled it, or that verified it by replay;
+- log-probs belong to the distribution that was really sampled from (temperature included);
+- an answer never exceeds its request's budget, which includes cached tokens;
+- masked cached tokens are context: a replay keeps them as given, with log-prob 0, unless it rejects an earlier token;
+  a stop token before or among them ends a turn, not the answer, and sampling continues after them;
 - `interrupt` returns within one decode step and loses no token.
 
-Requests and events can be made without keywords, which Python does several times as fast: a simulation makes millions.
+The constructors of requests and events accept positional arguments, because Python is several times faster that way
+and a simulation creates millions of them.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from sortedrl.records import FinishReason, Mode, Segment
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Sampling:
-    """Temperature 0 is greedy; its log-probs are those of temperature 1. Filters come behind the temperature.
+    """How to draw tokens. Temperature 0 is greedy, with log-probs of temperature 1. Filters apply after temperature.
 
-    An answer ends with a stop token, or with the token that completes a stop string; both stay part of it.
+    A stop token, or the token that completes a stop string, ends the answer and is part of it.
     """
 
     temperature: float = 1.0
@@ -42,7 +43,7 @@ class Sampling:
 
 
 class Span(NamedTuple):
-    """So many tokens in a row that one version wrote, or, masked, that nobody sampled: they were fed in."""
+    """A run of consecutive tokens from one version, or of injected tokens that were not sampled (masked)."""
 
     version: int
     num_tokens: int
@@ -50,7 +51,7 @@ class Span(NamedTuple):
 
 
 def masked_places(spans: Iterable[Span]) -> list[range]:
-    """Where masked tokens stand."""
+    """The positions of the masked tokens, one range per masked span."""
     places: list[range] = []
     end = 0
     for span in spans:
@@ -62,8 +63,8 @@ def masked_places(spans: Iterable[Span]) -> list[range]:
 
 @dataclass(slots=True)
 class Request:
-    """One attempt at one sample. `cached` holds the answer so far, and `spans` who wrote it; both are empty for a fresh
-    attempt."""
+    """One attempt at one sample. `cached` holds the answer so far and `spans` the versions that wrote it; a fresh
+    attempt has neither."""
 
     sample: int
     attempt: int
@@ -78,18 +79,18 @@ class Request:
 
 
 @dataclass(slots=True)
-class Event:
+class EngineEvent:
     sample: int
     attempt: int
     clock: float
 
 
 @dataclass(slots=True)
-class Delta(Event):
-    """Answer tokens from position `start` on; what the sample held from there is replaced.
+class Delta(EngineEvent):
+    """Answer tokens of one version from position `start` on. They replace what the sample held from there.
 
-    `slot_s` is the slot time that decoding them took. The first `verified` of them stood there before and were checked
-    by a replay: they cost none, and were not decoded again.
+    `slot_s` is the slot time spent on decoding them. The first `verified` tokens are cached tokens that a replay
+    confirmed: they were not decoded again and cost no slot time.
     """
 
     start: int
@@ -101,25 +102,27 @@ class Delta(Event):
 
 
 @dataclass(slots=True)
-class Written(Event):
-    """What one version after the other wrote behind the `start` tokens of the answer, in one event in place of a Delta
-    for each. The list is the receiver's from here on, and so is the last segment; the others may be shared."""
+class SegmentDelta(EngineEvent):
+    """Answer tokens from position `start` on as segments, one per version: one event in place of several Deltas.
+
+    The receiver may change the list and its last segment; the other segments may be shared with the engine.
+    """
 
     start: int
     segments: list[Segment]
 
 
 @dataclass(slots=True)
-class Verified(Event):
-    """A replay has checked `cached` tokens and kept the first `accepted`. Comes before the attempt's first tokens."""
+class Verified(EngineEvent):
+    """A replay checked `cached` tokens and kept the first `accepted`. It precedes the attempt's first tokens."""
 
     cached: int
     accepted: int
 
 
 @dataclass(slots=True)
-class Finished(Event):
-    """The answer is complete. An engine may tell its last tokens along with that, as in a Written event."""
+class Finished(EngineEvent):
+    """The answer is complete. The event may carry its last tokens, in the same form as a SegmentDelta."""
 
     reason: FinishReason
     start: int = 0
@@ -127,37 +130,37 @@ class Finished(Event):
 
 
 @dataclass(slots=True)
-class Partial(Event):
-    """The attempt was interrupted; its tokens have been delivered."""
+class Partial(EngineEvent):
+    """The attempt was interrupted; earlier events delivered all its tokens."""
 
 
 @dataclass(slots=True)
-class Failed(Event):
-    """The attempt failed; the engine lives on."""
+class Failed(EngineEvent):
+    """The attempt failed; the engine still works."""
 
     error: str
 
 
-def as_deltas(events: Iterable[Event]) -> Iterator[Event]:
-    """The events with Deltas for all that was told in segments, for those who would rather know one kind."""
+def as_deltas(events: Iterable[EngineEvent]) -> Iterator[EngineEvent]:
+    """The same events with all segments expanded into Deltas."""
     for event in events:
-        if isinstance(event, Written | Finished):
+        if isinstance(event, SegmentDelta | Finished):
             start = event.start
             for s in event.segments:
                 yield Delta(event.sample, event.attempt, event.clock, start, s.tokens, s.logprobs, s.version, s.slot_s)
                 start += len(s.tokens)
         if isinstance(event, Finished):
             yield Finished(event.sample, event.attempt, event.clock, event.reason)
-        elif not isinstance(event, Written):
+        elif not isinstance(event, SegmentDelta):
             yield event
 
 
 class InFlight(StrEnum):
-    """What becomes of running requests when weights are published."""
+    """What happens to running requests when weights are published."""
 
-    ABORT = "abort"  # nothing may run: the caller has interrupted
-    KEEP = "keep"  # go on with the old KV cache (mixed-kv)
-    REPREFILL = "reprefill"  # recompute the KV cache under the new weights, then go on
+    ABORT = "abort"  # no request may be running: the caller interrupted them all
+    KEEP = "keep"  # continue with the old KV cache (mixed-kv)
+    REPREFILL = "reprefill"  # recompute the KV cache under the new weights, then continue
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -165,12 +168,12 @@ class Capabilities:
     slots: int
     exact_replay: bool
     keep_kv: bool
-    waits: bool  # decodes nothing from an `interrupt` to the next `poll`: samples can stay in their slots for an update
+    waits: bool  # decodes nothing between `interrupt` and the next `poll`: samples may keep their slots in an update
 
 
 @dataclass(slots=True, kw_only=True)
 class EngineStats:
-    """Counters since the engine was made; all only grow but `running`."""
+    """Counters since the engine was created. All but `running` only grow."""
 
     running: int = 0
     decode_steps: int = 0
@@ -178,7 +181,7 @@ class EngineStats:
     prompt_tokens: int = 0  # prefilled prompt tokens
     recomputed_tokens: int = 0  # cached answer tokens prefilled again, by resume or replay
     busy_slot_s: float = 0.0  # integral of running slots over time
-    prefill_slot_s: float = 0.0  # of it, while tokens were read; 0 where an engine cannot tell
+    prefill_slot_s: float = 0.0  # the part of busy_slot_s spent on prefill; 0 if the engine cannot tell
     extra: dict[str, Any] = field(default_factory=dict)
 
     def plus(self, other: EngineStats, sign: int = 1) -> EngineStats:
@@ -194,14 +197,21 @@ class EngineStats:
         )
 
     def minus(self, earlier: EngineStats) -> EngineStats:
-        """What was counted since `earlier`."""
+        """The counts since `earlier`."""
         return self.plus(earlier, sign=-1)
 
 
 class Handle(Protocol):
-    """A publication under way."""
+    """A weight publication in progress."""
 
     def wait(self) -> None: ...
+
+
+class CompletedHandle:
+    """A Handle for engines whose `publish` returns only when the weights are in use."""
+
+    def wait(self) -> None:
+        pass
 
 
 class Engine(Protocol):
@@ -209,26 +219,26 @@ class Engine(Protocol):
     def capabilities(self) -> Capabilities: ...
 
     def submit(self, requests: Iterable[Request]) -> None:
-        """Start requests; more than there are free slots is an error."""
+        """Start requests. More requests than free slots is an error."""
         ...
 
-    def poll(self, timeout: float | None = None) -> list[Event]:
-        """Work until an attempt ends or `timeout` seconds are over. All attempts that end in one step come together."""
+    def poll(self, timeout: float | None = None) -> list[EngineEvent]:
+        """Work until an attempt ends or `timeout` seconds passed. Attempts that end in one step come together."""
         ...
 
-    def interrupt(self, samples: Iterable[int] | None = None) -> list[Event]:
-        """Stop these samples, or all, and return what they wrote: their last tokens, if any, and a Partial each.
+    def interrupt(self, samples: Iterable[int] | None = None) -> list[EngineEvent]:
+        """Stop these samples, or all, and return their last tokens, if any, and one Partial each.
 
-        An empty list is a halt for an update: an engine that `waits` need not stop any, but may where that serves it.
+        An empty list pauses decoding for an update: an engine with `waits` may keep its requests, or stop some.
         """
         ...
 
     def publish(self, version: int, source: Any, in_flight: InFlight = InFlight.ABORT) -> Handle:
-        """Take up new weights; tokens sampled once the handle is done are stamped with `version`."""
+        """Load new weights. Tokens sampled after the handle is done carry `version`."""
         ...
 
     def stats(self) -> EngineStats:
-        """The counters as they are now; a record of its own at every call."""
+        """A new record of the current counters."""
         ...
 
     def close(self) -> None: ...

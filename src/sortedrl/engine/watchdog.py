@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, Final, TypeVar
 
-from sortedrl.engine.base import Capabilities, Engine, EngineStats, Event, Handle, InFlight, Request
+from sortedrl.engine.base import Capabilities, Engine, EngineEvent, EngineStats, Handle, InFlight, Request
 from sortedrl.errors import ConfigError, EngineError, SortedRLError
 
 EXIT_CODE: Final = 70  # EX_SOFTWARE of sysexits.h
@@ -70,7 +70,7 @@ class Watchdog:
     def submit(self, requests: Iterable[Request]) -> None:
         self._watched("submit", self.limit_s, self.engine.submit, requests)
 
-    def poll(self, timeout: float | None = None) -> list[Event]:
+    def poll(self, timeout: float | None = None) -> list[EngineEvent]:
         """As the engine's own. A long wait is cut up: an engine at work on long answers is not one that hangs."""
         longest = self.limit_s / 2
         if timeout is not None and timeout <= longest:
@@ -85,7 +85,7 @@ class Watchdog:
             if events or now - began < share or (deadline is not None and now >= deadline):
                 return events
 
-    def interrupt(self, samples: Iterable[int] | None = None) -> list[Event]:
+    def interrupt(self, samples: Iterable[int] | None = None) -> list[EngineEvent]:
         return self._watched("interrupt", self.limit_s, self.engine.interrupt, samples)
 
     def publish(self, version: int, source: Any, in_flight: InFlight = InFlight.ABORT) -> Handle:

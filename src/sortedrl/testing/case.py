@@ -15,7 +15,7 @@ from sortedrl.clock import Clock, WallClock
 from sortedrl.engine.base import (
     Delta,
     Engine,
-    Event,
+    EngineEvent,
     Failed,
     Finished,
     InFlight,
@@ -53,7 +53,7 @@ class Caller:
         self.engine = engine
         self.answers: dict[int, Answer] = {}
 
-    def take(self, events: Iterable[Event]) -> None:
+    def take(self, events: Iterable[EngineEvent]) -> None:
         for event in as_deltas(events):
             answer = self.answers.setdefault(event.sample, Answer())
             match event:
@@ -117,7 +117,7 @@ class EngineCase:
     tolerance: float = 1e-3  # of log-probs
     has_stop_tokens: bool = True
     decode: Callable[[list[int]], str] | None = None  # the one that the engine looks for stop strings with, if it does
-    advance: Callable[[], list[Event]] | None = None  # lets the engine work for a moment; left out, a short poll
+    advance: Callable[[], list[EngineEvent]] | None = None  # lets the engine work for a moment; left out, a short poll
     kill: Callable[[], None] | None = None  # ends the engine's process, if it has one
     clock: Clock = field(default_factory=WallClock)
     version: int = 0

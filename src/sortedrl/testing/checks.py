@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from sortedrl.engine.base import Event, InFlight, Request, Sampling, Span
+from sortedrl.engine.base import EngineEvent, InFlight, Request, Sampling, Span
 from sortedrl.errors import SortedRLError
 from sortedrl.records import FinishReason, Mode
 from sortedrl.testing.case import Answer, EngineCase
@@ -150,7 +150,7 @@ def no_orphan_survives_an_interruption(case: EngineCase) -> None:
     case.run_until(caller, 8)
     caller.interrupt()
     stats = case.engine.stats()
-    late: list[Event] = []
+    late: list[EngineEvent] = []
     for _ in range(5):
         late += case.engine.poll(0.02)
     assert stats.running == case.engine.stats().running == 0

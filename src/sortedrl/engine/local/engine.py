@@ -24,8 +24,9 @@ from torch import nn
 
 from sortedrl.engine.base import (
     Capabilities,
+    CompletedHandle,
+    EngineEvent,
     EngineStats,
-    Event,
     Failed,
     Finished,
     InFlight,
@@ -50,13 +51,6 @@ from sortedrl.engine.request_checks import find_fault
 from sortedrl.engine.sampling.draw import Choice, Draw, make_noise
 from sortedrl.errors import EngineError, ModelError
 from sortedrl.records import Mode
-
-
-class _Done:
-    """A publication that is over when `publish` returns."""
-
-    def wait(self) -> None:
-        return None
 
 
 class LocalEngine:
@@ -102,7 +96,7 @@ class LocalEngine:
         self._stretch: Stretch | None = None  # of the last step; holds until a slot gets another attempt
         self._written: list[Choice] = []  # what the steps of a poll have drawn and attempts have not got yet
         self._pending: list[Attempt] = []  # submitted, waiting for the next poll to prefill them together
-        self._ready: list[Event] = []
+        self._ready: list[EngineEvent] = []
         self._is_closed = False
         self._decode_s = self._prefill_s = self._refresh_s = 0.0
         self._num_refreshes = 0
@@ -138,7 +132,7 @@ class LocalEngine:
                 self._emit(Failed, request, error=error)
 
     @torch.inference_mode()
-    def poll(self, timeout: float | None = None) -> list[Event]:
+    def poll(self, timeout: float | None = None) -> list[EngineEvent]:
         deadline = math.inf if timeout is None else self._clock() + timeout
         num_ended = self._start_pending() + any(isinstance(event, Failed | Finished) for event in self._ready)
         try:
@@ -150,7 +144,7 @@ class LocalEngine:
             self._hand_out()
         return self._drain()
 
-    def interrupt(self, samples: Iterable[int] | None = None) -> list[Event]:
+    def interrupt(self, samples: Iterable[int] | None = None) -> list[EngineEvent]:
         chosen = None if samples is None else set(samples)
 
         def is_chosen(attempt: Attempt) -> bool:
@@ -166,7 +160,7 @@ class LocalEngine:
         self._pending = [attempt for attempt in self._pending if not is_chosen(attempt)]
         return self._drain(chosen)
 
-    def publish(self, version: int, source: Any, in_flight: InFlight = InFlight.ABORT) -> _Done:
+    def publish(self, version: int, source: Any, in_flight: InFlight = InFlight.ABORT) -> CompletedHandle:
         if in_flight is InFlight.ABORT:
             assert not self.num_running, "weights published with abort while samples run: interrupt them first"
         for attempt in self._active:
@@ -180,7 +174,7 @@ class LocalEngine:
         self._version = version
         if in_flight is InFlight.REPREFILL:
             self._begin_again()
-        return _Done()
+        return CompletedHandle()
 
     def _begin_again(self) -> None:
         """Let all that runs go on as if it were resumed: the next poll prefills it, with what comes in meanwhile."""
@@ -363,11 +357,11 @@ class LocalEngine:
         if delta is not None:
             self._ready.append(delta)
 
-    def _drain(self, samples: set[int] | None = None) -> list[Event]:
+    def _drain(self, samples: set[int] | None = None) -> list[EngineEvent]:
         """Take the events that are ready, of these samples or of all."""
         taken = [event for event in self._ready if samples is None or event.sample in samples]
         self._ready = [event for event in self._ready if not (samples is None or event.sample in samples)]
         return taken
 
-    def _emit(self, kind: type[Event], request: Request, **fields: Any) -> None:
+    def _emit(self, kind: type[EngineEvent], request: Request, **fields: Any) -> None:
         self._ready.append(kind(sample=request.sample, attempt=request.attempt, clock=self._clock(), **fields))

@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from sortedrl.engine.base import Engine, EngineStats, Event, Failed, Finished, InFlight, Request
+from sortedrl.engine.base import Engine, EngineEvent, EngineStats, Failed, Finished, InFlight, Request
 from sortedrl.errors import EngineError
 
 IDLE_S = 0.05  # an engine that waits in `poll` for events of other processes is left there so long
@@ -30,7 +30,7 @@ class Report:
     """Events in the order in which they came; a report of a lower number comes before, whenever it arrives."""
 
     number: int
-    events: list[Event]
+    events: list[EngineEvent]
 
 
 class EngineHost:
@@ -41,7 +41,7 @@ class EngineHost:
     ) -> None:
         self._take_up = take_up
         self._commands: queue.SimpleQueue[tuple[Future[Any], Callable[[Engine], Any]] | None] = queue.SimpleQueue()
-        self._outbox: list[Event] = []
+        self._outbox: list[EngineEvent] = []
         self._has_news = threading.Condition()
         self._has_ended = False  # whether an attempt in the outbox is over
         self._turn = self._taken_turn = self._num_reports = 0

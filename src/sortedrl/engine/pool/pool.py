@@ -25,8 +25,8 @@ from typing import Any
 
 from sortedrl.engine.base import (
     Capabilities,
+    EngineEvent,
     EngineStats,
-    Event,
     Failed,
     Finished,
     InFlight,
@@ -71,7 +71,7 @@ class Pool:
         self._start_s = start_s
         self._clock = clock
         self._backlog: list[Request] = []
-        self._unheard: list[Event] = []  # came while somebody asked for something else: the next to listen gets them
+        self._unheard: list[EngineEvent] = []  # arrived during another call: the next poll or interrupt returns them
         self._published: tuple[int, Any] | None = None
         self._is_stored = True  # False: what was published last could not be stored
         self._num_restarts = 0
@@ -102,7 +102,7 @@ class Pool:
         self._backlog.extend(requests)
         self._tend()
 
-    def poll(self, timeout: float | None = None) -> list[Event]:
+    def poll(self, timeout: float | None = None) -> list[EngineEvent]:
         deadline = None if timeout is None else self._clock() + timeout
         for seat in self._seats:
             if seat.member is not None and seat.taking is None:
@@ -117,11 +117,11 @@ class Pool:
                 return []
             self._wait_for_news(left)
 
-    def interrupt(self, samples: Iterable[int] | None = None) -> list[Event]:
+    def interrupt(self, samples: Iterable[int] | None = None) -> list[EngineEvent]:
         wanted = None if samples is None else set(samples)
         kept_back = [r for r in self._backlog if wanted is None or r.sample in wanted]
         self._backlog = [r for r in self._backlog if not (wanted is None or r.sample in wanted)]
-        heard: list[Event] = [self._partial(request) for request in kept_back]
+        heard: list[EngineEvent] = [self._partial(request) for request in kept_back]
         if wanted is not None and not wanted:
             wanted = self._surplus()
         asked: list[tuple[Seat, Future[Report]]] = []
@@ -203,9 +203,9 @@ class Pool:
         else:
             time.sleep(min(seconds, 0.05))
 
-    def _collect(self) -> list[Event]:
+    def _collect(self) -> list[EngineEvent]:
         """What has arrived; members that have been silent for too long are dead."""
-        heard: list[Event] = []
+        heard: list[EngineEvent] = []
         for seat in self._seats:
             if seat.taking is None:
                 continue
@@ -216,14 +216,14 @@ class Pool:
                 self._bury(seat, f"it has not answered for {self._health_s:g} s")
         return self._with_unheard(heard)
 
-    def _with_unheard(self, heard: list[Event]) -> list[Event]:
+    def _with_unheard(self, heard: list[EngineEvent]) -> list[EngineEvent]:
         """All that came since the last time; what ended with its member stands behind the tokens that it had sent."""
         ends = [event for event in self._unheard if isinstance(event, Partial)]
         others = [event for event in self._unheard if not isinstance(event, Partial)]
         self._unheard = []
         return [*others, *heard, *ends]
 
-    def _settle(self, seat: Seat, reply: Future[Report] | None) -> list[Event]:
+    def _settle(self, seat: Seat, reply: Future[Report] | None) -> list[EngineEvent]:
         """Take in the report that is under way, or that and the answer to an interrupt, in their order.
 
         The next is asked for at once, but after an interrupt only when somebody polls.
@@ -231,14 +231,14 @@ class Pool:
         futures = [future for future in (seat.taking, reply) if future is not None]
         seat.taking = None
         reports = [report for future in futures if (report := self._answer(seat, future)) is not None]
-        heard: list[Event] = []
+        heard: list[EngineEvent] = []
         for report in sorted(reports, key=lambda report: report.number):
             heard += [event for event in report.events if self._is_current(seat, event)]
         if seat.member is not None and reply is None:
             self._ask(seat)
         return heard
 
-    def _is_current(self, seat: Seat, event: Event) -> bool:
+    def _is_current(self, seat: Seat, event: EngineEvent) -> bool:
         """Whether an event is of an attempt at this member; one that ends it frees its slot."""
         request = seat.running.get(event.sample)
         if request is None or request.attempt != event.attempt:
@@ -249,9 +249,9 @@ class Pool:
                 seat.num_deaths = 0
         return True
 
-    def _refused(self, seat: Seat) -> list[Event]:
+    def _refused(self, seat: Seat) -> list[EngineEvent]:
         """Requests that a member did not take, although it lives."""
-        refused: list[Event] = []
+        refused: list[EngineEvent] = []
         under_way = []
         for future, requests in seat.submitting:
             if not future.done():

@@ -24,16 +24,16 @@ from sortedrl.clock import VirtualClock
 from sortedrl.engine.base import (
     Capabilities,
     Delta,
+    EngineEvent,
     EngineStats,
-    Event,
     Failed,
     Finished,
     Handle,
     InFlight,
     Partial,
     Request,
+    SegmentDelta,
     Verified,
-    Written,
 )
 from sortedrl.engine.sim.cost import DecodeCost, UnitCost
 from sortedrl.engine.sim.script import Answers, Script, SpelledOut
@@ -61,7 +61,7 @@ class Running:
     delivered: int  # answer tokens that events have told of
     since_mark: int  # publications that events have told of
     end: int  # answer tokens it will have under these weights
-    events: Sequence[Event] = ()  # to be told first
+    events: Sequence[EngineEvent] = ()  # to be told first
     end_step: int = -1  # the step at which it is entered to end; any other entry of it is void
     is_parked: bool = False
 
@@ -199,7 +199,7 @@ class SimEngine:
             if has_room:
                 self._stats.recomputed_tokens += length
                 prefilled.append(prompt + length)
-            events: Sequence[Event] = ()
+            events: Sequence[EngineEvent] = ()
             if request.mode is REPLAY:
                 verified, again = self._verify(request)
                 events, length = (verified, again), verified.accepted
@@ -220,7 +220,7 @@ class SimEngine:
         self._stats.prompt_tokens += num_prompt
         self._stall_s += self.cost.prefill_s(prefilled)
 
-    def poll(self, timeout: float | None = None) -> list[Event]:
+    def poll(self, timeout: float | None = None) -> list[EngineEvent]:
         if not self.running:
             return []
         timer, made, ends = self.clock.next_timer(), self._progress_made, self._ends
@@ -231,7 +231,7 @@ class SimEngine:
             if ends[0] <= made.steps or (timer is not None and self.clock.now() >= timer):
                 break
             self._make_room()
-        events: list[Event] = []
+        events: list[EngineEvent] = []
         if self._tellers:
             for running in self._tellers:
                 events += running.events
@@ -250,8 +250,8 @@ class SimEngine:
             self._unpark()
         return events
 
-    def interrupt(self, samples: Iterable[int] | None = None) -> list[Event]:
-        events: list[Event] = []
+    def interrupt(self, samples: Iterable[int] | None = None) -> list[EngineEvent]:
+        events: list[EngineEvent] = []
         for sample in list(self.running) if samples is None else list(samples):
             running = self.running.get(sample)
             if running is not None:
@@ -439,7 +439,7 @@ class SimEngine:
         failure = self.fails(request)
         return end if failure is None else max(min(end, failure), length)
 
-    def _finish(self, running: Running, now: float, events: list[Event]) -> None:
+    def _finish(self, running: Running, now: float, events: list[EngineEvent]) -> None:
         """Add the last events of an attempt that has reached its end."""
         request, length, start = running.request, running.end, running.delivered
         if running.events:
@@ -453,17 +453,17 @@ class SimEngine:
         failure = None if self.fails is None else self.fails(request)
         if failure is not None and length >= failure:
             if segments:
-                events.append(Written(sample, attempt, now, start, segments))
+                events.append(SegmentDelta(sample, attempt, now, start, segments))
             events.append(Failed(sample, attempt, now, "scripted failure"))
             return
         is_stop = length < request.budget or self.answers.is_complete(request, length, self.version)
         events.append(Finished(sample, attempt, now, STOP if is_stop else LENGTH, start, segments))
 
-    def _flush(self, running: Running) -> list[Event]:
+    def _flush(self, running: Running) -> list[EngineEvent]:
         """Everything not yet told of an attempt."""
         events, start, request = [*running.events], running.delivered, running.request
         running.events = ()
         segments = self._marks.untold(running, self.version)
         if segments:
-            events.append(Written(request.sample, request.attempt, self.clock.now(), start, segments))
+            events.append(SegmentDelta(request.sample, request.attempt, self.clock.now(), start, segments))
         return events

@@ -27,8 +27,9 @@ import torch
 
 from sortedrl.engine.base import (
     Capabilities,
+    CompletedHandle,
+    EngineEvent,
     EngineStats,
-    Event,
     Failed,
     Finished,
     InFlight,
@@ -55,13 +56,6 @@ log = logging.getLogger(__name__)
 
 MAX_LOSSES = 3
 _BLOCK = 32  # tokens per KV block: the least that CPU kernels like, so that short prefixes are shared too
-
-
-class _Done:
-    """A publication that is over when `publish` returns."""
-
-    def wait(self) -> None:
-        return None
 
 
 class VllmEngine:
@@ -152,7 +146,7 @@ class VllmEngine:
         if flights:
             self._launch(flights)
 
-    def poll(self, timeout: float | None = None) -> list[Event]:
+    def poll(self, timeout: float | None = None) -> list[EngineEvent]:
         tower, deadline = self._tower, math.inf if timeout is None else self._clock() + timeout
         with tower.changed:
             while tower.flights and not tower.num_ends and tower.loss is None:
@@ -170,7 +164,7 @@ class VllmEngine:
         tower.num_ends = 0
         return tower.drain()
 
-    def interrupt(self, samples: Iterable[int] | None = None) -> list[Event]:
+    def interrupt(self, samples: Iterable[int] | None = None) -> list[EngineEvent]:
         tower, chosen = self._tower, None if samples is None else set(samples)
         stopped = [f for sample, f in list(tower.flights.items()) if chosen is None or sample in chosen]
         if stopped:
@@ -180,7 +174,7 @@ class VllmEngine:
             self._give_back()
         return tower.drain(chosen)
 
-    def publish(self, version: int, source: Any, in_flight: InFlight = InFlight.ABORT) -> _Done:
+    def publish(self, version: int, source: Any, in_flight: InFlight = InFlight.ABORT) -> CompletedHandle:
         if in_flight is InFlight.ABORT:
             assert not self.num_running, "weights published with abort while samples run: interrupt them first"
         if self._adapter is None:
@@ -192,7 +186,7 @@ class VllmEngine:
         if self._tower.loss is not None:
             self._give_back()  # under the version that wrote the tokens
         self._tower.version = version
-        return _Done()
+        return CompletedHandle()
 
     def stats(self) -> EngineStats:
         tower, counts = self._tower, self._counts

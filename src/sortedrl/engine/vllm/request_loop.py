@@ -16,7 +16,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from sortedrl.engine.base import EngineStats, Event, Failed, Finished, InFlight, Partial, Request, Verified
+from sortedrl.engine.base import EngineEvent, EngineStats, Failed, Finished, InFlight, Partial, Request, Verified
 from sortedrl.engine.vllm.abort_flag import HaltFlag
 from sortedrl.engine.vllm.adapter import ADAPTER_ID
 from sortedrl.engine.vllm.request import Flight, Turn
@@ -37,7 +37,7 @@ class Tower:
         self.stats = EngineStats()
         self.heard = clock()  # when vLLM last said something
         self._clock = clock
-        self._ready: list[Event] = []
+        self._ready: list[EngineEvent] = []
         self._busy_since = clock()
         self._num_halts = 0  # a broken step leaves KV that must not be found again
 
@@ -63,7 +63,7 @@ class Tower:
             with self.changed:
                 self._ready.append(delta)
 
-    def emit(self, kind: type[Event], request: Request, *, is_end: bool = False, **fields: Any) -> None:
+    def emit(self, kind: type[EngineEvent], request: Request, *, is_end: bool = False, **fields: Any) -> None:
         event = kind(sample=request.sample, attempt=request.attempt, clock=self._clock(), **fields)
         with self.changed:
             self._ready.append(event)
@@ -71,7 +71,7 @@ class Tower:
                 self.num_ends += 1
                 self.changed.notify()
 
-    def drain(self, samples: set[int] | None = None) -> list[Event]:
+    def drain(self, samples: set[int] | None = None) -> list[EngineEvent]:
         """Take the events that are ready, of these samples or of all."""
         with self.changed:
             taken = [event for event in self._ready if samples is None or event.sample in samples]
