@@ -35,7 +35,8 @@ from sortedrl.engine.local.engine import LocalEngine
 from sortedrl.learner.torch import TorchLearner
 from sortedrl.ledger.reader import Ledger
 from sortedrl.ledger.verify import verify
-from sortedrl.run.build.parts import SampleScorer, build_run
+from sortedrl.reward.scorer import SampleScorer
+from sortedrl.run.build.parts import build_run
 from sortedrl.run.evaluate import Evaluator
 from sortedrl.run.run_checkpoint import RunSaver
 from sortedrl.telemetry.events import ignore

@@ -23,7 +23,7 @@ import pytest
 
 from sortedrl.errors import RewardError
 from sortedrl.reward.caller import clean_environment, find_function
-from sortedrl.reward.pool import RewardPool, Score
+from sortedrl.reward.pool import RewardPool, RewardScore
 from sortedrl.reward.worker import CallFailed, FailureKind, call_reward, printable, serve
 
 # What a user's module of reward functions may hold; most behave by what the answer says.
@@ -129,8 +129,8 @@ def rewards(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
     del sys.modules["user_rewards"]
 
 
-def collect(pool: RewardPool) -> dict[tuple[int, int], Score]:
-    scores: dict[tuple[int, int], Score] = {}
+def collect(pool: RewardPool) -> dict[tuple[int, int], RewardScore]:
+    scores: dict[tuple[int, int], RewardScore] = {}
     while pool.num_waiting:
         for score in pool.poll(20):
             assert score.key not in scores
@@ -138,7 +138,7 @@ def collect(pool: RewardPool) -> dict[tuple[int, int], Score]:
     return scores
 
 
-def score_texts(pool: RewardPool, texts: list[str]) -> list[Score]:
+def score_texts(pool: RewardPool, texts: list[str]) -> list[RewardScore]:
     for index, text in enumerate(texts):
         pool.submit((index, 0), "prompt", text, {})
     scores = collect(pool)

@@ -16,7 +16,7 @@ import pytest
 
 from sortedrl import SortedConfig, SortedTrainer
 from sortedrl.errors import DataError, ModelError, RewardError
-from sortedrl.reward.pool import RewardPool, Score
+from sortedrl.reward.pool import RewardPool, RewardScore
 from sortedrl.tasks.tiny import knights_tiny_path
 from sortedrl.telemetry import events
 from sortedrl.telemetry.sinks import read_events
@@ -58,10 +58,10 @@ async def judged(completions, **kwargs):
     return [0.5] * len(completions)
 
 
-def score(pool: RewardPool, *texts: str, tokens: tuple[int, ...] = (1, 2)) -> list[Score]:
+def score(pool: RewardPool, *texts: str, tokens: tuple[int, ...] = (1, 2)) -> list[RewardScore]:
     for index, text in enumerate(texts):
         pool.submit((index, 1), "prompt", text, {"answer": "yes"}, tokens)
-    scores: dict[int, Score] = {}
+    scores: dict[int, RewardScore] = {}
     while pool.num_waiting:
         scores |= {got.key[0]: got for got in pool.poll(20)}
     return [scores[index] for index in sorted(scores)]

@@ -18,8 +18,9 @@ from sortedrl.engine.local.engine import LocalEngine
 from sortedrl.errors import RewardError
 from sortedrl.learner.model import load_tokenizer
 from sortedrl.records import FinishReason, Prompt, sample_seed
-from sortedrl.reward.pool import RewardPool, Score
-from sortedrl.run.build.parts import RunParts, SampleScorer, build_run
+from sortedrl.reward.pool import RewardPool, RewardScore
+from sortedrl.reward.scorer import SampleScorer
+from sortedrl.run.build.parts import RunParts, build_run
 from sortedrl.run.evaluate import Answer, Evaluator, answer_all
 from sortedrl.tasks.knights import KnightsTask, verify
 from sortedrl.tasks.tiny import knights_tiny_path
@@ -152,12 +153,12 @@ class LengthScorer:
     failure: Exception | None = None
 
     def __init__(self) -> None:
-        self.scores: list[Score] = []
+        self.scores: list[RewardScore] = []
 
     def submit_answer(self, key: tuple[int, int], prompt: Prompt, tokens: Sequence[int]) -> None:
-        self.scores.append(Score(key=key, reward=float(len(tokens))))
+        self.scores.append(RewardScore(key=key, reward=float(len(tokens))))
 
-    def poll(self, timeout: float) -> list[Score]:
+    def poll(self, timeout: float) -> list[RewardScore]:
         scores, self.scores = self.scores, []
         return scores
 

@@ -62,7 +62,7 @@ class RewardFunction:
         return bool(self.module)
 
 
-class Caller(Protocol):
+class RewardCaller(Protocol):
     def start(self) -> None:
         """Get ready; raises RewardError when that cannot be."""
         ...

@@ -26,7 +26,14 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from sortedrl.errors import RewardError
-from sortedrl.reward.caller import MEMORY_BYTES, Caller, ProcessCaller, RewardFunction, ThreadCaller, find_function
+from sortedrl.reward.caller import (
+    MEMORY_BYTES,
+    ProcessCaller,
+    RewardCaller,
+    RewardFunction,
+    ThreadCaller,
+    find_function,
+)
 from sortedrl.reward.worker import CallFailed, FailureKind
 
 Key = tuple[int, int]  # sample, attempt
@@ -35,7 +42,7 @@ Row = tuple[str | list[dict[str, str]], str, Mapping[str, object], Sequence[int]
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class Score:
+class RewardScore:
     key: Key
     reward: float
     error: str | None = None
@@ -43,7 +50,7 @@ class Score:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class Call:
+class RewardCall:
     """One call of a reward function that is over, for whoever watches the workers."""
 
     worker: int
@@ -111,7 +118,7 @@ def _what(failed: CallFailed, timeout_s: float) -> str:
             return f"gave {failed.detail} as a reward: make it return finite numbers, 0.0 or None where none applies"
 
 
-__all__ = ["OnError", "RewardPool", "Score"]
+__all__ = ["OnError", "RewardPool", "RewardScore"]
 
 MAX_BATCH = 64  # samples in one call
 MIN_MEMORY_BYTES = 64 << 20  # an interpreter with little else
@@ -129,12 +136,12 @@ class _Stage:
     def __init__(
         self,
         functions: Sequence[RewardFunction],
-        callers: Sequence[Caller],
+        callers: Sequence[RewardCaller],
         *,
         timeout_s: float,
         forward: Callable[[Ticket], None],
         fail: Callable[[BaseException], None],
-        calls: deque[Call],
+        calls: deque[RewardCall],
         first_worker: int,
     ) -> None:
         self._calls = calls
@@ -177,7 +184,7 @@ class _Stage:
         for thread in self._threads:
             thread.join()
 
-    def _serve(self, caller: Caller, ready: threading.Event, worker: int) -> None:
+    def _serve(self, caller: RewardCaller, ready: threading.Event, worker: int) -> None:
         try:
             caller.start()
             ready.set()
@@ -204,7 +211,7 @@ class _Stage:
                 batch.append(self._waiting.popleft())
             return batch
 
-    def _score(self, caller: Caller, batch: list[Ticket], worker: int) -> None:
+    def _score(self, caller: RewardCaller, batch: list[Ticket], worker: int) -> None:
         for function in self._functions:
             tickets = [ticket for ticket in batch if ticket.failure is None and function.index not in ticket.values]
             if not tickets:
@@ -222,7 +229,9 @@ class _Stage:
                 outcomes = [failed]
             finally:
                 ended = time.monotonic()
-                self._calls.append(Call(worker=worker, seconds=ended - start, ended=ended, num_samples=len(tickets)))
+                self._calls.append(
+                    RewardCall(worker=worker, seconds=ended - start, ended=ended, num_samples=len(tickets))
+                )
             for ticket, outcome in zip(tickets, outcomes, strict=True):
                 ticket.take(function, outcome, self._timeout_s)
         for ticket in batch:
@@ -277,7 +286,7 @@ class RewardPool:
         self.failure: RewardError | None = None  # the first one, where failures are to stop the run
         self.progress: dict[str, float] = {}  # what functions see as `trainer_state`; whoever trains keeps it
         self._on_error: OnError = on_error
-        self._calls: deque[Call] = deque(maxlen=MAX_CALLS)
+        self._calls: deque[RewardCall] = deque(maxlen=MAX_CALLS)
         self._done: SimpleQueue[Ticket | None] = SimpleQueue()
         self._num_waiting = 0
         self._fatal: BaseException | None = None
@@ -294,7 +303,7 @@ class RewardPool:
             callers = [ProcessCaller(remote, **limits, keep_env=keep_env) for _ in range(workers)]
             self._add_stage(remote, callers, timeout_s)
 
-    def _add_stage(self, functions: list[RewardFunction], callers: Sequence[Caller], timeout_s: float) -> None:
+    def _add_stage(self, functions: list[RewardFunction], callers: Sequence[RewardCaller], timeout_s: float) -> None:
         after = self._stages[0] if self._stages else None
 
         def forward(ticket: Ticket) -> None:
@@ -339,7 +348,7 @@ class RewardPool:
         self._num_waiting += 1
         self._stages[0].put(Ticket(key=key, row=row, line=line))
 
-    def poll(self, timeout: float = 0) -> list[Score]:
+    def poll(self, timeout: float = 0) -> list[RewardScore]:
         """Scores that are there, waiting up to `timeout` seconds for the first while any is outstanding."""
         tickets: list[Ticket | None] = []
         if timeout > 0 and self._num_waiting and self._fatal is None:
@@ -354,7 +363,7 @@ class RewardPool:
         scores = [self._count(ticket) for ticket in tickets if ticket is not None]
         return [score for score in scores if score is not None]
 
-    def take_calls(self) -> list[Call]:
+    def take_calls(self) -> list[RewardCall]:
         """The calls that ended since this was last asked, at most the last `MAX_CALLS`."""
         return [self._calls.popleft() for _ in range(len(self._calls))]
 
@@ -392,11 +401,11 @@ class RewardPool:
         self._fatal = error
         self._done.put(None)  # wakes a poll
 
-    def _count(self, ticket: Ticket) -> Score | None:
+    def _count(self, ticket: Ticket) -> RewardScore | None:
         self._num_waiting -= 1
         outcome = ticket.reward(self._functions, self._weights)
         if not isinstance(outcome, Failure):
-            return Score(key=ticket.key, reward=outcome)
+            return RewardScore(key=ticket.key, reward=outcome)
         if outcome.name not in self.errors:
             became = {"zero": "gets reward 0", "skip": "is trained with no weight", "stop": "stops the run"}
             text = "%s (sample %d %s; counted from here on)"
@@ -406,7 +415,7 @@ class RewardPool:
             remedy = "set reward.on_error to zero or skip to go on without such answers"
             self.failure = self.failure or RewardError(f"{outcome.message}; {remedy}")
             return None
-        return Score(key=ticket.key, reward=0.0, error=outcome.message, is_skipped=self._on_error == "skip")
+        return RewardScore(key=ticket.key, reward=0.0, error=outcome.message, is_skipped=self._on_error == "skip")
 
 
 def _check_functions(given: Callable[..., Any] | Sequence[Callable[..., Any]]) -> list[RewardFunction]:

@@ -22,17 +22,19 @@ from sortedrl.clock import Clock
 from sortedrl.config import SortedConfig
 from sortedrl.controller import Controller
 from sortedrl.engine.base import Engine, EngineStats, InFlight
-from sortedrl.errors import ConfigError, ModelError, RewardError
+from sortedrl.errors import ConfigError, ModelError
 from sortedrl.run.evaluate import Evaluator
 from sortedrl.run.checkpoint import load_model
 from sortedrl.learner.lora import ADAPTER_FOLDER, adapt, check_base, check_peft_config, peft_config_of, restore_adapters
 from sortedrl.learner.model import check_model_folder, load_tokenizer, read_window
 from sortedrl.learner.smollm2 import smollm2_path
-from sortedrl.records import Prompt, Sample, sample_seed
-from sortedrl.reward.pool import RewardPool, Score
+from sortedrl.records import Prompt
+from sortedrl.reward.pool import RewardCall, RewardPool
+from sortedrl.reward.scorer import SampleScorer
 from sortedrl.tasks.base import PromptStream, RewardFunc, Task, make_prompt
+from sortedrl.tasks.loader import SampleLoader
 from sortedrl.tasks.tiny import knights_tiny_path
-from sortedrl.telemetry.events import Emit, RewardCalled, ignore
+from sortedrl.telemetry.events import Emit, RewardCalled
 from sortedrl.telemetry.trackers import check_trackers
 from sortedrl.weights import is_adapted
 
@@ -62,46 +64,6 @@ class RunParts:
         self.heldout_rewards.close()
         self.engine.close()
         self.learner.close()  # the connection to Ray that both may use is its own
-
-
-@dataclass(slots=True, kw_only=True)
-class SampleScorer:
-    """Turns finished samples into text and has them scored."""
-
-    pool: RewardPool
-    tokenizer: Any
-    skip: Callable[[int, int], None] | None = None  # told of samples that are to have no weight
-    emit: Emit = ignore
-    clock: Clock | None = None  # of the events
-
-    def submit(self, sample: Sample) -> None:
-        self.submit_answer((sample.id, sample.attempt), sample.prompt, sample.tokens)
-
-    def submit_answer(self, key: tuple[int, int], prompt: Prompt, tokens: Sequence[int]) -> None:
-        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        self.pool.submit(key, prompt.content, text, prompt.columns, tokens)
-
-    def poll(self, timeout: float) -> list[Score]:
-        scores = self.pool.poll(timeout)
-        if self.skip is not None:
-            for score in scores:
-                if score.is_skipped:
-                    self.skip(*score.key)
-        if self.clock is not None:
-            self.tell_calls(self.clock.now())
-        return scores
-
-    @property
-    def failure(self) -> RewardError | None:
-        """Why scoring is to end, where failures are to stop it."""
-        return self.pool.failure
-
-    def tell_calls(self, t: float) -> None:
-        for call in self.pool.take_calls():
-            lag_s = time.monotonic() - call.ended
-            self.emit(
-                RewardCalled(t=t, worker=call.worker, seconds=call.seconds, lag_s=lag_s, num_samples=call.num_samples)
-            )
 
 
 def build_run(
@@ -154,13 +116,24 @@ def build_run(
         group_column=task.group_column,
         every_samples=config.eval.every_samples,
     )
-    loader = SampleLoader(config=config, stream=prompt_stream(config, task, tokenizer))
+    loader = SampleLoader(
+        stream=prompt_stream(config, task, tokenizer),
+        seed=config.run.seed,
+        total_samples=config.run.samples,
+        siblings=config.learner.group_size,
+        max_new_tokens=config.engine.max_new_tokens,
+    )
     controller = Controller(
         buffer=Buffer(grouped=config.is_grouped),
         knobs=knobs,
         engine=engine,
         learner=learner,
-        scorer=SampleScorer(pool=rewards, tokenizer=tokenizer, skip=learner.skip, emit=emit, clock=clock),
+        scorer=SampleScorer(
+            pool=rewards,
+            tokenizer=tokenizer,
+            on_skipped=learner.skip,
+            on_call=reward_call_emitter(emit, clock),
+        ),
         load_samples=loader.load,
         total_samples=config.run.samples,
         sampling=sampling,
@@ -192,40 +165,18 @@ def build_run(
     return parts
 
 
-@dataclass(slots=True, kw_only=True)
-class SampleLoader:
-    """Makes cohorts of samples from the prompt stream, up to the run's data budget."""
+def reward_call_emitter(emit: Emit, clock: Clock) -> Callable[[RewardCall], None]:
+    """A callback that reports each finished call of a reward function as a RewardCalled event."""
 
-    config: SortedConfig
-    stream: PromptStream
-    num_loaded: int = 0
+    def report(call: RewardCall) -> None:
+        lag_s = time.monotonic() - call.ended
+        emit(
+            RewardCalled(
+                t=clock.now(), worker=call.worker, seconds=call.seconds, lag_s=lag_s, num_samples=call.num_samples
+            )
+        )
 
-    def load(self, cohort: int, count: int) -> list[Sample]:
-        run, siblings = self.config.run, self.config.learner.group_size
-        count = max(min(count, run.samples - self.num_loaded), 0)  # a resumed run may have a smaller budget
-        samples = []
-        for epoch, prompt in self.stream.take(count // siblings):
-            for index in range(siblings):
-                samples.append(
-                    Sample(
-                        id=self.num_loaded + len(samples),
-                        prompt=prompt,
-                        index=index,
-                        epoch=epoch,
-                        cohort=cohort,
-                        seed=sample_seed(run.seed, epoch, prompt.id, index),
-                        budget=self.config.engine.max_new_tokens,
-                    )
-                )
-        self.num_loaded += len(samples)
-        return samples
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"num_loaded": self.num_loaded, "stream": self.stream.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.num_loaded = state["num_loaded"]
-        self.stream.load_state_dict(state["stream"])
+    return report
 
 
 def build_rewards(config: SortedConfig, functions: Sequence[RewardFunc], *, is_heldout: bool = False) -> RewardPool:

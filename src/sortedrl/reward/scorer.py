@@ -1,0 +1,53 @@
+"""Decodes complete answers and has a `RewardPool` score them.
+
+The controller calls `submit` and `poll` (the `Scorer` protocol); evaluation calls `submit_answer`. `run/build` makes
+one scorer for training and one for held-out prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sortedrl.errors import RewardError
+from sortedrl.records import Prompt, Sample
+from sortedrl.reward.pool import RewardCall, RewardPool, RewardScore
+
+
+@dataclass(slots=True, kw_only=True)
+class SampleScorer:
+    """Scores samples in the background. `tokenizer` is a Hugging Face tokenizer.
+
+    `poll` runs both callbacks in the thread that called it: `on_skipped(sample, attempt)` for each answer that must get
+    no weight in training, `on_call` for each call of a reward function that has ended since the last poll.
+    """
+
+    pool: RewardPool
+    tokenizer: Any
+    on_skipped: Callable[[int, int], None] | None = None
+    on_call: Callable[[RewardCall], None] | None = None
+
+    def submit(self, sample: Sample) -> None:
+        self.submit_answer((sample.id, sample.attempt), sample.prompt, sample.tokens)
+
+    def submit_answer(self, key: tuple[int, int], prompt: Prompt, tokens: Sequence[int]) -> None:
+        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        self.pool.submit(key, prompt.content, text, prompt.columns, tokens)
+
+    def poll(self, timeout: float) -> list[RewardScore]:
+        """Return the scores that are ready, waiting up to `timeout` seconds for the first one."""
+        scores = self.pool.poll(timeout)
+        if self.on_skipped is not None:
+            for score in scores:
+                if score.is_skipped:
+                    self.on_skipped(*score.key)
+        if self.on_call is not None:
+            for call in self.pool.take_calls():
+                self.on_call(call)
+        return scores
+
+    @property
+    def failure(self) -> RewardError | None:
+        """The error that must stop the run (`reward.on_error = "stop"`), or None."""
+        return self.pool.failure
