@@ -323,11 +323,10 @@ def test_a_run_that_is_cut_goes_on_and_trains_all_once(strategy: Strategy) -> No
         assert controller.run()
         seq, _ = data.draw(st.sampled_from([(0, {}), *places]))
         store.close()
-        store = Store.open(store.path)
-        store.truncate(seq)
-        assert store.begin_lineage() == 1
+        store, buffer = Store.reopen(store.path, seq)
+        assert store.lineage == 1
         assert rows(store, "SELECT * FROM lineages")[1][1] == seq
-        buffer = store.restore()
+        assert store.restore().state_dict() == buffer.state_dict(), "what was read before the lineage began"
         version = buffer.version
 
         def load_again(cohort: int, count: int) -> list[Sample]:
@@ -615,6 +614,19 @@ def test_rows_that_cannot_be_are_found_when_read(tmp_path: Path, statement: str,
     store = Store.open(path)
     with pytest.raises(DamagedLedgerError, match=f"is damaged .*{message}"):
         store.restore()
+    store.close()
+
+
+def test_a_damaged_ledger_is_not_reopened_and_gets_no_lineage(tmp_path: Path) -> None:
+    path, _ = closed_ledger(tmp_path)
+    edit(path, "UPDATE steps SET step = 'jump' WHERE step = 'interrupt'")
+    store = Store.open(path)
+    seq, lineages = store.seq, rows(store, "SELECT * FROM lineages")
+    store.close()
+    with pytest.raises(DamagedLedgerError, match="unknown step 'jump'"):
+        Store.reopen(path, seq)
+    store = Store.open(path)
+    assert (store.seq, rows(store, "SELECT * FROM lineages")) == (seq, lineages)
     store.close()
 
 

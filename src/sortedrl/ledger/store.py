@@ -75,6 +75,22 @@ class Store:
         store.seconds = perf_counter() - began
         return store
 
+    @classmethod
+    def reopen(cls, path: str | Path, seq: int) -> tuple[Store, DurableBuffer]:
+        """Open a ledger, delete the rows after `seq`, and begin a lineage; returns the store and the restored buffer.
+
+        A damaged ledger raises `DamagedLedgerError` before the lineage begins, and the file is closed again.
+        """
+        store = cls.open(path)
+        try:
+            store.truncate(seq)
+            buffer = store.restore()  # before `begin_lineage`: reading the samples is what finds damage in them
+            store.begin_lineage()
+        except BaseException:
+            store.close(commit=False)
+            raise
+        return store, buffer
+
     @property
     def seq(self) -> int:
         """Number of the last row, committed or not. Between two calls of the buffer it is a place to go back to."""
