@@ -1,4 +1,4 @@
-"""What all tests share: one thread, no network, reproducible property tests; the command line, called here."""
+"""Settings for all tests (one thread, no network, reproducible property tests) and the fixture `call`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# Before torch and transformers are imported by any test: they read these once.
-os.environ["OMP_NUM_THREADS"] = "1"  # torch takes it for its own number of threads
+# Set before any test imports torch or transformers, which read these once.
+os.environ["OMP_NUM_THREADS"] = "1"  # torch uses it as its number of threads
 os.environ["MKL_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
@@ -17,16 +17,16 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import pytest
 from hypothesis import HealthCheck, settings
 
-# A shared machine makes single examples slow: time is no reason to fail.
+# Examples may be slow on a shared machine, so no property test fails because of time.
 settings.register_profile("local", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("local"), derandomize=True, database=None)
-# Derandomized unless asked otherwise, so that two runs of `make test` do the same; `local` looks for more.
+# Derandomized by default, so that two runs of `make test` do the same. HYPOTHESIS_PROFILE=local tries new examples.
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
-    """Call the entry point in an empty folder; returns exit code, stdout and stderr."""
+    """A function that runs the command line in an empty folder and returns exit code, stdout and stderr."""
     from sortedrl import cli
 
     monkeypatch.chdir(tmp_path)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.warm import Warm
+from tests.support.forked_process import ForkedProcess
 
 STORM = Path(__file__).parents[2] / "benchmarks" / "crash_storm.py"
 
@@ -18,7 +18,7 @@ STORM = Path(__file__).parents[2] / "benchmarks" / "crash_storm.py"
 def test_nothing_is_lost_in_a_short_storm(tmp_path: Path) -> None:
     """Each phase of a run is hit, most of them twice: it aims at the one hit least."""
     arguments = ["--kills", "15", "--updates", "6", "--calm", "1", "--no-save", "--json"]
-    with Warm(tmp_path, run_storm, arguments) as storm:
+    with ForkedProcess(tmp_path, run_storm, arguments) as storm:
         assert storm.wait(280) == 0, storm.err
     record = json.loads(storm.out)
     assert (record["kills"], sum(record["by_phase"].values())) == (15, 15)

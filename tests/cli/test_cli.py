@@ -17,7 +17,7 @@ from sortedrl import __version__
 from sortedrl.config import SortedConfig
 from sortedrl.telemetry.sinks import read_events
 from sortedrl.telemetry.summary import Summary
-from tests.support.warm import WAIT_S
+from tests.support.forked_process import WAIT_S
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 SCRIPT = Path(sys.executable).parent / "sortedrl"

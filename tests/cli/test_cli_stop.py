@@ -18,7 +18,7 @@ import pytest
 from sortedrl.telemetry.sinks import read_events
 from sortedrl.telemetry.summary import Summary
 from tests.cli.test_cli import QUICKSTART, SCRIPT, SMALL, checkpoint_loads, only_json
-from tests.support.warm import WAIT_S, Warm, warm_command
+from tests.support.forked_process import WAIT_S, ForkedProcess, forked_command
 
 
 def children(pid: int) -> list[int]:
@@ -68,7 +68,7 @@ def test_ctrl_c_keeps_what_was_trained(call: Any, tmp_path: Path) -> None:
 
 @needs_proc
 def test_a_request_to_end_keeps_what_was_trained(call: Any, tmp_path: Path) -> None:
-    with warm_command(tmp_path, *ENDLESS, "--json") as run:
+    with forked_command(tmp_path, *ENDLESS, "--json") as run:
         workers = wait_for_updates(tmp_path, run.pid, 2)
         os.kill(run.pid, signal.SIGTERM)
         assert run.wait() == 0, run.err
@@ -99,7 +99,7 @@ def check_kept(call: Any, folder: Path, out: str, err: str, workers: list[int]) 
 @needs_proc
 def test_a_second_request_ends_it_at_once(call: Any, tmp_path: Path) -> None:
     # After the first update comes an evaluation that takes a while: a first request is not heard before it is over.
-    with warm_command(tmp_path, *ENDLESS, "eval.prompts=256", "eval.every_samples=16") as run:
+    with forked_command(tmp_path, *ENDLESS, "eval.prompts=256", "eval.every_samples=16") as run:
         workers = wait_for_updates(tmp_path, run.pid, 1)
         os.kill(run.pid, signal.SIGINT)
         os.kill(run.pid, signal.SIGTERM)  # two of the same kind could be taken for one
@@ -118,8 +118,8 @@ def test_a_second_request_ends_it_at_once(call: Any, tmp_path: Path) -> None:
 def test_a_run_of_any_name_can_be_resumed(tmp_path: Path) -> None:
     name = "exp[a] 🚀 é"
 
-    def run(*arguments: str) -> Warm:
-        with warm_command(tmp_path, "train", *arguments) as command:
+    def run(*arguments: str) -> ForkedProcess:
+        with forked_command(tmp_path, "train", *arguments) as command:
             assert command.wait() == 0, command.err
         return command
 

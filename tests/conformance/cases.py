@@ -19,8 +19,8 @@ from sortedrl.engine.base import EngineEvent, Request
 from sortedrl.engine.local.engine import LocalEngine
 from sortedrl.engine.sim.engine import SimEngine
 from sortedrl.testing import Check, EngineCase
-from tests.support.scripted import ScriptedPolicy
-from tests.support.tiny_models import VOCAB, shake, source, teacher_forced, tiny_model
+from tests.support.scripted_runs import ScriptedPolicy
+from tests.support.tiny_models import VOCAB, add_noise, source, teacher_forced, tiny_model
 
 SLOTS = 4
 MAX_LENGTH = 256
@@ -63,7 +63,7 @@ def weights_of(model: Any) -> Callable[[int], Any]:
         if number == 0:
             return copy.deepcopy(model)
         moved = copy.deepcopy(step(number - 1))
-        shake(moved, 0.02, seed=number)
+        add_noise(moved, 0.02, seed=number)
         return moved
 
     return step

@@ -21,7 +21,7 @@ from sortedrl.testing import CHECKS, Caller, Check, EngineCase
 from sortedrl.trainer import SortedTrainer
 from tests.conformance.process_cases import local_pool_case, member_pids
 from tests.engine.pool.test_pool import check_same, serve_through
-from tests.support.tiny_models import make_requests, serve, shake, source, tiny_model
+from tests.support.tiny_models import add_noise, make_requests, serve, source, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_ray_listens_on_loopback(pool: Pool) -> None:
 
 def test_published_weights_reach_every_process(pool: Pool) -> None:
     model = tiny_model()
-    shake(model, 0.1, seed=5)
+    add_noise(model, 0.1, seed=5)
     pool.publish(101, source(model)).wait()
     requests = make_requests(8, seed=2)
     answers = serve_through(pool, requests)

@@ -24,7 +24,7 @@ from sortedrl.ledger.store import Store
 from sortedrl.ledger.verify import verify
 from sortedrl.telemetry.summary import Summary
 from sortedrl.trainer import SortedTrainer
-from tests.support.disks import small_disk_of
+from tests.support.small_disk import mount_small_disk
 
 UPDATES = 4
 SAMPLES = 16 * UPDATES
@@ -149,7 +149,7 @@ def test_two_processes_on_one_run(tmp_path: Path) -> None:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 6 MB: room for two checkpoints of the tiny model, not for three."""
-    yield from small_disk_of("6m", tmp_path)
+    yield from mount_small_disk("6m", tmp_path)
 
 
 def test_a_full_disk(small_disk: Path) -> None:

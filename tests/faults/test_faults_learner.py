@@ -17,7 +17,7 @@ from sortedrl.learner import logprobs as head
 from sortedrl.learner.torch import TorchLearner, is_out_of_memory
 from sortedrl.records import Batch, FinishReason, Prompt, Sample, Segment
 from tests.learner.test_torch_learner import Settings
-from tests.support.warm import Warm
+from tests.support.forked_process import ForkedProcess
 
 M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 VOCABULARY = 4096  # logits of n answer tokens take n x 16 KiB, several times over: they are what does not fit
@@ -114,7 +114,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
 
 
 def run_case(name: str, folder: Path) -> Done:
-    with Warm(folder, train_with_little_memory, name) as process:
+    with ForkedProcess(folder, train_with_little_memory, name) as process:
         exit_code = process.wait()
     return Done(exit_code=exit_code, stderr=process.err, result=folder / "result.json")
 

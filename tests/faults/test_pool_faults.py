@@ -21,8 +21,8 @@ from sortedrl.schedule import Strategy, resolve_knobs
 from sortedrl.testing import Caller, EngineCase
 from sortedrl.testing.runs import run_loop
 from tests.engine.pool.test_pool import MODEL, SLOTS, check_same, make_engine, make_pool, serve_through
-from tests.support.hosted import HostedMember, HostedMembers, Paced
-from tests.support.tiny_models import make_requests, serve, shake, source, teacher_forced, tiny_model
+from tests.support.thread_members import PausingEngine, ThreadMember, ThreadMembers
+from tests.support.tiny_models import add_noise, make_requests, serve, source, teacher_forced, tiny_model
 
 SLOWER = 10
 
@@ -49,7 +49,7 @@ def loop_case(pool: Pool) -> EngineCase:
     def weights(step: int) -> Any:
         model = copy.deepcopy(MODEL)
         for number in range(1, step + 1):
-            shake(model, 0.01, seed=number)
+            add_noise(model, 0.01, seed=number)
         return source(model)
 
     return EngineCase(
@@ -83,7 +83,7 @@ def test_one_engine_ten_times_slower_than_the_other(closing: Callable[[Pool], Po
         engine, model = make_engine(index)
         return (Slow(engine) if index == 0 else engine), model
 
-    members = HostedMembers(make)
+    members = ThreadMembers(make)
     pool = closing(make_pool(members))
     run_loop(loop_case(pool), resolve_knobs(**PARTIAL))
     slow, fast = (member.submitted for member in members.started)
@@ -92,7 +92,7 @@ def test_one_engine_ten_times_slower_than_the_other(closing: Callable[[Pool], Po
 
 
 def test_all_engines_die_at_once(closing: Callable[[Pool], Pool]) -> None:
-    members = HostedMembers(make_engine)
+    members = ThreadMembers(make_engine)
     pool = closing(make_pool(members))
     killed: list[int] = []
 
@@ -109,7 +109,7 @@ def test_all_engines_die_at_once(closing: Callable[[Pool], Pool]) -> None:
 
 
 def test_an_engine_that_dies_at_every_update(closing: Callable[[Pool], Pool]) -> None:
-    members = HostedMembers(make_engine)
+    members = ThreadMembers(make_engine)
     pool = closing(make_pool(members))
     case = loop_case(pool)
     weights = case.source
@@ -124,7 +124,7 @@ def test_an_engine_that_dies_at_every_update(closing: Callable[[Pool], Pool]) ->
     assert pool.stats().extra["restarts"] >= 1
 
 
-class LateMember(HostedMember):
+class LateMember(ThreadMember):
     """Takes up weights only when it is let."""
 
     gate = threading.Event()
@@ -140,21 +140,21 @@ class LateMember(HostedMember):
 def test_engines_of_different_versions_stamp_their_own(closing: Callable[[Pool], Pool]) -> None:
     """While one has the weights and the other has not, each token carries the version, and log-prob, of its writer."""
 
-    class Members(HostedMembers):
-        def launch(self, index: int) -> HostedMember:
-            kind = LateMember if index == 1 else HostedMember
+    class Members(ThreadMembers):
+        def launch(self, index: int) -> ThreadMember:
+            kind = LateMember if index == 1 else ThreadMember
             member = kind(lambda: self._make_engine(index))
             self.started.append(member)
             return member
 
     def make(index: int) -> tuple[Engine, Any]:
         engine, model = make_engine(index)
-        return (Paced(engine) if index == 0 else engine), model  # it is not through before the weights come
+        return (PausingEngine(engine) if index == 0 else engine), model  # it is not through before the weights come
 
     members = Members(make)
     pool = closing(make_pool(members))
     newer = tiny_model()
-    shake(newer, 0.1, seed=5)
+    add_noise(newer, 0.1, seed=5)
     requests = make_requests(2 * SLOTS, budget=100)
     caller = Caller(pool)
     LateMember.gate.clear()
@@ -184,7 +184,7 @@ def test_weights_published_while_an_engine_starts_are_the_ones_it_gets(closing: 
             assert may_go_on.wait(20)
         return make_engine(index)
 
-    members = HostedMembers(make)
+    members = ThreadMembers(make)
     pool = closing(make_pool(members))
     is_slow.set()
     members.started[0].is_dead = True
@@ -192,7 +192,7 @@ def test_weights_published_while_an_engine_starts_are_the_ones_it_gets(closing: 
     while len(members.started) < 3:
         pool.poll(0.05)
     newer = tiny_model()
-    shake(newer, 0.1, seed=5)
+    add_noise(newer, 0.1, seed=5)
     pool.interrupt()
     pool.publish(9, source(newer)).wait()
     may_go_on.set()
@@ -206,10 +206,10 @@ def test_weights_published_while_an_engine_starts_are_the_ones_it_gets(closing: 
 
 
 def test_weights_that_cannot_be_stored(closing: Callable[[Pool], Pool], monkeypatch: pytest.MonkeyPatch) -> None:
-    members = HostedMembers(make_engine)
+    members = ThreadMembers(make_engine)
     pool = closing(make_pool(members))
     newer = tiny_model()
-    shake(newer, 0.1, seed=5)
+    add_noise(newer, 0.1, seed=5)
 
     def full(source: Any) -> Any:
         raise EngineError("no room")
@@ -241,7 +241,7 @@ def test_an_engine_that_does_not_come_up_again_is_tried_again(closing: Callable[
             time.sleep(1.5)
         return make_engine(index)
 
-    members = HostedMembers(make)
+    members = ThreadMembers(make)
     pool = closing(Pool(members, size=2, slots=SLOTS, exact_replay=True, keep_kv=True, health_s=20, start_s=1.0))
     members.started[0].is_dead = True
     pool.submit(make_requests(1, budget=100))

@@ -27,20 +27,20 @@ from tests.properties.test_guarantees import (
     assert_tokens_add_up,
     runs,
 )
-from tests.support.scripted import GivenScore, LazyScorer, Run, ScriptedPolicy, scripted_run
+from tests.support.scripted_runs import DelayedScorer, ScriptedPolicy, ScriptedRun, ScriptedScore, scripted_run
 
 DRAINING = (Strategy.SYNC, Strategy.SYNC_LARGE)
 
 
 @dataclass(slots=True, kw_only=True)
-class ByPrompt(LazyScorer):
+class ByPrompt(DelayedScorer):
     """Rewards siblings alike, but for those of the prompts that are named."""
 
     with_signal: frozenset[str]
 
     def submit(self, sample: Sample) -> None:
         reward = float(sample.index) if sample.prompt.id in self.with_signal else 1.0
-        self.queue.append((0, GivenScore(key=(sample.id, sample.attempt), reward=reward)))
+        self.queue.append((0, ScriptedScore(key=(sample.id, sample.attempt), reward=reward)))
 
 
 def num_flat(batch: Batch) -> int:
@@ -55,7 +55,7 @@ def num_flat(batch: Batch) -> int:
 def test_guarantees_hold_and_updates_have_signal(strategy: Strategy) -> None:
     @settings(MANY, max_examples=40)
     @given(run=runs(strategy), extra=st.integers(1, 3))
-    def check(run: Run, extra: int) -> None:
+    def check(run: ScriptedRun, extra: int) -> None:
         controller = run.controller
         knobs = replace(controller.knobs, flat_extra=extra * controller.knobs.update_batch)
         controller.knobs = knobs

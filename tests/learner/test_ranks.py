@@ -21,6 +21,7 @@ from sortedrl.learner.sharded.rank import RankLearner, deal
 from sortedrl.learner.sharded.shards import skeleton_of, weights_of
 from sortedrl.learner.torch import TorchLearner
 from tests.learner.test_torch_learner import make_model
+from tests.support.forked_process import ForkedProcess
 from tests.support.rank_cases import (
     CASES,
     NUM_RANKS,
@@ -32,7 +33,6 @@ from tests.support.rank_cases import (
     run_updates,
     use_sgd,
 )
-from tests.support.warm import Warm
 
 CLOSE = {
     "sgd": 1e-5,
@@ -76,7 +76,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_file(weights(learner), half / "weights.safetensors")
     save_file(state.pop("optimizer"), half / "optimizer.safetensors")
     (half / "state.json").write_text(json.dumps({"metrics": [], "learner": state}))
-    ranks = [Warm(folder / f"rank-{rank}", run_rank, rank, folder) for rank in range(NUM_RANKS)]
+    ranks = [ForkedProcess(folder / f"rank-{rank}", run_rank, rank, folder) for rank in range(NUM_RANKS)]
     try:
         for rank in ranks:
             assert rank.wait() == 0, rank.err

@@ -21,7 +21,7 @@ from sortedrl.ledger.verify import verify
 from sortedrl.records import Sample
 from sortedrl.schedule import Strategy, resolve_knobs
 from tests.properties.test_guarantees import runs
-from tests.support.scripted import LazyScorer, Run, ScriptedPolicy, scripted_run
+from tests.support.scripted_runs import DelayedScorer, ScriptedPolicy, ScriptedRun, scripted_run
 
 SOME = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -35,7 +35,7 @@ class Ended(Exception):
 class Session:
     """Runs a scripted run on a ledger file, and ends it where it is told to."""
 
-    def __init__(self, run: Run, path: Path) -> None:
+    def __init__(self, run: ScriptedRun, path: Path) -> None:
         self.run = run
         self.path = path
         self.total = run.controller.total_samples
@@ -68,7 +68,7 @@ class Session:
             knobs=old.knobs,
             engine=engine,
             learner=self.run.learner,
-            scorer=LazyScorer(lag=self.run.controller.scorer.lag),
+            scorer=DelayedScorer(lag=self.run.controller.scorer.lag),
             load_samples=load_samples,
             total_samples=self.total,
             sampling=Sampling(),
@@ -102,7 +102,7 @@ class Session:
 def test_ledgers_of_runs_are_proven(strategy: Strategy) -> None:
     @SOME
     @given(run=runs(strategy), ends=st.lists(st.integers(1, 30), max_size=3))
-    def check(run: Run, ends: list[int]) -> None:
+    def check(run: ScriptedRun, ends: list[int]) -> None:
         with TemporaryDirectory(dir=MEMORY) as folder:
             session = Session(run, Path(folder) / "ledger.sqlite")
             store = Store.create(

@@ -24,8 +24,8 @@ from sortedrl.ledger.store import DurableBuffer, Store
 from sortedrl.records import FinishReason, Mode, Prompt, Sample, State
 from sortedrl.schedule import Strategy
 from tests.properties.test_guarantees import runs
-from tests.support.disks import small_disk_of
-from tests.support.scripted import Run
+from tests.support.scripted_runs import ScriptedRun
+from tests.support.small_disk import mount_small_disk
 
 BUDGET = 2000
 SHM = Path("/dev/shm")  # where there is one, syncs cost nothing
@@ -267,7 +267,7 @@ def test_a_prompt_is_kept_once(tmp_path: Path) -> None:
 # ---- any history ----------------------------------------------------------------------------------------------------
 
 
-def with_ledger(run: Run, folder: Path) -> tuple[Store, list[tuple[int, dict[str, object]]]]:
+def with_ledger(run: ScriptedRun, folder: Path) -> tuple[Store, list[tuple[int, dict[str, object]]]]:
     """Give a run a durable buffer; returns, filled as it runs, places to go back to and what the buffer was there."""
     store = Store.create(folder / "ledger.sqlite", grouped=run.controller.buffer.grouped, knobs={})
     buffer = run.controller.buffer = store.restore()
@@ -286,7 +286,7 @@ def with_ledger(run: Run, folder: Path) -> tuple[Store, list[tuple[int, dict[str
 def test_any_run_is_read_back_at_any_place(strategy: Strategy) -> None:
     @settings(max_examples=12, suppress_health_check=list(HealthCheck))
     @given(run=runs(strategy))
-    def check(run: Run) -> None:
+    def check(run: ScriptedRun) -> None:
         folder = Path(tempfile.mkdtemp(prefix="test-store-", dir=SHM if SHM.is_dir() else None))
         store, places = with_ledger(run, folder)
         assert run.controller.run()
@@ -313,7 +313,7 @@ def test_any_run_is_read_back_at_any_place(strategy: Strategy) -> None:
 def test_a_run_that_is_cut_goes_on_and_trains_all_once(strategy: Strategy) -> None:
     @settings(max_examples=10, suppress_health_check=list(HealthCheck))
     @given(run=runs(strategy), data=st.data())
-    def check(run: Run, data: st.DataObject) -> None:
+    def check(run: ScriptedRun, data: st.DataObject) -> None:
         folder = Path(tempfile.mkdtemp(prefix="test-store-", dir=SHM if SHM.is_dir() else None))
         store, places = with_ledger(run, folder)
         controller = run.controller
@@ -716,7 +716,7 @@ def test_a_large_file_is_not_read_to_be_opened(tmp_path: Path, monkeypatch: pyte
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 2 MB."""
-    yield from small_disk_of("2m", tmp_path)
+    yield from mount_small_disk("2m", tmp_path)
 
 
 def fill_up(folder: Path) -> Path:

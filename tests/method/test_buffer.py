@@ -10,7 +10,7 @@ import pytest
 from sortedrl.buffer import Buffer
 from sortedrl.records import FinishReason, Mode, Prompt, Sample, Segment, State
 from sortedrl.schedule import Strategy, resolve_knobs
-from tests.support.scripted import ScriptedPolicy, scripted_run
+from tests.support.scripted_runs import ScriptedPolicy, scripted_run
 
 BUDGET = 10
 

@@ -16,10 +16,10 @@ from sortedrl.errors import EngineError
 from sortedrl.records import FinishReason, Sample, State
 from sortedrl.schedule import Strategy, resolve_knobs
 from sortedrl.telemetry import events
-from tests.support.scripted import GivenScore, LazyScorer, Run, ScriptedPolicy, scripted_run
+from tests.support.scripted_runs import DelayedScorer, ScriptedPolicy, ScriptedRun, ScriptedScore, scripted_run
 
 
-def make_run(strategy: Strategy, lengths: list[int], *, slots: int, update_batch: int, **more: Any) -> Run:
+def make_run(strategy: Strategy, lengths: list[int], *, slots: int, update_batch: int, **more: Any) -> ScriptedRun:
     """Samples 0, 1, ... with these lengths under every version, sample i with seed i; `more`: run options and knobs."""
     names = ("siblings", "grouped", "update_s", "score_lag", "fails", "budget")
     options = {name: more.pop(name) for name in names if name in more}
@@ -33,7 +33,7 @@ def make_run(strategy: Strategy, lengths: list[int], *, slots: int, update_batch
     )
 
 
-def told(run: Run, kind: type[Any]) -> list[Any]:
+def told(run: ScriptedRun, kind: type[Any]) -> list[Any]:
     return [event for event in run.events if isinstance(event, kind)]
 
 
@@ -136,17 +136,17 @@ def test_scores_of_attempts_that_are_over_change_nothing() -> None:
 
 
 @dataclass(slots=True, kw_only=True)
-class CountingScorer(LazyScorer):
+class CountingScorer(DelayedScorer):
     """Quick with some samples, slow with others."""
 
     delivered: list[tuple[int, int]] = field(default_factory=list)
 
     def submit(self, sample: Sample) -> None:
         self.lag = 5 if sample.id % 3 == 0 else 0
-        LazyScorer.submit(self, sample)
+        DelayedScorer.submit(self, sample)
 
-    def poll(self, timeout: float) -> list[GivenScore]:
-        scores = LazyScorer.poll(self, timeout)
+    def poll(self, timeout: float) -> list[ScriptedScore]:
+        scores = DelayedScorer.poll(self, timeout)
         self.delivered += [score.key for score in scores]
         return scores
 
@@ -227,14 +227,14 @@ class TimedScorer:
     def submit(self, sample: Sample) -> None:
         self.queue.append((self.clock.now() + self.delay, (sample.id, sample.attempt)))
 
-    def poll(self, timeout: float) -> list[GivenScore]:
+    def poll(self, timeout: float) -> list[ScriptedScore]:
         began = self.clock.now()
         if self.queue and timeout > 0:
             self.clock.advance(min(began + timeout, max(began, min(at for at, _ in self.queue))))
         self.waits.append(self.clock.now() - began)
         done = [key for at, key in self.queue if at <= self.clock.now()]
         self.queue = [(at, key) for at, key in self.queue if at > self.clock.now()]
-        return [GivenScore(key=key, reward=1.0) for key in done]
+        return [ScriptedScore(key=key, reward=1.0) for key in done]
 
 
 @pytest.mark.parametrize(
@@ -264,8 +264,8 @@ def test_answers_that_end_together_wait_for_each_others_scores() -> None:
     """However the scores of one step trickle in, the batch is the same."""
 
     @dataclass(slots=True, kw_only=True)
-    class Trickle(LazyScorer):
-        def poll(self, timeout: float) -> list[GivenScore]:
+    class Trickle(DelayedScorer):
+        def poll(self, timeout: float) -> list[ScriptedScore]:
             return [self.queue.pop(0)[1]] if self.queue and timeout > 0 else []
 
     run = make_run(Strategy.SORTED_PARTIAL, [2, 2, 2, 5], slots=4, update_batch=2, cohort_batches=2)
@@ -293,7 +293,7 @@ def test_siblings_that_only_lack_scores_are_waited_for() -> None:
 class Nap:
     """An evaluation that takes long, every `every` samples, and needs the engine empty."""
 
-    run_of: Run
+    run_of: ScriptedRun
     every: int
     seconds: float = 100.0
     naps: list[tuple[int, int]] = field(default_factory=list)
@@ -352,7 +352,7 @@ class SlowPublish(SimEngine):
         return Done()
 
 
-def with_slow_publish(run: Run) -> Run:
+def with_slow_publish(run: ScriptedRun) -> ScriptedRun:
     engine = SlowPublish(run.engine.script, slots=run.engine.slots, clock=run.clock)
     engine.published = []
     run.engine = run.controller.engine = engine

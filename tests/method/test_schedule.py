@@ -8,10 +8,12 @@ from sortedrl.errors import ConfigError
 from sortedrl.records import FinishReason, State
 from sortedrl.schedule import Fate, Order, Strategy, hinges_on_scores, resolve_knobs
 from sortedrl.telemetry import events
-from tests.support.scripted import Run, ScriptedPolicy, scripted_run
+from tests.support.scripted_runs import ScriptedPolicy, ScriptedRun, scripted_run
 
 
-def run_lengths(strategy: Strategy, lengths: list[int], *, slots: int, update_batch: int, **knobs: object) -> Run:
+def run_lengths(
+    strategy: Strategy, lengths: list[int], *, slots: int, update_batch: int, **knobs: object
+) -> ScriptedRun:
     """Samples 0, 1, ... with these lengths under every version; sample i has seed i."""
     options = {name: knobs.pop(name) for name in ("siblings", "grouped", "update_s", "score_lag") if name in knobs}
     run = scripted_run(
@@ -26,11 +28,11 @@ def run_lengths(strategy: Strategy, lengths: list[int], *, slots: int, update_ba
     return run
 
 
-def discarded(run: Run) -> int:
+def discarded(run: ScriptedRun) -> int:
     return sum(event.discarded for event in run.events if isinstance(event, events.SampleRequeued))
 
 
-def staleness(run: Run) -> list[list[int]]:
+def staleness(run: ScriptedRun) -> list[list[int]]:
     return [[s.staleness(batch.version) for s in batch.samples] for batch in run.learner.batches]
 
 

@@ -30,8 +30,8 @@ from tests.learner.test_torch_learner import (
     make_batch,
     make_model,
 )
-from tests.support.scripted import ScriptedPolicy
-from tests.support.tiny_models import Answer, Caller, make_requests, shake, source, teacher_forced, tiny_model
+from tests.support.scripted_runs import ScriptedPolicy
+from tests.support.tiny_models import Answer, Caller, add_noise, make_requests, source, teacher_forced, tiny_model
 
 FED = [5, 9, 5]
 
@@ -220,7 +220,7 @@ def test_a_replay_takes_fed_tokens_as_given(scale: float) -> None:
     model = tiny_model()
     requests = make_requests(4 if scale == 0.0 else 16)
     written = {request.sample: two_turns(model, request) for request in requests}
-    shake(model, scale, seed=9)
+    add_noise(model, scale, seed=9)
     cuts: list[str] = []
     for request in requests:
         first, rest = written[request.sample]

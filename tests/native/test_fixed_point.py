@@ -19,7 +19,15 @@ from sortedrl.records import Mode
 from sortedrl.run.build.parts import build_engine
 from sortedrl.run.checkpoint import load_model
 from sortedrl.tasks.tiny import knights_tiny_path
-from tests.support.tiny_models import Caller, make_requests, needs_compiler, shake, source, teacher_forced, tiny_model
+from tests.support.tiny_models import (
+    Caller,
+    add_noise,
+    make_requests,
+    needs_compiler,
+    source,
+    teacher_forced,
+    tiny_model,
+)
 
 SPAN = 192
 HEADERS = compiled.SOURCES
@@ -177,7 +185,7 @@ def test_replay_equals_restart_and_a_publication_is_seen() -> None:
     caller.steps(25)
     caller.interrupt()
     changed = tiny_model()
-    shake(changed, 0.01, seed=3)
+    add_noise(changed, 0.01, seed=3)
     caller.engine.publish(1, source(changed)).wait()
     replayed = caller.serve([caller.again(request, Mode.REPLAY) for request in requests])
     restarted = Caller(LocalEngine(changed, slots=3, max_length=256, dtype=torch.int16)).serve(requests)

@@ -11,13 +11,13 @@ from sortedrl.errors import ConfigError
 from sortedrl.records import Sample
 from sortedrl.schedule import Admission, Harvest, Order, Strategy, resolve_knobs
 from sortedrl.telemetry import events
-from tests.support.scripted import Run, ScriptedPolicy, scripted_run, uniform
+from tests.support.scripted_runs import ScriptedPolicy, ScriptedRun, scripted_run, uniform
 
 MANY = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @st.composite
-def runs(draw: st.DrawFn, strategy: Strategy) -> Run:
+def runs(draw: st.DrawFn, strategy: Strategy) -> ScriptedRun:
     siblings = draw(st.sampled_from([1, 1, 2, 3]))
     update_batch = siblings * draw(st.integers(1, 4))
     explicit = {
@@ -66,7 +66,7 @@ def runs(draw: st.DrawFn, strategy: Strategy) -> Run:
 def test_guarantees_hold(strategy: Strategy) -> None:
     @MANY
     @given(run=runs(strategy))
-    def check(run: Run) -> None:
+    def check(run: ScriptedRun) -> None:
         assert run.controller.run()
         assert_exactly_once(run)
         assert_no_starvation(run)
@@ -79,14 +79,14 @@ def test_guarantees_hold(strategy: Strategy) -> None:
     check()
 
 
-def assert_exactly_once(run: Run) -> None:
+def assert_exactly_once(run: ScriptedRun) -> None:
     trained = [sample.id for sample in run.trained]
     assert sorted(trained) == list(range(run.controller.total_samples))
     assert not run.controller.buffer.samples
     assert not run.engine.running
 
 
-def assert_no_starvation(run: Run) -> None:
+def assert_no_starvation(run: ScriptedRun) -> None:
     bound = run.controller.knobs.cohort_updates
     loaded_at = {e.cohort: e.update for e in run.events if isinstance(e, events.CohortLoaded)}
     for batch in run.learner.batches:
@@ -94,7 +94,7 @@ def assert_no_starvation(run: Run) -> None:
             assert bound is None or batch.update < loaded_at[sample.cohort] + bound
 
 
-def assert_staleness(run: Run) -> None:
+def assert_staleness(run: ScriptedRun) -> None:
     bound = run.controller.knobs.max_staleness
     for batch in run.learner.batches:
         for sample in batch.samples:
@@ -102,7 +102,7 @@ def assert_staleness(run: Run) -> None:
             assert bound is None or all(batch.version - version <= bound for version in sample.versions)
 
 
-def assert_batch_sizes(run: Run) -> None:
+def assert_batch_sizes(run: ScriptedRun) -> None:
     """With overlap a batch exceeds U, by more than siblings that are taken whole, only for what cannot wait."""
     knobs = run.controller.knobs
     loaded_at = {e.cohort: e.update for e in run.events if isinstance(e, events.CohortLoaded)}
@@ -122,13 +122,13 @@ def assert_batch_sizes(run: Run) -> None:
         assert not can_wait or len(batch.samples) < knobs.update_batch + max(map(len, groups.values()))
 
 
-def assert_budgets(run: Run) -> None:
+def assert_budgets(run: ScriptedRun) -> None:
     for sample in run.trained:
         assert sample.num_tokens <= sample.budget
         assert len(sample.tokens) == len(sample.logprobs) == len(sample.versions)
 
 
-def assert_logprobs_of_named_version(run: Run) -> None:
+def assert_logprobs_of_named_version(run: ScriptedRun) -> None:
     policy = run.engine.script
     for sample in run.trained:
         written = zip(sample.tokens, sample.logprobs, sample.versions, strict=True)
@@ -137,7 +137,7 @@ def assert_logprobs_of_named_version(run: Run) -> None:
             assert logprob == policy.logprob(sample.seed, position, version)
 
 
-def assert_tokens_add_up(run: Run) -> None:
+def assert_tokens_add_up(run: ScriptedRun) -> None:
     """What was decoded was trained or thrown away; each trained token's slot time is counted once."""
     rejected = sum(e.cached - e.accepted for e in run.events if isinstance(e, events.AttemptVerified))
     discarded = sum(e.discarded for e in run.events if isinstance(e, events.SampleRequeued))

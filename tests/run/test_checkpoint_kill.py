@@ -19,7 +19,7 @@ from sortedrl.learner.torch import TorchLearner
 from sortedrl.run.checkpoint import OPTIMIZER_FILE, Checkpoints, load_model, load_state
 from sortedrl.run.manifest import find_damage
 from tests.run.test_checkpoint import SETTINGS, make_batch, make_model, make_tokenizer
-from tests.support.warm import WAIT_S, WARM, Warm
+from tests.support.forked_process import FORK_SERVER, WAIT_S, ForkedProcess
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
 
@@ -97,8 +97,8 @@ class Savers:
 @pytest.fixture(scope="module")
 def savers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Savers]:
     folder = tmp_path_factory.mktemp("warm")
-    ours, theirs = WARM.Pipe()
-    with Warm(folder, serve, folder / "first", theirs):
+    ours, theirs = FORK_SERVER.Pipe()
+    with ForkedProcess(folder, serve, folder / "first", theirs):
         theirs.close()
         yield Savers(ours)
 

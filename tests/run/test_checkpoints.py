@@ -23,7 +23,7 @@ from sortedrl.learner.torch import TorchLearner
 from sortedrl.run.checkpoint import OPTIMIZER_FILE, STATE_FILE, Checkpoints, load_state
 from sortedrl.run.manifest import MANIFEST_FILE, find_damage
 from tests.run.test_checkpoint import SETTINGS, make_batch, make_model, make_tokenizer
-from tests.support.disks import small_disk_of
+from tests.support.small_disk import mount_small_disk
 
 MODEL, TOKENIZER = make_model(), make_tokenizer()
 
@@ -249,7 +249,7 @@ def test_all_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pyte
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 512 KiB of its own."""
-    yield from small_disk_of("512k", tmp_path)
+    yield from mount_small_disk("512k", tmp_path)
 
 
 def fill(disk: Path, *, leave: int) -> None:

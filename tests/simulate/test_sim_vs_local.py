@@ -31,7 +31,7 @@ from sortedrl.errors import ConfigError
 from sortedrl.records import Prompt, Sample
 from sortedrl.schedule import Admission, Knobs, Order, Strategy, resolve_knobs
 from sortedrl.telemetry import events
-from tests.support.scripted import END, LazyScorer, RecordingLearner, ScriptedPolicy
+from tests.support.scripted_runs import END, DelayedScorer, RecordingLearner, ScriptedPolicy
 from tests.support.tiny_models import tiny_model
 
 FIRST_SAMPLE_TOKEN = 16  # tokens from here on name a sample; those below are answers
@@ -152,7 +152,7 @@ class Case:
             knobs=self.knobs,
             engine=make(self.policy, self.slots, clock),
             learner=learner,
-            scorer=LazyScorer(),
+            scorer=DelayedScorer(),
             load_samples=self.loader(),
             total_samples=self.num_samples,
             sampling=Sampling(temperature=0.0, stop_tokens=(END,)),

@@ -33,7 +33,7 @@ from sortedrl.simulate.occupancy import OccupancyCurve
 from sortedrl.simulate.run import knobs_for, simulate
 from sortedrl.simulate.traces import Trace, load_trace
 from sortedrl.telemetry.events import AttemptEnded, AttemptStarted, BatchTaken, Event, RunEnded, SampleRequeued
-from tests.support.scripted import ScriptedPolicy, scripted_run
+from tests.support.scripted_runs import ScriptedPolicy, scripted_run
 
 REAL = Trace(lengths=[4, 1, 6, 2, 3, 9, 1, 5], prompts=list(range(8)), cap=9, source="eight")
 

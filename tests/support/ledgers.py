@@ -1,4 +1,4 @@
-"""Ledger files written row by row, in plain SQL, for tests of what reads them."""
+"""Ledger files written row by row in plain SQL, for tests of the code that reads them."""
 
 from __future__ import annotations
 
@@ -57,8 +57,9 @@ def version(number: int, lineage: int = 0) -> Row:
     return "versions", {"version": number, "lineage": lineage}
 
 
-# Two cohorts. Of the first, prompt a is trained at once; sample 2 is resumed (one version old when it is trained) and
-# sample 3 replayed, which keeps two of its three tokens. Of the second, sample 5 ran when the process ended.
+# Two cohorts. In the first, both samples of prompt a are trained by update 0. Sample 2 is resumed (staleness 1 when it
+# is trained) and sample 3 is replayed, which keeps two of its three tokens. In the second cohort, sample 5 was running
+# when the process ended.
 GOOD: list[Row] = [
     cohort(0, 0, 4),  # 1
     prompt("a"),
@@ -125,7 +126,7 @@ def write_ledger(
     grouped: bool = True,
     knobs: Mapping[str, object] = KNOBS,
 ) -> Path:
-    """A file in which row number i + 1 is `rows[i]`."""
+    """Write a ledger in which the row with seq i + 1 is `rows[i]`."""
     with writing(path) as connection:
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")

@@ -1,4 +1,4 @@
-"""Updates that one process and two ranks both do, for test_ranks.py; what a rank's process runs is here."""
+"""Updates that one process and two ranks both compute, for test_ranks.py, and the function that each rank runs."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ SAVED_AFTER = 2
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class Case:
+class RankCase:
     settings: Settings
     is_sgd: bool = False
-    is_skeleton: bool = False  # the ranks get the model without its weights
+    is_skeleton: bool = False  # build the ranks from a model without weights
     is_adapted: bool = False
     num_updates: int = NUM_UPDATES
 
 
 CASES = {
-    # Micro-batches of 24 tokens are seven for two ranks, so that one rank repeats a pass.
-    "sgd": Case(settings=Settings(micro_tokens=24, lr=0.1), is_sgd=True),
-    "clipped": Case(
+    # Micro-batches of 24 tokens make seven passes for two ranks, so one rank repeats a pass.
+    "sgd": RankCase(settings=Settings(micro_tokens=24, lr=0.1), is_sgd=True),
+    "clipped": RankCase(
         settings=Settings(micro_tokens=24, lr=0.1, grad_clip=0.05, loss_mean="sequence"), is_sgd=True, num_updates=2
     ),
-    # All of a mini-batch is one sample: a rank has no share at all.
-    "one-by-one": Case(settings=Settings(inner_steps=8, lr=0.05), is_sgd=True, num_updates=1),
-    "adam": Case(settings=Settings(micro_tokens=40, weight_decay=0.1), is_skeleton=True),
-    "ppo": Case(
+    # Each mini-batch is one sample, so one rank has nothing to compute.
+    "one-by-one": RankCase(settings=Settings(inner_steps=8, lr=0.05), is_sgd=True, num_updates=1),
+    "adam": RankCase(settings=Settings(micro_tokens=40, weight_decay=0.1), is_skeleton=True),
+    "ppo": RankCase(
         settings=Settings(
             algorithm="ppo", micro_tokens=40, kl_coef=0.1, importance="token", inner_steps=2, entropy_coef=0.01
         ),
         is_skeleton=True,
         num_updates=3,
     ),
-    "adapters": Case(
+    "adapters": RankCase(
         settings=Settings(micro_tokens=24, lr=1.0), is_sgd=True, is_skeleton=True, is_adapted=True, num_updates=2
     ),
 }
@@ -67,7 +67,7 @@ def model_of(name: str) -> Any:
 
 
 def use_sgd(learner: TorchLearner) -> None:
-    """Steps without Adam's division by small numbers, which makes rounding large."""
+    """Replace Adam by SGD: Adam divides by small numbers, which enlarges rounding differences."""
     groups = [{**group, "params": list(group["params"])} for group in learner.optimizer.param_groups]
     learner.optimizer = torch.optim.SGD(  # pyright: ignore[reportAttributeAccessIssue]
         [{key: group[key] for key in ("params", "rate", "weight_decay")} for group in groups], lr=0.1
@@ -100,7 +100,7 @@ def whole_weights(learner: RankLearner) -> dict[str, Tensor]:
 
 
 def save_state(folder: Path, learner: RankLearner, metrics: list[dict[str, float]]) -> None:
-    """Every rank has to come here; rank 0 writes."""
+    """Every rank must call this, because collecting the weights is collective; rank 0 writes the files."""
     weights, state = whole_weights(learner), learner.state_dict()
     if dist.get_rank() == 0:
         folder.mkdir()
@@ -110,14 +110,14 @@ def save_state(folder: Path, learner: RankLearner, metrics: list[dict[str, float
 
 
 def read_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any], list[dict[str, float]]]:
-    """Weights, learner state and metrics."""
+    """The saved weights, learner state and metrics."""
     saved = json.loads((folder / "state.json").read_text())
     state = {**saved["learner"], "optimizer": load_file(folder / "optimizer.safetensors")}
     return load_file(folder / "weights.safetensors"), state, saved["metrics"]
 
 
 def run_rank(rank: int, folder: Path) -> None:
-    """All cases, in one process of two: with what they come to in `folder`, and half-way states beside it."""
+    """Run all cases as one of two ranks; writes each final state and each half-way state into `folder`."""
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), NUM_RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=60))
@@ -127,7 +127,7 @@ def run_rank(rank: int, folder: Path) -> None:
         save_state(folder / f"{name}-half", learner, metrics)
         metrics += run_updates(learner, len(metrics), case.num_updates)
         save_state(folder / name, learner, metrics)
-        if (folder / f"{name}-one").exists():  # a state of one process, to go on from
+        if (folder / f"{name}-one").exists():  # saved by a single process; continue from it
             weights, state, _ = read_state(folder / f"{name}-one")
             learner = rank_learner(name)
             load_whole(learner, weights)

@@ -1,4 +1,4 @@
-"""Tiny random models, requests for them, and what a plain pass says of their answers."""
+"""Tiny random models, requests for them, and the log-probs of an answer by a plain forward pass."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sortedrl.testing import Answer, Caller
 
 VOCAB = 23
 needs_compiler = pytest.mark.skipif(load_kernel() is None, reason="no C compiler here")
-PATHS = [pytest.param("native", marks=needs_compiler), "lean", "module"]  # the ways of the local engine
+PATHS = [pytest.param("native", marks=needs_compiler), "lean", "module"]  # the decoders of the local engine
 _SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 _HEADS = {"num_attention_heads": 4, "max_position_embeddings": 512, "bos_token_id": None, "eos_token_id": None}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -31,16 +31,16 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def tiny_model(kind: str = "llama", *, seed: int = 0, **changes: Any) -> Any:
-    """Weights large enough that distributions are far from uniform and answers depend on their context."""
+    """A model with large random weights, so that its distributions are far from uniform and depend on the context."""
     family, sizes = KINDS[kind]
     config = getattr(transformers, f"{family}Config")(**(_SIZES | _HEADS | sizes | changes), pad_token_id=None)
     torch.manual_seed(seed)
     model = getattr(transformers, f"{family}ForCausalLM")(config)
-    shake(model, 0.25, seed=seed)
+    add_noise(model, 0.25, seed=seed)
     return model.eval()
 
 
-def shake(model: torch.nn.Module, scale: float, *, seed: int) -> None:
+def add_noise(model: torch.nn.Module, scale: float, *, seed: int) -> None:
     """Add noise to every weight."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -49,12 +49,12 @@ def shake(model: torch.nn.Module, scale: float, *, seed: int) -> None:
 
 
 def source(model: torch.nn.Module) -> SimpleNamespace:
-    """What a learner hands to `publish`."""
+    """The model as a learner hands it to `publish`."""
     return SimpleNamespace(module=model)
 
 
 def make_requests(count: int, *, seed: int = 0, **changes: Any) -> list[Request]:
-    """Ragged prompts and budgets."""
+    """Requests with random prompts and budgets of different lengths."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(2, 12, (count,), generator=generator).tolist()
     budgets = torch.randint(5, 40, (count,), generator=generator).tolist()
@@ -80,7 +80,7 @@ def serve(model: Any, requests: Sequence[Request], *, slots: int = 4, **options:
 
 @torch.no_grad()
 def teacher_forced(model: Any, request: Request, tokens: Sequence[int]) -> list[float]:
-    """Log-probs of an answer, by one plain pass of the model."""
+    """Log-probs of an answer, by one plain forward pass of the model."""
     temperature = request.sampling.temperature or 1.0
     logits = model(torch.tensor([[*request.prompt, *tokens]])).logits[0, len(request.prompt) - 1 : -1]
     logprobs = (logits / temperature).log_softmax(-1)

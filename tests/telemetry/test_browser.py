@@ -23,9 +23,9 @@ from sortedrl.ledger.reader import Ledger
 from sortedrl.ledger.sample_history import life_of
 from sortedrl.telemetry.report.report import write_report
 from sortedrl.telemetry.view import MAX_SEGMENTS
-from tests.support.made_up import MadeUpRun, write_run
-from tests.support.served import address_in
-from tests.support.warm import Warm, warm_command
+from tests.support.dashboard_process import dashboard_address
+from tests.support.forked_process import ForkedProcess, forked_command
+from tests.support.synthetic_runs import SyntheticRun, write_run
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 WAIT_MS = 240_000  # a shared machine may be slow
@@ -125,18 +125,18 @@ def click_a_bar(page: Page, chart: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def made_up(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("made-up")
-    write_run(folder / "replay", MadeUpRun("sorted-replay", updates=30))
-    write_run(folder / "partial", MadeUpRun("sorted-partial", interrupted="resume", updates=8))
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("synthetic")
+    write_run(folder / "replay", SyntheticRun("sorted-replay", updates=30))
+    write_run(folder / "partial", SyntheticRun("sorted-partial", interrupted="resume", updates=8))
     return folder
 
 
-def test_a_report_of_one_run(browser: Browser, made_up: Path, tmp_path: Path):
-    report = write_report([made_up / "replay"], tmp_path / "report.html")
+def test_a_report_of_one_run(browser: Browser, run_folder: Path, tmp_path: Path):
+    report = write_report([run_folder / "replay"], tmp_path / "report.html")
     watched = Watched(browser)
     page = watched.open(report.as_uri())
-    assert num_bars(page, "timeline-0") == num_segments(made_up / "replay")
+    assert num_bars(page, "timeline-0") == num_segments(run_folder / "replay")
     view = "document.getElementById('chart-timeline-0').layout.xaxis.range[0]"
     assert page.evaluate(view) > 0
     page.get_by_role("button", name="whole run").click()
@@ -148,13 +148,13 @@ def test_a_report_of_one_run(browser: Browser, made_up: Path, tmp_path: Path):
     page.close()
 
 
-def test_a_report_of_two_runs_on_a_phone(browser: Browser, made_up: Path, tmp_path: Path):
-    report = write_report([made_up / "replay", made_up / "partial"], tmp_path / "report.html")
+def test_a_report_of_two_runs_on_a_phone(browser: Browser, run_folder: Path, tmp_path: Path):
+    report = write_report([run_folder / "replay", run_folder / "partial"], tmp_path / "report.html")
     watched = Watched(browser, width=390)
     page = watched.open(report.as_uri())
     assert page.locator("h1").inner_text() == "2 runs compared"
     for place, name in enumerate(("replay", "partial")):
-        assert num_bars(page, f"timeline-{place}") == num_segments(made_up / name)
+        assert num_bars(page, f"timeline-{place}") == num_segments(run_folder / name)
     assert page.locator("#chart-samples .scatterlayer .trace").count() == 2 * (2 + 2 + 2)
     assert page.locator("#chart-ages-1 .hm").count() == 1, "only the second has old tokens"
     assert page.locator("#chart-ages-0").count() == 0
@@ -162,16 +162,16 @@ def test_a_report_of_two_runs_on_a_phone(browser: Browser, made_up: Path, tmp_pa
     page.close()
 
 
-def test_the_dashboard_follows_a_live_run(browser: Browser, made_up: Path, tmp_path: Path):
+def test_the_dashboard_follows_a_live_run(browser: Browser, run_folder: Path, tmp_path: Path):
     runs = tmp_path / "runs"
-    shutil.copytree(made_up / "replay", runs / "other")
+    shutil.copytree(run_folder / "replay", runs / "other")
     settings = ["run.samples=20000", f"run.dir={runs}", "run.name=live", "schedule.strategy=sorted-partial"]
     config = Path(__file__).parents[2] / "configs" / "quickstart.toml"
     watched = Watched(browser)
     page = watched.page
     with (
-        warm_command(tmp_path, "dashboard", str(runs), "--port", "0", COLUMNS="500") as serving,
-        warm_command(tmp_path / "train", "train", str(config), *settings, "eval.prompts=8", "--json") as training,
+        forked_command(tmp_path, "dashboard", str(runs), "--port", "0", COLUMNS="500") as serving,
+        forked_command(tmp_path / "train", "train", str(config), *settings, "eval.prompts=8", "--json") as training,
     ):
         page.goto(address_of(serving))
         page.wait_for_selector("#run-rows tr[data-run=live] .running")
@@ -216,9 +216,9 @@ def test_the_dashboard_follows_a_live_run(browser: Browser, made_up: Path, tmp_p
         page.close()
 
 
-def address_of(serving: Warm) -> str:
+def address_of(serving: ForkedProcess) -> str:
     until = time.monotonic() + WAIT_MS / 1000
-    while (address := address_in(serving.err)) is None:
+    while (address := dashboard_address(serving.err)) is None:
         assert serving.is_running, serving.err
         assert time.monotonic() < until, "no address was told"
         time.sleep(0.02)

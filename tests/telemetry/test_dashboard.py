@@ -22,8 +22,8 @@ from sortedrl.errors import ConfigError, RunDirError
 from sortedrl.telemetry.dashboard.app import Dashboard, RunViews, check_address, open_port
 from sortedrl.telemetry.dashboard.run_list import find_runs, run_line
 from sortedrl.telemetry.dashboard.sample_page import spell
-from tests.support.made_up import MadeUpRun, write_run
-from tests.support.served import COMMAND, dashboard
+from tests.support.dashboard_process import COMMAND, dashboard
+from tests.support.synthetic_runs import SyntheticRun, write_run
 
 HOSTILE = "<img src=x onerror=alert(1)>&"
 TOKEN = "a-token-of-some-length"
@@ -32,8 +32,8 @@ TOKEN = "a-token-of-some-length"
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
-    write_run(folder / "one", MadeUpRun("sorted-replay", updates=6))
-    write_run(folder / HOSTILE, MadeUpRun(HOSTILE, interrupted="resume", updates=4))
+    write_run(folder / "one", SyntheticRun("sorted-replay", updates=6))
+    write_run(folder / HOSTILE, SyntheticRun(HOSTILE, interrupted="resume", updates=4))
     (folder / "empty").mkdir()
     return folder
 
@@ -173,7 +173,7 @@ def test_mistakes_are_one_line(tmp_path: Path):
 
 def test_runs_are_found_and_told_apart(tmp_path: Path):
     for name in ("a/run", "b/run", "b/other"):
-        write_run(tmp_path / name, MadeUpRun("sync", drain=True, updates=1), has_summary=name != "b/other")
+        write_run(tmp_path / name, SyntheticRun("sync", drain=True, updates=1), has_summary=name != "b/other")
     found = find_runs([tmp_path / "a", tmp_path / "b", tmp_path / "b" / "run"])
     assert list(found) == ["a/run", "other", "b/run"]
     assert run_line("other", found["other"]).state == "ended"
@@ -182,7 +182,7 @@ def test_runs_are_found_and_told_apart(tmp_path: Path):
 
 
 def test_a_run_that_grows_is_read_on(tmp_path: Path):
-    write_run(tmp_path / "whole", MadeUpRun("sorted-replay", updates=4), has_summary=False)
+    write_run(tmp_path / "whole", SyntheticRun("sorted-replay", updates=4), has_summary=False)
     lines = (tmp_path / "whole" / "events.jsonl").read_bytes().splitlines(keepends=True)
     (tmp_path / "run").mkdir()
     events, views = tmp_path / "run" / "events.jsonl", RunViews()

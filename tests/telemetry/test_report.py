@@ -1,4 +1,4 @@
-"""The report, on a made-up run that is consistent in itself; its bookkeeping checks the metrics once more."""
+"""The report, on a synthetic run whose own counts check the metrics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sortedrl.telemetry.report.report import write_report
 from sortedrl.telemetry.report.timeline import timeline_chart
 from sortedrl.telemetry.run_reader import RunReader
 from sortedrl.telemetry.sinks import JsonlSink
-from tests.support.made_up import STEP_S, MadeUpRun, write_run
+from tests.support.synthetic_runs import STEP_S, SyntheticRun, write_run
 
 
 @pytest.fixture
@@ -32,8 +32,8 @@ def light(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("interrupted", "drain"), [("replay", False), ("resume", False), ("restart", False), ("restart", True)]
 )
-def test_metrics_agree_with_the_books_of_a_made_up_run(tmp_path: Path, interrupted: str, drain: bool):
-    run = MadeUpRun("toy", interrupted=interrupted, drain=drain, updates=30)
+def test_metrics_agree_with_the_counts_of_a_synthetic_run(tmp_path: Path, interrupted: str, drain: bool):
+    run = SyntheticRun("toy", interrupted=interrupted, drain=drain, updates=30)
     metrics = write_run(tmp_path / "run", run)
     assert metrics.generated_tokens == run.stats.decoded_tokens
     ledger = metrics.ledger(run.held())
@@ -85,7 +85,7 @@ class Page(HTMLParser):
 
 @pytest.mark.usefixtures("light")
 def test_report_of_one_run_has_its_sections(tmp_path: Path):
-    run = MadeUpRun("sorted-replay", updates=20)
+    run = SyntheticRun("sorted-replay", updates=20)
     write_run(tmp_path / "mine", run)
     out = write_report([tmp_path / "mine"], tmp_path / "report.html")
     page = Page(out.read_text())
@@ -101,7 +101,7 @@ def test_report_of_one_run_has_its_sections(tmp_path: Path):
 
 
 def test_report_loads_nothing_from_elsewhere(tmp_path: Path):
-    write_run(tmp_path / "mine", MadeUpRun("sorted-replay", updates=4))
+    write_run(tmp_path / "mine", SyntheticRun("sorted-replay", updates=4))
     page = Page(write_report([tmp_path / "mine"], tmp_path / "report.html").read_text())
     for tag, attrs in page.tags:
         assert tag not in {"link", "iframe", "img", "object", "embed", "base"}, tag
@@ -114,8 +114,8 @@ def test_report_loads_nothing_from_elsewhere(tmp_path: Path):
 
 @pytest.mark.usefixtures("light")
 def test_report_compares_runs(tmp_path: Path):
-    write_run(tmp_path / "a" / "run", MadeUpRun("sync", drain=True, updates=8))
-    write_run(tmp_path / "b" / "run", MadeUpRun("sorted-on-policy", interrupted="restart", updates=8))
+    write_run(tmp_path / "a" / "run", SyntheticRun("sync", drain=True, updates=8))
+    write_run(tmp_path / "b" / "run", SyntheticRun("sorted-on-policy", interrupted="restart", updates=8))
     page = Page(write_report([tmp_path / "a" / "run", tmp_path / "b" / "run"], tmp_path / "r.html").read_text())
     assert "2 runs compared" in page.text
     assert "a/run" in page.text
@@ -128,8 +128,8 @@ def test_report_compares_runs(tmp_path: Path):
 def test_report_escapes_what_comes_from_a_run(tmp_path: Path):
     hostile = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
     name = "<b onmouseover=alert(3)>&"
-    write_run(tmp_path / name, MadeUpRun(hostile, updates=4))
-    write_run(tmp_path / "other", MadeUpRun("sync", drain=True, updates=4))
+    write_run(tmp_path / name, SyntheticRun(hostile, updates=4))
+    write_run(tmp_path / "other", SyntheticRun("sync", drain=True, updates=4))
     for number, run_dirs in enumerate(([tmp_path / name], [tmp_path / name, tmp_path / "other"])):
         text = write_report(run_dirs, tmp_path / f"{number}.html").read_text()
         page = Page(text)
@@ -145,7 +145,7 @@ def test_report_escapes_what_comes_from_a_run(tmp_path: Path):
 
 @pytest.mark.usefixtures("light")
 def test_report_of_a_run_without_summary_says_so(tmp_path: Path):
-    run = MadeUpRun("sorted-replay", updates=6)
+    run = SyntheticRun("sorted-replay", updates=6)
     write_run(tmp_path / "crashed", run, has_summary=False)
     events = tmp_path / "crashed" / "events.jsonl"
     events.write_bytes(events.read_bytes()[:-40])
@@ -163,7 +163,7 @@ def test_report_of_a_run_without_summary_says_so(tmp_path: Path):
 def test_report_before_the_first_update(tmp_path: Path):
     (tmp_path / "young").mkdir()
     sink = JsonlSink(tmp_path / "young" / "events.jsonl")
-    for event, _ in zip(MadeUpRun("sorted-replay").events(), range(12), strict=False):
+    for event, _ in zip(SyntheticRun("sorted-replay").events(), range(12), strict=False):
         sink.emit(event)
     sink.close()
     page = Page(write_report([tmp_path / "young"], tmp_path / "r.html").read_text())
@@ -185,7 +185,7 @@ def test_report_refuses_what_is_no_run(tmp_path: Path):
 
 
 def test_timeline_draws_the_ends_of_a_long_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    write_run(tmp_path / "long", MadeUpRun("sorted-replay", updates=20))
+    write_run(tmp_path / "long", SyntheticRun("sorted-replay", updates=20))
     whole = RunReader(tmp_path / "long").read_all()
     num_started = (tmp_path / "long" / "events.jsonl").read_text().count('"AttemptStarted"')
     assert len(bars(whole)) == num_started
@@ -203,7 +203,7 @@ def bars(run: view.RunView) -> list[tuple[int, float]]:
 
 @pytest.mark.usefixtures("light")
 def test_report_shows_where_slot_time_went(tmp_path: Path):
-    write_run(tmp_path / "mine", MadeUpRun("sorted-replay", updates=4))
+    write_run(tmp_path / "mine", SyntheticRun("sorted-replay", updates=4))
     path = tmp_path / "mine" / "summary.json"
     record = {**json.loads(path.read_text()), "slot_time": {"trained": 0.6, "tail": 0.3, "a new cause": 0.1}}
     path.write_text(json.dumps(record))
@@ -215,7 +215,7 @@ def test_report_shows_where_slot_time_went(tmp_path: Path):
 
 @pytest.mark.usefixtures("light")
 def test_report_of_an_older_schema_says_what_it_is(tmp_path: Path):
-    write_run(tmp_path / "old", MadeUpRun("sorted-replay", updates=4))
+    write_run(tmp_path / "old", SyntheticRun("sorted-replay", updates=4))
     events = tmp_path / "old" / "events.jsonl"
     now = f'"schema_version":{SCHEMA_VERSION}'
     events.write_text(events.read_text().replace(now, '"schema_version":0'))
@@ -228,7 +228,7 @@ def test_report_of_an_older_schema_says_what_it_is(tmp_path: Path):
 
 @pytest.mark.usefixtures("light")
 def test_report_of_a_run_that_is_being_written_says_so(tmp_path: Path):
-    write_run(tmp_path / "live", MadeUpRun("sorted-replay", updates=4), has_summary=False)
+    write_run(tmp_path / "live", SyntheticRun("sorted-replay", updates=4), has_summary=False)
     with RunLock(tmp_path / "live"):
         page = Page(write_report([tmp_path / "live"], tmp_path / "r.html").read_text())
     assert "live is still being written" in page.text

@@ -47,7 +47,7 @@ from sortedrl.telemetry.summary import (
     summarize,
     summary_table,
 )
-from tests.support.scripted import ScriptedPolicy, scripted_run
+from tests.support.scripted_runs import ScriptedPolicy, scripted_run
 
 
 def started(t: float, sample: int, slot: int, version: int, mode: str = "fresh", cached: int = 0) -> AttemptStarted:

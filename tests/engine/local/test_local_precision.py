@@ -17,7 +17,7 @@ from sortedrl.records import Mode
 from sortedrl.run.build.parts import build_engine
 from sortedrl.run.checkpoint import load_model
 from sortedrl.tasks.tiny import knights_tiny_path
-from tests.support.tiny_models import Caller, make_requests, serve, shake, source, teacher_forced, tiny_model
+from tests.support.tiny_models import Caller, add_noise, make_requests, serve, source, teacher_forced, tiny_model
 
 CPU = torch.device("cpu")
 
@@ -66,7 +66,7 @@ def test_packed_weights_write_what_plain_ones_write(kind: str, monkeypatch: pyte
 @pytest.mark.usefixtures("packed")
 def test_a_publication_reaches_the_packed_weights_and_is_counted() -> None:
     model, other, requests = tiny_model(), tiny_model(), make_requests(4)
-    shake(other, 0.1, seed=5)
+    add_noise(other, 0.1, seed=5)
     caller = Caller(LocalEngine(model, slots=4, max_length=256, path="lean"))
     before = {sample: list(answer.tokens) for sample, answer in caller.serve(requests).items()}
     caller.answers.clear()
@@ -86,7 +86,7 @@ def test_replay_equals_restart_on_the_fast_path() -> None:
     caller.steps(25)
     caller.interrupt()
     changed = tiny_model()
-    shake(changed, 0.01, seed=3)
+    add_noise(changed, 0.01, seed=3)
     caller.engine.publish(1, source(changed)).wait()
     replayed = caller.serve([caller.again(request, Mode.REPLAY) for request in requests])
     restarted = serve(changed, requests, slots=3, path="lean")

@@ -11,7 +11,7 @@ import torch
 from sortedrl.engine.base import Delta, InFlight, Partial, Request
 from sortedrl.engine.local.engine import LocalEngine
 from sortedrl.records import Mode
-from tests.support.tiny_models import PATHS, Caller, make_requests, serve, shake, source, teacher_forced, tiny_model
+from tests.support.tiny_models import PATHS, Caller, add_noise, make_requests, serve, source, teacher_forced, tiny_model
 
 
 def tokens_of(answers) -> dict[int, list[int]]:
@@ -26,7 +26,7 @@ def make_caller(model, slots: int = 4, **options) -> Caller:
 def test_versions_are_stamped_and_weights_taken_over(path: str) -> None:
     model, requests = tiny_model(), make_requests(3, budget=20)
     other = copy.deepcopy(model)
-    shake(other, 0.1, seed=5)
+    add_noise(other, 0.1, seed=5)
     expected = serve(other, requests, path="module")
     caller = make_caller(model, path=path)
     caller.serve(requests)
@@ -52,7 +52,7 @@ def test_copied_weights_change_at_publication_only(path: str) -> None:
     model, requests = tiny_model(), make_requests(3, budget=20)
     caller = make_caller(model, path=path)
     before = copy.deepcopy(tokens_of(caller.serve(requests)))
-    shake(model, 0.1, seed=5)
+    add_noise(model, 0.1, seed=5)
     assert tokens_of(caller.serve(requests)) == before
     caller.engine.publish(1, source(model))
     assert tokens_of(caller.serve(requests)) == tokens_of(serve(model, requests)) != before
@@ -75,7 +75,7 @@ def test_publication_in_flight(in_flight: InFlight, path: str) -> None:
     caller.engine.submit(requests[:3])
     caller.steps(9)
     caller.engine.submit(requests[3:])  # waits for its prefill across the publication
-    shake(model, 0.05, seed=3)
+    add_noise(model, 0.05, seed=3)
     caller.engine.publish(2, source(model), in_flight).wait()
     answers = caller.serve([])
     for request in requests[:3]:

@@ -16,9 +16,9 @@ from tests.support.tiny_models import (
     PATHS,
     VOCAB,
     Caller,
+    add_noise,
     make_requests,
     serve,
-    shake,
     source,
     teacher_forced,
     tiny_model,
@@ -45,8 +45,8 @@ def common_prefix(left: list[int], right: list[int]) -> int:
 
 CHANGES = {
     "none": lambda model: None,
-    "small noise": lambda model: shake(model, 0.003, seed=9),
-    "large noise": lambda model: shake(model, 0.03, seed=9),
+    "small noise": lambda model: add_noise(model, 0.003, seed=9),
+    "large noise": lambda model: add_noise(model, 0.03, seed=9),
     "one adamw step": lambda model: train(model, 1, lr=1e-3),
     "five adamw steps": lambda model: train(model, 5, lr=3e-3),
 }
@@ -143,7 +143,7 @@ def test_a_finished_answer_that_changes_goes_on() -> None:
     model, requests = tiny_model(), make_requests(6, budget=25, sampling=Sampling(stop_tokens=(3,)))
     caller = Caller(LocalEngine(model, slots=6, max_length=64))
     before = copy.deepcopy(caller.serve(requests))
-    shake(model, 0.05, seed=2)
+    add_noise(model, 0.05, seed=2)
     caller.engine.publish(1, source(model))
     after = caller.serve([caller.again(request, Mode.REPLAY) for request in requests])
     expected = serve(model, requests)
@@ -211,7 +211,7 @@ def test_replays_resumes_and_fresh_starts_share_a_prefill() -> None:
 def test_tolerance_keeps_tokens_that_are_nearly_best() -> None:
     model, request = tiny_model(), make_requests(1, budget=40)[0]
     tokens = serve(model, [request])[0].tokens
-    shake(model, 0.02, seed=11)
+    add_noise(model, 0.02, seed=11)
     accepted = []
     for tolerance in (0.0, 0.05, 0.5, 1e9):
         replay = replace(request, mode=Mode.REPLAY, cached=tokens, replay_tolerance=tolerance)

@@ -18,11 +18,11 @@ from sortedrl.engine.pool.pool import Pool
 from sortedrl.errors import EngineError
 from sortedrl.records import Mode
 from sortedrl.testing import Answer, Caller
-from tests.support.hosted import HostedMembers, Paced
-from tests.support.tiny_models import make_requests, serve, shake, source, tiny_model
+from tests.support.thread_members import PausingEngine, ThreadMembers
+from tests.support.tiny_models import add_noise, make_requests, serve, source, tiny_model
 
 SLOTS = 4
-Paces = tuple[Pool, HostedMembers, threading.Event]
+Paces = tuple[Pool, ThreadMembers, threading.Event]
 
 
 MODEL = tiny_model()  # made once: engines start in threads, and torch's seed is everybody's
@@ -34,12 +34,12 @@ def make_engine(index: int) -> tuple[Engine, Any]:
 
 
 @pytest.fixture
-def members() -> HostedMembers:
-    return HostedMembers(make_engine)
+def members() -> ThreadMembers:
+    return ThreadMembers(make_engine)
 
 
 @pytest.fixture
-def pool(members: HostedMembers) -> Iterator[Pool]:
+def pool(members: ThreadMembers) -> Iterator[Pool]:
     pool = make_pool(members)
     yield pool
     pool.close()
@@ -52,15 +52,15 @@ def paced() -> Iterator[Paces]:
 
     def make(index: int) -> tuple[Engine, Any]:
         engine, model = make_engine(index)
-        return Paced(engine, may_go_on), model
+        return PausingEngine(engine, may_go_on), model
 
-    members = HostedMembers(make)
+    members = ThreadMembers(make)
     pool = make_pool(members)
     yield pool, members, may_go_on
     pool.close()
 
 
-def make_pool(members: HostedMembers, size: int = 2) -> Pool:
+def make_pool(members: ThreadMembers, size: int = 2) -> Pool:
     return Pool(members, size=size, slots=SLOTS, exact_replay=True, keep_kv=True, waits=True, health_s=20, start_s=20)
 
 
@@ -91,7 +91,7 @@ def check_same(ours: dict[int, Answer], theirs: dict[int, Answer]) -> None:
         assert answer.logprobs == pytest.approx(theirs[sample].logprobs, abs=1e-4)
 
 
-def test_a_pool_gives_the_answers_of_one_engine(pool: Pool, members: HostedMembers) -> None:
+def test_a_pool_gives_the_answers_of_one_engine(pool: Pool, members: ThreadMembers) -> None:
     requests = make_requests(20)
     check_same(serve_through(pool, requests), serve(tiny_model(), requests))
     assert all(member.submitted for member in members.started)
@@ -100,7 +100,7 @@ def test_a_pool_gives_the_answers_of_one_engine(pool: Pool, members: HostedMembe
     assert stats.decoded_tokens == sum(len(a.tokens) for a in serve(tiny_model(), requests).values())
 
 
-def test_siblings_go_to_one_member_and_the_rest_where_there_is_room(pool: Pool, members: HostedMembers) -> None:
+def test_siblings_go_to_one_member_and_the_rest_where_there_is_room(pool: Pool, members: ThreadMembers) -> None:
     first, other = make_requests(2, budget=40)
     trio = [replace(first, sample=sample, seed=sample) for sample in (10, 11, 12)]
     pool.submit([trio[0], other])
@@ -184,7 +184,7 @@ def test_an_uneven_load_is_evened_out_at_an_interrupt(paced: Paces) -> None:
 
 def test_published_weights_reach_every_member(pool: Pool) -> None:
     model = tiny_model()
-    shake(model, 0.1, seed=5)
+    add_noise(model, 0.1, seed=5)
     pool.publish(3, source(model)).wait()
     requests = make_requests(12)
     answers = serve_through(pool, requests)
@@ -205,10 +205,10 @@ def test_publication_while_requests_run(pool: Pool) -> None:
         assert answer.reason is not None
 
 
-def test_the_samples_of_a_dead_member_go_on_elsewhere(pool: Pool, members: HostedMembers) -> None:
+def test_the_samples_of_a_dead_member_go_on_elsewhere(pool: Pool, members: ThreadMembers) -> None:
     """With the weights in force: those were published before the death, and the member that replaces it gets them."""
     model = tiny_model()
-    shake(model, 0.1, seed=5)
+    add_noise(model, 0.1, seed=5)
     pool.publish(3, source(model)).wait()
     killed: list[int] = []
 
@@ -227,7 +227,7 @@ def test_the_samples_of_a_dead_member_go_on_elsewhere(pool: Pool, members: Hoste
     assert members.started[2].submitted, "the one that was started again got nothing to do"
 
 
-def test_a_member_that_dies_in_an_interrupt_or_a_publication(pool: Pool, members: HostedMembers) -> None:
+def test_a_member_that_dies_in_an_interrupt_or_a_publication(pool: Pool, members: ThreadMembers) -> None:
     caller = Caller(pool)
     requests = make_requests(8, budget=60)
     pool.submit(requests)
@@ -259,7 +259,7 @@ def test_a_member_that_refuses_requests_fails_them_and_lives_on(paced: Paces) ->
         member.host.interrupt(None)
 
 
-def test_a_pool_whose_members_all_keep_dying_gives_up(members: HostedMembers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_whose_members_all_keep_dying_gives_up(members: ThreadMembers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sortedrl.engine.pool.pool.BACK_OFF_S", (0.0,))
     pool = make_pool(members)
 
@@ -280,6 +280,6 @@ def test_an_engine_that_cannot_start_is_told_before_anything_runs() -> None:
     def broken(index: int) -> tuple[Engine, Any]:
         raise MemoryError("no room for the model")
 
-    members = HostedMembers(broken)
+    members = ThreadMembers(broken)
     with pytest.raises(EngineError, match=r"an engine of the pool failed.*no room for the model"):
         make_pool(members)

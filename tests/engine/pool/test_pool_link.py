@@ -18,11 +18,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.link import ADDRESSES, Link, why_not
+from tests.support.slow_network import ADDRESSES, SlowNetwork, missing_requirement
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
+    pytest.mark.skipif(missing_requirement() is not None, reason=str(missing_requirement())),
     pytest.mark.timeout(1800),
 ]
 DRIVER, ENGINES = 0, 1
@@ -37,14 +37,14 @@ QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.toml"
 
 
 @pytest.fixture
-def link() -> Iterator[Link]:
-    link = Link(DELAY_S)
+def link() -> Iterator[SlowNetwork]:
+    link = SlowNetwork(DELAY_S)
     yield link
     link.close()
 
 
 @pytest.fixture
-def cluster(link: Link) -> Iterator[str]:
+def cluster(link: SlowNetwork) -> Iterator[str]:
     """Ray's head on one side without processors, and a node with two on the other."""
     ray = str(Path(sys.executable).parent / "ray")
     folder = tempfile.mkdtemp(prefix="rl-", dir="/tmp")  # sockets lie in it: no long names
@@ -90,7 +90,7 @@ def times_of(events: Path, kind: str) -> list[float]:
     return [event["t"] for event in found if event["kind"] == kind]
 
 
-def test_a_cut_only_costs_time(link: Link, cluster: str, tmp_path: Path) -> None:
+def test_a_cut_only_costs_time(link: SlowNetwork, cluster: str, tmp_path: Path) -> None:
     settings = ["engine.replicas=2", "run.samples=512", "eval.prompts=0", "checkpoint.save=false", "run.report=false"]
     code = "from sortedrl.cli import main; main()"
     command = [sys.executable, "-c", code, "train", str(QUICKSTART), *settings, f"run.dir={tmp_path}"]

@@ -30,7 +30,7 @@ from sortedrl.errors import ConfigError, EngineError
 from sortedrl.records import FinishReason, Mode
 from sortedrl.run.build.parts import build_engine
 from sortedrl.run.doctor import examine
-from tests.support.tiny_models import shake, tiny_model
+from tests.support.tiny_models import add_noise, tiny_model
 
 
 def entry(**logprobs: float) -> dict[int, SimpleNamespace]:
@@ -63,7 +63,7 @@ def test_a_tied_head_is_written_once_and_updates_reach_the_file() -> None:
     names = set(load_file(folder.weights))
     assert "model.embed_tokens.weight" in names
     assert "lm_head.weight" not in names
-    shake(model, 0.1, seed=1)
+    add_noise(model, 0.1, seed=1)
     folder.write(model)
     written = load_file(folder.weights)
     assert set(written) == names

@@ -1,4 +1,4 @@
-"""Members of a pool in threads of this process: for what a pool decides, without Ray."""
+"""Pool members that run in threads of the test process, so that tests of the pool need no Ray."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from sortedrl.weights import arrays_of, load_arrays
 
 
 @dataclass(slots=True)
-class Paced:
-    """An engine that stands still after some steps, until it is let go on or gets other weights.
+class PausingEngine:
+    """An engine that pauses after `num_steps` polls, until `may_go_on` is set or new weights are published.
 
-    What happens to its answers meanwhile happens to answers under way, however fast or busy the machine is.
+    A test that acts during the pause acts on unfinished answers, however fast or busy the machine is.
     """
 
     engine: Engine
@@ -42,11 +42,11 @@ class Paced:
         return handle
 
 
-class Gone(Exception):
-    """What a call to a dead member ends with."""
+class MemberDied(Exception):
+    """Raised by every call to a member that was killed."""
 
 
-class HostedMember:
+class ThreadMember:
     def __init__(self, make_engine: Callable[[], tuple[Engine, Any]]) -> None:
         self.is_dead = False
         self.submitted: list[Request] = []
@@ -65,10 +65,10 @@ class HostedMember:
     def _call(self, method: Callable[..., Any], *arguments: Any) -> Future[Any]:
         def run() -> Any:
             if self.is_dead:
-                raise Gone("the process is gone")
+                raise MemberDied("the member was killed")
             result = method(*arguments)
-            if self.is_dead:  # its answer is lost on the way
-                raise Gone("the process is gone")
+            if self.is_dead:  # killed during the call: the result is lost
+                raise MemberDied("the member was killed")
             return result
 
         return self._threads.submit(run)
@@ -97,15 +97,15 @@ class HostedMember:
         self._threads.shutdown(wait=False)
 
 
-class HostedMembers:
-    """Keeps every member it ever started, so that tests can end one."""
+class ThreadMembers:
+    """Starts members and keeps every one of them in `started`, so that a test can kill one."""
 
     def __init__(self, make_engine: Callable[[int], tuple[Engine, Any]]) -> None:
         self._make_engine = make_engine
-        self.started: list[HostedMember] = []
+        self.started: list[ThreadMember] = []
 
-    def launch(self, index: int) -> HostedMember:
-        member = HostedMember(lambda: self._make_engine(index))
+    def launch(self, index: int) -> ThreadMember:
+        member = ThreadMember(lambda: self._make_engine(index))
         self.started.append(member)
         return member
 

@@ -1,4 +1,4 @@
-"""A made-up run that is consistent in itself, for tests of what reads run directories."""
+"""Synthetic runs with consistent events, for tests of the code that reads run directories."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ STEP_S, UPDATE_S, PUBLISH_S = 0.01, 0.12, 0.02
 
 
 @dataclass(slots=True, kw_only=True)
-class Answer:
-    """A sample of the made-up run: how long it will get, how far it is, and which versions wrote it."""
+class SyntheticAnswer:
+    """One sample: its final length, the tokens it has so far, and the version that wrote each token."""
 
     id: int
     length: int
@@ -45,10 +45,11 @@ class Answer:
     versions: list[int] = field(default_factory=list)  # one per token
 
 
-class MadeUpRun:
-    """A toy of the real loop: one token a step and slot, answers of heavy-tailed length, no model behind it.
+class SyntheticRun:
+    """A small model of the training loop: one token per step and slot, heavy-tailed lengths, no language model.
 
-    `interrupted` is what becomes of interrupted answers; `drain` waits for the whole cohort instead of interrupting.
+    `interrupted` is what happens to interrupted answers: "resume", "replay" or "restart". With `drain`, an update waits
+    for the whole cohort and interrupts nothing.
     """
 
     def __init__(
@@ -60,9 +61,9 @@ class MadeUpRun:
         self.t, self.version = 0.0, 0
         self.stats = EngineStats()
         self.rollout_s = self.update_s = self.publish_s = 0.0
-        self.pending: list[Answer] = []
-        self.running: dict[int, Answer] = {}
-        self.done: list[Answer] = []
+        self.pending: list[SyntheticAnswer] = []
+        self.running: dict[int, SyntheticAnswer] = {}
+        self.done: list[SyntheticAnswer] = []
         self.num_loaded = self.num_cohorts = self.num_trained = 0
 
     def events(self) -> Iterator[Event]:
@@ -95,7 +96,7 @@ class MadeUpRun:
         ids = list(range(self.num_loaded, self.num_loaded + self.update_batch * self.cohort_batches))
         self.num_loaded += len(ids)
         self.num_cohorts += 1
-        self.pending = [Answer(id=sample, length=self.draw_length()) for sample in ids]
+        self.pending = [SyntheticAnswer(id=sample, length=self.draw_length()) for sample in ids]
         return CohortLoaded(t=self.t, cohort=self.num_cohorts - 1, update=self.version, samples=ids)
 
     def draw_length(self) -> int:
@@ -119,7 +120,7 @@ class MadeUpRun:
             yield AttemptVerified(**key, cached=cached, accepted=answer.tokens)
 
     def decode(self) -> Iterator[Event]:
-        """Until the next answers are complete."""
+        """Decode until the next answer is complete."""
         steps = min(answer.length - answer.tokens for answer in self.running.values())
         self.t += steps * STEP_S
         self.rollout_s += steps * STEP_S
@@ -135,7 +136,7 @@ class MadeUpRun:
                 yield SampleScored(t=self.t, sample=answer.id, attempt=answer.attempt, reward=reward)
                 self.done.append(answer)
 
-    def end(self, answer: Answer, outcome: str) -> AttemptEnded:
+    def end(self, answer: SyntheticAnswer, outcome: str) -> AttemptEnded:
         del self.running[answer.slot]
         key = {"t": self.t, "sample": answer.id, "attempt": answer.attempt}
         return AttemptEnded(**key, outcome=outcome, num_tokens=answer.tokens, slot=answer.slot)
@@ -198,7 +199,7 @@ class MadeUpRun:
         )
 
 
-def write_run(run_dir: Path, run: MadeUpRun, *, has_summary: bool = True) -> RunMetrics:
+def write_run(run_dir: Path, run: SyntheticRun, *, has_summary: bool = True) -> RunMetrics:
     run_dir.mkdir(parents=True)
     metrics = RunMetrics(probe=lambda: (run.stats, run.timing()))
     emit = Fanout([metrics, JsonlSink(run_dir / "events.jsonl"), MetricsSink(run_dir / "metrics.jsonl", metrics)])

@@ -1,7 +1,7 @@
-"""Two networks on one machine with a link between them that delays every packet, and that can be cut.
+"""Two network namespaces on one machine; every packet between them is delayed, and the connection can be cut.
 
-Each side is a network namespace with a tunnel device and nothing else: no other way leads from one to the other. This
-process has the far ends of both devices and carries packets between them. Needs Linux, root and /dev/net/tun.
+Each side has only a tunnel device, so packets can take no other route. This process holds the other ends of both
+devices and carries the packets between them. Needs Linux, root and /dev/net/tun.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _PLAIN_PACKETS = 0x0001 | 0x1000  # IFF_TUN | IFF_NO_PI
 _DEVICE = "tun0"
 
 
-def why_not() -> str | None:
-    """What is missing here."""
+def missing_requirement() -> str | None:
+    """Why this machine cannot make such a network; None if it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if not os.path.exists("/dev/net/tun") or not all(map(shutil.which, ("ip", "nsenter", "unshare"))):
@@ -36,12 +36,12 @@ def why_not() -> str | None:
     return None
 
 
-class Link:
+class SlowNetwork:
     def __init__(self, delay_s: float) -> None:
         self.delay_s = delay_s
         self.is_cut = False
         self.num_packets = self.num_dropped = 0
-        self._holders, self._devices = [], []
+        self._namespaces, self._devices = [], []
         for ours, theirs in (ADDRESSES, ADDRESSES[::-1]):
             self._add_side(ours, theirs)
         for source, target in (self._devices, self._devices[::-1]):
@@ -50,18 +50,18 @@ class Link:
             threading.Thread(target=self._write, args=(target, waiting), daemon=True).start()
 
     def command(self, side: int, command: list[str]) -> list[str]:
-        """The command as it is run on one side."""
-        return ["nsenter", f"--net=/proc/{self._holders[side].pid}/ns/net", *command]
+        """The command line that runs `command` on one side."""
+        return ["nsenter", f"--net=/proc/{self._namespaces[side].pid}/ns/net", *command]
 
     def close(self) -> None:
-        for holder in self._holders:
-            holder.stdin.close()
-            holder.wait(10)
+        for namespace in self._namespaces:
+            namespace.stdin.close()
+            namespace.wait(60)
 
     def _add_side(self, ours: str, theirs: str) -> None:
         here, there = socket.socketpair()
         command = [sys.executable, __file__, str(there.fileno()), ours, theirs]
-        self._holders.append(subprocess.Popen(command, pass_fds=[there.fileno()], stdin=subprocess.PIPE))
+        self._namespaces.append(subprocess.Popen(command, pass_fds=[there.fileno()], stdin=subprocess.PIPE))
         there.close()
         _, (device,), _, _ = socket.recv_fds(here, 1, 1)
         here.close()
@@ -82,21 +82,21 @@ class Link:
                 continue
             try:
                 os.write(device, packet)
-            except OSError:  # that side is closed
+            except OSError:  # the side was closed
                 return
 
 
-def hold(connection: int, ours: str, theirs: str) -> None:
-    """Be a network of its own until standard input ends."""
+def hold_namespace(connection: int, ours: str, theirs: str) -> None:
+    """Create one side's namespace, send its device to the parent, and keep both until standard input ends."""
     if ctypes.CDLL(None, use_errno=True).unshare(_NEW_NETWORK) != 0:
-        sys.exit("no network namespace could be made")
+        sys.exit("creating a network namespace failed")
     device = os.open("/dev/net/tun", os.O_RDWR)
     fcntl.ioctl(device, _SET_INTERFACE, struct.pack("16sH", _DEVICE.encode(), _PLAIN_PACKETS))
     for command in (
         "link set lo up",
         f"addr add {ours} peer {theirs} dev {_DEVICE}",
         f"link set {_DEVICE} up",
-        f"route add default dev {_DEVICE}",  # so that programs which look for their own address find this one
+        f"route add default dev {_DEVICE}",  # programs that look up their own address find this one
     ):
         subprocess.run(["ip", *command.split()], check=True)
     socket.send_fds(socket.socket(fileno=connection), [b"."], [device])
@@ -105,4 +105,4 @@ def hold(connection: int, ours: str, theirs: str) -> None:
 
 
 if __name__ == "__main__":
-    hold(int(sys.argv[1]), sys.argv[2], sys.argv[3])
+    hold_namespace(int(sys.argv[1]), sys.argv[2], sys.argv[3])

@@ -1,4 +1,4 @@
-"""The dashboard as the shipped command serves it, for tests that talk to it."""
+"""A process that runs `sortedrl dashboard`, for tests that send requests to it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ COMMAND = [sys.executable, "-c", "from sortedrl.cli import main; main()"]
 
 @contextmanager
 def dashboard(*arguments: str | Path, **variables: str) -> Iterator[str]:
-    """The address of a dashboard at a free port; it ends with the block."""
+    """Serve a dashboard at a free port, yield its address, and stop it when the block ends."""
     command = [*COMMAND, "dashboard", *map(str, arguments), "--port", "0"]
     environment = {**os.environ, "COLUMNS": "500", **variables}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as running:
         assert running.stderr is not None
         try:
             line = running.stderr.readline()
-            address = address_in(line)
+            address = dashboard_address(line)
             assert address is not None, line + running.stderr.read()
             yield address
         finally:
@@ -30,7 +30,7 @@ def dashboard(*arguments: str | Path, **variables: str) -> Iterator[str]:
             running.wait(60)
 
 
-def address_in(told: str) -> str | None:
-    """Where a dashboard says that it serves."""
-    found = re.search(r"http://\S+?:(\d+)/", told)
+def dashboard_address(printed: str) -> str | None:
+    """The address in the line that a dashboard prints when it starts; None if there is none."""
+    found = re.search(r"http://\S+?:(\d+)/", printed)
     return None if found is None else f"http://127.0.0.1:{found[1]}/"

@@ -1,4 +1,4 @@
-"""A scripted policy and everything around it, so that tests can run the real controller on the simulated engine."""
+"""Runs of the real controller on the simulated engine, with a scripted policy, learner and scorer."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def uniform(*key: object) -> float:
 
 @dataclass(slots=True, kw_only=True)
 class ScriptedPolicy:
-    """Answers whose length and tokens change from version to version, up and down, as a pure function of the seed."""
+    """A policy whose lengths and tokens are a pure function of seed and version, and change between versions."""
 
     longest: int = 12
-    length_change: float = 0.0  # chance that a version gives an answer another length
+    length_change: float = 0.0  # chance that a version draws a new length for an answer
     divergence: float = 0.0  # chance that a version changes a token
-    lengths: dict[int, int] = field(default_factory=dict)  # by seed, in place of drawn ones
+    lengths: dict[int, int] = field(default_factory=dict)  # fixed lengths by seed; other lengths are drawn
 
     def full_length(self, seed: int, version: int) -> int:
         if seed in self.lengths:
@@ -63,7 +63,7 @@ class ScriptedPolicy:
 
 @dataclass(slots=True, kw_only=True)
 class RecordingLearner:
-    """Takes `seconds` of virtual time for an update, and remembers what it was given."""
+    """Takes `seconds` of virtual time per update and keeps the batches that it was given."""
 
     clock: VirtualClock
     seconds: float = 0.0
@@ -79,30 +79,30 @@ class RecordingLearner:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class GivenScore:
+class ScriptedScore:
     key: tuple[int, int]
     reward: float
 
 
 @dataclass(slots=True, kw_only=True)
-class LazyScorer:
-    """Scores an answer after it was asked for `lag` times."""
+class DelayedScorer:
+    """Returns a score only after it was polled `lag` times."""
 
     lag: int = 0
-    queue: list[tuple[int, GivenScore]] = field(default_factory=list)
+    queue: list[tuple[int, ScriptedScore]] = field(default_factory=list)
 
     def submit(self, sample: Sample) -> None:
         reward = float(sum(sample.tokens) % 2)
-        self.queue.append((self.lag, GivenScore(key=(sample.id, sample.attempt), reward=reward)))
+        self.queue.append((self.lag, ScriptedScore(key=(sample.id, sample.attempt), reward=reward)))
 
-    def poll(self, timeout: float) -> list[GivenScore]:
+    def poll(self, timeout: float) -> list[ScriptedScore]:
         done = [score for left, score in self.queue if left <= 0]
         self.queue = [(left - 1, score) for left, score in self.queue if left > 0]
         return done
 
 
 @dataclass(slots=True, kw_only=True)
-class Run:
+class ScriptedRun:
     controller: Controller
     learner: RecordingLearner
     engine: SimEngine
@@ -132,7 +132,7 @@ def scripted_run(
     run_seed: int = 0,
     seed_of: Callable[[int], int] | None = None,
     fails: Callable[[Request], int | None] = lambda request: None,
-) -> Run:
+) -> ScriptedRun:
     """Build a run of `num_samples`; `siblings` of them share a prompt."""
     clock, events = VirtualClock(), []
     engine = SimEngine(policy, slots=slots, clock=clock, fails=fails)
@@ -157,11 +157,11 @@ def scripted_run(
         knobs=knobs,
         engine=engine,
         learner=learner,
-        scorer=LazyScorer(lag=score_lag),
+        scorer=DelayedScorer(lag=score_lag),
         load_samples=load_samples,
         total_samples=num_samples,
         sampling=Sampling(),
         clock=clock,
         emit=events.append,
     )
-    return Run(controller=controller, learner=learner, engine=engine, clock=clock, events=events)
+    return ScriptedRun(controller=controller, learner=learner, engine=engine, clock=clock, events=events)

@@ -1,4 +1,4 @@
-"""Small file systems of their own, for tests that fill a disk."""
+"""A small file system, for tests that fill a disk."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 
 
-def small_disk_of(size: str, parent: Path) -> Iterator[Path]:
-    """For a fixture: a folder that is a file system of this size, spelled as mount has it; skips where none may be."""
+def mount_small_disk(size: str, parent: Path) -> Iterator[Path]:
+    """Mount a file system of this size (such as "2m") for one fixture; skips the test where mounting is not allowed."""
     folder = parent / "disk"
     folder.mkdir()
     mount = shutil.which("mount")
     if mount is None:
-        pytest.skip("a small file system needs the command mount")
+        pytest.skip("this test needs the command `mount`")
     done = subprocess.run(
         [mount, "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True, text=True, check=False
     )
     if done.returncode:
-        pytest.skip(f"a small file system cannot be mounted here, which needs root: {done.stderr.strip()}")
+        pytest.skip(f"mounting a small file system failed (it needs root): {done.stderr.strip()}")
     try:
         yield folder
     finally:

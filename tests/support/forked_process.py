@@ -1,8 +1,8 @@
-"""Processes that begin with everything imported.
+"""Test processes that start with torch and the library already imported.
 
-A process that trains imports for five seconds of a processor before it does anything. Here one server per test process
-does that once, and forks: whatever has to happen in a process of its own, because it is killed, signalled or limited,
-starts at once. That the shipped command imports what it needs is shown by the tests that start it for real.
+A new process needs about five seconds to import what training needs. Here one fork server per test process imports it
+once and forks, so tests that kill, signal or limit a process start it at once. Other tests start the installed command
+as a new process and show that its own imports work.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-WARM = multiprocessing.get_context("forkserver")
-WARM.set_forkserver_preload(
+FORK_SERVER = multiprocessing.get_context("forkserver")
+FORK_SERVER.set_forkserver_preload(
     ["sortedrl.trainer", "sortedrl.run.build.parts", "transformers.models.llama.modeling_llama"]
 )
-WAIT_S = 120.0  # for a process of its own, on a busy machine
+WAIT_S = 120.0  # for a process to end, on a busy machine
 
 
-class Warm:
-    """A call in a process of its own, in a folder, with what it prints in files; leaving the block ends it."""
+class ForkedProcess:
+    """Runs `call` in a forked process inside `folder`, with output in files there; leaving the block kills it."""
 
     def __init__(self, folder: Path, call: Callable[..., object], *arguments: Any, **variables: str) -> None:
         folder.mkdir(exist_ok=True)
         self._number = sum(1 for _ in folder.glob("out-*.txt"))
         self._files = [folder / f"{name}-{self._number}.txt" for name in ("out", "err")]
-        self.process = WARM.Process(target=_run, args=(folder, self._files, variables, call, arguments))
+        self.process = FORK_SERVER.Process(target=_run, args=(folder, self._files, variables, call, arguments))
         self.process.start()
 
-    def __enter__(self) -> Warm:
+    def __enter__(self) -> ForkedProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -59,15 +59,15 @@ class Warm:
         return self._files[1].read_text()
 
     def wait(self, seconds: float = WAIT_S) -> int:
-        """The exit code, once it has ended by itself."""
+        """The exit code, after the process has ended without being killed."""
         self.process.join(seconds)
         assert self.process.exitcode is not None, f"still running after {seconds:g} s: {self.err}"
         return self.process.exitcode
 
 
-def warm_command(folder: Path, *arguments: str, **variables: str) -> Warm:
-    """The shipped command."""
-    return Warm(folder, _command, arguments, **variables)
+def forked_command(folder: Path, *arguments: str, **variables: str) -> ForkedProcess:
+    """Run the command `sortedrl` with these arguments."""
+    return ForkedProcess(folder, _command, arguments, **variables)
 
 
 def _run(
