@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from sortedrl.config import SortedConfig
-from sortedrl.engine.local import decoder_choice as paths
-from sortedrl.engine.local import native_decoder as native
-from sortedrl.engine.local.decoder_choice import choose_dtype, make_path
+from sortedrl.engine.local import decoder_choice, native_decoder
+from sortedrl.engine.local.decoder_choice import choose_dtype, make_decoder
 from sortedrl.engine.local.engine import LocalEngine
 from sortedrl.errors import ConfigError, ModelError
-from sortedrl.native import c_library as compiled
+from sortedrl.native import c_library
 from sortedrl.records import Mode
 from sortedrl.run.build.parts import build_engine
 from sortedrl.run.checkpoint import load_model
@@ -30,7 +29,7 @@ from tests.support.tiny_models import (
 )
 
 SPAN = 192
-HEADERS = compiled.SOURCES
+HEADERS = c_library.SOURCES
 PRODUCT = """
 #include <stdlib.h>
 #include "product.h"
@@ -59,12 +58,12 @@ void product(const float *x, const float *w, int64_t rows, int64_t inputs, int64
 @pytest.fixture(scope="module", params=["processor", "plain"])
 def product(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     """x w^T by the kernel's header: with the processor's instruction for it, and in plain C."""
-    compiler = compiled._find_compiler()
+    compiler = c_library._find_compiler()
     if compiler is None:
         pytest.skip("no C compiler here")
     folder = tmp_path_factory.mktemp("product")
     (folder / "product.c").write_text(PRODUCT)
-    flags = [*compiled._FLAGS, *(compiled._processor_flags() if request.param == "processor" else ())]
+    flags = [*c_library._FLAGS, *(c_library._processor_flags() if request.param == "processor" else ())]
     command = [compiler, *flags, f"-I{HEADERS}", "-o", "product.so", "product.c", "-lm"]
     subprocess.run(command, cwd=folder, check=True)
     call = ctypes.CDLL(str(folder / "product.so")).product
@@ -154,13 +153,13 @@ def test_log_probs_are_far_closer_than_in_bfloat16() -> None:
 def test_a_prefill_is_what_decoding_is_to_the_last_bit_by_any_number_of_threads(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native, "_THREADED", 0)
+    monkeypatch.setattr(native_decoder, "_MIN_THREADED_WORK", 0)
     model = tiny_model(kind, intermediate_size=208)  # more than a span
     tokens_t = torch.randint(23, (100,), generator=torch.Generator().manual_seed(0))
     found = []
     for threads in (1, 3):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        cache, decoder = make_path(model, "native", slots=3, max_length=104, dtype=torch.int16)
+        cache, decoder = make_decoder(model, "native", slots=3, max_length=104, dtype=torch.int16)
         with torch.inference_mode():
             whole = cache.plan_prefill([1], [100])
             found.append(decoder.forward(tokens_t, whole.positions_t, None, whole))
@@ -197,17 +196,17 @@ def test_replay_equals_restart_and_a_publication_is_seen() -> None:
 @needs_compiler
 def test_auto_takes_it_for_large_models_where_the_processor_has_nothing_better(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model()
-    monkeypatch.setattr(paths, "has_fast_bfloat16", lambda device: False)
+    monkeypatch.setattr(decoder_choice, "has_fast_bfloat16", lambda device: False)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    assert choose_dtype(model, "auto", is_exact=False) == torch.float32
-    monkeypatch.setattr(paths, "_MIN_HALF_PARAMETERS", 1)
+    assert choose_dtype(model, "auto", needs_exact_replay=False) == torch.float32
+    monkeypatch.setattr(decoder_choice, "_MIN_16_BIT_PARAMETERS", 1)
     for is_exact in (False, True):
-        assert choose_dtype(model, "auto", is_exact=is_exact) == torch.int16
-    assert choose_dtype(model, "auto", is_exact=False, is_here=False) == torch.float32
-    assert choose_dtype(tiny_model("gpt-neox"), "auto", is_exact=False) == torch.float32
+        assert choose_dtype(model, "auto", needs_exact_replay=is_exact) == torch.int16
+    assert choose_dtype(model, "auto", needs_exact_replay=False, is_this_machine=False) == torch.float32
+    assert choose_dtype(tiny_model("gpt-neox"), "auto", needs_exact_replay=False) == torch.float32
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    assert choose_dtype(model, "auto", is_exact=False) == torch.float32
-    assert make_path(model, "auto", slots=1, max_length=16, dtype=torch.int16)[1].name == "native"  # if asked for
+    assert choose_dtype(model, "auto", needs_exact_replay=False) == torch.float32
+    assert make_decoder(model, "auto", slots=1, max_length=16, dtype=torch.int16)[1].name == "native"  # if asked for
 
 
 def test_what_cannot_be_had_in_it_is_said() -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from sortedrl.engine.base import Sampling
-from sortedrl.engine.local import native_decoder as native
-from sortedrl.engine.local.decoder_choice import make_path
+from sortedrl.engine.local import native_decoder
+from sortedrl.engine.local.decoder_choice import make_decoder
 from sortedrl.engine.local.engine import LocalEngine
 from sortedrl.errors import ModelError
 from sortedrl.native import kernel
@@ -77,7 +77,7 @@ def test_a_compiler_that_fails_is_told_and_no_more(
 @needs_compiler
 def test_which_models_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     def path_of(model, dtype=torch.float32) -> str:
-        return make_path(model, "auto", slots=1, max_length=16, dtype=dtype)[1].name
+        return make_decoder(model, "auto", slots=1, max_length=16, dtype=dtype)[1].name
 
     assert path_of(tiny_model("llama")) == "native"
     assert path_of(tiny_model("llama"), torch.bfloat16) == "lean"
@@ -94,7 +94,7 @@ def test_a_prefill_is_what_decoding_is_to_the_last_bit() -> None:
     """40 tokens at once, in pieces of 1 to 20 among others, and one by one."""
     model = tiny_model("llama-gqa")
     tokens_t = torch.randint(23, (40,), generator=torch.Generator().manual_seed(0))
-    cache, decoder = make_path(model, "native", slots=3, max_length=40, dtype=torch.float32)
+    cache, decoder = make_decoder(model, "native", slots=3, max_length=40, dtype=torch.float32)
     with torch.inference_mode():
         whole = cache.plan_prefill([1], [40])
         expected = decoder.forward(tokens_t, whole.positions_t, None, whole)
@@ -121,7 +121,7 @@ def test_threads_change_nothing(monkeypatch: pytest.MonkeyPatch, heads: tuple[in
 
     def logits(num_threads: int) -> list[torch.Tensor]:
         monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
-        cache, decoder = make_path(model, "native", slots=9, max_length=128, dtype=torch.float32)
+        cache, decoder = make_decoder(model, "native", slots=9, max_length=128, dtype=torch.float32)
         whole = cache.plan_prefill([8], [120])
         found = [decoder.forward(tokens_t, whole.positions_t, rows_r, whole)]
         for slots in range(1, 10):
@@ -129,7 +129,7 @@ def test_threads_change_nothing(monkeypatch: pytest.MonkeyPatch, heads: tuple[in
             found.append(decoder.forward(tokens_t[:slots], step.positions_t, None, step))
         return found
 
-    monkeypatch.setattr(native, "_THREADED", 0)
+    monkeypatch.setattr(native_decoder, "_MIN_THREADED_WORK", 0)
     with torch.inference_mode():
         alone, together = logits(1), logits(3)
         assert all(torch.equal(one, three) for one, three in zip(alone, together, strict=True))
@@ -139,10 +139,10 @@ def test_threads_change_nothing(monkeypatch: pytest.MonkeyPatch, heads: tuple[in
 
 @needs_compiler
 def test_an_interrupt_between_threads_leaves_none_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_THREADED", 0)
+    monkeypatch.setattr(native_decoder, "_MIN_THREADED_WORK", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    cache, decoder = make_path(tiny_model(), "native", slots=2, max_length=16, dtype=torch.float32)
-    assert isinstance(decoder, native.NativeDecoder)
+    cache, decoder = make_decoder(tiny_model(), "native", slots=2, max_length=16, dtype=torch.float32)
+    assert isinstance(decoder, native_decoder.NativeDecoder)
     tokens_t, step = torch.tensor([1, 2]), cache.plan_decode([1, 1])
     expected = decoder.forward(tokens_t, step.positions_t, None, step)
     pool, started = decoder._threads._others, []

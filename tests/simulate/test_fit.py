@@ -104,7 +104,7 @@ def test_a_window_is_what_the_engine_attends_to(lengths: tuple[int, ...]) -> Non
     cache = pytest.importorskip("sortedrl.engine.local.cache")
     elements = 64
     left, attended, price = sorted(lengths, reverse=True), 0.0, APART_ELEMENTS / elements
-    sizes = cache.split_runs(left, elements)
+    sizes = cache.split_into_groups(left, elements)
     for size in sizes:
         attended += size * left[0]
         left = left[size:]

@@ -3,6 +3,28 @@
 from __future__ import annotations
 
 from sortedrl.engine.base import Request
+from sortedrl.errors import EngineError, ModelError
+
+
+def check_limits(*, slots: int, max_length: int, model_length: int) -> None:
+    """Raise an error if an engine cannot have these sizes."""
+    if slots < 1:
+        raise EngineError(f"slots = {slots}: an engine needs at least one slot")
+    if max_length > model_length:
+        raise ModelError(
+            f"max_length {max_length} is more than the model's {model_length} positions: "
+            "lower the token budget or take a model with a longer context"
+        )
+
+
+def check_submit(num_requests: int, *, running: int, slots: int, is_closed: bool) -> None:
+    """Raise an EngineError if the engine cannot accept this many requests now."""
+    if is_closed:
+        raise EngineError("the engine is closed: make another one")
+    if num_requests > slots - running:
+        raise EngineError(
+            f"{num_requests} requests for {slots - running} free slots of {slots}: submit no more than are free"
+        )
 
 
 def find_fault(request: Request, *, max_length: int, vocab: int, has_decode: bool = True) -> str | None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sortedrl.learner.attention import Layout
-from sortedrl.native.c_library import SOURCES, load_compiled
+from sortedrl.native.c_library import SOURCES, load_library
 
 _SOURCE, _HEADER = SOURCES / "layers.c", SOURCES / "vectors.h"
 _ARGUMENTS = {  # p: a pointer, n: a whole number, f: a float
@@ -35,7 +35,7 @@ _TYPES = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "f": ctypes.c_float}
 @functools.cache
 def load_layers() -> ctypes.CDLL | None:
     """The library; None, and the reason in the log, where it cannot be compiled."""
-    library = load_compiled(_SOURCE, [_HEADER], without="updates run on torch, small models' take almost twice as long")
+    library = load_library(_SOURCE, [_HEADER], fallback="updates run on torch, small models' take almost twice as long")
     if library is not None:
         for name, kinds in _ARGUMENTS.items():
             function = getattr(library, f"sortedrl_layers_{name}")

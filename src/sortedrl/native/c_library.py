@@ -1,8 +1,8 @@
-"""C sources as libraries: compiled at their first use, kept in the user's cache, and loaded.
+"""Compile C sources into libraries at first use, keep them in the user's cache folder, and load them.
 
-`engine/kernel.py` and `learner/native_layers.py` call `load_compiled`. Where no C compiler is found, or it fails, there
-is no library, and whoever asked does without it. Nothing is loaded that others could have written: the folder and the
-file are this user's alone.
+`native/kernel.py` and `learner/native_layers.py` call `load_library`. Without a working C compiler there is no library,
+and the callers use torch instead.
+Guarantees: a library is loaded only if no other user could have written it. Folder and file belong to this user.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from pathlib import Path
 
 import torch
 
-SOURCES = Path(__file__).parent  # the C files and headers that the engine and the learner compile
+SOURCES = Path(__file__).parent  # folder of the C files and headers
 _COMPILERS = ("cc", "gcc", "clang")
 _FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-shared", "-fno-math-errno", "-Wno-psabi")
-_LIMIT_S = 60.0
+_COMPILE_TIMEOUT_S = 60.0
 
 log = logging.getLogger(__name__)
 
 
-def load_compiled(source: Path, headers: Sequence[Path], *, without: str) -> ctypes.CDLL | None:
-    """The library of a source and the headers of ours that it includes, compiled if it has to be.
+def load_library(source: Path, headers: Sequence[Path], *, fallback: str) -> ctypes.CDLL | None:
+    """Load the library of a source that includes these headers, after compiling it if necessary.
 
-    None where that cannot be done; the log then says why, and what is done `without` it.
+    Returns None if that fails, and logs the reason and the `fallback`.
     """
     compiler = _find_compiler()
     if compiler is None:
-        log.info("no C compiler found: %s", without)
+        log.info("no C compiler found: %s", fallback)
         return None
     try:
-        return _load_kept(compiler, (*_FLAGS, *_processor_flags()), source, headers)
+        return _load_cached(compiler, (*_FLAGS, *_processor_flags()), source, headers)
     except (OSError, subprocess.SubprocessError) as error:
-        log.warning("%s could not be compiled (%s): %s", source.name, _reason(error), without)
+        log.warning("%s could not be compiled (%s): %s", source.name, _reason(error), fallback)
         return None
 
 
@@ -51,46 +51,46 @@ def _find_compiler() -> str | None:
 
 
 def _processor_flags() -> tuple[str, ...]:
-    """Of the processor at hand, so that a cache that several machines share serves each of them."""
+    """Flags for this processor. They are part of the file name, so that different machines can share a cache."""
     has_vectors = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
     return ("-mavx2", "-mfma") if has_vectors else ()
 
 
-def _load_kept(compiler: str, flags: tuple[str, ...], source: Path, headers: Sequence[Path]) -> ctypes.CDLL:
+def _load_cached(compiler: str, flags: tuple[str, ...], source: Path, headers: Sequence[Path]) -> ctypes.CDLL:
     texts = [path.read_text(encoding="utf-8") for path in (source, *headers)]
     text = "\n".join((*texts, platform.system(), platform.machine(), *flags))
     name = f"{source.stem}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sortedrl"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if _is_own(folder):
+        if _is_private(folder):
             if not (folder / name).is_file():
                 _compile(compiler, flags, source, folder / name)
-            if _is_own(folder / name):
+            if _is_private(folder / name):
                 return ctypes.CDLL(str(folder / name))
-    except (OSError, RuntimeError) as error:  # no home, a file system that cannot be written or not run from
-        log.info("%s cannot be kept (%s): it is compiled for this process alone", name, error)
+    except (OSError, RuntimeError) as error:  # no home folder, or its file system is read-only or noexec
+        log.info("%s cannot be cached (%s): it is compiled for this process only", name, error)
     with tempfile.TemporaryDirectory(prefix="sortedrl-") as scratch:
         _compile(compiler, flags, source, Path(scratch) / name)
-        return ctypes.CDLL(str(Path(scratch) / name))  # stays loaded when the file is gone
+        return ctypes.CDLL(str(Path(scratch) / name))  # stays loaded after the file is deleted
 
 
-def _is_own(path: Path) -> bool:
-    """Whether nobody but this user could have written it."""
-    found = path.stat()
-    return found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+def _is_private(path: Path) -> bool:
+    """Whether only this user can write to the path."""
+    status = path.stat()
+    return status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _compile(compiler: str, flags: tuple[str, ...], source: Path, target: Path) -> None:
-    """Beside the target first: processes that start together must not load each other's halves."""
+    """Compile to a temporary file and rename it, so that another process never loads an incomplete library."""
     with tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as scratch:
         built = Path(scratch) / target.name
         command = [compiler, *flags, "-o", str(built), str(source), "-lm"]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_LIMIT_S)
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S)
         built.chmod(0o700)
         built.replace(target)
 
 
 def _reason(error: Exception) -> str:
-    said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
-    return said[0] if said else type(error).__name__
+    lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

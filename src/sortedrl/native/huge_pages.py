@@ -1,7 +1,7 @@
-"""Memory in large pages, for what is read from end to end at every step: the cache of slots, the kernel's weights.
+"""Memory in huge pages, for data that every step reads from end to end: the KV cache and the kernel's weights.
 
-With pages of 4 KiB a processor looks up an address thousands of times in a step, and reads ahead no further than a
-page's end. Where the system has no large pages to give, this is memory like any other.
+With pages of 4 KiB the processor looks up thousands of addresses in a step, and does not prefetch past a page's end.
+If the system has no huge pages available, this is ordinary memory.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ import mmap
 
 import torch
 
-_LARGE = 2 * 2**20
+_PAGE_BYTES = 2 * 2**20
 
 
-def zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """As `torch.zeros`; on a CPU in large pages if it fills some."""
+def zeros_in_huge_pages(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Like `torch.zeros`, but on a CPU a tensor of at least one huge page is stored in huge pages."""
     count = math.prod(shape)
     num_bytes = count * dtype.itemsize
-    if device.type != "cpu" or num_bytes < _LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if device.type != "cpu" or num_bytes < _PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(shape, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, num_bytes + _LARGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has none
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # shared memory gets no huge pages
+    memory = mmap.mmap(-1, num_bytes + _PAGE_BYTES, flags=flags)
     memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)

@@ -1,7 +1,6 @@
-"""The compiled kernel, `kernel.c` with its headers: its structures, its functions, and that it is loaded once.
+"""The compiled kernel, `kernel.c` with its headers: loads it once and declares its structures and functions.
 
-`local/native_decoder.py` and `sampling/draw.py` call it. Where it cannot be compiled there is none, and the engine runs
-on torch as it would have anyway.
+`engine/local/native_decoder.py` and `engine/sampling/draw.py` call it. If it cannot be compiled, they use torch.
 """
 
 from __future__ import annotations
@@ -9,22 +8,22 @@ from __future__ import annotations
 import ctypes
 import functools
 
-from sortedrl.native.c_library import SOURCES, load_compiled
+from sortedrl.native.c_library import SOURCES, load_library
 
-MAX_THREADS = 64  # as in the source
+MAX_THREADS = 64  # the same number as in kernel.c
 _SOURCE = SOURCES / "kernel.c"
 
 
-class Layer(ctypes.Structure):
-    """`struct layer` of the source; a null pointer where a model has no such thing."""
+class KernelLayer(ctypes.Structure):
+    """`struct layer` of kernel.c; biases and gains that a model does not have are null."""
 
     _fields_ = tuple(
         (name, ctypes.c_void_p) for name in ("qkv", "qkv_bias", "q_gain", "k_gain", "out", "gate_up", "down")
     )
 
 
-class Model(ctypes.Structure):
-    """`struct model` of the source."""
+class KernelModel(ctypes.Structure):
+    """`struct model` of kernel.c."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("num_layers", "size", "inner", "heads", "kv_heads", "head_dim", "vocab")),
@@ -34,43 +33,44 @@ class Model(ctypes.Structure):
     )
 
 
-class Team(ctypes.Structure):
-    """`struct team` of the source: where threads of one call meet."""
+class ThreadGroup(ctypes.Structure):
+    """`struct thread_group` of kernel.c: how the threads of one call wait for each other and share work."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("arrived", "turn", "left")),
+        *((name, ctypes.c_int64) for name in ("arrived", "phase", "is_abandoned")),
         ("taken", ctypes.c_int64 * (8 * MAX_THREADS)),
     )
 
 
 @functools.cache
 def load_kernel() -> ctypes.CDLL | None:
-    """The kernel, compiled if it has to be; None, and the reason in the log, where that cannot be done."""
+    """Load the kernel, after compiling it if necessary. Returns None, and logs why, if that fails."""
     headers = sorted(SOURCES.glob("*.h"))
-    library = load_compiled(_SOURCE, headers, without="the local engine runs on torch, small models at half the speed")
+    fallback = "the local engine runs on torch instead, which halves the speed of small models"
+    library = load_library(_SOURCE, headers, fallback=fallback)
     return None if library is None else _declare(library)
 
 
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     library.sortedrl_memory.restype = number
-    library.sortedrl_memory.argtypes = [ctypes.POINTER(Model), number]
+    library.sortedrl_memory.argtypes = [ctypes.POINTER(KernelModel), number]
     library.sortedrl_panel_size.restype = number
     library.sortedrl_panel_size.argtypes = [number, number]
     library.sortedrl_panels.restype = None
     library.sortedrl_panels.argtypes = [pointer, pointer, number, number, number, pointer]
     library.sortedrl_forward.restype = None
     library.sortedrl_forward.argtypes = [
-        *(ctypes.POINTER(Model), pointer),
-        *(ctypes.POINTER(Team), number, number),  # the thread's rank, and how many there are
+        *(ctypes.POINTER(KernelModel), pointer),
+        *(ctypes.POINTER(ThreadGroup), number, number),  # the thread's rank, number of threads
         *(number, pointer, pointer, pointer),  # tokens, their slots and positions
-        *(number, pointer, pointer),  # wanted rows, logits
+        *(number, pointer, pointer),  # rows at which logits are needed, logits
     ]
     library.sortedrl_draw.restype = None
     library.sortedrl_draw.argtypes = [
-        *(number, number),  # the thread's rank, and how many there are
+        *(number, number),  # the thread's rank, number of threads
         *(number, number, pointer),  # rows, vocabulary, logits
-        *(pointer, pointer, pointer),  # seeds, positions, whether anything is drawn at all
+        *(pointer, pointer, pointer),  # seeds, positions, whether the row is drawn at random
         *(pointer, pointer),  # tokens, normalizers
     ]
     return library

@@ -1,6 +1,7 @@
-"""Calls of compiled code on several threads: as many as torch has for its own operations.
+"""Run a compiled function on several threads, as many as torch uses for its own operations.
 
-`local/native_decoder.py` and `sampling/draw.py` use it; ctypes lets go of the interpreter while such a call runs.
+The native decoder and the kernel's sampler use it. The threads run in parallel, because ctypes releases the interpreter
+lock during a call.
 """
 
 from __future__ import annotations
@@ -11,27 +12,28 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 
-class Threads:
-    """The caller's thread and others that wait for work; their number is fixed when it is made."""
+class KernelThreads:
+    """The caller's thread and a pool of others. `max_size` threads in total, fixed at construction."""
 
     def __init__(self) -> None:
         self.max_size = torch.get_num_threads()
         self._others = self._start()
 
     def size(self, *, is_large: bool) -> int:
-        """How many threads a call should have: waking another takes longer than a small one."""
+        """How many threads a call should use. A small call uses one, because waking another would take longer."""
         return min(self.max_size, torch.get_num_threads()) if is_large else 1
 
-    def run(self, call: Callable[[int], None], size: int, give_up: Callable[[], None] = lambda: None) -> None:
-        """`call(rank)` for each rank below `size`, all at the same time.
+    def run(self, call: Callable[[int], None], size: int, abandon: Callable[[], None] = lambda: None) -> None:
+        """Run `call(rank)` for each rank below `size` at the same time.
 
-        Interrupted on the way it calls `give_up`, for those that wait for a rank that does not come, and sees them end.
+        If the caller's thread is interrupted, `abandon` must release the others, which may wait for it; `run` then
+        waits until they have ended.
         """
         try:
             others = [self._others.submit(call, rank) for rank in range(1, size)]
             call(0)
         except BaseException:
-            give_up()
+            abandon()
             self._others.shutdown()
             self._others = self._start()
             raise

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from sortedrl.engine.base import Sampling
-from sortedrl.engine.local.decoder_choice import make_path
+from sortedrl.engine.local.decoder_choice import make_decoder
 from sortedrl.engine.local.engine import LocalEngine
 from sortedrl.engine.local.lean_decoder import supports_lean
 from sortedrl.errors import ModelError
@@ -63,7 +63,7 @@ def test_logprobs_equal_a_teacher_forced_pass(kind: str, path: str) -> None:
 
 def logits_of(path: str, model) -> torch.Tensor:
     """Logits of a ragged prefill of three slots, and of four steps behind it."""
-    cache, decoder = make_path(model, path, slots=3, max_length=61, dtype=torch.float32)
+    cache, decoder = make_decoder(model, path, slots=3, max_length=61, dtype=torch.float32)
     assert decoder.name == path
     generator = torch.Generator().manual_seed(1)
     lengths = [5, 5, 31]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sortedrl.engine.base import Delta, Engine, Failed, Finished, Partial, Request, Sampling
-from sortedrl.engine.local.cache import split_runs
+from sortedrl.engine.local.cache import split_into_groups
 from sortedrl.engine.local.engine import LocalEngine
 from sortedrl.errors import EngineError
 from sortedrl.records import FinishReason, Mode, sample_seed
@@ -61,17 +61,17 @@ def cost_of(runs: list[int], lengths: list[int], position_elements: int) -> int:
 
 def test_the_longest_attend_apart_when_that_is_cheaper() -> None:
     # Together: 16 x 500 x 64 elements. Apart: 15 x 10 x 64 + 500 x 64 and twice the 16,384 that a call is worth.
-    assert split_runs([10] * 15 + [500], 64) == [15, 1]
-    assert split_runs([10] * 7 + [500] + [12] * 8, 64) == [7, 1, 8]
-    assert split_runs([30, 30, 30], 64) == [3]
-    assert split_runs([20, 60], 64) == [2]  # 7,680 and a call against 5,120 and two
-    assert split_runs([7], 64) == [1]
+    assert split_into_groups([10] * 15 + [500], 64) == [15, 1]
+    assert split_into_groups([10] * 7 + [500] + [12] * 8, 64) == [7, 1, 8]
+    assert split_into_groups([30, 30, 30], 64) == [3]
+    assert split_into_groups([20, 60], 64) == [2]  # 7,680 and a call against 5,120 and two
+    assert split_into_groups([7], 64) == [1]
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_no_split_into_runs_is_cheaper(seed: int) -> None:
     lengths = [random.Random(seed * 100 + i).randrange(1, 600) for i in range(9)]
-    found = split_runs(lengths, 64)
+    found = split_into_groups(lengths, 64)
     assert sum(found) == 9
     every = [
         [len(part) for part in _cut(list(range(9)), cuts)]

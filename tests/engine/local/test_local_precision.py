@@ -7,8 +7,7 @@ import torch
 
 from sortedrl.config import SortedConfig
 from sortedrl.engine.base import Sampling
-from sortedrl.engine.local import decoder_choice as paths
-from sortedrl.engine.local import linear
+from sortedrl.engine.local import decoder_choice, linear
 from sortedrl.engine.local.decoder_choice import choose_dtype
 from sortedrl.engine.local.engine import LocalEngine
 from sortedrl.engine.local.linear import PackedLinear, PlainLinear, make_linear
@@ -28,7 +27,7 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> None:
     if not linear.can_pack(CPU, torch.float32):
         pytest.skip("torch was built without oneDNN")
     monkeypatch.setattr("sortedrl.engine.local.linear._PACK_ELEMENTS", 1)
-    monkeypatch.setattr("sortedrl.engine.sampling.draw._SPARSE_VOCAB", 1)
+    monkeypatch.setattr("sortedrl.engine.sampling.draw._MIN_CANDIDATE_VOCAB", 1)
     monkeypatch.setattr("sortedrl.engine.sampling.draw.load_kernel", lambda: None)  # which would draw by itself
 
 
@@ -41,7 +40,7 @@ def test_products_equal_those_of_a_linear_layer(kind: type) -> None:
         for given in (None, bias):
             expected = torch.nn.functional.linear(x, weight, given)
             torch.testing.assert_close(kind(weight, given)(x), expected, atol=1e-5, rtol=1e-5)
-            added = kind(weight, given).added(residual, x)
+            added = kind(weight, given).add_to(residual, x)
             torch.testing.assert_close(added, residual + expected, atol=1e-5, rtol=1e-5)
 
 
@@ -122,17 +121,17 @@ def test_what_runs_on_its_own_modules_keeps_their_precision() -> None:
 
 def test_precision_is_chosen_by_processor_size_and_need(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model()
-    assert choose_dtype(model, "bfloat16", is_exact=True) == torch.bfloat16
-    monkeypatch.setattr(paths, "has_fast_bfloat16", lambda device: False)
-    monkeypatch.setattr(paths, "has_fast_int16", lambda: False)
-    monkeypatch.setattr(paths, "_MIN_HALF_PARAMETERS", 1)
-    assert choose_dtype(model, "auto", is_exact=False) == torch.float32
-    monkeypatch.setattr(paths, "has_fast_bfloat16", lambda device: True)
-    assert choose_dtype(model, "auto", is_exact=False) == torch.bfloat16
-    assert choose_dtype(model, "auto", is_exact=True) == torch.float32
-    assert choose_dtype(tiny_model("gpt-neox"), "auto", is_exact=False) == torch.float32
-    monkeypatch.setattr(paths, "_MIN_HALF_PARAMETERS", 10_000_000)
-    assert choose_dtype(model, "auto", is_exact=False) == torch.float32
+    assert choose_dtype(model, "bfloat16", needs_exact_replay=True) == torch.bfloat16
+    monkeypatch.setattr(decoder_choice, "has_fast_bfloat16", lambda device: False)
+    monkeypatch.setattr(decoder_choice, "has_fast_int16", lambda: False)
+    monkeypatch.setattr(decoder_choice, "_MIN_16_BIT_PARAMETERS", 1)
+    assert choose_dtype(model, "auto", needs_exact_replay=False) == torch.float32
+    monkeypatch.setattr(decoder_choice, "has_fast_bfloat16", lambda device: True)
+    assert choose_dtype(model, "auto", needs_exact_replay=False) == torch.bfloat16
+    assert choose_dtype(model, "auto", needs_exact_replay=True) == torch.float32
+    assert choose_dtype(tiny_model("gpt-neox"), "auto", needs_exact_replay=False) == torch.float32
+    monkeypatch.setattr(decoder_choice, "_MIN_16_BIT_PARAMETERS", 10_000_000)
+    assert choose_dtype(model, "auto", needs_exact_replay=False) == torch.float32
 
 
 def test_replay_in_bfloat16_is_refused() -> None:

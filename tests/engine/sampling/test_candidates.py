@@ -9,11 +9,17 @@ import pytest
 import torch
 
 from sortedrl.engine.base import Sampling
-from sortedrl.engine.sampling import draw as sampling
-from sortedrl.engine.sampling import noise
-from sortedrl.engine.sampling.candidates import LIKELY, LUCKY, CandidateSearch
-from sortedrl.engine.sampling.draw import DenseNoise, Draw, KernelNoise, Noise, SparseNoise, make_noise
-from sortedrl.engine.sampling.noise import LuckyTokens, gumbel, row_keys
+from sortedrl.engine.sampling import draw, noise
+from sortedrl.engine.sampling.candidates import HIGH_NOISE, LIKELY, CandidateSearch
+from sortedrl.engine.sampling.draw import (
+    CandidateSampler,
+    DenseSampler,
+    Draw,
+    KernelSampler,
+    TokenSampler,
+    make_sampler,
+)
+from sortedrl.engine.sampling.noise import HighNoiseTokens, gumbel, row_keys
 from sortedrl.native.kernel import load_kernel
 from tests.support.tiny_models import needs_compiler
 
@@ -33,7 +39,7 @@ def in_full(logits_rv: torch.Tensor, seeds_r: torch.Tensor, positions_r: torch.T
 @pytest.mark.parametrize("scale", [0.0, 0.3, 1.0, 3.0, 10.0])
 def test_the_winner_is_that_of_the_full_scheme(scale: float) -> None:
     logits_rv, seeds_r, positions_r = rows(150, scale)
-    tokens_r, normalizer_r = CandidateSearch(VOCAB).best(logits_rv, seeds_r, positions_r)
+    tokens_r, normalizer_r = CandidateSearch(VOCAB).draw(logits_rv, seeds_r, positions_r)
     assert torch.equal(tokens_r, in_full(logits_rv, seeds_r, positions_r))
     torch.testing.assert_close(normalizer_r, logits_rv.logsumexp(-1), atol=1e-5, rtol=0)
 
@@ -41,10 +47,10 @@ def test_the_winner_is_that_of_the_full_scheme(scale: float) -> None:
 def test_one_thread_or_two_find_the_same() -> None:
     logits_rv, seeds_r, positions_r = rows(7, 2.0)
     search = CandidateSearch(VOCAB)
-    alone_r, _ = search.best(logits_rv, seeds_r, positions_r)
+    alone_r, _ = search.draw(logits_rv, seeds_r, positions_r)
     torch.set_num_threads(2)
     try:
-        together_r, _ = search.best(logits_rv, seeds_r, positions_r)
+        together_r, _ = search.draw(logits_rv, seeds_r, positions_r)
     finally:
         torch.set_num_threads(1)
     assert torch.equal(alone_r, together_r)
@@ -53,7 +59,7 @@ def test_one_thread_or_two_find_the_same() -> None:
 def test_tokens_that_are_filtered_out_never_win() -> None:
     logits_rv, seeds_r, positions_r = rows(40, 1.0)
     logits_rv[:, 3:] = -math.inf
-    tokens_r, _ = CandidateSearch(VOCAB).best(logits_rv, seeds_r, positions_r)
+    tokens_r, _ = CandidateSearch(VOCAB).draw(logits_rv, seeds_r, positions_r)
     assert torch.equal(tokens_r, in_full(logits_rv, seeds_r, positions_r))
     assert tokens_r.unique().tolist() == [0, 1, 2]
 
@@ -63,7 +69,7 @@ def test_a_row_that_is_not_sure_is_drawn_in_full(monkeypatch: pytest.MonkeyPatch
     expected_r = in_full(logits_rv, seeds_r, positions_r)
     # Only token 0 is looked at, and its score proves nothing.
     monkeypatch.setattr(CandidateSearch, "_candidates", lambda *_: [np.array([0])] * 20)
-    tokens_r, _ = CandidateSearch(VOCAB).best(logits_rv, seeds_r, positions_r)
+    tokens_r, _ = CandidateSearch(VOCAB).draw(logits_rv, seeds_r, positions_r)
     assert torch.equal(tokens_r, expected_r)
 
 
@@ -71,7 +77,7 @@ def test_nan_does_not_spread_to_other_rows() -> None:
     logits_rv, seeds_r, positions_r = rows(6, 1.0)
     expected_r = in_full(logits_rv, seeds_r, positions_r)
     logits_rv[2, 77] = math.nan
-    tokens_r, normalizer_r = CandidateSearch(VOCAB).best(logits_rv, seeds_r, positions_r)
+    tokens_r, normalizer_r = CandidateSearch(VOCAB).draw(logits_rv, seeds_r, positions_r)
     is_sound = torch.arange(6) != 2
     assert torch.equal(tokens_r[is_sound], expected_r[is_sound])
     assert not (logits_rv[2, tokens_r[2]] - normalizer_r[2]).isfinite()
@@ -86,19 +92,19 @@ def test_lucky_tokens_are_those_with_the_largest_bits(shift: int) -> None:
     assert int(key[0]) == row
     bits = [noise._mix_scalar((row + noise._INCREMENT * (token + 1)) % 2**64) >> 32 for token in range(4000)]
     expected = [2**32 - bit <= 2 ** (32 - shift) for bit in bits]
-    assert LuckyTokens(4000, shift).mask(key[0]).tolist() == expected
+    assert HighNoiseTokens(4000, shift).mask(key[0]).tolist() == expected
     assert sum(expected) == pytest.approx(4000 / 2**shift, abs=5 * math.sqrt(4000 / 2**shift) + 1)
 
 
 def test_the_bound_holds_for_every_token_that_is_neither_likely_nor_lucky() -> None:
-    # g <= -log(1 - u) and 1 - u >= LUCKY: so no such token's noise exceeds -log(LUCKY).
+    # g <= -log(1 - u) and 1 - u >= HIGH_NOISE: so no such token's noise exceeds -log(HIGH_NOISE).
     noise_rv = gumbel(torch.arange(50), torch.arange(50), VOCAB)
-    lucky = LuckyTokens(VOCAB, 8)
+    lucky = HighNoiseTokens(VOCAB, 8)
     keys = row_keys(torch.arange(50), torch.arange(50)).numpy().view(np.uint64)
     is_lucky_rv = torch.from_numpy(np.stack([lucky.mask(key).copy() for key in keys]))
-    assert noise_rv[~is_lucky_rv].max() <= -math.log(LUCKY) + 1e-6
-    assert noise_rv[is_lucky_rv].min() > -math.log(LUCKY) - 0.01
-    assert math.exp(-LUCKY / LIKELY) == pytest.approx(1.1e-7, rel=0.03)
+    assert noise_rv[~is_lucky_rv].max() <= -math.log(HIGH_NOISE) + 1e-6
+    assert noise_rv[is_lucky_rv].min() > -math.log(HIGH_NOISE) - 0.01
+    assert math.exp(-HIGH_NOISE / LIKELY) == pytest.approx(1.1e-7, rel=0.03)
 
 
 # The three kinds of noise behind one protocol
@@ -106,14 +112,14 @@ def test_the_bound_holds_for_every_token_that_is_neither_likely_nor_lucky() -> N
 SEARCHES = ["sparse", pytest.param("kernel", marks=needs_compiler)]
 
 
-def make(kind: str, slots: int, vocab: int) -> Noise:
+def make(kind: str, slots: int, vocab: int) -> TokenSampler:
     if kind == "dense":
-        return DenseNoise(slots, vocab, torch.device("cpu"))
+        return DenseSampler(slots, vocab, torch.device("cpu"))
     if kind == "sparse":
-        return SparseNoise(vocab)
+        return CandidateSampler(vocab)
     kernel = load_kernel()
     assert kernel is not None
-    return KernelNoise(kernel, slots, vocab)
+    return KernelSampler(kernel, slots, vocab)
 
 
 def chi_square(tokens: list[int], probs: list[float]) -> float:
@@ -167,7 +173,7 @@ def test_compiled_draws_are_those_of_the_full_scheme(scale: float, vocab: int, m
     generator = torch.Generator().manual_seed(0)
     seeds_b = torch.randint(-(2**62), 2**62, (40,), generator=generator)
     draws = [Draw(seed, row, Sampling()) for row, seed in enumerate(seeds_b.tolist())]
-    monkeypatch.setattr(sampling, "_THREADED", 0)
+    monkeypatch.setattr(draw, "_MIN_THREADED_LOGITS", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     source = make("kernel", 40, vocab)
     source.start(0, draws)
@@ -202,8 +208,8 @@ def test_compiled_draws_from_broken_logits_have_no_log_prob(broken: float) -> No
 
 
 def test_which_noise_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(make_noise(4, 49_152, torch.device("meta")), DenseNoise)
-    assert isinstance(make_noise(4, 50, torch.device("cpu")), KernelNoise if load_kernel() else DenseNoise)
-    monkeypatch.setattr(sampling, "load_kernel", lambda: None)
-    assert type(make_noise(4, 49_152, torch.device("cpu"))) is SparseNoise
-    assert isinstance(make_noise(4, 50, torch.device("cpu")), DenseNoise)
+    assert isinstance(make_sampler(4, 49_152, torch.device("meta")), DenseSampler)
+    assert isinstance(make_sampler(4, 50, torch.device("cpu")), KernelSampler if load_kernel() else DenseSampler)
+    monkeypatch.setattr(draw, "load_kernel", lambda: None)
+    assert type(make_sampler(4, 49_152, torch.device("cpu"))) is CandidateSampler
+    assert isinstance(make_sampler(4, 50, torch.device("cpu")), DenseSampler)

@@ -136,7 +136,7 @@ def test_a_flight_ends_as_vllm_says() -> None:
     assert plain.take(output([3, 2]), 1.0) is Turn.ON
     assert plain.take(output([3, 3], reason="length"), 2.0) is Turn.FINISHED
     assert (plain.attempt.tokens, plain.attempt.ending) == ([3, 2, 3, 3], FinishReason.LENGTH)
-    assert (plain.attempt.slot_mark, plain.clock) == (1.0, 2.0)
+    assert (plain.attempt.last_delivery_s, plain.clock) == (1.0, 2.0)
     stopped = flight()
     assert stopped.take(output([3], reason="abort"), 1.0) is Turn.STOPPED
     assert flight().take(output([3], logprob=float("nan")), 1.0) is Turn.BROKEN

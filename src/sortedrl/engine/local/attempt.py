@@ -1,8 +1,8 @@
-"""One attempt at one sample while the local engine runs it: the answer so far, and what the caller has of it.
+"""One attempt at one sample while an engine runs it: the answer so far, and how much of it the caller has received.
 
-The local engine alone makes and changes attempts. An attempt keeps true that tokens past `delivered` have their
-log-probs in `logprobs`, and that one version of the weights sampled or verified all of these: the engine delivers at
-every publication.
+The local engine and the vLLM engine create attempts and change them.
+Guarantees: every token past `delivered` has its log-prob in `logprobs`, and one version of the weights sampled or
+verified all of these tokens, because the engine delivers before every publication.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sortedrl.engine.base import Delta, Request, Span, masked_places
 from sortedrl.engine.sampling.draw import Draw
 from sortedrl.records import FinishReason, Mode
 
-_TAIL_TOKENS = 4  # read on top, since a character may need several tokens
+_TAIL_TOKENS = 4  # extra tokens to decode when looking for a stop string: one character may need several tokens
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -23,22 +23,22 @@ class Attempt:
     request: Request
     tokens: list[int]  # the whole answer, cached tokens included
     stops: frozenset[int]
-    decode: Callable[[list[int]], str] | None = None  # where there are stop strings
-    logprobs: list[float] = field(default_factory=list)
-    delivered: int = 0  # answer tokens that the caller holds
-    verified: int = 0  # tokens that a replay kept and the caller has not heard of
-    is_cut: bool = False  # the caller holds more than `tokens`, and must hear of it
-    slot_mark: float = 0.0  # the engine's decode seconds at the last delivery
-    spans: Sequence[Span] = ()  # of the cached tokens, as far as they are kept
-    turn: int = 0  # where the turn under way begins: behind the last token that was fed
+    decode: Callable[[list[int]], str] | None = None  # None without stop strings
+    logprobs: list[float] = field(default_factory=list)  # of the tokens that are not delivered yet
+    delivered: int = 0  # number of answer tokens that the caller has received
+    verified: int = 0  # tokens that a replay kept and that are not delivered yet
+    is_truncated: bool = False  # the caller holds tokens that are no longer part of the answer
+    last_delivery_s: float = 0.0  # the engine's decode seconds at the last delivery
+    spans: Sequence[Span] = ()  # spans of the cached tokens that are kept
+    turn_start: int = 0  # index of the first token after the last masked (injected) one
 
     @classmethod
     def begin(cls, request: Request, decode: Callable[[list[int]], str] | None = None) -> Attempt:
-        """Cached tokens past the budget, or past a stop token, are no part of the answer."""
+        """Start an attempt; drops the cached tokens past the budget or past a stop token."""
         stops = frozenset(request.sampling.stop_tokens)
         cached = [] if request.mode is Mode.FRESH else list(request.cached[: request.budget])
-        turn = _turn(request.spans)
-        end = next((index + 1 for index in range(turn, len(cached)) if cached[index] in stops), len(cached))
+        turn_start = _turn_start(request.spans)
+        end = next((index + 1 for index in range(turn_start, len(cached)) if cached[index] in stops), len(cached))
         tokens = cached[:end]
         return cls(
             request=request,
@@ -46,19 +46,19 @@ class Attempt:
             stops=stops,
             decode=decode if request.sampling.stop_strings else None,
             delivered=len(tokens),
-            is_cut=end < len(request.cached),
+            is_truncated=end < len(request.cached),
             spans=request.spans,
-            turn=turn,
+            turn_start=turn_start,
         )
 
     @property
     def length(self) -> int:
-        """Positions in the cache once the last token has been fed."""
+        """Positions in the KV cache once the model has read the last token."""
         return len(self.request.prompt) + len(self.tokens)
 
     @property
     def is_masked(self) -> list[bool]:
-        """Of each token, whether it was fed."""
+        """For each answer token, whether it was injected instead of sampled."""
         flags = [span.is_masked for span in self.spans for _ in range(span.num_tokens)][: len(self.tokens)]
         return flags + [False] * (len(self.tokens) - len(flags))
 
@@ -68,22 +68,25 @@ class Attempt:
 
     @property
     def ending(self) -> FinishReason | None:
-        """Why the answer is complete, if it is."""
-        if len(self.tokens) > self.turn and (self.tokens[-1] in self.stops or self._has_stop_string()):
+        """Why the answer is complete; None while it is not."""
+        if len(self.tokens) > self.turn_start and (self.tokens[-1] in self.stops or self._has_stop_string()):
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.tokens) >= self.request.budget else None
 
     def _has_stop_string(self) -> bool:
-        """Whether the answer's end contains one; a token is at least a byte, so as many tokens as bytes will do."""
+        """Whether the end of the answer contains a stop string.
+
+        A token is at least one byte, so decoding as many tokens as the longest stop string has bytes is enough.
+        """
         if self.decode is None:
             return False
         strings = self.request.sampling.stop_strings
         num_last = max(len(string.encode()) for string in strings) + _TAIL_TOKENS
-        text = self.decode(self.tokens[max(len(self.tokens) - num_last, self.turn) :])
+        text = self.decode(self.tokens[max(len(self.tokens) - num_last, self.turn_start) :])
         return any(string in text for string in strings)
 
     def add(self, token: int, logprob: float) -> bool:
-        """Append a sampled token; False, and nothing appended, when its log-prob shows that the logits are broken."""
+        """Append a sampled token. Returns False and appends nothing if the log-prob is not finite."""
         if not math.isfinite(logprob):
             return False
         self.tokens.append(token)
@@ -91,27 +94,27 @@ class Attempt:
         return True
 
     def extend(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Append sampled tokens that are known to be sound."""
+        """Append sampled tokens whose log-probs are known to be finite."""
         self.tokens.extend(tokens)
         self.logprobs.extend(logprobs)
 
     def keep(self, accepted: int, logprobs: Sequence[float]) -> bool:
-        """Keep the verified prefix; the caller is to replace all it holds. False as in `add`."""
+        """Keep only the verified prefix, and deliver it anew. Returns False as `add` does."""
         if not all(map(math.isfinite, logprobs)):
             return False
         del self.tokens[accepted:]
-        self.spans = _cut(self.spans, accepted)
-        self.turn = _turn(self.spans)
+        self.spans = _first_spans(self.spans, accepted)
+        self.turn_start = _turn_start(self.spans)
         self.logprobs = list(logprobs)
         self.delivered = 0
         self.verified = accepted
-        self.is_cut = True
+        self.is_truncated = True
         return True
 
     def deliver(self, *, version: int, clock: float, decode_s: float) -> Delta | None:
-        """What the caller does not have yet, as an event."""
-        if self.delivered == len(self.tokens) and not self.is_cut:
-            self.slot_mark = decode_s
+        """Return a Delta with everything that the caller has not received; None if it has everything."""
+        if self.delivered == len(self.tokens) and not self.is_truncated:
+            self.last_delivery_s = decode_s
             return None
         delta = Delta(
             sample=self.request.sample,
@@ -121,22 +124,22 @@ class Attempt:
             tokens=self.tokens[self.delivered :],
             logprobs=self.logprobs,
             version=version,
-            slot_s=decode_s - self.slot_mark,
+            slot_s=decode_s - self.last_delivery_s,
             verified=self.verified,
         )
-        self.verified = 0
-        self.delivered, self.is_cut, self.logprobs, self.slot_mark = len(self.tokens), False, [], decode_s
+        self.delivered, self.verified, self.is_truncated = len(self.tokens), 0, False
+        self.logprobs, self.last_delivery_s = [], decode_s
         return delta
 
 
-def _turn(spans: Sequence[Span]) -> int:
-    """Where the last turn begins."""
+def _turn_start(spans: Sequence[Span]) -> int:
+    """Index of the first token after the last masked span."""
     places = masked_places(spans)
     return places[-1].stop if places else 0
 
 
-def _cut(spans: Sequence[Span], length: int) -> list[Span]:
-    """The spans of the first tokens."""
+def _first_spans(spans: Sequence[Span], length: int) -> list[Span]:
+    """The spans of the first `length` tokens."""
     kept: list[Span] = []
     for span in spans:
         if length > 0:

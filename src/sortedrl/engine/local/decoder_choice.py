@@ -1,18 +1,21 @@
-"""How the local engine runs a model: by its own modules, by the lean decoder or by compiled code; in which precision.
+"""Choose how the local engine runs a model: which decoder computes the logits, and in which precision.
 
-`build/engine.py` asks for the precision, the engine for the decoder and the memory that suits it. The lean decoder has
-a copy of the weights in float32 or bfloat16, the native one in float32 or, fixed point, int16; a model's modules run in
+There are three decoders: the model's own modules, the lean decoder on torch, and the native decoder in compiled code.
+The run's builder asks for the precision, the engine for the decoder and the cache that fits it. The lean decoder copies
+the weights in float32 or bfloat16, the native decoder in float32 or int16 (fixed point); a model's own modules run in
 the precision of their weights.
 """
 
 from __future__ import annotations
+
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from sortedrl.engine.local.cache import SlotCache
-from sortedrl.engine.local.lean_decoder import Decoder, LeanDecoder, supports_lean
+from sortedrl.engine.local.lean_decoder import LeanDecoder, supports_lean
 from sortedrl.engine.local.linear import has_fast_bfloat16
 from sortedrl.engine.local.module_decoder import Geometry, ModuleDecoder
 from sortedrl.engine.local.native_decoder import (
@@ -24,51 +27,72 @@ from sortedrl.engine.local.native_decoder import (
 )
 from sortedrl.errors import ModelError
 
-_MIN_HALF_PARAMETERS = 10_000_000  # a smaller model spends its time on calls, which 16 bits make no cheaper
-EXACT = (torch.float32, torch.int16)  # in which a token is the same whatever shares its batch, so that replay is exact
+_MIN_16_BIT_PARAMETERS = 10_000_000  # a smaller model spends its time on calls, which 16 bits do not make faster
+# In these precisions a token does not depend on the rest of the batch, so replay is exact.
+EXACT_DTYPES = (torch.float32, torch.int16)
 
 
-def choose_dtype(model: nn.Module, wanted: str, *, is_exact: bool, is_here: bool = True) -> torch.dtype:
-    """What the engine computes in: as wanted, or (auto) the fastest that gives what is asked for.
+class Decoder(Protocol):
+    """Computes logits of packed tokens; the plan knows their positions in the cache."""
 
-    `is_here`: on this machine, whose processor is known, and not on others.
+    name: str
+
+    def refresh(self, module: nn.Module) -> None:
+        """Copy the weights of `module`."""
+        ...
+
+    def forward(
+        self, tokens_t: torch.Tensor, positions_t: torch.Tensor, rows_r: torch.Tensor | None, plan: Any
+    ) -> torch.Tensor:
+        """Logits [r, v] in float32 at the given rows, or at all. `plan` comes from the decoder's own cache."""
+        ...
+
+
+def choose_dtype(
+    model: nn.Module, wanted: str, *, needs_exact_replay: bool, is_this_machine: bool = True
+) -> torch.dtype:
+    """The dtype to compute in: `wanted`, or for "auto" the fastest one that fits the model and the replay.
+
+    `is_this_machine`: the engine runs here, so the processor is known.
     """
     if wanted != "auto":
         return getattr(torch, wanted)
     parameter = next(model.parameters())
-    if not supports_lean(model) or sum(p.numel() for p in model.parameters()) < _MIN_HALF_PARAMETERS:
+    if not supports_lean(model) or sum(p.numel() for p in model.parameters()) < _MIN_16_BIT_PARAMETERS:
         return parameter.dtype
-    fast = fast_dtype(parameter.device, is_compiled=is_here and supports_native(model, torch.int16))
-    return parameter.dtype if is_exact and fast not in EXACT else fast
+    fast = fast_dtype(parameter.device, is_compiled=is_this_machine and supports_native(model, torch.int16))
+    return parameter.dtype if needs_exact_replay and fast not in EXACT_DTYPES else fast
 
 
 def fast_dtype(device: torch.device | None = None, *, is_compiled: bool) -> torch.dtype:
-    """What products of large float32 models are fastest in, by torch or, `is_compiled`, by the kernel too."""
+    """The fastest dtype for matrix products of large models, by torch or, if `is_compiled`, by the kernel."""
     if has_fast_bfloat16(device or torch.device("cpu")):
         return torch.bfloat16
     return torch.int16 if is_compiled and has_fast_int16() else torch.float32
 
 
-def make_path(
+def make_decoder(
     model: PreTrainedModel, path: str, *, slots: int, max_length: int, dtype: torch.dtype
 ) -> tuple[SlotCache, Decoder]:
-    """The slots' memory and the decoder that `path` names, or (auto) the fastest that can run the model."""
-    geometry = Geometry.of(model)
+    """The cache and the decoder that `path` names, or for "auto" the fastest decoder that can run the model."""
+    name = type(model).__name__
     is_native, has_lean = path in ("auto", "native") and supports_native(model, dtype), supports_lean(model)
     if path == "native" and not is_native:
         raise ModelError(
-            f"{type(model).__name__} has no native path (a C compiler; Llama, Mistral, Qwen2 or Qwen3 in float32 on a "
-            "CPU, small or with AVX2): use path='auto'"
+            f"{name} cannot run on the native decoder, which needs a C compiler and a float32 Llama, Mistral, Qwen2 or "
+            "Qwen3 on a CPU, small or with AVX2: use path='auto'"
         )
     if dtype == torch.int16 and not is_native:
         raise ModelError(
-            f"{type(model).__name__} has no native path here (a C compiler; Llama, Mistral, Qwen2 or Qwen3 on a CPU), "
-            "and int16 no other: set engine.dtype = auto"
+            f"{name} cannot run in int16, which only the native decoder supports; that one needs a C compiler and a "
+            "Llama, Mistral, Qwen2 or Qwen3 on a CPU: set engine.dtype = auto"
         )
     if path == "lean" and not has_lean:
         raise ModelError(
-            f"{type(model).__name__} has no lean path (float32 Llama, Mistral, Qwen2, Qwen3): use path='module'"
+            f"{name} cannot run on the lean decoder, which needs a float32 Llama, Mistral, Qwen2 or Qwen3: "
+            "use path='module'"
         )
+    geometry, parameter = Geometry.of(model), next(model.parameters())
     cache = (BlockCache if is_native else SlotCache)(
         num_layers=geometry.num_layers,
         slots=slots,
@@ -76,16 +100,15 @@ def make_path(
         max_length=whole_blocks(max_length) if is_native else max_length,
         head_dim=geometry.head_dim,
         dtype=torch.float32 if is_native else dtype,
-        device=next(model.parameters()).device,
+        device=parameter.device,
     )
     if isinstance(cache, BlockCache):
         return cache, NativeDecoder(model, cache, dtype)
     if has_lean and path != "module":
         return cache, LeanDecoder(model, max_length, dtype)
-    own = next(model.parameters()).dtype
-    if own != dtype:
+    if parameter.dtype != dtype:
         raise ModelError(
-            f"{type(model).__name__} runs on its own modules, hence in {own}, not {dtype}: "
+            f"{name} runs on its own modules, in their {parameter.dtype}, and cannot run in {dtype}: "
             "load it in that dtype, or set engine.dtype = auto"
         )
     return cache, ModuleDecoder(model, cache)

@@ -1,12 +1,14 @@
-"""The local engine: continuous batching in process, on PyTorch, with shared noise and exact replay.
+"""The local engine: continuous batching in this process, on PyTorch, with shared sampling noise and exact replay.
 
-The controller drives it: `poll` runs prefills and decode steps in the caller's thread until an attempt ends. What it
-keeps true, beyond the protocol: under given weights an answer depends on its prompt, seed and sampling alone (up to
-rounding), not on slots, neighbours or interruptions; a replay gives token for token what a restart with the same seed
-would; memory is bounded by slots x max_length.
+The controller drives it: `poll` runs prefills and decode steps in the caller's thread until an attempt ends.
+Guarantees, beyond those of the protocol:
+- under given weights an answer depends only on its prompt, seed and sampling (up to rounding), not on slots, neighbours
+  or interruptions;
+- a replay writes token for token what a restart with the same seed would write;
+- memory is bounded by slots x max_length.
 
-Running attempts are compact: the attempt at index i of `_active` owns slot i of the cache, its last token is sampled
-but not yet fed, and the last slot moves into the hole that an ending attempt leaves.
+The attempt at index i of `_active` owns slot i of the cache. Its last token is sampled, but the model has not read it
+yet. When an attempt ends, the last running attempt moves into its slot.
 
 Shapes: b running slots, t packed tokens, r rows of logits, v vocabulary.
 """
@@ -35,31 +37,30 @@ from sortedrl.engine.base import (
     Verified,
 )
 from sortedrl.engine.local.attempt import Attempt
-from sortedrl.engine.local.decoder_choice import EXACT, make_path
+from sortedrl.engine.local.decoder_choice import EXACT_DTYPES, make_decoder
 from sortedrl.engine.local.module_decoder import Geometry, check_supported, copy_weights
 from sortedrl.engine.local.prefill import (
-    Outcome,
     Prefill,
-    checks_of,
-    draw_first,
+    PrefillOutcome,
+    logit_rows,
+    make_checks,
     pack_prefills,
     plan_prefills,
-    wanted_rows,
+    verify_and_draw,
 )
-from sortedrl.engine.local.steady_steps import Stretch
-from sortedrl.engine.request_checks import find_fault
-from sortedrl.engine.sampling.draw import Choice, Draw, make_noise
-from sortedrl.errors import EngineError, ModelError
+from sortedrl.engine.local.steady_steps import SteadySteps
+from sortedrl.engine.request_checks import check_limits, check_submit, find_fault
+from sortedrl.engine.sampling.draw import Choice, Draw, make_sampler
 from sortedrl.records import Mode
 
 
 class LocalEngine:
     """Samples from a transformers causal language model that is already loaded.
 
-    `path` picks how it is run: its own modules, the lean decoder of the Llama family, compiled code for that family on
-    a CPU (native), or the fastest that is possible (auto).
-    `stream_every` delivers tokens every so many steps, not only when an attempt ends. `dtype` is that of the decoder's
-    copy of the weights; left out, the model's own. `decode` turns tokens into text; without it requests with stop
+    `path` selects the decoder: "module" is the model's own modules, "lean" a decoder for the Llama family with fewer
+    torch calls, "native" compiled code for that family on a CPU, "auto" the fastest one that can run the model.
+    `stream_every`: deliver tokens every so many steps, and not only when an attempt ends. `dtype`: of the decoder's
+    copy of the weights; None is the model's own. `decode` turns tokens into text; without it, requests with stop
     strings fail.
     """
 
@@ -77,26 +78,22 @@ class LocalEngine:
     ) -> None:
         self._model = check_supported(model)
         geometry = Geometry.of(self._model)
-        if slots < 1:
-            raise EngineError(f"slots = {slots}: an engine needs at least one")
-        if max_length > geometry.max_length:
-            raise ModelError(
-                f"max_length {max_length} is more than the model's {geometry.max_length} positions: "
-                "lower the token budget or take a model with a longer context"
-            )
+        check_limits(slots=slots, max_length=max_length, model_length=geometry.max_length)
         self._slots, self._max_length, self._stream_every = slots, max_length, stream_every
         self._vocab = geometry.vocab
         parameter = next(self._model.parameters())
         self._device, self._dtype = parameter.device, dtype or parameter.dtype
-        self._cache, self._decoder = make_path(self._model, path, slots=slots, max_length=max_length, dtype=self._dtype)
-        self._noise = make_noise(slots, self._vocab, self._device)
+        self._cache, self._decoder = make_decoder(
+            self._model, path, slots=slots, max_length=max_length, dtype=self._dtype
+        )
+        self._sampler = make_sampler(slots, self._vocab, self._device)
         self._clock, self._decode = clock, decode
         self._version = 0
         self._active: list[Attempt] = []
-        self._stretch: Stretch | None = None  # of the last step; holds until a slot gets another attempt
-        self._written: list[Choice] = []  # what the steps of a poll have drawn and attempts have not got yet
-        self._pending: list[Attempt] = []  # submitted, waiting for the next poll to prefill them together
-        self._ready: list[EngineEvent] = []
+        self._steady: SteadySteps | None = None  # valid until the set of running slots changes
+        self._drawn: list[Choice] = []  # tokens of the last steps that are not yet appended to their attempts
+        self._pending: list[Attempt] = []  # submitted; the next poll prefills them together
+        self._events: list[EngineEvent] = []
         self._is_closed = False
         self._decode_s = self._prefill_s = self._refresh_s = 0.0
         self._num_refreshes = 0
@@ -104,21 +101,15 @@ class LocalEngine:
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(slots=self._slots, exact_replay=self._dtype in EXACT, keep_kv=True, waits=True)
+        return Capabilities(slots=self._slots, exact_replay=self._dtype in EXACT_DTYPES, keep_kv=True, waits=True)
 
     @property
     def num_running(self) -> int:
         return len(self._active) + len(self._pending)
 
     def submit(self, requests: Iterable[Request]) -> None:
-        if self._is_closed:
-            raise EngineError("the engine is closed: make another one")
         requests = list(requests)
-        if len(requests) > self._slots - self.num_running:
-            raise EngineError(
-                f"{len(requests)} requests for {self._slots - self.num_running} free slots of {self._slots}: "
-                "submit no more than are free"
-            )
+        check_submit(len(requests), running=self.num_running, slots=self._slots, is_closed=self._is_closed)
         running = {attempt.request.sample for attempt in (*self._active, *self._pending)}
         for request in requests:
             assert request.sample not in running, f"sample {request.sample} is running already"
@@ -134,15 +125,15 @@ class LocalEngine:
     @torch.inference_mode()
     def poll(self, timeout: float | None = None) -> list[EngineEvent]:
         deadline = math.inf if timeout is None else self._clock() + timeout
-        num_ended = self._start_pending() + any(isinstance(event, Failed | Finished) for event in self._ready)
+        num_ended = self._start_pending() + any(isinstance(event, Failed | Finished) for event in self._events)
         try:
             while self._active and not num_ended:
                 num_ended = self._step()
                 if self._clock() >= deadline:
                     break
         finally:
-            self._hand_out()
-        return self._drain()
+            self._append_drawn()
+        return self._take_events()
 
     def interrupt(self, samples: Iterable[int] | None = None) -> list[EngineEvent]:
         chosen = None if samples is None else set(samples)
@@ -155,10 +146,10 @@ class LocalEngine:
             self._deliver(self._active[slot])
             self._emit(Partial, self._active[slot].request)
         for attempt in filter(is_chosen, self._pending):
-            self._emit(Partial, attempt.request)  # the caller holds all there is
+            self._emit(Partial, attempt.request)  # it wrote nothing that the caller does not have
         self._release(stopped)
         self._pending = [attempt for attempt in self._pending if not is_chosen(attempt)]
-        return self._drain(chosen)
+        return self._take_events(chosen)
 
     def publish(self, version: int, source: Any, in_flight: InFlight = InFlight.ABORT) -> CompletedHandle:
         if in_flight is InFlight.ABORT:
@@ -173,48 +164,39 @@ class LocalEngine:
         self._num_refreshes += 1
         self._version = version
         if in_flight is InFlight.REPREFILL:
-            self._begin_again()
+            self._requeue_active()
         return CompletedHandle()
 
-    def _begin_again(self) -> None:
-        """Let all that runs go on as if it were resumed: the next poll prefills it, with what comes in meanwhile."""
+    def _requeue_active(self) -> None:
+        """Turn running attempts into resumed ones, which the next poll prefills under the new weights."""
         resumed = [replace(a.request, mode=Mode.RESUME, cached=a.tokens, spans=a.spans) for a in self._active]
         self._pending = [*(Attempt.begin(request, self._decode) for request in resumed), *self._pending]
         self._active = []
 
     def stats(self) -> EngineStats:
-        stats = self._stats
-        return EngineStats(
-            running=self.num_running,
-            decode_steps=stats.decode_steps,
-            decoded_tokens=stats.decoded_tokens,
-            prompt_tokens=stats.prompt_tokens,
-            recomputed_tokens=stats.recomputed_tokens,
-            busy_slot_s=stats.busy_slot_s,
-            prefill_slot_s=stats.prefill_slot_s,
-            extra={
-                "path": self._decoder.name,
-                "dtype": str(self._dtype).removeprefix("torch."),
-                "refreshes": self._num_refreshes,
-                "decode_s": self._decode_s,
-                "prefill_s": self._prefill_s,
-                "refresh_s": self._refresh_s,
-                "cache_bytes": self._cache.num_bytes,
-            },
-        )
+        extra = {
+            "path": self._decoder.name,
+            "dtype": str(self._dtype).removeprefix("torch."),
+            "refreshes": self._num_refreshes,
+            "decode_s": self._decode_s,
+            "prefill_s": self._prefill_s,
+            "refresh_s": self._refresh_s,
+            "cache_bytes": self._cache.num_bytes,
+        }
+        return replace(self._stats, running=self.num_running, extra=extra)
 
     def close(self) -> None:
-        self._active, self._pending, self._ready = [], [], []
+        self._active, self._pending, self._events = [], [], []
         self._is_closed = True
 
     # Prefill
 
     def _start_pending(self) -> int:
-        """Prefill what was submitted and draw its first tokens; returns how many attempts ended with that."""
+        """Prefill the submitted attempts and draw their first tokens; returns how many attempts ended."""
         pending, self._pending = self._pending, []
         starting: list[Attempt] = []
         for attempt in pending:
-            attempt.slot_mark = self._decode_s
+            attempt.last_delivery_s = self._decode_s
             has_checks = attempt.request.mode is Mode.REPLAY and attempt.tokens
             if attempt.ending is not None and not has_checks:
                 self._finish(attempt)
@@ -225,19 +207,19 @@ class LocalEngine:
             return num_ended
         start, first_slot = self._clock(), len(self._active)
         self._active.extend(starting)
-        self._stretch = None
+        self._steady = None
         broken: set[int] = set()
         for pack in pack_prefills(plan_prefills(starting, first_slot), self._vocab):
-            outcomes = draw_first(checks_of(pack), self._run_prefill(pack), self._noise)
+            outcomes = verify_and_draw(make_checks(pack), self._run_prefill(pack), self._sampler)
             broken |= {o.check.attempt.request.sample for o in outcomes if not self._apply(o)}
-        self._noise.start(first_slot, [attempt.next_draw for attempt in starting])
+        self._sampler.start(first_slot, [attempt.next_draw for attempt in starting])
         self._count_time(start, is_decode=False)
-        return num_ended + self._settle(broken)
+        return num_ended + self._end_attempts(broken)
 
     def _run_prefill(self, pack: Sequence[Prefill]) -> torch.Tensor:
         plan = self._cache.plan_prefill([p.slots[0] for p in pack], [len(p.tokens) for p in pack])
         tokens_t = torch.tensor([token for p in pack for token in p.tokens], device=self._device)
-        logits_rv = self._decoder.forward(tokens_t, plan.positions_t, wanted_rows(pack).to(self._device), plan)
+        logits_rv = self._decoder.forward(tokens_t, plan.positions_t, logit_rows(pack).to(self._device), plan)
         for prefill in pack:
             self._cache.copy(prefill.slots[0], prefill.slots[1:], len(prefill.tokens))
             num_prompt = len(prefill.attempts[0].request.prompt)
@@ -245,59 +227,59 @@ class LocalEngine:
             self._stats.recomputed_tokens += len(prefill.tokens) - num_prompt
         return logits_rv
 
-    def _apply(self, outcome: Outcome) -> bool:
-        """Take over what a prefill found out; False when the attempt's logits are broken."""
+    def _apply(self, outcome: PrefillOutcome) -> bool:
+        """Write the result of a prefill into its attempt; returns False if the logits are not finite."""
         attempt, is_replay = outcome.check.attempt, outcome.check.attempt.request.mode is Mode.REPLAY
         if is_replay:
             if not attempt.keep(outcome.accepted, outcome.logprobs):
                 return False
             num_cached = len(outcome.check.cached)
             self._emit(Verified, attempt.request, cached=num_cached, accepted=outcome.accepted)
-        is_sound = True
+        is_finite = True
         if attempt.ending is None:
-            is_sound = attempt.add(outcome.token, outcome.logprob)
-            self._stats.decoded_tokens += is_sound
+            is_finite = attempt.add(outcome.token, outcome.logprob)
+            self._stats.decoded_tokens += is_finite
         if is_replay:
             self._deliver(attempt)
-        return is_sound
+        return is_finite
 
     # Decode
 
     def _step(self) -> int:
-        """Feed every running attempt's last token and draw the next; returns how many attempts ended."""
+        """Decode one token for every running attempt; returns how many attempts ended."""
         start = self._clock()
-        stretch = self._stretch = self._stretch or Stretch.begin(self._active, self._cache)
-        plan = stretch.next_plan(self._cache)
-        logits_bv = self._decoder.forward(stretch.tokens_b, plan.positions_t, None, plan)
-        choice = self._noise.choose(stretch.shape(logits_bv), self._next_draws)
-        self._written.append(choice)
-        is_sure = stretch.take(choice)
+        steady = self._steady = self._steady or SteadySteps.begin(self._active, self._cache)
+        plan = steady.next_plan(self._cache)
+        logits_bv = self._decoder.forward(steady.tokens_b, plan.positions_t, None, plan)
+        choice = self._sampler.choose(steady.shape(logits_bv), self._next_draws)
+        self._drawn.append(choice)
+        all_continue = steady.record(choice)
         self._stats.decode_steps += 1
         self._stats.decoded_tokens += len(self._active)
         self._count_time(start, is_decode=True)
         is_streamed = self._stream_every and self._stats.decode_steps % self._stream_every == 0
-        if is_sure and not is_streamed:
+        if all_continue and not is_streamed:
             return 0
-        broken = self._hand_out()
+        broken = self._append_drawn()
         self._stats.decoded_tokens -= len(broken)
         if is_streamed:
             for attempt in self._active:
                 self._deliver(attempt)
-        return self._settle(broken)
+        return self._end_attempts(broken)
 
     def _next_draws(self) -> list[Draw]:
-        self._hand_out()
+        self._append_drawn()
         return [attempt.next_draw for attempt in self._active]
 
-    def _hand_out(self) -> set[int]:
-        """Give attempts what the last steps have drawn; returns the samples whose logits are broken."""
-        if not self._written:
+    def _append_drawn(self) -> set[int]:
+        """Append the tokens of the last steps to their attempts; returns the samples whose logits are not finite."""
+        if not self._drawn:
             return set()
-        *sound, last = self._written  # a step that may have broken logits is followed by no other
-        self._written = []
-        if sound:
-            tokens = zip(*(choice.tokens for choice in sound), strict=True)
-            logprobs = zip(*(choice.logprobs for choice in sound), strict=True)
+        *finite, last = self._drawn  # no step follows one whose log-probs may be non-finite
+        self._drawn = []
+        if finite:
+            tokens = zip(*(choice.tokens for choice in finite), strict=True)
+            logprobs = zip(*(choice.logprobs for choice in finite), strict=True)
             for attempt, *column in zip(self._active, tokens, logprobs, strict=True):
                 attempt.extend(*column)
         rows = zip(self._active, last.tokens, last.logprobs, strict=True)
@@ -314,12 +296,17 @@ class LocalEngine:
 
     # Endings
 
-    def _settle(self, broken: set[int]) -> int:
-        """End the attempts that are complete or broken."""
+    def _end_attempts(self, broken: set[int]) -> int:
+        """End the attempts that are complete, and fail those of the `broken` samples; returns how many ended."""
         ended = []
         for slot, attempt in enumerate(self._active):
             if attempt.request.sample in broken:
-                self._fail(attempt)
+                self._deliver(attempt)
+                error = (
+                    f"non-finite logits at answer position {len(attempt.tokens)} under version {self._version}: the "
+                    "weights hold NaN or overflow; lower the learning rate, or go back to an earlier checkpoint"
+                )
+                self._emit(Failed, attempt.request, error=error)
                 self._cache.clear(slot)
                 ended.append(slot)
             elif attempt.ending is not None:
@@ -332,36 +319,28 @@ class LocalEngine:
         self._deliver(attempt)
         self._emit(Finished, attempt.request, reason=attempt.ending)
 
-    def _fail(self, attempt: Attempt) -> None:
-        self._deliver(attempt)
-        error = (
-            f"non-finite logits at answer position {len(attempt.tokens)} under version {self._version}: "
-            "the weights hold NaN or overflow"
-        )
-        self._emit(Failed, attempt.request, error=error)
-
     def _release(self, slots: Sequence[int]) -> None:
-        """Free slots, moving the last running one into each hole."""
+        """Free slots; the last running attempt moves into each freed slot."""
         if slots:
-            self._stretch = None
+            self._steady = None
         for slot in sorted(slots, reverse=True):
             last = len(self._active) - 1
             moved = self._active.pop()
             if slot != last:
                 self._cache.copy(last, [slot], moved.length)
-                self._noise.move(last, slot)
+                self._sampler.move(last, slot)
                 self._active[slot] = moved
 
     def _deliver(self, attempt: Attempt) -> None:
         delta = attempt.deliver(version=self._version, clock=self._clock(), decode_s=self._decode_s)
         if delta is not None:
-            self._ready.append(delta)
+            self._events.append(delta)
 
-    def _drain(self, samples: set[int] | None = None) -> list[EngineEvent]:
-        """Take the events that are ready, of these samples or of all."""
-        taken = [event for event in self._ready if samples is None or event.sample in samples]
-        self._ready = [event for event in self._ready if not (samples is None or event.sample in samples)]
+    def _take_events(self, samples: set[int] | None = None) -> list[EngineEvent]:
+        """Remove and return the events of these samples, or all events."""
+        taken = [event for event in self._events if samples is None or event.sample in samples]
+        self._events = [event for event in self._events if not (samples is None or event.sample in samples)]
         return taken
 
     def _emit(self, kind: type[EngineEvent], request: Request, **fields: Any) -> None:
-        self._ready.append(kind(sample=request.sample, attempt=request.attempt, clock=self._clock(), **fields))
+        self._events.append(kind(sample=request.sample, attempt=request.attempt, clock=self._clock(), **fields))

@@ -1,8 +1,8 @@
-"""Matrix products of the lean decoder: weights laid out once for the processor, in float32 or bfloat16.
+"""Matrix products of the lean decoder: weights in float32 or bfloat16, laid out once for the processor.
 
-`local/lean_decoder.py` makes them at every publication. A large matrix on a CPU is packed by oneDNN: plain products
-would lay it out again at each call, which costs up to half of the time when few rows meet a wide matrix. A small one is
-kept transposed for a plain product, whose call is cheaper than the packed one's.
+The lean decoder makes these at every publication. On a CPU, oneDNN packs a large matrix once; a plain product would
+pack it again at each call, which takes up to half of the time when few rows meet a wide matrix. A small matrix is
+stored transposed for a plain product, because a plain call is cheaper than a packed one.
 
 Shapes: t rows, i inputs, o outputs.
 """
@@ -13,17 +13,17 @@ from typing import Protocol
 
 import torch
 
-# By measurement, 8 to 64 rows, float32 with AVX2: at 512 x 512 packed and plain are equal, at 576 x 49,152 packed takes
-# half to two thirds of the time, at 64 x 192 it takes three times as long.
+# Measured with 8 to 64 rows, float32, AVX2: at 512 x 512 packed and plain are equal, at 576 x 49,152 packed takes half
+# to two thirds of the time, at 64 x 192 packed takes three times as long.
 _PACK_ELEMENTS = 1 << 19
-_PACK_ROWS = 64  # for this many rows the layout is chosen; others take it too
+_PACK_ROWS = 64  # oneDNN chooses the layout for this number of rows; other numbers work with it too
 
 
 class Linear(Protocol):
     def __call__(self, x_ti: torch.Tensor) -> torch.Tensor: ...
 
-    def added(self, residual_to: torch.Tensor, x_ti: torch.Tensor) -> torch.Tensor:
-        """residual + product, in the residual's precision."""
+    def add_to(self, residual_to: torch.Tensor, x_ti: torch.Tensor) -> torch.Tensor:
+        """Return residual + product, in the residual's precision."""
         ...
 
 
@@ -36,7 +36,7 @@ class PlainLinear:
             return torch.mm(x_ti, self._weight_io)
         return torch.addmm(self._bias_o, x_ti, self._weight_io)
 
-    def added(self, residual_to: torch.Tensor, x_ti: torch.Tensor) -> torch.Tensor:
+    def add_to(self, residual_to: torch.Tensor, x_ti: torch.Tensor) -> torch.Tensor:
         if self._bias_o is None and residual_to.dtype == x_ti.dtype:
             return torch.addmm(residual_to, x_ti, self._weight_io)
         return residual_to + self(x_ti)
@@ -50,14 +50,14 @@ class PackedLinear:
     def __call__(self, x_ti: torch.Tensor) -> torch.Tensor:
         return torch.ops.mkldnn._linear_pointwise(x_ti, self._packed, self._bias_o, "none", [], "")
 
-    def added(self, residual_to: torch.Tensor, x_ti: torch.Tensor) -> torch.Tensor:
+    def add_to(self, residual_to: torch.Tensor, x_ti: torch.Tensor) -> torch.Tensor:
         if residual_to.dtype == x_ti.dtype:
             return torch.ops.mkldnn._linear_pointwise.binary(x_ti, residual_to, self._packed, self._bias_o, "add")
         return residual_to + self(x_ti)
 
 
 def make_linear(weight_oi: torch.Tensor, bias_o: torch.Tensor | None, dtype: torch.dtype) -> Linear:
-    """A copy of the weights in this precision, in the layout that suits their size."""
+    """A copy of the weights in this dtype, in the layout that suits their size."""
     weight_oi = weight_oi.to(dtype)
     bias_o = None if bias_o is None else bias_o.to(dtype)
     if weight_oi.numel() >= _PACK_ELEMENTS and can_pack(weight_oi.device, dtype):
@@ -72,7 +72,7 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def has_fast_bfloat16(device: torch.device) -> bool:
-    """Whether the device multiplies bfloat16 faster than float32; a CPU without such instructions is far slower."""
+    """Whether the device multiplies bfloat16 faster than float32. A CPU without such instructions is far slower."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     if device.type != "cpu" or not can_pack(device, torch.bfloat16):

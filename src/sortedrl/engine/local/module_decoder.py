@@ -1,8 +1,9 @@
-"""Decoding with the model's own transformers modules: the path for every architecture.
+"""Decoding with the model's own transformers modules: the decoder that works for every architecture.
 
-The local engine calls `forward` on packed tokens. An attention function registered with transformers sends queries,
-keys and values to the plan of the call, which rides along as a keyword; so nothing is global, and a learner that shares
-the module finds it as it left it: train flags and attention implementation are put back after each call.
+The local engine calls `forward` on packed tokens. An attention function that is registered with transformers passes
+queries, keys and values to the plan of the call. The plan is a keyword argument of the call, so there is no global
+state.
+Guarantees: a learner may share the module, because each call restores train flags and attention implementation.
 
 Shapes: t packed tokens, r rows whose logits are wanted, v vocabulary, h query heads, k key-value heads, d head size.
 """
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from sortedrl.engine.local.cache import Plan, PrefillPlan, SlotCache
+from sortedrl.engine.local.cache import AttentionPlan, PrefillPlan, SlotCache
 from sortedrl.errors import ModelError
 
 _ATTENTION = "sortedrl_slots"
@@ -27,7 +28,7 @@ _SUPPORTED = "full causal attention with fixed rotary or learned positions, such
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Geometry:
-    """What the cache must know of a model."""
+    """The sizes of a model that determine its cache."""
 
     num_layers: int
     heads: int
@@ -51,14 +52,15 @@ class Geometry:
             )
         except AttributeError as error:
             raise ModelError(
-                f"{type(model).__name__} does not describe its attention ({error}); the local engine runs {_SUPPORTED}"
+                f"the config of {type(model).__name__} does not describe its attention ({error}); "
+                f"the local engine runs {_SUPPORTED}"
             ) from error
 
 
 def check_supported(model: nn.Module) -> PreTrainedModel:
-    """Refuse what slots cannot hold before any memory is taken."""
+    """Raise a ModelError for a model that the local engine cannot run; returns the model otherwise."""
     if not isinstance(model, PreTrainedModel):
-        raise ModelError(f"{type(model).__name__} is no transformers model; load it with AutoModelForCausalLM")
+        raise ModelError(f"{type(model).__name__} is not a transformers model: load it with AutoModelForCausalLM")
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"} or getattr(config, "sliding_window", None) is not None:
@@ -82,11 +84,11 @@ def _slot_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    slot_plan: Plan,
+    slot_plan: AttentionPlan,
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' side of `Plan.attend`: [1, heads, t, d] in, [1, t, h, d] out."""
+    """Call `AttentionPlan.attend` in the form that transformers expects: [1, heads, t, d] in, [1, t, h, d] out."""
     for name in ("sliding_window", "softcap", "s_aux"):
         if options.get(name) is not None:
             raise ModelError(f"attention with {name} is not supported; the local engine runs {_SUPPORTED}")
@@ -118,13 +120,13 @@ class ModuleDecoder:
         self._probe(cache)
 
     def refresh(self, module: nn.Module) -> None:
-        """The module's parameters are read at every call: nothing to take over."""
+        """Do nothing: every call reads the module's own parameters."""
 
     def forward(
-        self, tokens_t: torch.Tensor, positions_t: torch.Tensor, rows_r: torch.Tensor | None, plan: Plan
+        self, tokens_t: torch.Tensor, positions_t: torch.Tensor, rows_r: torch.Tensor | None, plan: AttentionPlan
     ) -> torch.Tensor:
-        """Logits [r, v] in float32 at the wanted rows, or at all."""
-        with self._borrowed():
+        """Logits [r, v] in float32 at the given rows, or at all."""
+        with self._inference_settings():
             output = self._model(
                 input_ids=tokens_t.unsqueeze(0),
                 position_ids=positions_t.unsqueeze(0),
@@ -135,40 +137,40 @@ class ModuleDecoder:
         return output.logits[0].float()
 
     @contextmanager
-    def _borrowed(self) -> Iterator[None]:
-        """The module in eval mode and on our attention, for one call."""
+    def _inference_settings(self) -> Iterator[None]:
+        """Put the module in eval mode and on our attention for one call, then restore its settings."""
         config: Any = self._model.config
-        trained = [module for module in self._modules if module.training]
+        in_train_mode = [module for module in self._modules if module.training]
         attention = config._attn_implementation
-        for module in trained:
+        for module in in_train_mode:
             module.training = False
         config._attn_implementation = _ATTENTION
         try:
             yield
         finally:
             config._attn_implementation = attention
-            for module in trained:
+            for module in in_train_mode:
                 module.training = True
 
     def _probe(self, cache: SlotCache) -> None:
-        """Run one token: a model whose layers do not all come to our attention would decode nonsense in silence."""
-        probe = _Probe(PrefillPlan(cache, [0], [1]))
+        """Run one token, because a model with a layer that does not call our attention would decode nonsense."""
+        probe = _LayerRecorder(PrefillPlan(cache, [0], [1]))
         token_t = torch.zeros(1, dtype=torch.int64, device=cache.device)
-        name = type(self._model).__name__
+        name, remedy = type(self._model).__name__, f"the local engine runs {_SUPPORTED}"
         try:
             with torch.inference_mode():
                 self.forward(token_t, token_t, None, probe)
         except (TypeError, RuntimeError, AttributeError) as error:
-            raise ModelError(f"{name} cannot run on slots ({error}); the local engine runs {_SUPPORTED}") from error
+            raise ModelError(f"{name} cannot run on the slot cache ({error}); {remedy}") from error
         if probe.layers != list(range(cache.num_layers)):
-            raise ModelError(f"{name} has attention of its own kind; the local engine runs {_SUPPORTED}")
+            raise ModelError(f"{name} has layers that do not use transformers' attention interface; {remedy}")
         cache.clear(0)
 
 
-class _Probe:
-    """A plan that notes which layers attended."""
+class _LayerRecorder:
+    """A plan that records which layers called attention."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: AttentionPlan) -> None:
         self._plan = plan
         self.layers: list[int] = []
 

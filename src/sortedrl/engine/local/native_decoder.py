@@ -1,9 +1,10 @@
-"""The decoder of the Llama family in compiled code: a whole forward pass on a CPU is one call of each thread.
+"""The native decoder for the Llama family: compiled code, in which each thread runs a forward pass in one call.
 
-`local/decoder_choice.py` takes it where a compiler is, for what `LeanDecoder` could run. `kernel.c` does the work; here
-weights are laid out for it, and cache, places and threads handed to it. Log-probs are those of the lean decoder up to
-rounding, with weights in fixed point (int16) up to coarser rounding; among themselves they are equal to the last bit,
-decoded or prefilled, alone or together, by one thread or several.
+`decoder_choice.py` selects it on a CPU with a C compiler, for models that `LeanDecoder` can run. `kernel.c` computes;
+this module lays out the weights for it and passes it the cache, the tokens' positions and the threads.
+Guarantees: log-probs equal those of the lean decoder up to rounding, which is coarser with int16 (fixed point) weights.
+A token's log-prob is the same to the last bit whether it is decoded or prefilled, alone or in a batch, by one thread or
+by several.
 
 Shapes: t packed tokens, r rows whose logits are wanted, i inputs, o outputs, v vocabulary.
 """
@@ -13,69 +14,70 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from sortedrl.engine.local.cache import SlotCache
-from sortedrl.engine.local.lean_decoder import norm_gain, rotary_turns, supports_lean
-from sortedrl.native.huge_pages import zeros
-from sortedrl.native.kernel import MAX_THREADS, Layer, Model, Team, load_kernel
-from sortedrl.native.threads import Threads
+from sortedrl.engine.local.lean_decoder import norm_gain, rotary_factors, supports_lean
+from sortedrl.native.huge_pages import zeros_in_huge_pages
+from sortedrl.native.kernel import MAX_THREADS, KernelLayer, KernelModel, ThreadGroup, load_kernel
+from sortedrl.native.threads import KernelThreads
 
-# Where torch has products on wider vectors than the kernel, or the kernel has none, only what is small enough gains.
+# In float32 on a processor other than AVX2, the kernel is faster than torch only for models up to this size.
 _MAX_PARAMETERS = 2_000_000
-_THREADED = 100_000_000  # parameters times tokens, from which on a call is worth the time it takes to wake threads
-_BLOCK = 8  # positions whose keys lie together
-_PANEL = 16  # outputs whose weights do
+_MIN_THREADED_WORK = 100_000_000  # parameters times tokens; a smaller call takes less time than waking threads
+_BLOCK = 8  # positions whose keys are stored together
+_PANEL = 16  # outputs whose weights are stored together
 
 
 @dataclass(slots=True, kw_only=True)
-class Places:
-    """Where tokens stand: a plan that needs no preparation, for a prefill or for any number of steps."""
+class KernelPlan:
+    """Slots and positions of tokens, for a prefill or for any number of decode steps; needs no preparation."""
 
     slots_t: torch.Tensor
     positions_t: torch.Tensor
     num_steps: int = sys.maxsize
-    runs: Sequence[int] = field(default=())
+    group_sizes: Sequence[int] = ()
 
     def advance(self) -> None:
-        """One position further in every slot."""
+        """Move every slot to its next position."""
         self.positions_t += 1
 
 
 class BlockCache(SlotCache):
-    """The slots' memory in the kernel's layout: keys of a head as [positions / 8, d, 8]. Made with whole blocks."""
+    """A cache in the kernel's layout: keys of a head as [positions / 8, d, 8]. `max_length` is whole blocks."""
 
     def copy(self, source: int, targets: Sequence[int], length: int) -> None:
         super().copy(source, targets, whole_blocks(length))
 
-    def plan_prefill(self, slots: Sequence[int], lengths: Sequence[int]) -> Places:
+    def plan_prefill(self, slots: Sequence[int], lengths: Sequence[int]) -> KernelPlan:
         slots_n, lengths_n = torch.tensor(slots), torch.tensor(lengths)
-        return Places(
+        return KernelPlan(
             slots_t=slots_n.repeat_interleave(lengths_n),
             positions_t=torch.cat([torch.arange(length) for length in lengths]),
         )
 
-    def plan_decode(self, lengths: Sequence[int], runs: Sequence[int] | None = None) -> Places:
-        return Places(slots_t=torch.arange(len(lengths)), positions_t=torch.tensor(lengths) - 1)
+    def plan_decode(self, lengths: Sequence[int], group_sizes: Sequence[int] | None = None) -> KernelPlan:
+        return KernelPlan(slots_t=torch.arange(len(lengths)), positions_t=torch.tensor(lengths) - 1)
 
 
 class NativeDecoder:
     name = "native"
 
     def __init__(self, model: nn.Module, cache: BlockCache, dtype: torch.dtype = torch.float32) -> None:
-        assert supports_native(model, dtype), f"{type(model).__name__} has no native path"
+        assert supports_native(model, dtype), f"{type(model).__name__} cannot run on the native decoder"
         kernel = load_kernel()
-        assert kernel is not None, "there is no compiled kernel"
+        assert kernel is not None, "the native decoder needs the compiled kernel"
         self._kernel = kernel
         root: Any = model
         config, attention = root.config, root.model.layers[0].self_attn
-        turns_lc = rotary_turns(root.model.rotary_emb, cache.max_length, torch.device("cpu"))
-        self._kept = [cache.store, turns_lc.real.contiguous(), turns_lc.imag.contiguous()]
-        self._model = Model(
+        rotations_lc = rotary_factors(root.model.rotary_emb, cache.max_length, torch.device("cpu"))
+        # The kernel holds plain addresses: these references keep the tensors alive.
+        self._tensors = [cache.store, rotations_lc.real.contiguous(), rotations_lc.imag.contiguous()]
+        self._model = KernelModel(
             num_layers=cache.num_layers,
             size=config.hidden_size,
             inner=config.intermediate_size,
@@ -89,19 +91,19 @@ class NativeDecoder:
             floor=config.hidden_size * config.rms_norm_eps,
             head_floor=cache.head_dim * config.rms_norm_eps,
             scale=attention.scaling,
-            cache=self._kept[0].data_ptr(),
-            cosines=self._kept[1].data_ptr(),
-            sines=self._kept[2].data_ptr(),
+            cache=self._tensors[0].data_ptr(),
+            cosines=self._tensors[1].data_ptr(),
+            sines=self._tensors[2].data_ptr(),
         )
         self._num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        self._threads, self._team = Threads(), Team()
+        self._threads, self._thread_group = KernelThreads(), ThreadGroup()
         self._memory = torch.zeros(kernel.sortedrl_memory(self._model, self._threads.max_size))
-        self._make_room(root)
+        self._allocate_weights(root)
         self.refresh(model)
 
     @torch.inference_mode()
     def refresh(self, module: nn.Module) -> None:
-        """The module's weights of this moment, in place of those that are there."""
+        """Overwrite the weights with the module's current ones."""
         root: Any = module
         self._embedding_vm.copy_(root.model.embed_tokens.weight)
         for (weight_oi, norm), target in zip(_matrices(root), self._panels, strict=True):
@@ -117,55 +119,57 @@ class NativeDecoder:
             for name, vector in _vectors(layer).items():
                 vectors[name].copy_(vector)
 
-    def _make_room(self, root: Any) -> None:
-        """Memory for the weights, in the order in which a pass reads them; the kernel gets their addresses."""
+    def _allocate_weights(self, root: Any) -> None:
+        """Allocate memory for the weights in the order in which a pass reads them, and tell the kernel where."""
         shapes = [weight_oi.shape for weight_oi, _ in _matrices(root)]
         sizes = [
             -(-outputs // _PANEL) * self._kernel.sortedrl_panel_size(inputs, self._model.is_fixed)
             for outputs, inputs in shapes
         ]
-        self._panels = zeros(sum(sizes), dtype=torch.float32, device=torch.device("cpu")).split(sizes)
+        self._panels = zeros_in_huge_pages(sum(sizes), dtype=torch.float32, device=torch.device("cpu")).split(sizes)
         self._embedding_vm = torch.empty(root.model.embed_tokens.weight.shape)
         self._vectors = [
             {name: torch.empty(v.shape) for name, v in _vectors(layer).items()} for layer in root.model.layers
         ]
         addresses = [panel.data_ptr() for panel in self._panels]
-        self._layers = (Layer * len(self._vectors))()
+        self._layers = (KernelLayer * len(self._vectors))()
         for number, vectors in enumerate(self._vectors):
             qkv, out, gate_up, _, down = addresses[5 * number : 5 * number + 5]
             named = {name: vector.data_ptr() for name, vector in vectors.items()}
-            self._layers[number] = Layer(qkv=qkv, out=out, gate_up=gate_up, down=down, **named)
+            self._layers[number] = KernelLayer(qkv=qkv, out=out, gate_up=gate_up, down=down, **named)
         self._model.layers = ctypes.addressof(self._layers)
         self._model.embedding, self._model.head = self._embedding_vm.data_ptr(), addresses[-1]
 
     def forward(
-        self, tokens_t: torch.Tensor, positions_t: torch.Tensor, rows_r: torch.Tensor | None, plan: Places
+        self, tokens_t: torch.Tensor, positions_t: torch.Tensor, rows_r: torch.Tensor | None, plan: KernelPlan
     ) -> torch.Tensor:
-        """Logits [r, v] in float32 at the wanted rows, or at all."""
+        """Logits [r, v] in float32 at the given rows, or at all."""
         num_rows = len(tokens_t) if rows_r is None else len(rows_r)
         logits_rv = torch.empty(num_rows, self._model.vocab)
-        size = min(self._threads.size(is_large=len(tokens_t) * self._num_parameters >= _THREADED), MAX_THREADS)
-        team = self._team
+        is_large = len(tokens_t) * self._num_parameters >= _MIN_THREADED_WORK
+        size = min(self._threads.size(is_large=is_large), MAX_THREADS)
+        group = self._thread_group
 
         def run(rank: int) -> None:
             self._kernel.sortedrl_forward(
                 self._model,
                 self._memory.data_ptr(),
-                *(team, rank, size),
+                *(group, rank, size),
                 *(len(tokens_t), tokens_t.data_ptr(), plan.slots_t.data_ptr(), positions_t.data_ptr()),
                 *(num_rows, None if rows_r is None else rows_r.data_ptr(), logits_rv.data_ptr()),
             )
 
-        self._threads.run(run, size, self._leave)
+        self._threads.run(run, size, self._abandon_group)
         return logits_rv
 
-    def _leave(self) -> None:
-        self._team.left = 1
-        self._team = Team()
+    def _abandon_group(self) -> None:
+        """Release the threads of an interrupted call, which wait for a thread that will not come."""
+        self._thread_group.is_abandoned = 1
+        self._thread_group = ThreadGroup()
 
 
 def supports_native(model: nn.Module, dtype: torch.dtype) -> bool:
-    """Whether the kernel is equal to the model's own modules, there, and in float32 faster than the lean decoder."""
+    """Whether the kernel is available, can run the model, and is faster than the lean decoder in float32."""
     if dtype not in (torch.float32, torch.int16) or not supports_lean(model):
         return False
     root: Any = model
@@ -180,7 +184,7 @@ def supports_native(model: nn.Module, dtype: torch.dtype) -> bool:
 
 
 def has_fast_int16() -> bool:
-    """Whether the processor's vectors are those the kernel is written for, and torch has no products on wider ones."""
+    """Whether the processor has AVX2, for which the kernel is written, and no AVX-512, which torch would use."""
     return torch.backends.cpu.get_cpu_capability() == "AVX2"
 
 
@@ -189,7 +193,8 @@ def whole_blocks(length: int) -> int:
 
 
 def _matrices(root: Any) -> Iterator[tuple[torch.Tensor, Any]]:
-    """Weights in the order in which a pass reads them, five of every layer and the head, with the norms before them."""
+    """Weight matrices in the order in which a pass reads them (five per layer, then the head), each with the norm
+    before it."""
     for layer in root.model.layers:
         attention, mlp = layer.self_attn, layer.mlp
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -202,7 +207,7 @@ def _matrices(root: Any) -> Iterator[tuple[torch.Tensor, Any]]:
 
 
 def _vectors(layer: Any) -> dict[str, torch.Tensor]:
-    """A layer's biases and gains by the names of the kernel, as far as the model has some."""
+    """The biases and gains that a layer has, by the names of the kernel's fields."""
     attention = layer.self_attn
     vectors = {}
     if attention.q_proj.bias is not None:

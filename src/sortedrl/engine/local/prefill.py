@@ -1,8 +1,8 @@
-"""What a prefill computes: sequences, packed without padding, which of their positions need logits, and what these say.
+"""Prefills: which sequences run in one call, at which positions logits are needed, and what follows from the logits.
 
-The local engine makes one `Prefill` per distinct sequence, packs them and runs each pack in one call. Siblings share a
-prompt and so a prefill; the cache is then copied to their slots. Every attempt draws one token from its prefill; a
-replay first verifies its cached tokens, all at once, and draws behind the last that it keeps.
+The local engine makes one `Prefill` per distinct sequence, packs them without padding and runs each pack in one call.
+Siblings share a prompt and therefore a prefill; the cache is then copied to their slots. Every attempt draws one token
+from its prefill. A replay first verifies all its cached tokens at once, and draws after the last one that it keeps.
 
 Shapes: r rows of logits, v vocabulary.
 """
@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 import torch
 
 from sortedrl.engine.local.attempt import Attempt
-from sortedrl.engine.sampling.draw import Draw, Noise, shape_logits
+from sortedrl.engine.sampling.draw import Draw, TokenSampler, shape_logits
 from sortedrl.records import Mode
 
-# Bounds on what one call holds at once; a single longer sequence is still one call.
+# Limits of one call. A single sequence beyond them still runs in one call.
 _PACK_TOKENS = 8192
 _PACK_LOGITS = 1 << 24
 
@@ -28,16 +28,17 @@ class Prefill:
     tokens: list[int]
     slots: list[int] = field(default_factory=list)
     attempts: list[Attempt] = field(default_factory=list)
-    num_rows: int = 1  # logits wanted, counted from the end
+    num_rows: int = 1  # logits are needed at this many of the last positions
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class Check:
-    """An attempt's rows of the pack's logits: one per cached token to be verified, and one for the token behind."""
+class ReplayCheck:
+    """An attempt's rows of the pack's logits: one per cached token to verify (none unless the attempt is a replay), and
+    one for the token after them."""
 
     attempt: Attempt
     cached: list[int]
-    is_masked: list[bool]  # of each of these, whether it stands unverified
+    is_masked: list[bool]  # per cached token: kept without verification
     rows: range
 
     @property
@@ -48,7 +49,7 @@ class Check:
 
 
 def plan_prefills(attempts: Sequence[Attempt], first_slot: int) -> list[Prefill]:
-    """One prefill per attempt, or for all attempts that continue the same tokens."""
+    """One prefill per replay, and one for all other attempts that continue the same tokens."""
     prefills: list[Prefill] = []
     shared: dict[tuple[int, ...], Prefill] = {}
     for slot, attempt in enumerate(attempts, start=first_slot):
@@ -68,7 +69,7 @@ def plan_prefills(attempts: Sequence[Attempt], first_slot: int) -> list[Prefill]
 
 
 def pack_prefills(prefills: Iterable[Prefill], vocab: int) -> list[list[Prefill]]:
-    """By length, since equal ones attend together, in packs of bounded size."""
+    """Sort by length, because sequences of one length attend together, and split into packs of limited size."""
     packs: list[list[Prefill]] = []
     num_tokens = num_logits = 0
     for prefill in sorted(prefills, key=lambda prefill: len(prefill.tokens)):
@@ -81,8 +82,8 @@ def pack_prefills(prefills: Iterable[Prefill], vocab: int) -> list[list[Prefill]
     return packs
 
 
-def wanted_rows(pack: Sequence[Prefill]) -> torch.Tensor:
-    """Indices into the packed tokens of the positions whose logits are wanted."""
+def logit_rows(pack: Sequence[Prefill]) -> torch.Tensor:
+    """Indices of the packed tokens at which logits are needed."""
     rows: list[int] = []
     end = 0
     for prefill in pack:
@@ -91,33 +92,35 @@ def wanted_rows(pack: Sequence[Prefill]) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.int64)
 
 
-def checks_of(pack: Sequence[Prefill]) -> list[Check]:
-    """Which of the wanted rows belong to which attempt."""
-    checks: list[Check] = []
+def make_checks(pack: Sequence[Prefill]) -> list[ReplayCheck]:
+    """Assign rows of the pack's logits to attempts."""
+    checks: list[ReplayCheck] = []
     start = 0
     for prefill in pack:
         rows = range(start, start + prefill.num_rows)
         for attempt in prefill.attempts:
             is_replay = attempt.request.mode is Mode.REPLAY
             cached, is_masked = (attempt.tokens[:], attempt.is_masked) if is_replay else ([], [])
-            checks.append(Check(attempt=attempt, cached=cached, is_masked=is_masked, rows=rows))
+            checks.append(ReplayCheck(attempt=attempt, cached=cached, is_masked=is_masked, rows=rows))
         start = rows.stop
     return checks
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class Outcome:
-    """What an attempt's rows say: how many cached tokens stand, their log-probs, and what was drawn behind them."""
+class PrefillOutcome:
+    """The result for one attempt: how many cached tokens it keeps, their log-probs, and the token drawn after them."""
 
-    check: Check
+    check: ReplayCheck
     accepted: int
     logprobs: list[float]
     token: int
     logprob: float
 
 
-def draw_first(checks: Sequence[Check], logits_rv: torch.Tensor, noise: Noise) -> list[Outcome]:
-    """Verify and draw at all rows of a pack in one call each."""
+def verify_and_draw(
+    checks: Sequence[ReplayCheck], logits_rv: torch.Tensor, sampler: TokenSampler
+) -> list[PrefillOutcome]:
+    """Verify cached tokens and draw new ones at all rows of a pack, in one call."""
     rows = [row for check in checks for row in check.rows]
     draws = [draw for check in checks for draw in check.draws]
     cached = [token for check in checks for token in (*check.cached, -1)]
@@ -125,18 +128,18 @@ def draw_first(checks: Sequence[Check], logits_rv: torch.Tensor, noise: Noise) -
     if rows != list(range(len(logits_rv))):  # siblings read the same rows
         logits_rv = logits_rv[torch.tensor(rows, device=logits_rv.device)]
     scaled_rv = shape_logits(logits_rv, [draw.sampling for draw in draws])
-    verdict = noise.verify(scaled_rv, draws, cached, tolerances)
+    verdict = sampler.verify(scaled_rv, draws, cached, tolerances)
     is_kept, cached_logprobs = verdict.is_kept, verdict.cached_logprobs
     is_masked = [flag for check in checks for flag in (*check.is_masked, False)]
     if any(is_masked):
         is_kept = [kept or masked for kept, masked in zip(is_kept, is_masked, strict=True)]
         cached_logprobs = [0.0 if masked else lp for lp, masked in zip(cached_logprobs, is_masked, strict=True)]
-    outcomes: list[Outcome] = []
+    outcomes: list[PrefillOutcome] = []
     start = 0
     for check in checks:
-        end = is_kept.index(False, start)  # the row behind the cached ones is never kept
+        end = is_kept.index(False, start)  # the row after the cached tokens is never kept
         outcomes.append(
-            Outcome(
+            PrefillOutcome(
                 check=check,
                 accepted=end - start,
                 logprobs=cached_logprobs[start:end],

@@ -1,10 +1,11 @@
-"""From logits and noise to tokens and their log-probs, for decoding, for the first token and for replay alike.
+"""Draw tokens from logits and noise, with their log-probs, when decoding, after a prefill and in a replay.
 
-The local engine calls it once per step and once per prefill. With x the logits, divided by temperature and filtered, a
-token is argmax(x + noise) in float32, the greedy one for temperature 0; its log-prob is that of softmax(x), with
-temperature 1 for greedy ones. On a CPU with a compiler compiled code does all of it (`KernelNoise`). Otherwise a small
-vocabulary gets its noise in full, for several positions at once (`DenseNoise`); of a large one on a CPU, only the
-tokens that can win do (`SparseNoise`).
+The local engine calls a sampler once per step and once per prefill; vLLM's worker calls it too. Let x be the logits,
+divided by the temperature and filtered. A token is argmax(x + noise) in float32, or argmax(x) for temperature 0. Its
+log-prob is that of softmax(x), where greedy requests use temperature 1.
+There are three samplers. `KernelSampler` is compiled code, for a CPU with a C compiler. `DenseSampler` computes noise
+for the whole vocabulary. `CandidateSampler` computes noise only for tokens that can win, for large vocabularies on a
+CPU. All of them draw the same tokens.
 
 Shapes: b slots, r rows of logits (any positions of any sequences), v vocabulary, k positions drawn ahead.
 """
@@ -23,16 +24,17 @@ from sortedrl.engine.sampling.candidates import CandidateSearch
 from sortedrl.engine.sampling.filters import filter_logits
 from sortedrl.engine.sampling.noise import gumbel, seed_tensor
 from sortedrl.native.kernel import load_kernel
-from sortedrl.native.threads import Threads
+from sortedrl.native.threads import KernelThreads
 
-_AHEAD_ELEMENTS = 1024  # noise drawn ahead per slot: enough to hide the cost of a call, little enough to throw away
+# Noise computed ahead per slot: enough to hide the cost of a call, and few enough numbers to throw away.
+_AHEAD_ELEMENTS = 1024
 _AHEAD_POSITIONS = 16
-_THREADED = 1 << 20  # logits from which on a call is worth the time it takes to wake threads
-_SPARSE_VOCAB = 4096  # from here on looking for candidates is cheaper than noise in full
+_MIN_THREADED_LOGITS = 1 << 20  # a smaller call takes less time than waking threads
+_MIN_CANDIDATE_VOCAB = 4096  # for a smaller vocabulary, noise for every token is cheaper than the search
 
 
 class Draw(NamedTuple):
-    """What is drawn at one position of one sequence."""
+    """Everything that determines the draw at one position of one sequence, except the logits."""
 
     seed: int
     position: int
@@ -41,61 +43,66 @@ class Draw(NamedTuple):
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Choice:
+    """Drawn tokens, as a list and as a tensor, with their log-probs (not finite where the logits are not)."""
+
     tokens: list[int]
-    tokens_r: torch.Tensor  # the same
-    logprobs: list[float]  # not finite where the logits are not
+    tokens_r: torch.Tensor
+    logprobs: list[float]
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class Verdict:
-    """Per row: the token drawn, and whether the cached one is what was drawn."""
+class ReplayVerdict:
+    """For each row, the drawn token, and whether the cached token equals it or is within the tolerance."""
 
     drawn: Choice
     is_kept: list[bool]
     cached_logprobs: list[float]
 
 
-class Noise(Protocol):
-    """Draws for the running slots. Slots are compact, so one that ends is overwritten by `move`."""
+class TokenSampler(Protocol):
+    """Draws tokens for the running slots, which are numbered without gaps."""
 
     def start(self, first_slot: int, draws: Sequence[Draw]) -> None:
-        """Slots from `first_slot` on begin at these draws."""
+        """Set the next draws of the slots from `first_slot` on."""
         ...
 
-    def move(self, source: int, target: int) -> None: ...
+    def move(self, source: int, target: int) -> None:
+        """Slot `target` has ended; the sequence of slot `source` moves there."""
+        ...
 
     def choose(self, scaled_bv: torch.Tensor, draws: Callable[[], list[Draw]]) -> Choice:
-        """The running slots' next tokens."""
+        """Draw the next token of every running slot. `draws` returns their draws, for samplers that keep none."""
         ...
 
     def verify(
         self, scaled_rv: torch.Tensor, draws: Sequence[Draw], cached: Sequence[int], tolerances: Sequence[float]
-    ) -> Verdict:
-        """Draw at every row and compare with the cached token there (-1 where there is none, which is never kept).
+    ) -> ReplayVerdict:
+        """Draw at every row and compare with the cached token there; -1 means no token, and is never kept.
 
-        With a tolerance, a cached token whose perturbed score is within it of the best is kept as well.
+        A cached token is also kept if its score (logit + noise) is below the best score by at most the tolerance.
         """
         ...
 
 
-def make_noise(slots: int, vocab: int, device: torch.device) -> Noise:
+def make_sampler(slots: int, vocab: int, device: torch.device) -> TokenSampler:
+    """The fastest sampler for this vocabulary on this device."""
     if device.type == "cpu" and (kernel := load_kernel()) is not None:
-        return KernelNoise(kernel, slots, vocab)
-    if vocab >= _SPARSE_VOCAB and device.type == "cpu":
-        return SparseNoise(vocab)
-    return DenseNoise(slots, vocab, device)
+        return KernelSampler(kernel, slots, vocab)
+    if vocab >= _MIN_CANDIDATE_VOCAB and device.type == "cpu":
+        return CandidateSampler(vocab)
+    return DenseSampler(slots, vocab, device)
 
 
 def shape_logits(logits_rv: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
-    """Logits of the distributions that are really drawn from."""
+    """Apply temperatures and filters: the logits of the distributions that tokens are drawn from."""
     divisors = [sampling.temperature or 1.0 for sampling in samplings]
     if any(divisor != 1.0 for divisor in divisors):
         logits_rv = logits_rv / torch.tensor(divisors, device=logits_rv.device).unsqueeze(1)
     return filter_logits(logits_rv, samplings)
 
 
-def draw_noise(draws: Sequence[Draw], vocab: int, device: torch.device, num_positions: int = 1) -> torch.Tensor:
-    """Noise of each draw at its position and the following ones [r, k, v]; zero where the temperature is."""
+def _draw_noise(draws: Sequence[Draw], vocab: int, device: torch.device, num_positions: int = 1) -> torch.Tensor:
+    """Noise [r, k, v] of each draw at its position and the following ones; zero for temperature 0."""
     rows = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0]
     if not rows:
         return torch.zeros(len(draws), num_positions, vocab, device=device)
@@ -111,11 +118,12 @@ def draw_noise(draws: Sequence[Draw], vocab: int, device: torch.device, num_posi
     return noise_rkv
 
 
-class DenseNoise:
-    """Noise for the next positions of every running slot, drawn in blocks, since a call costs more than its numbers.
+class DenseSampler:
+    """Computes noise for every token, for several next positions of each slot at once, because a call costs more than
+    its numbers.
 
-    All slots share a phase: `noise_bkv[slot, phase]` belongs to the slot's next position. A slot that starts fills its
-    own row from the current phase on.
+    All slots share a phase: `noise_bkv[slot, phase]` is for the slot's next position. A slot that starts fills its row
+    from the current phase on.
     """
 
     def __init__(self, slots: int, vocab: int, device: torch.device) -> None:
@@ -127,7 +135,7 @@ class DenseNoise:
 
     def start(self, first_slot: int, draws: Sequence[Draw]) -> None:
         if self._phase < self._block:
-            noise_bkv = draw_noise(draws, self._vocab, self._device, self._block - self._phase)
+            noise_bkv = _draw_noise(draws, self._vocab, self._device, self._block - self._phase)
             self._noise_bkv[first_slot : first_slot + len(draws), self._phase :].copy_(noise_bkv)
 
     def move(self, source: int, target: int) -> None:
@@ -145,8 +153,8 @@ class DenseNoise:
 
     def verify(
         self, scaled_rv: torch.Tensor, draws: Sequence[Draw], cached: Sequence[int], tolerances: Sequence[float]
-    ) -> Verdict:
-        scores_rv = scaled_rv + draw_noise(draws, self._vocab, self._device).squeeze(1)
+    ) -> ReplayVerdict:
+        scores_rv = scaled_rv + _draw_noise(draws, self._vocab, self._device).squeeze(1)
         best_r, tokens_r = scores_rv.max(-1)
         logprobs_rv = torch.log_softmax(scaled_rv, -1)
         cached_r = torch.tensor(cached, device=self._device)
@@ -161,8 +169,8 @@ class DenseNoise:
         )
 
 
-class SparseNoise:
-    """Draws among the tokens that can win; nothing is kept from one step to the next."""
+class CandidateSampler:
+    """Computes noise only for the tokens that can win; keeps no state from one step to the next."""
 
     def __init__(self, vocab: int) -> None:
         self._search = CandidateSearch(vocab)
@@ -179,7 +187,7 @@ class SparseNoise:
 
     def verify(
         self, scaled_rv: torch.Tensor, draws: Sequence[Draw], cached: Sequence[int], tolerances: Sequence[float]
-    ) -> Verdict:
+    ) -> ReplayVerdict:
         tokens_r, normalizer_r = self._draw(scaled_rv, draws)
         cached_r = torch.tensor(cached)
         index_r = cached_r.clamp(min=0)
@@ -194,12 +202,12 @@ class SparseNoise:
         )
 
     def _draw(self, scaled_rv: torch.Tensor, draws: Sequence[Draw]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens, and the logarithm of what their distributions are normalised by."""
+        """Drawn tokens, and the logsumexp of their rows."""
         seeds_r = seed_tensor([draw.seed for draw in draws])
-        tokens_r, normalizer_r = self._search.best(scaled_rv, seeds_r, torch.tensor([draw.position for draw in draws]))
+        tokens_r, normalizer_r = self._search.draw(scaled_rv, seeds_r, torch.tensor([draw.position for draw in draws]))
         for row, draw in enumerate(draws):
             if draw.sampling.temperature == 0:
-                tokens_r[row] = int(scaled_rv[row].numpy().argmax())  # several times as fast as torch's
+                tokens_r[row] = int(scaled_rv[row].numpy().argmax())  # numpy is several times as fast as torch here
         return tokens_r, normalizer_r
 
     def _scores(self, scaled_rv: torch.Tensor, draws: Sequence[Draw], tokens_r: torch.Tensor) -> torch.Tensor:
@@ -209,12 +217,12 @@ class SparseNoise:
         return _at(scaled_rv, tokens_r) + noise_r * is_random_r
 
 
-class KernelNoise(SparseNoise):
-    """Draws by compiled code. What is drawn next in a slot is kept, so that a step is one call."""
+class KernelSampler(CandidateSampler):
+    """Draws in compiled code. Keeps the next draw of every slot, so that a step is one call."""
 
     def __init__(self, kernel: ctypes.CDLL, slots: int, vocab: int) -> None:
         super().__init__(vocab)
-        self._kernel, self._vocab, self._threads = kernel, vocab, Threads()
+        self._kernel, self._vocab, self._threads = kernel, vocab, KernelThreads()
         self._seeds_b, self._positions_b = (torch.zeros(slots, dtype=torch.int64) for _ in range(2))
         self._is_random_b = torch.zeros(slots, dtype=torch.uint8)
 
@@ -223,8 +231,8 @@ class KernelNoise(SparseNoise):
         self._seeds_b[slots], self._positions_b[slots], self._is_random_b[slots] = _columns(draws)
 
     def move(self, source: int, target: int) -> None:
-        for kept_b in (self._seeds_b, self._positions_b, self._is_random_b):
-            kept_b[target] = kept_b[source]
+        for values_b in (self._seeds_b, self._positions_b, self._is_random_b):
+            values_b[target] = values_b[source]
 
     def choose(self, scaled_bv: torch.Tensor, draws: Callable[[], list[Draw]]) -> Choice:
         tokens_b, normalizer_b = self._call(scaled_bv, self._seeds_b, self._positions_b, self._is_random_b)
@@ -237,11 +245,11 @@ class KernelNoise(SparseNoise):
     def _call(
         self, scaled_rv: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, is_random: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and normalizers; of seeds and the rest, as many as there are rows count."""
+        """Drawn tokens and logsumexp of the rows; `seeds` and the others may be longer than there are rows."""
         num_rows = len(scaled_rv)
         scaled_rv = scaled_rv.float().contiguous()
         tokens_r, normalizer_r = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows)
-        size = self._threads.size(is_large=scaled_rv.numel() >= _THREADED)
+        size = self._threads.size(is_large=scaled_rv.numel() >= _MIN_THREADED_LOGITS)
 
         def run(rank: int) -> None:
             self._kernel.sortedrl_draw(
@@ -255,7 +263,7 @@ class KernelNoise(SparseNoise):
 
 
 def _columns(draws: Sequence[Draw]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Seeds, positions, and whether there is any noise."""
+    """Seeds, positions, and whether the draw is random, as one tensor each."""
     return (
         seed_tensor([draw.seed for draw in draws]),
         torch.tensor([draw.position for draw in draws], dtype=torch.int64),
@@ -278,12 +286,12 @@ def _judge(
     cached_logprobs_r: torch.Tensor,
     gap_r: torch.Tensor,
     tolerances: Sequence[float],
-) -> Verdict:
-    """`gap_r`: how much the cached token's perturbed score is below the best."""
+) -> ReplayVerdict:
+    """`gap_r`: by how much the cached token's score (logit + noise) is below the best score."""
     is_kept_r = tokens_r == cached_r
     if any(tolerances):
         is_kept_r |= (gap_r <= torch.tensor(tolerances, device=gap_r.device)) & (cached_r >= 0)
-    return Verdict(
+    return ReplayVerdict(
         drawn=_choice(tokens_r, logprobs_r),
         is_kept=is_kept_r.tolist(),
         cached_logprobs=cached_logprobs_r.tolist(),

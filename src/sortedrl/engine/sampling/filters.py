@@ -1,8 +1,7 @@
 """Top-k, top-p and min-p: tokens that may not be drawn get a logit of minus infinity.
 
-`sampling/draw.py` calls it behind the temperature, for the rows that ask for it. Filters apply in this order, each to
-what the one before has left; of equal logits at a border, those with the smaller id stay. The likeliest token always
-stays.
+`draw.py` calls it after dividing by the temperature. Filters apply in this order, each to the tokens that the previous
+one left. Of equal logits at the limit, tokens with smaller ids stay. The most likely token always stays.
 
 Shapes: r rows, v vocabulary.
 """
@@ -21,14 +20,14 @@ def is_filtered(sampling: Sampling) -> bool:
 
 
 def filter_logits(scaled_rv: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
-    """A copy where any row is filtered, the rows themselves otherwise."""
+    """A filtered copy of the logits; the logits themselves if no row has a filter."""
     kinds = {id(sampling): sampling for sampling in samplings}  # most requests share one
     if not any(map(is_filtered, kinds.values())):
         return scaled_rv
-    rows = [row for row, sampling in enumerate(samplings) if is_filtered(sampling)]
     filtered_rv = scaled_rv.clone()
-    for row in rows:
-        filtered_rv[row] = _filter_row(scaled_rv[row], samplings[row])
+    for row, sampling in enumerate(samplings):
+        if is_filtered(sampling):
+            filtered_rv[row] = _filter_row(scaled_rv[row], sampling)
     return filtered_rv
 
 
@@ -39,7 +38,7 @@ def _filter_row(scaled_v: torch.Tensor, sampling: Sampling) -> torch.Tensor:
         num_kept = min(num_kept, sampling.top_k)
     probs = torch.softmax(values_v[:num_kept], -1)
     if sampling.top_p < 1:
-        before = probs.cumsum(-1) - probs  # what the likelier ones add up to
+        before = probs.cumsum(-1) - probs  # sum of the probabilities of all likelier tokens
         num_kept = max(1, int((before < sampling.top_p).sum()))
         probs = probs[:num_kept]
     if sampling.min_p > 0:

@@ -1,15 +1,15 @@
 """Sampling noise as a pure function of (seed, position, token): the scheme `gumbel-splitmix64-v1`.
 
-Every engine draws from it, so that under given weights a sample's answer does not depend on when, where or next to whom
-it runs; replay and the engines' conformance tests rest on that. A change of any output is another scheme and another
-name.
+Every engine draws with this noise, so under given weights an answer does not depend on when, where or next to which
+other samples it runs. Replay and the engines' conformance tests rely on that. If any output changes, the scheme needs a
+new name.
 
-All integers are 64-bit and wrap. With mix(x) the finaliser of splitmix64 and G its increment,
+All integers are 64-bit and wrap around. With mix(x) the finaliser of splitmix64 and G its increment,
     row  = mix(mix(seed) + G * (position + 1))        position: index in the answer, from 0
     bits = mix(row + G * (token + 1)) >> 32           32 uniform bits
     u    = (bits + 0.5) / 2**32                       in (0, 1), exact in float64
     g    = -log(-log(u))                              in float64, then rounded to float32
-The token of largest logits / temperature + g is then a draw from softmax(logits / temperature).
+The token with the largest logits / temperature + g is then a draw from softmax(logits / temperature).
 
 Shapes: b rows (one per sequence, or per sequence and position), v tokens.
 """
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 SCHEME = "gumbel-splitmix64-v1"
 
-# u lies in [2**-33, 1 - 2**-33]: a token whose scaled logit is more than MAX_NOISE - MIN_NOISE below the largest one
-# can never be drawn, and one more than MAX_NOISE below a perturbed score cannot beat it.
+# u lies in [2**-33, 1 - 2**-33]. So a token whose scaled logit is more than MAX_NOISE - MIN_NOISE below the largest one
+# is never drawn, and a token whose logit is more than MAX_NOISE below another token's logit + noise cannot beat it.
 MAX_NOISE = 22.873858  # 33 log 2, rounded up
 MIN_NOISE = -3.129995  # -log(33 log 2), rounded down
 
-# Numbers worked on at once: what a processor's cache holds. Twenty passes over more than that cost twice the time.
+# Numbers per chunk: as many as fit in a processor's cache. Twenty passes over larger chunks take twice the time.
 _CHUNK = 1 << 16
 
 _INCREMENT = 0x9E3779B97F4A7C15
@@ -42,7 +42,7 @@ _MASK = (1 << 64) - 1
 
 
 def _signed(value: int) -> int:
-    """The same 64 bits as torch's int64 holds them."""
+    """The signed int64 with the same 64 bits."""
     value &= _MASK
     return value - (1 << 64) if value >> 63 else value
 
@@ -54,7 +54,7 @@ def _mix_scalar(x: int) -> int:
 
 
 def gumbel_scalar(seed: int, position: int, token: int) -> float:
-    """The definition, in plain Python: the reference for every other implementation."""
+    """The noise of one token, in plain Python: the reference for every other implementation."""
     row = _mix_scalar((_mix_scalar(seed & _MASK) + _INCREMENT * (position + 1)) & _MASK)
     bits = _mix_scalar((row + _INCREMENT * (token + 1)) & _MASK) >> 32
     uniform = (bits + 0.5) / 2.0**32
@@ -62,33 +62,33 @@ def gumbel_scalar(seed: int, position: int, token: int) -> float:
 
 
 def _xor_shift_(x: torch.Tensor, shift: int) -> torch.Tensor:
-    # torch shifts int64 arithmetically: the mask takes away the copies of the sign.
+    # torch shifts int64 arithmetically: the mask removes the copies of the sign bit.
     return x.bitwise_xor_((x >> shift).bitwise_and_((1 << (64 - shift)) - 1))
 
 
 def _mix_(x: torch.Tensor) -> torch.Tensor:
-    """In place: `x` must be the caller's own."""
+    """Mix `x` in place."""
     _xor_shift_(x, 30).mul_(_signed(_FIRST))
     _xor_shift_(x, 27).mul_(_signed(_SECOND))
     return _xor_shift_(x, 31)
 
 
 def seed_tensor(seeds: Sequence[int], device: torch.device | str = "cpu") -> torch.Tensor:
-    """Seeds as int64, whatever their sign or width."""
+    """Seeds of any sign and width as int64."""
     import torch
 
     return torch.tensor([_signed(seed) for seed in seeds], dtype=torch.int64, device=device)
 
 
 def row_keys(seeds_b: torch.Tensor, positions_b: torch.Tensor) -> torch.Tensor:
-    """What all tokens of a row have in common: `row` of the definition, int64 [b]."""
+    """`row` of the definition above, which all tokens of a row share: int64 [b]."""
     return _mix_(_mix_(seeds_b.clone()) + (positions_b + 1) * _signed(_INCREMENT))
 
 
 def gumbel(seeds_b: torch.Tensor, positions_b: torch.Tensor, tokens: int | torch.Tensor) -> torch.Tensor:
-    """Noise of row b at its position, float32 [b, v].
+    """Noise of each row at its position, float32 [b, v].
 
-    `tokens` is how many there are (their ids are 0..n-1), or the ids themselves: [v] for all rows, or [b, v].
+    `tokens` is the number of tokens (with ids 0..n-1), or a tensor of ids: [v] for all rows, or [b, v].
     """
     import torch
 
@@ -106,11 +106,11 @@ def gumbel(seeds_b: torch.Tensor, positions_b: torch.Tensor, tokens: int | torch
     return noise_bv
 
 
-class LuckyTokens:
-    """Finds the tokens of a row whose 1 - u is below 2**-`shift`, without any logarithm.
+class HighNoiseTokens:
+    """Finds the tokens of a row whose 1 - u is below 2**-`shift`, without computing logarithms.
 
-    The last step of the mix, x ^ (x >> 31), can change of the upper 32 bits the lowest alone, and no threshold that is
-    even depends on that one: x itself is compared, and the step is left out. One object serves one thread.
+    The last step of the mix, x ^ (x >> 31), changes only the lowest of the upper 32 bits. A comparison with an even
+    threshold does not depend on that bit, so the step is left out. Each thread needs its own object.
     """
 
     def __init__(self, vocab: int, shift: int) -> None:
@@ -124,7 +124,7 @@ class LuckyTokens:
         self._x_v, self._shifted_v = np.empty_like(self._steps_v), np.empty_like(self._steps_v)
 
     def mask(self, key: np.uint64) -> np.ndarray:
-        """Which tokens of the row with this key are lucky, bool [v]."""
+        """Whether each token of the row with this key has high noise, bool [v]."""
         import numpy as np
 
         x_v, shifted_v = self._x_v, self._shifted_v

@@ -39,7 +39,7 @@ from sortedrl.engine.base import (
 )
 from sortedrl.engine.local.attempt import Attempt
 from sortedrl.engine.local.module_decoder import Geometry
-from sortedrl.engine.request_checks import find_fault
+from sortedrl.engine.request_checks import check_limits, check_submit, find_fault
 from sortedrl.engine.vllm.adapter import AdapterFolder
 from sortedrl.engine.vllm.core import Core, check_installed
 from sortedrl.engine.vllm.http import ServerTower
@@ -48,7 +48,7 @@ from sortedrl.engine.vllm.request import Flight
 from sortedrl.engine.vllm.request_loop import Tower
 from sortedrl.engine.vllm.server import Server
 from sortedrl.engine.vllm.weights import WeightFolder
-from sortedrl.errors import EngineError, ModelError
+from sortedrl.errors import EngineError
 from sortedrl.records import Mode
 from sortedrl.weights import base_copy, is_adapted
 
@@ -85,13 +85,7 @@ class VllmEngine:
             check_installed()
         adapted, model = model, base_copy(model) if is_adapted(model) else model
         geometry = Geometry.of(model)
-        if slots < 1:
-            raise EngineError(f"slots = {slots}: an engine needs at least one")
-        if max_length > geometry.max_length:
-            raise ModelError(
-                f"max_length {max_length} is more than the model's {geometry.max_length} positions: "
-                "lower the token budget or take a model with a longer context"
-            )
+        check_limits(slots=slots, max_length=max_length, model_length=geometry.max_length)
         self._slots, self._max_length, self._vocab = slots, max_length, geometry.vocab
         self._dtype = dtype or next(model.parameters()).dtype
         self._limit_s, self._clock, self._decode = limit_s, clock, decode
@@ -134,14 +128,8 @@ class VllmEngine:
         return len(self._tower.flights)
 
     def submit(self, requests: Iterable[Request]) -> None:
-        if self._is_closed:
-            raise EngineError("the engine is closed: make another one")
         requests = list(requests)
-        if len(requests) > self._slots - self.num_running:
-            raise EngineError(
-                f"{len(requests)} requests for {self._slots - self.num_running} free slots of {self._slots}: "
-                "submit no more than are free"
-            )
+        check_submit(len(requests), running=self.num_running, slots=self._slots, is_closed=self._is_closed)
         flights = [flight for request in requests if (flight := self._prepare(request)) is not None]
         if flights:
             self._launch(flights)

@@ -107,7 +107,7 @@ class Flight:
     def take(self, output: Any, clock: float) -> Turn:
         """Write an output into the attempt."""
         if not self.is_started:
-            self.is_started, self.attempt.slot_mark, self.num_hits = True, clock, output.num_cached_tokens or 0
+            self.is_started, self.attempt.last_delivery_s, self.num_hits = True, clock, output.num_cached_tokens or 0
         self.clock, self.num_decoded = clock, 0
         (answer,) = output.outputs
         self.is_open = answer.finish_reason is None

@@ -30,7 +30,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDi
 from vllm.v1.sample.sampler import Sampler
 
 from sortedrl.engine.base import Sampling
-from sortedrl.engine.sampling.draw import Draw, Noise, make_noise, shape_logits
+from sortedrl.engine.sampling.draw import Draw, TokenSampler, make_sampler, shape_logits
 from sortedrl.engine.vllm.abort_flag import HaltFlag, Halts
 from sortedrl.engine.vllm.sampling_args import Terms
 
@@ -94,7 +94,7 @@ class NoiseSampler(Sampler):
         super().__init__(logprobs_mode="processed_logprobs")
         self._noise_rows = rows
         self._halts = halts
-        self._noise: Noise | None = None
+        self._noise: TokenSampler | None = None
 
     def sample(
         self, logits: torch.Tensor, sampling_metadata: Any, logprobs_mode_override: Any = None
@@ -104,7 +104,7 @@ class NoiseSampler(Sampler):
             return torch.zeros(len(logits), dtype=torch.int64), torch.full((len(logits), 1), math.nan)
         if draws is None:
             return super().sample(logits, sampling_metadata, logprobs_mode_override)
-        self._noise = self._noise or make_noise(1, logits.shape[1], logits.device)
+        self._noise = self._noise or make_sampler(1, logits.shape[1], logits.device)
         scaled_rv = shape_logits(logits, [draw.sampling for draw in draws])
         drawn = self._noise.verify(scaled_rv, draws, [-1] * len(draws), [0.0] * len(draws)).drawn
         logprobs_r = torch.tensor(drawn.logprobs, device=logits.device)
@@ -264,7 +264,7 @@ def _fill(target: LogprobsTensors, rows: slice, logits_rv: torch.Tensor, tokens:
     draws = [Draw(terms.seed, index + 1 - num_prompt, terms.sampling) for index in range(rows.start, rows.stop)]
     cached = tokens[rows.start + 1 : rows.stop + 1]
     scaled_rv = shape_logits(logits_rv, [draw.sampling for draw in draws])
-    noise = make_noise(len(draws), logits_rv.shape[1], logits_rv.device)
+    noise = make_sampler(len(draws), logits_rv.shape[1], logits_rv.device)
     verdict = noise.verify(scaled_rv, draws, cached, [terms.tolerance] * len(cached))
     kept = zip(verdict.is_kept, cached, verdict.drawn.tokens, strict=True)
     standing = [token if is_kept else drawn for is_kept, token, drawn in kept]

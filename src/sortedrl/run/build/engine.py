@@ -18,7 +18,7 @@ import torch
 from sortedrl.config import SortedConfig
 from sortedrl.engine.base import Engine, Sampling
 from sortedrl.engine.local.engine import LocalEngine
-from sortedrl.engine.local.decoder_choice import EXACT, choose_dtype
+from sortedrl.engine.local.decoder_choice import EXACT_DTYPES, choose_dtype
 from sortedrl.engine.pool.pool import Pool
 from sortedrl.engine.pool.ray_cluster import connect, disconnect, is_connected
 from sortedrl.engine.watchdog import Watchdog
@@ -53,11 +53,11 @@ def build_engine(
             engine = build_pool(config, model, partial(vllm_engine, **settings), dtype=dtype, max_length=length)
         case "local" if has_members:
             is_here = not config.engine.cluster and not torch.cuda.is_available()
-            dtype = choose_dtype(model, config.engine.dtype, is_exact=needs_replay, is_here=is_here)
+            dtype = choose_dtype(model, config.engine.dtype, needs_exact_replay=needs_replay, is_this_machine=is_here)
             engine = build_pool(config, model, local_engine, dtype=dtype, max_length=length)
         case "local":
             own = _private_copy(model) if knobs.overlap else model
-            dtype = choose_dtype(own, config.engine.dtype, is_exact=needs_replay)
+            dtype = choose_dtype(own, config.engine.dtype, needs_exact_replay=needs_replay)
             engine = LocalEngine(own, slots=config.engine.slots, max_length=length, dtype=dtype, decode=decode)
         case "vllm":
             if config.engine.address and config.engine.port:
@@ -195,7 +195,7 @@ def build_pool(
         members,
         size=settings.replicas,
         slots=settings.slots,
-        exact_replay=dtype in EXACT,
+        exact_replay=dtype in EXACT_DTYPES,
         keep_kv=True,
         waits=settings.kind == "local",
         health_s=settings.health_s,

@@ -82,7 +82,7 @@ def prepare_job(bench: EngineBench) -> Job:
     model, tokenizer = load_model(folder)
     stream = prompt_stream(config, build_task(config), tokenizer)
     prompts = [list(prompt.tokens) for _, prompt in stream.take(bench.slots)]
-    dtype = choose_dtype(model, bench.dtype, is_exact=False)
+    dtype = choose_dtype(model, bench.dtype, needs_exact_replay=False)
     return Job(
         folder=folder,
         model=model,

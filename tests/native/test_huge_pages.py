@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sortedrl.native.huge_pages import zeros
+from sortedrl.native.huge_pages import zeros_in_huge_pages
 
 CPU = torch.device("cpu")
 ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -22,7 +22,7 @@ def large_bytes() -> int:
 
 @pytest.mark.parametrize("shape", [(3, 5), (1024, 1025), (4, 2**20)])
 def test_zeros_of_a_shape(shape: tuple[int, ...]) -> None:
-    memory = zeros(*shape, dtype=torch.float32, device=CPU)
+    memory = zeros_in_huge_pages(*shape, dtype=torch.float32, device=CPU)
     assert memory.shape == shape
     assert not memory.any()
     memory[-1] = 1
@@ -34,5 +34,5 @@ def test_zeros_of_a_shape(shape: tuple[int, ...]) -> None:
 )
 def test_pages_are_large() -> None:
     before = large_bytes()
-    memory = zeros(64 << 20, dtype=torch.uint8, device=CPU).fill_(1)
+    memory = zeros_in_huge_pages(64 << 20, dtype=torch.uint8, device=CPU).fill_(1)
     assert large_bytes() - before >= memory.numel() // 2  # a system short of memory may have some small ones between
