@@ -59,7 +59,7 @@ def main(directories: list[Path]) -> None:
         )
         records.append({"strategy": strategy, "errors": errors, "within": within, "runs": [r.as_dict() for r in runs]})
     Console(width=110).print(table)
-    print(f"fit: R2 {fitted.r2:.3f} over {fitted.num_stretches} stretches, {fitted.update_r2:.3f} over updates")
+    print(f"fit: R2 {fitted.r2:.3f} over {fitted.num_stretches} spans, {fitted.update_r2:.3f} over updates")
     print(f"assumed, since sync cannot tell: {', '.join(fitted.assumed) or 'nothing'}")
     print(f"saved {save('forecast', {'fit': fitted.as_dict(), 'strategies': records})}")
 

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from sortedrl.simulate.costs import RooflineCost, load_hardware, load_shape
+from sortedrl.simulate.costs import RooflineCost, load_hardware, load_model_shape
 from sortedrl.simulate.run import simulate
 from sortedrl.simulate.traces import load_trace
 
@@ -50,7 +50,7 @@ def run(condition: Mapping[str, Any], arm: Mapping[str, Any], samples: int, seed
     trace = load_trace(given["trace"], samples=samples, seed=seed)
     hardware = load_hardware("h100")
     hardware = replace(hardware, train_flops_share=hardware.train_flops_share / given["update_times"])
-    cost = RooflineCost(hardware=hardware, model=load_shape("llama-3.1-8b"))
+    cost = RooflineCost(hardware=hardware, model=load_model_shape("llama-3.1-8b"))
     found = simulate(trace, slots=given["slots"], update_batch=128, cohort_batches=4, seed=seed, cost=cost, **arm)
     assert found.wall_s
     assert found.trained_tokens

@@ -7,7 +7,7 @@ import gc
 import pytest
 
 from sortedrl.run.gc_tuning import RARE, rare_collections
-from sortedrl.simulate.run import no_collections
+from sortedrl.simulate.run import gc_paused
 
 
 def test_collections_are_rare_and_as_before_behind() -> None:
@@ -26,9 +26,9 @@ def test_collections_are_rare_and_as_before_behind() -> None:
 
 def test_none_at_all_and_as_before_behind() -> None:
     assert gc.isenabled()
-    with no_collections():
+    with gc_paused():
         assert not gc.isenabled()
-        with no_collections():
+        with gc_paused():
             assert not gc.isenabled()
         assert not gc.isenabled()
     assert gc.isenabled()

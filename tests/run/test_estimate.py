@@ -12,12 +12,14 @@ from sortedrl.config import SortedConfig
 from sortedrl.errors import ModelError
 from sortedrl.run.build.parts import load_model
 from sortedrl.run.estimate import Forecast, activation_bytes, estimate_memory, estimate_time, forecast_run, read_shape
-from sortedrl.simulate.costs import Model
+from sortedrl.simulate.costs import ModelShape
 from sortedrl.tasks.tiny import knights_tiny_path
 from tests.simulate.test_costs import PLAIN, RooflineCost
 
 # 10 weights; 2 layers of 1 head of size 3; hidden 3, feed-forward 5, vocabulary 7; engine values of 2 bytes.
-TOY = Model(params=10, layers=2, heads=1, kv_heads=1, head_dim=3, bytes_per_value=2, hidden=3, intermediate=5, vocab=7)
+TOY = ModelShape(
+    params=10, layers=2, heads=1, kv_heads=1, head_dim=3, bytes_per_value=2, hidden=3, intermediate=5, vocab=7
+)
 
 
 def config(**sections: dict[str, object]) -> SortedConfig:

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from sortedrl.engine.sim.cost import UnitCost
 from sortedrl.errors import ConfigError
-from sortedrl.simulate.costs import Hardware, Model, RooflineCost, _sum_of_larger, load_cost, preset_names
+from sortedrl.simulate.costs import Hardware, ModelShape, RooflineCost, _sum_of_larger, load_cost, preset_names
 
 # 2 layers of 1 head of 1, one byte a value: KV 4 bytes and attention 8 FLOP per token; 100 weights of 1 byte.
-TOY = Model(params=100, layers=2, heads=1, kv_heads=1, head_dim=1, bytes_per_value=1)
+TOY = ModelShape(params=100, layers=2, heads=1, kv_heads=1, head_dim=1, bytes_per_value=1)
 PLAIN = Hardware(
     flops=1000,
     bandwidth=100,

@@ -10,9 +10,9 @@ import pytest
 
 from sortedrl.config import SortedConfig
 from sortedrl.errors import DataError
-from sortedrl.simulate.fit import APART_ELEMENTS, FittedCost, Observed, Observer, Stretch, fit_runs, read_lengths
+from sortedrl.simulate.fit import APART_ELEMENTS, FittedCost, Observed, Observer, SteadySpan, fit_runs
 from sortedrl.simulate.forecast import forecast
-from sortedrl.simulate.proposal import PlanQuestion, propose
+from sortedrl.simulate.plan import PlanQuestion, propose
 from sortedrl.telemetry import events
 from sortedrl.telemetry.sinks import JsonlSink
 from sortedrl.telemetry.summary import Summary
@@ -64,12 +64,12 @@ def taken(t: float, update: int, lengths: dict[int, int], *, num_paused: int = 0
 def observe(*seen: events.Event) -> Observed:
     observer = Observer(Observed())
     for event in seen:
-        observer.see(event)
+        observer.observe(event)
     return observer.observed
 
 
 def rows(*seen: events.Event) -> list[tuple[object, ...]]:
-    return [(s.seconds, s.started, s.cached, s.steps, s.lengths) for s in observe(*seen).stretches]
+    return [(s.seconds, s.started, s.cached, s.steps, s.lengths) for s in observe(*seen).spans]
 
 
 def test_stretches_by_hand() -> None:
@@ -91,12 +91,12 @@ def test_a_replay_goes_on_from_what_was_accepted() -> None:
 def test_windows_by_hand() -> None:
     # Three prompt tokens and a step: lengths 13, 5 and 4. Together as far as the longest: 3 x 13 = 39. The longest in a
     # call of its own: 13 + 2 x 5 + 4 = 27. Each in one: 13 + 5 + 4 + 8 = 30.
-    stretch = Stretch(seconds=1.0, started=0, cached=0, steps=1, lengths=(2, 10, 1))
+    stretch = SteadySpan(seconds=1.0, started=0, cached=0, steps=1, lengths=(2, 10, 1))
     assert stretch.window(3, None) == 39
     assert stretch.window(3, 4) == 27
     assert stretch.window(3, 100) == 39
     # Two steps of one sequence of 10: it attends to 13 and to 14.
-    assert Stretch(seconds=1.0, started=0, cached=0, steps=2, lengths=(10,)).window(3, 4) == 27
+    assert SteadySpan(seconds=1.0, started=0, cached=0, steps=2, lengths=(10,)).window(3, 4) == 27
 
 
 @pytest.mark.parametrize("lengths", [(5,), (7, 7, 7), (900, 10, 12, 14), (400, 390, 12, 14, 13, 12), (50, 40, 30, 20)])
@@ -109,7 +109,7 @@ def test_a_window_is_what_the_engine_attends_to(lengths: tuple[int, ...]) -> Non
         attended += size * left[0]
         left = left[size:]
     attended += price * (len(sizes) - 1)
-    assert Stretch(seconds=1.0, started=0, cached=0, steps=1, lengths=lengths).window(0, price) == attended
+    assert SteadySpan(seconds=1.0, started=0, cached=0, steps=1, lengths=lengths).window(0, price) == attended
 
 
 def test_what_waits_in_its_slot_is_prefilled_with_what_starts() -> None:
@@ -295,9 +295,3 @@ def test_too_short_a_run_is_refused(tmp_path: Path) -> None:
     run = ToyRun(cost=TRUE, slots=4, refills=False).run(LENGTHS[:8], 4, {})
     with pytest.raises(DataError, match="too few"):
         fit_runs([run.write(tmp_path / "run")])
-
-
-def test_lengths_come_in_load_order(tmp_path: Path) -> None:
-    run = ToyRun(cost=TRUE, slots=4, refills=False)
-    run.log = [taken(0.0, 0, {2: 30, 0: 10}), taken(1.0, 1, {1: 20})]
-    assert read_lengths(run.write(tmp_path / "run")) == [10, 20, 30]

@@ -29,7 +29,7 @@ from sortedrl.errors import ConfigError
 from sortedrl.records import Mode
 from sortedrl.schedule import Strategy
 from sortedrl.simulate.answers import TraceAnswers
-from sortedrl.simulate.occupancy import OccupancyCurve
+from sortedrl.simulate.compare import OccupancyCurve
 from sortedrl.simulate.run import knobs_for, simulate
 from sortedrl.simulate.traces import Trace, load_trace
 from sortedrl.telemetry.events import AttemptEnded, AttemptStarted, BatchTaken, Event, RunEnded, SampleRequeued
@@ -273,9 +273,9 @@ def test_a_simulation_repeats_itself() -> None:
     ("options", "message"),
     [
         ({"slots": 0}, "slots must be at least 1"),
-        ({"update_batch": 9}, "larger than the cohort: the trace has only 8"),
+        ({"update_batch": 9}, "larger than the trace, which has only 8"),
         ({"update_batch": 2, "group_size": 3}, "multiple of group_size 3"),
-        ({"update_batch": 3, "group_size": 3}, "no whole groups of 3"),
+        ({"update_batch": 3, "group_size": 3}, "do not make whole groups of 3"),
         ({"divergence": 1.0}, "from 0 to below 1"),
         ({"drift": 0.0}, "above 0"),
         ({"strategy": "sorted"}, "unknown strategy 'sorted': did you mean sorted-"),
@@ -346,9 +346,9 @@ def test_the_command_gives_one_summary_per_strategy(
     [
         (["--trace", "none.json"], "No such file"),
         (["--trace", "lognormal(9, 1, 99)", "--strategy", "snyc"], "did you mean sync?"),
-        (["--trace", "lognormal(9, 1, 99)", "--strategy", " , "], "no strategy is named"),
+        (["--trace", "lognormal(9, 1, 99)", "--strategy", " , "], "names no strategy"),
         (["--trace", "lognormal(9, 1, 99)", "--slots", "0"], "slots must be at least 1"),
-        (["--trace", "lognormal(9, 1, 99)", "--samples", "8", "--update-batch", "9"], "larger than the cohort"),
+        (["--trace", "lognormal(9, 1, 99)", "--samples", "8", "--update-batch", "9"], "larger than the trace"),
         (["--trace", "lognormal(9, 1, 99)", "--cost", "roofline", "--hardware", "h1000"], "did you mean h100?"),
         (["--trace", "lognormal(9, 1, 99)", "--html", "/nowhere/x.html", "--strategy", "sync"], "cannot write"),
     ],

@@ -1,4 +1,4 @@
-"""`simulate` and `plan`: answers from the virtual clock."""
+"""The commands `simulate` and `plan`, which run the simulator on a virtual clock."""
 
 from __future__ import annotations
 
@@ -11,46 +11,58 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from sortedrl.cli.app import AsJson, app, err, stdout_console
 
+HardwareOption = Annotated[str, typer.Option(help="h100, a100 or cpu; for the cost model roofline.")]
+ModelOption = Annotated[
+    str, typer.Option(help="llama-3.1-8b, qwen2.5-32b or smollm2-135m; for the cost model roofline.")
+]
+TensorParallelOption = Annotated[int, typer.Option(min=1, help="Devices per replica.")]
+ReplicasOption = Annotated[int, typer.Option(min=1, help="Number of engines, each with --slots; the load is balanced.")]
+CapOption = Annotated[int | None, typer.Option(help="Token budget of an answer.")]
+ColumnOption = Annotated[str, typer.Option(help="Column of the lengths in a CSV or Parquet file.")]
+SeedOption = Annotated[int, typer.Option(min=0, help="Seed of all random choices.")]
+
 
 @app.command()
 def simulate(
-    trace: Annotated[str, typer.Option(help="A file of lengths, a run directory, or lognormal(700, 1.1, 8192).")],
-    slots: Annotated[int, typer.Option(help="Q: sequences that one replica runs at once.")] = 128,
+    trace: Annotated[
+        str, typer.Option(help="A file of answer lengths, a run directory, or lognormal(700, 1.1, 8192).")
+    ],
+    slots: Annotated[int, typer.Option(help="Q: sequences that one replica runs at the same time.")] = 128,
     update_batch: Annotated[int, typer.Option(help="U: samples per update.")] = 128,
-    cohort_batches: Annotated[int | None, typer.Option(min=1, help="n; sync always loads one batch.")] = None,
-    lookahead: Annotated[str | None, typer.Option(help="L, or none; where the strategy leaves it open.")] = None,
-    max_staleness: Annotated[str | None, typer.Option(help="A bound, or none; likewise.")] = None,
-    strategy: Annotated[str, typer.Option(help="Comma-separated presets, or all.")] = "all",
+    cohort_batches: Annotated[int | None, typer.Option(min=1, help="n: update batches per cohort; 1 for sync.")] = None,
+    lookahead: Annotated[
+        str | None, typer.Option(help="L: cohorts open ahead, or none; unless the strategy fixes it.")
+    ] = None,
+    max_staleness: Annotated[str | None, typer.Option(help="A bound, or none; unless the strategy fixes it.")] = None,
+    strategy: Annotated[str, typer.Option(help="Strategies, separated by commas, or all.")] = "all",
     admission: Annotated[str | None, typer.Option(help="load-order or longest-expected-first.")] = None,
     restart_noise: Annotated[str | None, typer.Option(help="seeded or fresh.")] = None,
-    overlap: Annotated[bool | None, typer.Option(help="Rollout goes on during updates.")] = None,
-    cost: Annotated[str, typer.Option(help="unit or roofline.")] = "unit",
-    hardware: Annotated[str, typer.Option(help="h100, a100 or cpu; for roofline.")] = "h100",
-    model: Annotated[
-        str, typer.Option(help="llama-3.1-8b, qwen2.5-32b or smollm2-135m; for roofline.")
-    ] = "llama-3.1-8b",
-    tensor_parallel: Annotated[int, typer.Option(help="Devices per replica.")] = 1,
-    replicas: Annotated[int, typer.Option(help="Engines, balanced, each with --slots.")] = 1,
-    prompt_tokens: Annotated[int, typer.Option(min=0, help="Length of every prompt; costs prefill.")] = 256,
+    overlap: Annotated[bool | None, typer.Option(help="Continue rollout during updates.")] = None,
+    cost: Annotated[str, typer.Option(help="Cost model: unit (one second per decode step) or roofline.")] = "unit",
+    hardware: HardwareOption = "h100",
+    model: ModelOption = "llama-3.1-8b",
+    tensor_parallel: TensorParallelOption = 1,
+    replicas: ReplicasOption = 1,
+    prompt_tokens: Annotated[int, typer.Option(min=0, help="Length of every prompt, which is prefilled.")] = 256,
     divergence: Annotated[float, typer.Option(help="Chance that an update changes a token; for replay.")] = 1e-4,
     drift: Annotated[float, typer.Option(help="Factor by which each update changes lengths.")] = 1.0,
     update_s: Annotated[
-        float | None, typer.Option(min=0, help="Seconds of an update, in place of the model's.")
+        float | None, typer.Option(min=0, help="Seconds per update, instead of the cost model's.")
     ] = None,
-    samples: Annotated[int | None, typer.Option(help="Answers; left out: the file's, or 4096.")] = None,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
-    group_size: Annotated[int, typer.Option(help="Siblings that are trained together.")] = 1,
-    cap: Annotated[int | None, typer.Option(help="Token budget of an answer.")] = None,
-    column: Annotated[str, typer.Option(help="The lengths in a CSV or Parquet file.")] = "length",
-    html: Annotated[Path | None, typer.Option(help="Write a page with the slots in use over time.")] = None,
+    samples: Annotated[int | None, typer.Option(help="Number of answers; default: all of the file, or 4096.")] = None,
+    seed: SeedOption = 0,
+    group_size: Annotated[int, typer.Option(help="Siblings that train together.")] = 1,
+    cap: CapOption = None,
+    column: ColumnOption = "length",
+    html: Annotated[Path | None, typer.Option(help="Write an HTML page that shows the slots in use over time.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run strategies over a trace of answer lengths on a virtual clock."""
-    from sortedrl.simulate.command import Question, answer
+    """Compare strategies on a trace of answer lengths, on a virtual clock."""
+    from sortedrl.simulate.compare import SimulationQuestion, compare_strategies
 
     knobs = {"cohort_batches": cohort_batches, "admission": admission, "restart_noise": restart_noise}
-    bounds = {"lookahead": bound(lookahead), "max_staleness": bound(max_staleness)}
-    question = Question(
+    bounds = {"lookahead": _parse_bound(lookahead), "max_staleness": _parse_bound(max_staleness)}
+    question = SimulationQuestion(
         trace=trace,
         strategies=strategy,
         slots=slots,
@@ -71,47 +83,47 @@ def simulate(
         cap=cap,
         column=column,
     )
-    found = answer(question, html=html)
-    for note in found.notes:
+    answer = compare_strategies(question, page=html)
+    for note in answer.notes:
         err.print(note, highlight=False, soft_wrap=True)
     if as_json:
-        print(json.dumps({"runs": [summary.model_dump(mode="json") for summary in found.summaries]}))
+        print(json.dumps({"runs": [summary.model_dump(mode="json") for summary in answer.summaries]}))
         return
-    stdout_console().print(found.table())
+    stdout_console().print(answer.table())
 
 
-def bound(text: str | None) -> int | str | None:
-    """A bound as typed: a number, or whatever else for the schedule to judge."""
+def _parse_bound(text: str | None) -> int | str | None:
+    """The number in the text, or else the text itself, which `resolve_knobs` checks."""
     return int(text) if text is not None and text.isdecimal() else text
 
 
 @app.command()
 def plan(
-    trace: Annotated[str | None, typer.Option(help="As for simulate; left out: the lengths of --from-run.")] = None,
-    from_run: Annotated[Path | None, typer.Option(help="Take costs and settings from this finished run.")] = None,
-    hardware: Annotated[str, typer.Option(help="h100, a100 or cpu; without --from-run.")] = "h100",
-    model: Annotated[
-        str, typer.Option(help="llama-3.1-8b, qwen2.5-32b or smollm2-135m; without --from-run.")
-    ] = "llama-3.1-8b",
-    tensor_parallel: Annotated[int, typer.Option(min=1, help="Devices per replica.")] = 1,
-    replicas: Annotated[int, typer.Option(min=1, help="Engines, balanced, each with --slots.")] = 1,
-    slots: Annotated[int | None, typer.Option(help="Q; left out: the run's, or 128.")] = None,
-    update_batch: Annotated[int | None, typer.Option(help="U; left out: the run's, or the slots.")] = None,
-    max_staleness: Annotated[int | None, typer.Option(min=0, help="Consider only what keeps this bound.")] = None,
-    overlap: Annotated[bool, typer.Option(help="Consider async: the learner has devices of its own.")] = False,
-    divergence: Annotated[float | None, typer.Option(help="As for simulate; left out: the run's, or 1e-4.")] = None,
+    trace: Annotated[str | None, typer.Option(help="As for simulate; default: the lengths of --from-run.")] = None,
+    from_run: Annotated[
+        Path | None, typer.Option(help="A finished run that costs and settings are taken from.")
+    ] = None,
+    hardware: HardwareOption = "h100",
+    model: ModelOption = "llama-3.1-8b",
+    tensor_parallel: TensorParallelOption = 1,
+    replicas: ReplicasOption = 1,
+    slots: Annotated[int | None, typer.Option(help="Q; default: the run's, or 128.")] = None,
+    update_batch: Annotated[int | None, typer.Option(help="U; default: the run's, or the number of slots.")] = None,
+    max_staleness: Annotated[int | None, typer.Option(min=0, help="Use only settings that keep this bound.")] = None,
+    overlap: Annotated[bool, typer.Option(help="Also try async, which needs separate learner devices.")] = False,
+    divergence: Annotated[float | None, typer.Option(help="As for simulate; default: the run's, or 1e-4.")] = None,
     prompt_tokens: Annotated[int | None, typer.Option(min=0, help="Length of every prompt.")] = None,
-    group_size: Annotated[int | None, typer.Option(min=1, help="Siblings that are trained together.")] = None,
-    samples: Annotated[int | None, typer.Option(help="Answers of the trace; at most 32 updates are simulated.")] = None,
-    cap: Annotated[int | None, typer.Option(help="Token budget of an answer.")] = None,
-    column: Annotated[str, typer.Option(help="The lengths in a CSV or Parquet file.")] = "length",
-    candidates: Annotated[int, typer.Option(min=1, help="Settings to try.")] = 48,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    group_size: Annotated[int | None, typer.Option(min=1, help="Siblings that train together.")] = None,
+    samples: Annotated[int | None, typer.Option(help="Number of answers; at most 32 updates are simulated.")] = None,
+    cap: CapOption = None,
+    column: ColumnOption = "length",
+    candidates: Annotated[int, typer.Option(min=1, help="Number of settings to try.")] = 48,
+    seed: SeedOption = 0,
     out: Annotated[Path | None, typer.Option(help="Write the recommendation as a configuration.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Search for the settings that train fastest at little staleness, by simulation."""
-    from sortedrl.simulate.proposal import PlanQuestion, propose
+    """Search by simulation for settings that train fast with little staleness."""
+    from sortedrl.simulate.plan import PlanQuestion, propose
 
     question = PlanQuestion(
         trace=trace,
@@ -136,14 +148,14 @@ def plan(
     columns = (TextColumn("simulating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=err, disable=as_json, transient=True) as progress:
         bar = progress.add_task("plan", total=None)
-        found = propose(question, tell=lambda done, total: progress.update(bar, completed=done, total=total))
+        proposal = propose(question, lambda done, total: progress.update(bar, completed=done, total=total))
     if out is not None:
-        found.write(out)
-    for note in found.notes:
+        proposal.write(out)
+    for note in proposal.notes:
         err.print(note, highlight=False, soft_wrap=True)
     if as_json:
-        print(json.dumps(found.as_dict()))
+        print(json.dumps(proposal.as_dict()))
         return
-    stdout_console().print(found.table())
-    for line in [*found.advice(), *([f"configuration: {out}"] if out else [])]:
+    stdout_console().print(proposal.table())
+    for line in [*proposal.advice(), *([f"configuration: {out}"] if out else [])]:
         err.print(line, highlight=False, soft_wrap=True)

@@ -18,7 +18,15 @@ from typing import Any
 from sortedrl.config import SortedConfig
 from sortedrl.errors import ModelError
 from sortedrl.learner.logprobs import KEPT_ELEMENTS, PIECE_ELEMENTS, WHOLE_ELEMENTS
-from sortedrl.simulate.costs import CostModel, Hardware, Model, RooflineCost, load_hardware, load_shape, preset_names
+from sortedrl.simulate.costs import (
+    CostModel,
+    Hardware,
+    ModelShape,
+    RooflineCost,
+    load_hardware,
+    load_model_shape,
+    preset_names,
+)
 from sortedrl.simulate.fit import fit_runs
 
 FLOAT = 4  # bytes of what the learner holds, and of all of the local engine
@@ -79,19 +87,19 @@ class Duration:
         return self.cycle_s * self.num_updates + self.eval_s * self.num_evals
 
 
-def read_shape(path: str, folder: Path) -> Model:
+def read_shape(path: str, folder: Path) -> ModelShape:
     """The shape of a model from its config.json, or, where the folder is not there, from a preset of its name."""
     if (folder / "config.json").is_file():
         return _shape_of(folder)
     name = Path(path).name.lower()
     for preset in preset_names("models"):
         if name.startswith(preset) or name.replace("meta-", "").startswith(preset):
-            return replace(load_shape(preset), bytes_per_value=FLOAT)
+            return replace(load_model_shape(preset), bytes_per_value=FLOAT)
     known = ", ".join(preset_names("models"))
     raise ModelError(f"the shape of model {path!r} is not known: give a folder with config.json, or one of {known}")
 
 
-def _shape_of(folder: Path) -> Model:
+def _shape_of(folder: Path) -> ModelShape:
     """Counted on the meta device, where a model has shapes and no numbers."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -105,7 +113,7 @@ def _shape_of(folder: Path) -> Model:
         raise ModelError(f"{folder}/config.json cannot be read: {why}") from error
     text = config.get_text_config()
     heads = text.num_attention_heads
-    return Model(
+    return ModelShape(
         params=sum(parameter.numel() for parameter in module.parameters()),
         layers=text.num_hidden_layers,
         heads=heads,
@@ -118,7 +126,7 @@ def _shape_of(folder: Path) -> Model:
     )
 
 
-def estimate_memory(config: SortedConfig, model: Model) -> Memory:
+def estimate_memory(config: SortedConfig, model: ModelShape) -> Memory:
     """The learner trains in float32; an engine has its own weights, the local one for its fused kernels.
 
     `model.bytes_per_value` is that of the engine's weights and KV cache.
@@ -151,7 +159,7 @@ def _logit_bytes(size: int) -> int:
     return (LOGIT_COPIES * min(size, PIECE_ELEMENTS) + kept) * FLOAT
 
 
-def activation_bytes(model: Model) -> int:
+def activation_bytes(model: ModelShape) -> int:
     """What a Llama block keeps of one token for the backward pass, over all layers.
 
     Of the hidden size: both norms' inputs, what they normalise and their outputs; of the query heads: before and
@@ -167,14 +175,14 @@ def activation_bytes(model: Model) -> int:
     return model.layers * of_block * FLOAT
 
 
-def _kept_bytes(model: Model, num_tokens: int, *, is_recomputed: bool) -> int:
+def _kept_bytes(model: ModelShape, num_tokens: int, *, is_recomputed: bool) -> int:
     """Activations of a micro-batch: all of them, or every layer's input and all of one layer."""
     if not is_recomputed:
         return num_tokens * activation_bytes(model)
     return num_tokens * (model.layers * model.hidden * FLOAT + activation_bytes(model) // model.layers)
 
 
-def _adapter_params(config: SortedConfig, model: Model) -> int:
+def _adapter_params(config: SortedConfig, model: ModelShape) -> int:
     """Two thin matrices beside each of the seven linear maps of a block; all of them unless modules are named."""
     q, kv, h, f = model.heads * model.head_dim, model.kv_heads * model.head_dim, model.hidden, model.intermediate
     sides = {

@@ -1,1 +1,1 @@
-"""Simulation: the training loop on a virtual clock, over a trace of answer lengths and a model of what work costs."""
+"""Simulation of the training loop on a virtual clock, from a trace of answer lengths and a cost model."""

@@ -1,8 +1,8 @@
-"""Simulated answers: how long each is under which version; every token is 0.
+"""Simulated answers: the length of each answer under each version of the weights; every token is 0.
 
-`run.py` gives one `TraceAnswers` to the simulated engine. What it keeps true: an answer's length depends on its sample,
-its noise and the version alone, so every strategy meets the same answers; a replay keeps each cached token with
-probability (1 - divergence) per version since it was written or last verified.
+`run.py` gives one `TraceAnswers` to the simulated engine. Guarantees: an answer's length depends only on its sample,
+its seed and the version, so every strategy gets the same answers. A replay keeps each cached token with probability
+(1 - divergence) per version since the token was written or last verified.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from typing import Any
 from sortedrl.engine.base import Request
 
 _MASK = (1 << 64) - 1
-_ZEROS = [bytes(count) for count in range(2048)]  # read like lists, and can be shared
+_ZEROS = [bytes(count) for count in range(2048)]  # immutable, so that answers can share them
 
 
 class TraceAnswers:
-    """`lengths` and `seeds` by sample; `siblings[i]` is the range of samples that answer the same prompt as i does.
+    """The answers of a trace, as the simulated engine asks for them.
 
-    `drift`: every version makes answers this much longer (1.02) or shorter (0.98). A sample that comes with another
-    seed than its own was restarted with fresh noise: its length is then that of another answer to its prompt, or,
-    where a prompt has one answer only, of any answer in the trace.
+    `lengths` and `seeds` are indexed by sample; `siblings[i]` is the range of samples with the same prompt as sample i.
+    `drift` is the factor by which each version changes lengths (1.02: longer, 0.98: shorter). A request whose seed is
+    not the sample's own was restarted with fresh noise. It gets the length of another answer to its prompt, or of any
+    answer in the trace if `siblings` is None.
     """
 
     is_blank = True
@@ -41,13 +42,13 @@ class TraceAnswers:
         self.seeds = seeds
         self.siblings = siblings
         self.divergence = divergence
-        self.hazard = -math.log1p(-divergence)  # of a token, per version
+        self.hazard = -math.log1p(-divergence)  # rate at which a token changes, per version
         self.drift = drift
         self.cap = cap
         self.is_steady = drift == 1.0
 
     def length(self, request: Request, version: int) -> int:
-        """Length of the whole answer under this version."""
+        """The length of the whole answer under this version."""
         sample = request.sample
         if request.seed != self.seeds[sample]:
             prompt = range(len(self.lengths)) if self.siblings is None else self.siblings[sample]
@@ -55,13 +56,13 @@ class TraceAnswers:
         length = self.lengths[sample]
         return length if self.drift == 1.0 else min(max(round(length * self.drift**version), 1), self.cap)
 
-    # ---- what the engine asks ---------------------------------------------------------------------------------------
+    # ---- the protocol `Answers` of the simulated engine -------------------------------------------------------------
 
     def accepted(self, request: Request, version: int) -> int:
         limit = min(len(request.cached), self.length(request, version), request.budget)
         if self.hazard == 0.0:
             return limit
-        # One draw for the whole prefix: the amount of hazard after which the first difference comes.
+        # One draw for the whole prefix: the token-versions (tokens x age) up to the first token that changed.
         room = -math.log(_uniform(request.seed, version)) / self.hazard
         accepted = 0
         for written, count, is_masked in request.spans:
@@ -74,11 +75,11 @@ class TraceAnswers:
         return min(accepted, limit)
 
     def is_complete(self, request: Request, length: int, version: int) -> bool:
-        return self.length(request, version) <= length < self.cap  # at the cap it was cut off
+        return self.length(request, version) <= length < self.cap  # at the cap it was truncated
 
     def end(self, request: Request, length: int, version: int) -> int:
         sample = request.sample
-        is_own = request.seed == self.seeds[sample] and self.is_steady  # then `length` finds the same
+        is_own = request.seed == self.seeds[sample] and self.is_steady  # a short cut for what `length` would return
         whole = self.lengths[sample] if is_own else self.length(request, version)
         return whole if whole > length else length + 1
 
@@ -88,7 +89,7 @@ class TraceAnswers:
 
 
 def _mix(number: int) -> int:
-    """A 64-bit number that looks random and depends on `number` alone (splitmix64's finisher)."""
+    """A pseudo-random 64-bit number that depends only on `number` (the finalizer of splitmix64)."""
     number = (number + 0x9E3779B97F4A7C15) & _MASK
     number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -96,5 +97,5 @@ def _mix(number: int) -> int:
 
 
 def _uniform(seed: int, version: int) -> float:
-    """In (0, 1]."""
+    """A pseudo-random number in (0, 1]."""
     return (_mix(_mix(seed) ^ version) + 1) / 2**64

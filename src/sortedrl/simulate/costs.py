@@ -1,13 +1,12 @@
-"""Cost models of the simulator: what decoding, prefill, updates and publications take.
+"""Cost models of the simulator: the seconds that decoding, prefill, updates and publications take.
 
-`run.py` and the planner make one with `load_cost`. `unit` counts steps; `roofline` takes the larger of the time that
-memory and arithmetic need. What they keep true: time is additive over steps, and all sums are in closed form: within
-one call the context grows linearly, so the bound passes from memory to arithmetic or back at most once, and the sum
-over the steps is exact for the model.
+`compare.py` and the planner make one with `load_cost`. The model `unit` counts decode steps. The model `roofline` takes
+the larger of memory time and arithmetic time. Guarantees: time is additive over steps, and sums over steps are exact
+and in closed form. (Within one call the context grows linearly, so the larger of the two changes at most once.)
 
-The roofline's simplifications: replicas are balanced and in step; prefill stops decoding; siblings do not share the
-prefill of their prompt; training uses the same devices and takes 6 x params x tokens; memory for training is not
-subtracted from the KV cache.
+Simplifications of the roofline: replicas are balanced and run in step; prefill stops decoding; siblings do not share
+the prefill of their prompt; training uses the same devices and takes 6 x params x tokens operations; memory for
+training is not subtracted from the KV cache.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from sortedrl.errors import ConfigError
 
 class CostModel(DecodeCost, Protocol):
     def update_s(self, tokens: int) -> float:
-        """One update on so many tokens, prompts included."""
+        """Seconds of one update on `tokens` tokens, including prompts."""
         ...
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Hardware:
-    """One accelerator; presets/hardware.toml says what the fields mean."""
+    """One accelerator; presets/hardware.toml explains the fields."""
 
     flops: float
     bandwidth: float
@@ -48,14 +47,14 @@ class Hardware:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class Model:
+class ModelShape:
     params: float
     layers: int
     heads: int
     kv_heads: int
     head_dim: int
     bytes_per_value: float
-    hidden: int = 0  # these three are for memory only, see estimate.py
+    hidden: int = 0  # this and the next two are only for the memory estimate in run/estimate.py
     intermediate: int = 0
     vocab: int = 0
 
@@ -65,19 +64,19 @@ class Model:
 
     @property
     def kv_bytes(self) -> float:
-        """Of one token: a key and a value per layer and KV head."""
+        """Bytes of one token: a key and a value per layer and KV head."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.bytes_per_value
 
     @property
     def attention_flops(self) -> float:
-        """Of one token that attends to one other: a multiplication and an addition, for the score and for the sum."""
+        """Operations of one token that attends to one other: multiply and add, for score and weighted sum."""
         return 4 * self.layers * self.heads * self.head_dim
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class RooflineCost:
     hardware: Hardware
-    model: Model
+    model: ModelShape
     tensor_parallel: int = 1
     replicas: int = 1
 
@@ -87,7 +86,7 @@ class RooflineCost:
         return max(int(room // self.model.kv_bytes), 0) * self.replicas
 
     def decode_s(self, running: int, context: int, steps: int) -> float:
-        """Sum over i < steps of max(memory, arithmetic) at context + i x running, plus overheads."""
+        """The sum over i < steps of max(memory, arithmetic) at context + i x running, plus overheads."""
         rows, tokens = running / self.replicas, context / self.replicas
         hardware, model = self.hardware, self.model
         speed = hardware.bandwidth * hardware.bandwidth_share * self.tensor_parallel
@@ -100,7 +99,7 @@ class RooflineCost:
         return _sum_of_larger(memory, arithmetic, steps) + steps * (hardware.step_overhead_s + self._reduce_s)
 
     def prefill_s(self, lengths: Iterable[int]) -> float:
-        """Arithmetic of all tokens, causal attention included; at least one pass over the weights."""
+        """The arithmetic of all tokens with causal attention, but at least the time to read the weights once."""
         lengths = list(lengths)
         if not lengths:
             return 0.0
@@ -117,7 +116,7 @@ class RooflineCost:
         return 6 * self.model.params * tokens / flops
 
     def publish_s(self) -> float:
-        """Every device takes its share of the weights over its link."""
+        """Every device receives its share of the weights over its link."""
         return self.model.weight_bytes / (self.hardware.link_bandwidth * self.tensor_parallel)
 
     @property
@@ -126,10 +125,10 @@ class RooflineCost:
 
 
 def _sum_of_larger(first: tuple[float, float], second: tuple[float, float], steps: int) -> float:
-    """Sum over i < steps of max(a + b i, c + d i), for (a, b) and (c, d)."""
+    """The sum over i < steps of max(a + b i, c + d i), for (a, b) and (c, d)."""
     (a, b), (c, d) = first, second
     if a < c or (a == c and b < d):
-        (a, b), (c, d) = (c, d), (a, b)  # (a, b) is the larger one at the beginning
+        (a, b), (c, d) = (c, d), (a, b)  # so that (a, b) is the larger at i = 0
     split = steps
     if d > b:
         split = min(steps, math.ceil((a - c) / (d - b)))
@@ -147,24 +146,24 @@ def load_cost(
     replicas: int = 1,
     longest: int = 0,
 ) -> CostModel:
-    """A cost model by name. `longest`: the tokens of the longest sequence, which must fit the KV cache by itself."""
+    """A cost model by name. `longest` is the number of tokens of the longest sequence; the KV cache must hold it."""
     if kind not in ("unit", "roofline"):
         raise ConfigError(f"unknown cost model {kind!r}{_nearest(kind, ['unit', 'roofline'])}")
     for name, value in (("tensor-parallel", tensor_parallel), ("replicas", replicas)):
         if value < 1:
-            raise ConfigError(f"{name} must be at least 1, not {value}")
+            raise ConfigError(f"{name} must be at least 1, not {value}: raise --{name}")
     if kind == "unit":
         return UnitCost()
     cost = RooflineCost(
         hardware=load_hardware(hardware),
-        model=load_shape(model),
+        model=load_model_shape(model),
         tensor_parallel=tensor_parallel,
         replicas=replicas,
     )
     room = cost.kv_tokens // replicas
     if room < max(longest, 1):
         raise ConfigError(
-            f"{model} on {tensor_parallel} x {hardware} leaves room for {room:,} tokens of KV cache, and one answer "
+            f"{model} on {tensor_parallel} x {hardware} has memory for {room:,} tokens of KV cache, but one answer "
             f"may need {longest:,}: raise --tensor-parallel, lower --cap, or choose other hardware"
         )
     return cost
@@ -174,12 +173,12 @@ def load_hardware(name: str) -> Hardware:
     return Hardware(**_preset("hardware", name))
 
 
-def load_shape(name: str) -> Model:
-    return Model(**_preset("models", name))
+def load_model_shape(name: str) -> ModelShape:
+    return ModelShape(**_preset("models", name))
 
 
 def preset_names(table: str) -> list[str]:
-    """What presets/<table>.toml offers."""
+    """The names of the presets in presets/<table>.toml."""
     return sorted(_presets(table))
 
 

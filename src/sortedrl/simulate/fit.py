@@ -1,21 +1,23 @@
-"""Costs fitted to real runs: what their engine, learner and host took, as the simulator can use them.
+"""Cost models that are fitted to real runs: what their engine, learner and host took, in a form the simulator can use.
 
-`plan --from-run` and benchmarks/forecast.py call `fit_runs`. Everything comes from the run directories: the step at
-which each attempt ended follows from its token counts, since all running sequences make one token per step and the
-first token of an attempt comes from its prefill. Between two endings lies a *stretch*: one call of the engine, in which
-the number of running sequences is constant. A stretch takes
+`plan --from-run`, `run/estimate.py` and benchmarks/forecast.py call `fit_runs`. It reads only run directories. An
+attempt's token count gives the decode step at which the attempt ended, because every running sequence makes one token
+per step and the first token of an attempt comes from its prefill. Between two endings lies a *steady span*: one call of
+the engine, during which the number of running sequences is constant. A span takes
 
     poll_s + base_s x steps + several_s x (steps with more than one sequence) + slot_s x slot-steps
            + window_s x window-steps + (call_s + start_s x samples started + token_s x cached tokens, if it prefills)
 
-where a step's window counts the positions that sequences attend to, prompts included. The local engine lets runs of
-slots attend together, as far as the longest of them, in as many calls as are cheapest; `sync` runs, in which all are
-about equally long, cannot tell that, so it is computed as the engine does, for slots that lie in order of length.
-Weighted least squares, no
-coefficient below zero, scaled so that the stretches' sum is the measured one. Of poll_s the engine itself takes a part;
-for how much of a stretch it does not run, host_s, follows from the measured bubble. What a run cannot tell is said in
-`Fit.assumed`, and taken as follows: where every prefill started equally many samples, half of its time is the call's
-and half the samples'; where nothing cached was prefilled, a token costs a third of what it does in an update.
+The window of a step is the number of positions that its sequences attend to, including prompts. The local engine splits
+its slots into runs that attend together, each up to the length of its longest slot, and chooses the cheapest split. The
+window is computed in the same way, for slots in order of length, because a `sync` run, in which all sequences have
+about the same length, cannot show it.
+
+The fit is a weighted least squares fit without negative coefficients, scaled so that the spans' predicted times sum to
+the measured sum. A part of poll_s is engine time: host_s, the time of a span in which the engine does not run, follows
+from the measured bubble. `Fit.assumed` names the coefficients that the runs do not determine. If every prefill started
+the same number of samples, half of its time is assigned to the call and half to the samples. If no cached token was
+prefilled, such a token is assumed to cost a third of a token in an update.
 """
 
 from __future__ import annotations
@@ -33,9 +35,9 @@ from sortedrl.telemetry import events
 from sortedrl.telemetry.sinks import read_events
 from sortedrl.telemetry.summary import Summary
 
-FORWARD_SHARE = 1 / 3  # of an update's time per token: forward once, backward twice as much
-APART_ELEMENTS = 16384  # what another call of attention costs, in elements of keys: engine/cache.py's own figure
-MIN_STRETCHES = 20  # fewer say nothing
+FORWARD_SHARE = 1 / 3  # of the update time per token: the backward pass takes twice as long as the forward pass
+APART_ELEMENTS = 16384  # cost of one more attention call, in key elements; the figure of engine/local/cache.py
+MIN_SPANS = 20  # fewer do not determine the coefficients
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -43,50 +45,49 @@ class FittedCost:
     """A cost model for the simulated engine and learner, in seconds."""
 
     base_s: float  # of a decode step
-    several_s: float  # more per step if more than one sequence runs
-    slot_s: float  # more per running sequence and step
-    window_s: float  # more per position attended to and step
-    call_s: float  # of a prefill
-    start_s: float  # more per sample that it starts, the prompt included
-    token_s: float  # more per cached token that it takes up again
-    poll_s: float  # from one ending to the next, whatever lies between
-    host_s: float  # of a stretch: slots are held, but the engine does not run
+    several_s: float  # added to a step in which more than one sequence runs
+    slot_s: float  # added per running sequence and step
+    window_s: float  # added per position attended to and step
+    call_s: float  # of a prefill call
+    start_s: float  # added per sample that the prefill starts, including its prompt
+    token_s: float  # added per cached token that is prefilled again
+    poll_s: float  # of every span, whatever its work
+    host_s: float  # the part of a span in which slots are occupied but the engine does not run
     update_base_s: float
     update_token_s: float
     publication_s: float
-    harvest_s: float  # rollout time around an update: scoring what came last, loading, admitting
+    harvest_s: float  # rollout time around an update: scoring the last answers, loading, admission
     prompt_tokens: int  # the mean
-    apart: float | None = None  # positions that another call of attention costs; None: all attend in one
+    apart: float | None = None  # cost of one more attention call, in positions; None: always a single call
     kv_tokens: int | None = None
 
     def decode_s(self, running: int, context: int, steps: int) -> float:
-        """A stretch as the simulated engine asks for it: by the sum of contexts, as if all were equally long."""
+        """The cost of a span as the simulated engine asks for it: all sequences count with the mean context."""
         contexts = steps * context + running * steps * (steps - 1) / 2
         return self.poll_s + steps * self.step_s(running) + self.window_s * contexts
 
     def step_s(self, running: int) -> float:
-        """A step but for attention."""
+        """A decode step without attention."""
         return self.base_s + self.several_s * (running > 1) + self.slot_s * running
 
     def prefill_s(self, lengths: Iterable[int]) -> float:
-        """Lengths include prompts, which are all taken as the mean one."""
+        """`lengths` include the prompts, each of which counts with the mean prompt length."""
         lengths = list(lengths)
-        return self.started_s(len(lengths), max(sum(lengths) - self.prompt_tokens * len(lengths), 0))
+        return self._prefill_s(len(lengths), max(sum(lengths) - self.prompt_tokens * len(lengths), 0))
 
-    def started_s(self, started: int, cached: int) -> float:
+    def _prefill_s(self, started: int, cached: int) -> float:
         return self.call_s + self.start_s * started + self.token_s * cached if started else 0.0
 
-    def stretch_s(self, stretch: Stretch) -> float:
-        decode_s = stretch.steps * self.step_s(stretch.running) + self.window_s * stretch.window(
-            self.prompt_tokens, self.apart
-        )
-        return self.poll_s + decode_s + self.started_s(stretch.started, stretch.cached)
+    def span_s(self, span: SteadySpan) -> float:
+        attention_s = self.window_s * span.window(self.prompt_tokens, self.apart)
+        decode_s = span.steps * self.step_s(span.running) + attention_s
+        return self.poll_s + decode_s + self._prefill_s(span.started, span.cached)
 
     def publish_s(self) -> float:
         return self.publication_s
 
     def update_s(self, tokens: int) -> float:
-        """Harvesting is host work that stops rollout, as an update does."""
+        """Includes harvest_s, because harvesting stops rollout as an update does."""
         return self.harvest_s + self.update_base_s + self.update_token_s * tokens
 
     def as_dict(self) -> dict[str, Any]:
@@ -95,59 +96,60 @@ class FittedCost:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Fit:
-    """A cost model, and how well it explains the runs it came from."""
+    """A cost model, and how well it explains the runs that it was fitted to."""
 
     cost: FittedCost
-    num_stretches: int
-    r2: float  # of the stretches' times
+    num_stretches: int  # steady spans; the name is a key of `plan --json`
+    r2: float  # of the spans' times
     update_r2: float
-    assumed: list[str]  # coefficients that the runs could not tell
+    assumed: list[str]  # coefficients that the runs do not determine
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "cost": self.cost.as_dict()}
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class Stretch:
-    """One call of the engine, from the last ending to the next."""
+class SteadySpan:
+    """One call of the engine, from one ending to the next, during which the number of running sequences is constant."""
 
     seconds: float
-    started: int  # samples that it prefilled
-    cached: int  # tokens of theirs that were there before
+    started: int  # samples that were prefilled
+    cached: int  # answer tokens that these samples already had
     steps: int
-    lengths: tuple[int, ...]  # answer tokens of what runs, before the first step
+    lengths: tuple[int, ...]  # answer tokens of each running sequence before the first step
 
     @property
     def running(self) -> int:
         return len(self.lengths)
 
     def window(self, prompt_tokens: float, apart: float | None) -> float:
-        """Positions attended to in all steps, as if each were the middle one: the cheapest split, as the engine's."""
+        """Positions attended to in all steps, as if each were the middle step, with the cheapest split into calls."""
         middle = prompt_tokens + (self.steps - 1) / 2
         lengths = sorted(self.lengths, reverse=True)
         if apart is None:
             return self.steps * len(lengths) * (lengths[0] + middle)
-        best = [-apart]  # cost of the first so many; the first call is the step's own
+        best = [-apart]  # best[n]: cost of the n longest sequences; the first call is free
         for end in range(1, len(lengths) + 1):
-            runs = (best[start] + (end - start) * (lengths[start] + middle) for start in range(end))
-            best.append(min(runs) + apart)
+            splits = (best[start] + (end - start) * (lengths[start] + middle) for start in range(end))
+            best.append(min(splits) + apart)
         return self.steps * best[-1]
 
 
 @dataclass(slots=True, kw_only=True)
-class Running:
+class RunningSpan:
+    """One running sequence, as the observer follows it."""
+
     length: int  # answer tokens at `step`
     step: int
-    waited: int | None = None  # tokens it held when it was last counted as prefilled for new weights
+    waited: int | None = None  # tokens it had when it was last counted as prefilled under new weights
 
 
 @dataclass(slots=True, kw_only=True)
 class Observed:
-    """What the events of runs say about time."""
+    """The measured times in the events of one or more runs."""
 
-    stretches: list[Stretch] = field(default_factory=list)
-    # Per update: seconds, tokens without prompts, samples.
-    updates: list[tuple[float, int, int]] = field(default_factory=list)
+    spans: list[SteadySpan] = field(default_factory=list)
+    updates: list[tuple[float, int, int]] = field(default_factory=list)  # seconds, tokens without prompts, samples
     publications: list[float] = field(default_factory=list)
     num_prompt_tokens: float = 0.0
     rollout_s: float = 0.0
@@ -156,19 +158,19 @@ class Observed:
 
 
 class Observer:
-    """Folds a run's events into `observed`, one by one. `prefilled`: tokens that an attempt has after its prefill."""
+    """Adds a run's events to `observed`. `prefilled` is the number of new tokens that a prefill gives an attempt."""
 
     def __init__(self, observed: Observed, *, prefilled: int = 1) -> None:
         self.observed = observed
         self.prefilled = prefilled
-        self._running: dict[int, Running] = {}
+        self._running: dict[int, RunningSpan] = {}
         self._step = 0
         self._since = 0.0
         self._num_started = self._num_cached = 0
-        self._is_halted = False  # by a harvest, until samples start again
+        self._is_halted = False  # from a harvest until samples start again
         self._batch: events.BatchTaken | None = None
 
-    def see(self, event: events.Event) -> None:
+    def observe(self, event: events.Event) -> None:
         match event:
             case events.AttemptStarted():
                 self._start(event)
@@ -181,16 +183,16 @@ class Observer:
                 self._is_halted = True
                 if len(self._running) > event.num_paused:
                     raise DataError(
-                        "costs cannot be told from a run whose updates overlap rollout: name one with overlap = false"
+                        "a run whose updates overlap rollout does not determine costs: name a run with overlap = false"
                     )
             case events.UpdateDone():
-                assert self._batch is not None, f"update {event.update} is done, but its batch was never taken"
+                assert self._batch is not None, f"UpdateDone of update {event.update} came without its BatchTaken"
                 self.observed.updates.append((event.seconds, sum(self._batch.lengths), len(self._batch.samples)))
                 computed, learned = (event.metrics.get(name, 0.0) for name in ("computed_tokens", "learned_tokens"))
                 self.observed.num_prompt_tokens += max(computed - learned, 0.0)
             case events.WeightsPublished(seconds=seconds):
                 self.observed.publications.append(seconds)
-                self._go_on(event.t)
+                self._continue(event.t)
             case _:
                 pass
 
@@ -199,10 +201,10 @@ class Observer:
             self._since, self._is_halted = event.t, False
         self._num_started += 1
         self._num_cached += event.cached
-        self._running[event.sample] = Running(length=event.cached + self.prefilled, step=self._step)
+        self._running[event.sample] = RunningSpan(length=event.cached + self.prefilled, step=self._step)
 
-    def _go_on(self, t: float) -> None:
-        """What waited in its slot for the weights is prefilled under them, like what starts then."""
+    def _continue(self, t: float) -> None:
+        """Count samples that were paused in their slots as started: they are prefilled under the new weights."""
         self._since = t
         self._num_started += len(self._running)
         for running in self._running.values():
@@ -215,16 +217,16 @@ class Observer:
         end = running.step + max(event.num_tokens - running.length, 0)
         if event.outcome in ("stop", "length"):
             if end > self._step or self._num_started:
-                self._close_stretch(event.t, end)
+                self._close_span(event.t, end)
             self._since = event.t
-        elif running.waited is not None:  # a checkpoint stopped it before it was prefilled
+        elif running.waited is not None:  # a checkpoint interrupted it before its prefill
             self._num_started -= 1
             self._num_cached -= running.waited
         del self._running[event.sample]
 
-    def _close_stretch(self, t: float, end: int) -> None:
-        self.observed.stretches.append(
-            Stretch(
+    def _close_span(self, t: float, end: int) -> None:
+        self.observed.spans.append(
+            SteadySpan(
                 seconds=t - self._since,
                 started=self._num_started,
                 cached=self._num_cached,
@@ -250,26 +252,17 @@ def fit_runs(run_dirs: Sequence[str | Path]) -> Fit:
         observed.apart = _apart(run_dir)
         observer = Observer(observed)
         for event in read_events(run_dir / "events.jsonl"):
-            observer.see(event)
-    if len(observed.stretches) < MIN_STRETCHES or not observed.updates:
+            observer.observe(event)
+    if len(observed.spans) < MIN_SPANS or not observed.updates:
         raise DataError(
-            f"{run_dirs[0]} has {len(observed.stretches)} endings and {len(observed.updates)} updates: too few to fit "
-            f"costs to; name a run with at least {MIN_STRETCHES} samples"
+            f"{run_dirs[0]} has {len(observed.spans)} ends of answers and {len(observed.updates)} updates, too few to "
+            f"fit costs: name a run with at least {MIN_SPANS} samples"
         )
-    return fit(observed)
-
-
-def read_lengths(run_dir: str | Path) -> list[int]:
-    """Lengths of what a run trained, in load order."""
-    lengths: dict[int, int] = {}
-    for event in read_events(Path(run_dir) / "events.jsonl"):
-        if isinstance(event, events.BatchTaken):
-            lengths.update(zip(event.samples, event.lengths, strict=True))
-    return [lengths[sample] for sample in sorted(lengths)]
+    return _fit(observed)
 
 
 def _apart(run_dir: Path) -> float | None:
-    """What another call of attention costs, in positions of the run's model; None if no checkpoint tells."""
+    """The cost of one more attention call, in positions of the run's model; None without a checkpoint."""
     for path in sorted(run_dir.glob("checkpoints/*/config.json")):
         model = json.loads(path.read_text(encoding="utf-8"))
         heads = model.get("num_attention_heads")
@@ -279,7 +272,7 @@ def _apart(run_dir: Path) -> float | None:
     return None
 
 
-def fit(observed: Observed) -> Fit:
+def _fit(observed: Observed) -> Fit:
     prompt_tokens = observed.num_prompt_tokens / sum(samples for _, _, samples in observed.updates)
     update_base_s, update_token_s, update_r2 = _line(
         [(seconds, tokens + prompt_tokens * samples) for seconds, tokens, samples in observed.updates]
@@ -287,7 +280,7 @@ def fit(observed: Observed) -> Fit:
     seconds, started, cached, steps, running, windows = np.array(
         [
             [s.seconds, s.started, s.cached, s.steps, s.running, s.window(prompt_tokens, observed.apart)]
-            for s in observed.stretches
+            for s in observed.spans
         ]
     ).T
     calls = (started > 0).astype(float)
@@ -301,7 +294,7 @@ def fit(observed: Observed) -> Fit:
     else:
         prefill = [calls, started]
     rows = np.stack([*decode, *prefill, cached], 1)
-    # Errors grow with the time that a stretch takes.
+    # Longer spans have larger errors.
     weights = 1 / np.sqrt(np.maximum(seconds, 1e-9))
     solution = _least_squares(rows * weights[:, None], seconds * weights)
     solution = solution * (seconds.sum() / (rows @ solution).sum())
@@ -337,7 +330,7 @@ def fit(observed: Observed) -> Fit:
 
 
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
-    """Intercept, slope and R2 of seconds against tokens; the intercept is not below zero."""
+    """Intercept, slope and R2 of seconds over tokens, without negative coefficients."""
     seconds, tokens = np.array(points, dtype=float).T
     rows = np.stack([np.ones_like(tokens), tokens], 1)
     solution = _least_squares(rows, seconds)
@@ -345,7 +338,7 @@ def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
 
 
 def _least_squares(rows: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """The least squares solution without negative coefficients: the most negative one is set to zero in turn."""
+    """Least squares without negative coefficients: the most negative one is set to zero until none is left."""
     scale = np.linalg.norm(rows, axis=0)
     kept = [column for column in range(rows.shape[1]) if scale[column] > 0]
     solution = np.zeros(rows.shape[1])

@@ -1,42 +1,56 @@
-"""The planner: which strategy and knobs give the most speed for how much staleness, found by simulation.
+"""The planner of `sortedrl plan`: finds, by simulation, fast strategies and knobs with little staleness.
 
-`sortedrl plan` calls `search`. Candidates come from a seeded grid over strategy, cohort size, lookahead, staleness
-bound, what interrupted samples do, and admission. They are simulated on a part of the trace; the better half goes on to
-a longer part, until the last few have met all of it. Speed is trained tokens per wall second, updates and publications
-included; staleness the mean over trained tokens.
+The command line makes a `PlanQuestion`, calls `propose` and shows the `Proposal`: the plan, its configuration, and how
+well the costs are known. `propose` builds a `Workload` and calls `search`.
 
-What it keeps true: every candidate meets the same answers; `sync` is simulated as far as the finalists are, as what
-they are compared with; nobody is recommended for training on far larger batches than were asked for, as schedules that
-wait for samples at the bound may do: fewer updates would pass for speed.
+The search draws candidates from a seeded grid over strategy, cohort size, lookahead, staleness bound, treatment of
+interrupted samples, and admission. It simulates them on a part of the trace. The better half continues on a longer
+part, until the finalists have run on all of it. Speed is trained tokens per second of wall time, including updates and
+publications. Staleness is the mean over trained tokens.
+
+Guarantees: every candidate gets the same answers. `sync` is simulated on the same part as the finalists, as the
+baseline. No recommended candidate trains on batches much larger than requested: a schedule that waits for samples at
+the staleness bound may do so, and its fewer updates would look like speed.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
+
+from rich import box
+from rich.table import Table
 
 from sortedrl.config import SortedConfig
 from sortedrl.errors import ConfigError
 from sortedrl.schedule import Strategy
-from sortedrl.simulate.costs import CostModel
+from sortedrl.simulate.costs import CostModel, load_cost
+from sortedrl.simulate.fit import Fit, fit_runs
+from sortedrl.simulate.forecast import Forecast, forecast
 from sortedrl.simulate.run import PROMPT_TOKENS, knobs_for, simulate
-from sortedrl.simulate.traces import Trace
-from sortedrl.telemetry.summary import Summary
+from sortedrl.simulate.traces import Trace, load_trace
+from sortedrl.telemetry.summary import Summary, number, share
 
-FIRST_PART = 4  # the first round runs on this part of the trace, each further one on twice as much
-MIN_UPDATES = 8  # that a round must have, lest its end be all of it
+DEFAULT_SLOTS = 128
+DEFAULT_DIVERGENCE = 1e-4
+FIRST_PART = 4  # the first round runs on 1/4 of the trace; each further round on twice as much as the one before
+MIN_UPDATES = 8  # of a round, so that the slow end of a run does not dominate it
 MAX_UPDATES = 32  # of the last round; a longer trace is cut
 FINALISTS = 8
-BATCH_LIMIT = 1.5  # mean update batch over the one asked for
-NEAR_BEST = 0.95  # a recommendation may be this much slower than the fastest if it is less stale
+BATCH_LIMIT = 1.5  # largest allowed ratio of the mean update batch to the requested one
+NEAR_BEST = 0.95  # the recommended candidate has at least this share of the highest speed
+
+ReportProgress = Callable[[int, int], None]
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Workload:
-    """What every candidate is simulated with."""
+    """The inputs that all candidates share."""
 
     trace: Trace
     slots: int
@@ -48,7 +62,7 @@ class Workload:
     seed: int = 0
 
     def cut(self, samples: int) -> Workload:
-        """The same on the first samples of the trace, in whole groups."""
+        """This workload on the first `samples` answers of the trace, rounded to whole groups."""
         count = max(samples // self.group_size, 1) * self.group_size
         trace = self.trace
         return replace(self, trace=replace(trace, lengths=trace.lengths[:count], prompts=trace.prompts[:count]))
@@ -79,7 +93,7 @@ class Candidate:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Point:
-    """What a candidate came to."""
+    """The simulated result of one candidate."""
 
     candidate: Candidate
     summary: Summary
@@ -97,7 +111,7 @@ class Point:
         return self.summary.samples / max(self.summary.updates, 1)
 
     def beats(self, other: Point) -> bool:
-        """At least as fast and as fresh, and better in one of the two."""
+        """Whether this point is at least as fast and as fresh as the other, and better in one of the two."""
         is_as_good = self.speed >= other.speed and self.staleness <= other.staleness
         return is_as_good and (self.speed, self.staleness) != (other.speed, other.staleness)
 
@@ -122,16 +136,16 @@ class Point:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Plan:
-    workload: Workload  # as the last round simulated it
-    front: list[Point]  # fastest last
+    workload: Workload  # of the last round
+    front: list[Point]  # the Pareto front, fastest last
     recommended: Point
     sync: Point
     num_candidates: int
     num_simulations: int
 
     def config(self, base: SortedConfig | None = None) -> SortedConfig:
-        """The recommendation as a configuration; what a plan does not decide is taken from `base`."""
-        tree = base.model_dump() if base is not None else _plain_config(self.workload)
+        """The recommendation as a configuration; settings that a plan does not decide are taken from `base`."""
+        tree = base.model_dump() if base is not None else _default_config(self.workload)
         schedule = {"strategy": self.recommended.candidate.strategy, "update_batch": self.workload.update_batch}
         tree["schedule"] = {**schedule, **self.recommended.candidate.knobs}
         tree["engine"]["slots"] = self.workload.slots
@@ -156,18 +170,18 @@ def search(
     overlap: bool = False,
     num_candidates: int = 48,
     seed: int = 0,
-    tell: Callable[[int, int], None] = lambda done, total: None,
+    report_progress: ReportProgress = lambda done, total: None,
 ) -> Plan:
-    """Find the front.
+    """Find the Pareto front of speed and staleness, and recommend one of its points.
 
-    `overlap`: whether rollout may go on during updates, which takes devices that the learner does not need. `tell`
-    hears after each simulation how many are done, of how many.
+    `overlap` allows rollout during updates, which needs separate devices for the learner. After each simulation,
+    `report_progress` gets the number of finished simulations and the total.
     """
     if num_candidates < 1:
         raise ConfigError(f"a plan needs at least one candidate, not {num_candidates}: raise --candidates")
     candidates = choose_candidates(workload.update_batch, max_staleness, num_candidates, seed, overlap=overlap)
     lengths = rounds(workload)
-    sizes = _field_sizes(len(candidates), len(lengths))
+    sizes = _round_sizes(len(candidates), len(lengths))
     total, done = sum(sizes) + 1, 0
     points: list[Point] = []
     for length, size in zip(lengths, sizes, strict=True):
@@ -176,13 +190,13 @@ def search(
         for candidate in candidates[:size]:
             points.append(part.run(candidate))
             done += 1
-            tell(done, total)
+            report_progress(done, total)
         points = [p for p in points if p.mean_batch <= BATCH_LIMIT * workload.update_batch]
         candidates = [point.candidate for point in best_first(points)]
     last = workload.cut(lengths[-1])
     known = next((point for point in points if point.candidate == _SYNC), None)
     sync = known or last.run(_SYNC)
-    tell(total, total)
+    report_progress(total, total)
     front = pareto_front([*points, sync])
     return Plan(
         workload=last,
@@ -195,7 +209,7 @@ def search(
 
 
 def rounds(workload: Workload) -> list[int]:
-    """Samples of each round, growing to the whole trace or to as much of it as a plan needs."""
+    """The number of samples in each round; the last has the whole trace, or MAX_UPDATES updates."""
     whole = min(workload.trace.num_samples, MAX_UPDATES * workload.update_batch)
     length = min(whole, max(whole // FIRST_PART, MIN_UPDATES * workload.update_batch))
     lengths = []
@@ -205,8 +219,8 @@ def rounds(workload: Workload) -> list[int]:
     return [*lengths, whole]
 
 
-def _field_sizes(count: int, num_rounds: int) -> list[int]:
-    """Half as many in each further round; more finalists than that if there are few rounds."""
+def _round_sizes(count: int, num_rounds: int) -> list[int]:
+    """Candidates in each round: half as many in each further one, but at least FINALISTS."""
     sizes = [count]
     for _ in range(num_rounds - 1):
         sizes.append(min(sizes[-1], max(sizes[-1] // 2, FINALISTS)))
@@ -222,7 +236,7 @@ _ADMISSIONS = ("load-order", "longest-expected-first")
 
 
 def grid(max_staleness: int | None) -> Iterator[Candidate]:
-    """All that could be tried, whether or not it keeps the bound."""
+    """All candidates, including those that exceed the staleness bound."""
     yield _SYNC
     for n in _COHORTS:
         yield Candidate(strategy="sync-large", knobs={"cohort_batches": n})
@@ -238,8 +252,7 @@ def grid(max_staleness: int | None) -> Iterator[Candidate]:
             yield Candidate(strategy="sorted-replay", knobs={**shape, "admission": admission})
         for bound in bounds:
             bounded = {**shape, "max_staleness": bound}
-            fates = ("wait",) if bound == "none" else ("wait", "replay", "restart")
-            for on_bound in fates:
+            for on_bound in ("wait",) if bound == "none" else ("wait", "replay", "restart"):
                 yield Candidate(strategy="sorted-partial", knobs={**bounded, "on_bound": on_bound})
             if lookahead:
                 yield Candidate(strategy="async", knobs=bounded)
@@ -248,8 +261,8 @@ def grid(max_staleness: int | None) -> Iterator[Candidate]:
 def choose_candidates(
     update_batch: int, max_staleness: int | None, count: int, seed: int, *, overlap: bool = False
 ) -> list[Candidate]:
-    """One of each strategy that keeps the bound, then others at random, in an order that the seed gives."""
-    fitting = [candidate for candidate in grid(max_staleness) if _keeps(candidate, update_batch, max_staleness)]
+    """One candidate of each strategy that keeps the staleness bound, then random others; the seed fixes the order."""
+    fitting = [candidate for candidate in grid(max_staleness) if _keeps_bound(candidate, update_batch, max_staleness)]
     if not overlap:
         fitting = [candidate for candidate in fitting if candidate.strategy != Strategy.ASYNC]
     random.Random(seed).shuffle(fitting)
@@ -260,7 +273,7 @@ def choose_candidates(
     return [*first.values(), *others][:count]
 
 
-def _keeps(candidate: Candidate, update_batch: int, max_staleness: int | None) -> bool:
+def _keeps_bound(candidate: Candidate, update_batch: int, max_staleness: int | None) -> bool:
     try:
         bound = knobs_for(candidate.strategy, update_batch, **candidate.knobs).max_staleness
     except ConfigError:
@@ -268,11 +281,11 @@ def _keeps(candidate: Candidate, update_batch: int, max_staleness: int | None) -
     return max_staleness is None or (bound is not None and bound <= max_staleness)
 
 
-# ---- choosing -------------------------------------------------------------------------------------------------------
+# ---- ranking ---------------------------------------------------------------------------------------------------------
 
 
 def pareto_front(points: Sequence[Point]) -> list[Point]:
-    """Those that no other beats, one of each figure, from the freshest to the fastest."""
+    """The points that no other point beats, without duplicates, from the freshest to the fastest."""
     front: dict[tuple[float, float], Point] = {}
     for point in points:
         if not any(other.beats(point) for other in points):
@@ -281,7 +294,7 @@ def pareto_front(points: Sequence[Point]) -> list[Point]:
 
 
 def best_first(points: Sequence[Point]) -> list[Point]:
-    """Front by front, the fastest of each first."""
+    """All points, Pareto front by Pareto front, the fastest of each front first."""
     left, ranked = list(points), []
     while left:
         layer = [point for point in left if not any(other.beats(point) for other in left)]
@@ -291,15 +304,171 @@ def best_first(points: Sequence[Point]) -> list[Point]:
 
 
 def recommend(front: Sequence[Point]) -> Point:
-    """The freshest of those that are nearly as fast as the fastest."""
+    """The freshest point among those that are nearly as fast as the fastest."""
     fastest = max(point.speed for point in front)
     return min((p for p in front if p.speed >= NEAR_BEST * fastest), key=lambda p: (p.staleness, -p.speed))
 
 
-def _plain_config(workload: Workload) -> dict[str, Any]:
+def _default_config(workload: Workload) -> dict[str, Any]:
+    """The default configuration, adapted to the workload."""
     tree = SortedConfig().model_dump()
     tree["learner"]["group_size"] = workload.group_size
     tree["learner"]["algorithm"] = "grpo" if workload.group_size > 1 else "reinforce++"
     tree["engine"]["max_new_tokens"] = workload.trace.cap
     tree["run"]["samples"] = workload.trace.num_samples
     return tree
+
+
+# ---- question and proposal -------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class PlanQuestion:
+    """A setting that is None is taken from the run `from_run`, or else from the defaults."""
+
+    trace: str | None = None
+    from_run: Path | None = None
+    hardware: str = "h100"
+    model: str = "llama-3.1-8b"
+    tensor_parallel: int = 1
+    replicas: int = 1
+    slots: int | None = None
+    update_batch: int | None = None
+    max_staleness: int | None = None
+    overlap: bool = False
+    divergence: float | None = None
+    prompt_tokens: int | None = None
+    group_size: int | None = None
+    samples: int | None = None
+    cap: int | None = None
+    column: str = "length"
+    candidates: int = 48
+    seed: int = 0
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Proposal:
+    plan: Plan
+    config: SortedConfig
+    fit: Fit | None
+    check: Forecast | None  # the costs' forecast of the run that they were fitted to
+    notes: list[str]
+
+    def as_dict(self) -> dict[str, Any]:
+        record = self.plan.as_dict()
+        record["recommended"]["config"] = self.config.to_toml()
+        fitted = None if self.fit is None or self.check is None else {**self.fit.as_dict(), **self.check.as_dict()}
+        return {**record, "fit": fitted}
+
+    def write(self, path: Path) -> None:
+        part = path.with_name(path.name + ".part")
+        try:
+            part.write_text(self.config.to_toml(), encoding="utf-8")
+            os.replace(part, path)  # readers never see half a file
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror}; choose another file with --out") from None
+
+    def table(self) -> Table:
+        """`sync` first, then the Pareto front from the freshest to the fastest."""
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, caption="* recommended")
+        for header in ("", "strategy", "knobs"):
+            table.add_column(header)
+        for header in ("speed", "tokens/s", "staleness", "max", "bubble", "goodput"):
+            table.add_column(header, justify="right", no_wrap=True)
+        plan = self.plan
+        for point in [plan.sync, *(point for point in plan.front if point is not plan.sync)]:
+            table.add_row(*_row(point, plan))
+        return table
+
+    def advice(self) -> list[str]:
+        """Sentences that say what is recommended and how well the costs are known."""
+        point, sync = self.plan.recommended, self.plan.sync
+        speedup = point.speed / sync.speed if sync.speed else 0.0
+        name = point.candidate.strategy
+        lines = [f"{name}: {speedup:.2f}x the speed of sync, token-mean staleness {point.staleness:.2f}"]
+        if self.fit is not None and self.check is not None:
+            lines.append(
+                f"costs fitted to {self.check.strategy}: R2 {self.fit.r2:.2f} over {self.fit.num_stretches} calls; "
+                f"predicted rollout {self.check.rollout_s:.1f} s (measured {self.check.measured_rollout_s:.1f} s), "
+                f"predicted bubble {self.check.bubble_ratio:.3f} (measured {self.check.measured_bubble_ratio:.3f})"
+            )
+            if self.fit.assumed:
+                lines.append(f"assumed, because the run does not determine them: {', '.join(self.fit.assumed)}")
+        return lines
+
+
+def propose(question: PlanQuestion, report_progress: ReportProgress = lambda done, total: None) -> Proposal:
+    """Find the plan. Every mistake in the question is reported before the search starts."""
+    if question.trace is None and question.from_run is None:
+        raise ConfigError("a plan needs answer lengths: give --trace FILE, or --from-run DIR")
+    base = summary = fitted = check = None
+    if question.from_run is not None:
+        base = SortedConfig.load(question.from_run / "config.toml")
+        summary = Summary.read(question.from_run / "summary.json")
+        fitted = fit_runs([question.from_run])
+        check = forecast(question.from_run, fitted.cost)
+    workload, notes = _workload(question, base, summary, fitted)
+    plan = search(
+        workload,
+        max_staleness=question.max_staleness,
+        overlap=question.overlap,
+        num_candidates=question.candidates,
+        seed=question.seed,
+        report_progress=report_progress,
+    )
+    return Proposal(plan=plan, config=plan.config(base), fit=fitted, check=check, notes=notes)
+
+
+def _workload(
+    question: PlanQuestion, base: SortedConfig | None, summary: Summary | None, fitted: Fit | None
+) -> tuple[Workload, list[str]]:
+    """The workload that the question describes, and notes for the user."""
+    defaults: dict[str, Any] = {"slots": DEFAULT_SLOTS, "group_size": 1, "prompt_tokens": PROMPT_TOKENS}
+    defaults |= {"update_batch": None, "divergence": DEFAULT_DIVERGENCE, "cap": None}
+    if base is not None and summary is not None and fitted is not None:
+        defaults = {
+            "slots": base.slots,
+            "group_size": base.learner.group_size if base.is_grouped else 1,
+            "prompt_tokens": fitted.cost.prompt_tokens,
+            "update_batch": base.schedule.update_batch,
+            "divergence": DEFAULT_DIVERGENCE if summary.divergence_rate is None else summary.divergence_rate,
+            "cap": base.engine.max_new_tokens if question.trace is None else None,
+        }
+    asked = {name: value for name, value in asdict(question).items() if name in defaults and value is not None}
+    chosen = {**defaults, **asked}
+    if chosen["slots"] < 1:
+        raise ConfigError(f"slots must be at least 1, not {chosen['slots']}: raise --slots")
+    cap = chosen.pop("cap")
+    trace = load_trace(
+        question.trace if question.trace is not None else str(question.from_run),
+        samples=question.samples,
+        seed=question.seed,
+        cap=cap,
+        column=question.column,
+        group_size=chosen["group_size"],
+    )
+    chosen["slots"] *= question.replicas
+    chosen["update_batch"] = chosen["update_batch"] or chosen["slots"]
+    longest = trace.cap + chosen["prompt_tokens"]
+    shape = {"tensor_parallel": question.tensor_parallel, "replicas": question.replicas, "longest": longest}
+    cost = fitted.cost if fitted is not None else None
+    if cost is None:
+        cost = load_cost("roofline", hardware=question.hardware, model=question.model, **shape)
+    return Workload(trace=trace, cost=cost, seed=question.seed, **chosen), [trace.note] if trace.note else []
+
+
+def _row(point: Point, plan: Plan) -> list[str]:
+    knobs = ", ".join(f"{name}={value}" for name, value in point.candidate.knobs.items())
+    speedup = point.speed / plan.sync.speed if plan.sync.speed else 0.0
+    summary = point.summary
+    return [
+        "*" if point is plan.recommended else "",
+        point.candidate.strategy,
+        knobs,
+        f"{speedup:.2f}x",
+        number(summary.tokens_per_s),
+        number(point.staleness, 2),
+        number(summary.staleness_max),
+        share(summary.bubble_ratio),
+        share(summary.goodput),
+    ]

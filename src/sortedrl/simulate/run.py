@@ -1,8 +1,7 @@
-"""One simulated run: the training loop's own buffer, schedule and controller on a virtual clock.
+"""One simulated run: the real buffer, schedule and controller of the training loop on a virtual clock.
 
-The command line, the planner and benchmarks call `simulate`. What it keeps true: nothing about a strategy is
-implemented here; the same trace and seed give every strategy the same answers; the summary is that of a training run,
-with accuracy left out.
+`compare.py`, the planner and benchmarks call `simulate`. Guarantees: no strategy is implemented here. The same trace
+and seed give every strategy the same answers. The summary is that of a training run, without accuracy.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ from sortedrl.telemetry.metrics import RunMetrics
 from sortedrl.telemetry.summary import Summary, summarize
 
 PROMPT_TOKENS = 256
-# Knobs that make a strategy what it is, whatever is asked for all strategies together.
-OWN_KNOBS: Mapping[Strategy, frozenset[str]] = {
+# Knobs that define a strategy: a value that is requested for all strategies does not change them.
+_FIXED_KNOBS: Mapping[Strategy, frozenset[str]] = {
     Strategy.SYNC: frozenset({"cohort_batches", "lookahead", "max_staleness", "overlap"}),
     Strategy.SYNC_LARGE: frozenset({"lookahead", "max_staleness", "overlap"}),
     Strategy.APRIL: frozenset({"lookahead"}),
@@ -44,21 +43,21 @@ OWN_KNOBS: Mapping[Strategy, frozenset[str]] = {
 
 
 @dataclass(slots=True)
-class GivenScore:
+class SimScore:
     key: tuple[int, int]
     reward: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True)
 class InstantScorer:
-    """Scores whatever it is given at once; rewards mean nothing in a simulation."""
+    """Scores every answer at once with reward 0, because rewards have no effect in a simulation."""
 
-    scores: list[GivenScore] = field(default_factory=list)
+    scores: list[SimScore] = field(default_factory=list)
 
     def submit(self, sample: Sample) -> None:
-        self.scores.append(GivenScore((sample.id, sample.attempt)))
+        self.scores.append(SimScore((sample.id, sample.attempt)))
 
-    def poll(self, timeout: float) -> list[GivenScore]:
+    def poll(self, timeout: float) -> list[SimScore]:
         done, self.scores = self.scores, []
         return done
 
@@ -79,7 +78,7 @@ class SimUpdate:
 
 @dataclass(slots=True, kw_only=True)
 class SimLearner:
-    """An update takes what the cost model says for its tokens, or `seconds`, if that is given."""
+    """An update takes `seconds` if given, otherwise the cost model's time for its tokens."""
 
     clock: VirtualClock
     cost: CostModel
@@ -89,7 +88,7 @@ class SimLearner:
     def start(self, batch: Batch) -> SimUpdate:
         seconds = self.seconds
         if seconds is None and isinstance(self.cost, UnitCost):
-            seconds = 0.0  # not worth adding up the tokens of millions
+            seconds = 0.0  # unit updates are free, so skip counting the tokens
         elif seconds is None:
             seconds = self.cost.update_s(sum([len(s.prompt.tokens) + s.num_tokens for s in batch.samples]))
         ready_at = self.clock.now() + seconds
@@ -99,14 +98,14 @@ class SimLearner:
 
 
 class TraceLoader:
-    """Samples in the trace's order; their seeds are drawn once, so that all strategies see the same noise."""
+    """Loads samples in the order of the trace, with seeds that are the same for all strategies."""
 
     def __init__(self, trace: Trace, *, seed: int, prompt_tokens: int) -> None:
         self.trace = trace
         self.seeds: list[int] = np.random.default_rng((seed, 1)).integers(0, 2**62, size=trace.num_samples).tolist()
         self.prompt_tokens = tuple(range(prompt_tokens))
-        self.columns: dict[str, Any] = {}  # of all prompts: there is nothing to know of them
-        # What outlives a sample is made beforehand: among what comes and goes it would tear the memory into pieces.
+        self.columns: dict[str, Any] = {}  # shared by all prompts
+        # Objects that outlive a sample are made first. Between short-lived objects they would fragment the memory.
         self.numbers = list(range(trace.num_samples))
         self.prompt_ids = list(map(str, trace.prompts))
         self.num_loaded = 0
@@ -121,19 +120,20 @@ class TraceLoader:
             prompt_id = prompt_ids[number]
             if prompt is None or prompt.id != prompt_id:
                 prompt = self.prompt = Prompt(prompt_id, tokens, "", columns)
-            # A sample's id is its place in the trace, and so is its index: siblings are told apart by their seeds.
+            # A sample's id and index are both its position in the trace; the seeds make siblings different.
             samples.append(Sample(number, prompt, number, epoch, cohort, seeds[number], cap))
         return samples
 
 
-def knobs_for(strategy: str, update_batch: int, **asked: Any) -> Knobs:
-    """A strategy's knobs with those on top that were asked for and that do not make it another strategy."""
+def knobs_for(strategy: str, update_batch: int, **requested: Any) -> Knobs:
+    """A strategy's knobs, changed by the requested ones except those that define the strategy."""
     if strategy not in list(Strategy):
         near = difflib.get_close_matches(strategy, list(Strategy), n=1, cutoff=0.4)
         hint = f": did you mean {near[0]}?" if near else ":"
         raise ConfigError(f"unknown strategy {strategy!r}{hint} Choose from {', '.join(Strategy)}")
-    own = OWN_KNOBS.get(Strategy(strategy), frozenset())
-    return resolve_knobs(strategy, update_batch, **{name: value for name, value in asked.items() if name not in own})
+    fixed = _FIXED_KNOBS.get(Strategy(strategy), frozenset())
+    open_knobs = {name: value for name, value in requested.items() if name not in fixed}
+    return resolve_knobs(strategy, update_batch, **open_knobs)
 
 
 def simulate(
@@ -153,7 +153,7 @@ def simulate(
     emit: Emit | None = None,
     **knobs: Any,
 ) -> Summary:
-    """Run one strategy over the trace. `knobs` are those of `knobs.Knobs`, the word "none" lifts a bound."""
+    """Run one strategy over the trace. `knobs` are fields of `Knobs`; the value "none" removes a bound."""
     _check(trace, slots=slots, update_batch=update_batch, group_size=group_size, divergence=divergence, drift=drift)
     resolved = knobs_for(strategy, update_batch, **knobs)
     cost, clock, metrics = cost or UnitCost(), VirtualClock(), RunMetrics()
@@ -163,7 +163,7 @@ def simulate(
         trace.lengths, loader.seeds, siblings=siblings, divergence=divergence, drift=drift, cap=trace.cap
     )
 
-    def tell(event: Event) -> None:
+    def emit_to_all(event: Event) -> None:
         metrics.emit(event)
         if emit is not None:
             emit(event)
@@ -179,12 +179,12 @@ def simulate(
         total_samples=trace.num_samples,
         sampling=Sampling(),
         clock=clock,
-        emit=tell if emit is not None else metrics.emit,
-        # Where updates overlap rollout, only attempts tell which slots were busy during one.
+        emit=emit_to_all if emit is not None else metrics.emit,
+        # If updates overlap rollout, only the attempts show which slots were busy during an update.
         follows_attempts=emit is not None or resolved.overlap,
         in_flight=in_flight,
     )
-    tell(
+    emit_to_all(
         RunStarted(
             t=0.0,
             strategy=strategy,
@@ -194,10 +194,10 @@ def simulate(
             total_samples=trace.num_samples,
         )
     )
-    with no_collections():
+    with gc_paused():
         complete = controller.run()
-    assert complete, "a simulation ends with its trace"
-    tell(RunEnded(t=clock.now(), reason="complete"))
+    assert complete, "the simulation stopped before the end of its trace"
+    emit_to_all(RunEnded(t=clock.now(), reason="complete"))
     return summarize(
         metrics,
         stats=engine.stats(),
@@ -214,25 +214,26 @@ def _check(trace: Trace, *, slots: int, update_batch: int, group_size: int, dive
         raise ConfigError(f"slots must be at least 1, not {slots}: raise --slots")
     if update_batch > trace.num_samples:
         raise ConfigError(
-            f"update_batch {update_batch} is larger than the cohort: the trace has only {trace.num_samples} samples; "
+            f"update_batch {update_batch} is larger than the trace, which has only {trace.num_samples} samples: "
             "lower --update-batch or raise --samples"
         )
     if update_batch % group_size:
         raise ConfigError(
-            f"update_batch {update_batch} must be a multiple of group_size {group_size}: siblings train together"
+            f"update_batch {update_batch} must be a multiple of group_size {group_size}, because siblings train "
+            "together: change --update-batch"
         )
     if trace.num_samples % group_size:
         raise ConfigError(
-            f"{trace.num_samples} samples are no whole groups of {group_size}: make --samples a multiple of it"
+            f"{trace.num_samples} samples do not make whole groups of {group_size}: make --samples a multiple of it"
         )
     if not 0.0 <= divergence < 1.0:
-        raise ConfigError(f"divergence is a share of tokens per update, from 0 to below 1, not {divergence:g}")
+        raise ConfigError(f"divergence must be a share from 0 to below 1, not {divergence:g}: change --divergence")
     if not drift > 0.0:
-        raise ConfigError(f"drift is a factor per update, above 0 (1 = none), not {drift:g}")
+        raise ConfigError(f"drift must be a factor above 0 (1 changes nothing), not {drift:g}: change --drift")
 
 
 def _siblings(trace: Trace) -> list[range]:
-    """For every sample the range of those that answer its prompt."""
+    """For every sample, the range of the samples that have its prompt."""
     ranges: list[range] = []
     first = 0
     while first < trace.num_samples:
@@ -245,8 +246,8 @@ def _siblings(trace: Trace) -> list[range]:
 
 
 @contextmanager
-def no_collections() -> Iterator[None]:
-    """For what makes millions of objects and no cycles."""
+def gc_paused() -> Iterator[None]:
+    """Turn the garbage collector off: a simulation makes millions of objects and no reference cycles."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -1,8 +1,8 @@
-"""Traces: how long the answers of a workload are, read from a file or drawn from a distribution.
+"""Traces: the lengths of a workload's answers, read from a file or drawn from a distribution.
 
-`load_trace` takes what `--trace` says. What it keeps true: every length is a whole number of tokens from 1 to the cap;
-answers are in the order in which they are loaded, siblings together. A trace that cannot be used raises `DataError`
-with the place of the first mistake.
+The simulator, the planner and the benchmarks call `load_trace` with the value of `--trace`. Guarantees: every length is
+a whole number of tokens from 1 to the cap. Answers are in load order, with siblings next to each other. A trace that
+cannot be used raises `DataError`, which names the position of the first mistake.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ DEFAULT_SAMPLES = 4096  # of a synthetic trace
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Trace:
-    """`prompts[i]` is the number of the prompt that answer i answers; siblings stand together."""
+    """`prompts[i]` is the number of the prompt of answer i; siblings are next to each other."""
 
     lengths: Sequence[int]
     prompts: Sequence[int]
-    cap: int  # budget of an answer
+    cap: int  # token budget of an answer
     source: str
-    note: str = ""  # what a user should know about how it was read
+    note: str = ""  # for the user, about how the trace was read
 
     @property
     def num_samples(self) -> int:
@@ -51,13 +51,13 @@ def load_trace(
     column: str = "length",
     group_size: int = 1,
 ) -> Trace:
-    """Read a file, a run directory, or draw as `lognormal(700, 1.1, 8192)` or `bimodal(200, 4000, 0.1)` says.
+    """Read a file or a run directory, or draw from `lognormal(700, 1.1, 8192)` or `bimodal(200, 4000, 0.1)`.
 
-    `samples`: how many answers; fewer than a file has takes its first ones, more go through it again in another order.
-    `group_size`: siblings that are trained together; numbers that stand alone are taken as siblings in file order.
+    `samples` is the number of answers: the first ones of a longer file; a shorter file is repeated in another order.
+    `group_size` is the number of siblings that train together; a flat list is cut into groups in file order.
     """
     if not str(text).strip():
-        raise DataError(f"no trace is named: give --trace a file, a run directory, or {_EXAMPLES['lognormal']}")
+        raise DataError(f"the trace is empty: give --trace a file, a run directory, or {_EXAMPLES['lognormal']}")
     if samples is not None and samples < 1:
         raise DataError(f"a trace needs at least one sample, not {samples}: raise --samples")
     if cap is not None and cap < 1:
@@ -86,7 +86,7 @@ def load_trace(
 
 
 def _draw(text: str, samples: int, seed: int, cap: int | None) -> tuple[list[int], int] | None:
-    """Lengths and cap of a distribution given as text; None if the text names none."""
+    """Lengths and cap, drawn from the distribution in the text; None if the text is not a distribution."""
     match = re.fullmatch(r"\s*(lognormal|bimodal)\s*\((.*)\)\s*", text)
     if match is None:
         return None
@@ -114,14 +114,14 @@ def _draw(text: str, samples: int, seed: int, cap: int | None) -> tuple[list[int
 
 
 _EXAMPLES = {"lognormal": "lognormal(700, 1.1, 8192)", "bimodal": "bimodal(200, 4000, 0.1)"}
-_ENCODING = "utf-8-sig"  # spreadsheets begin UTF-8 with a mark, which is no part of the first column's name
+_ENCODING = "utf-8-sig"  # spreadsheets write a byte order mark, which must not become part of the first column's name
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 
 def _read(path: Path, column: str) -> tuple[list[list[int]], bool, str]:
-    """Groups of lengths; whether the file knows of siblings (if not there is one group); a note."""
+    """The lengths in groups, whether they are a flat list (one group, no siblings), and a note for the user."""
     if path.is_dir():
         path = path / "events.jsonl"
     readers: dict[str, Callable[[Path, str], tuple[list[list[Any]], bool, str]]] = {
@@ -133,7 +133,7 @@ def _read(path: Path, column: str) -> tuple[list[list[int]], bool, str]:
     reader = readers.get(path.suffix.lower())
     if reader is None:
         raise DataError(
-            f"cannot tell what kind of trace {str(path)!r} is: name a .json, .csv, .parquet or events.jsonl file, a "
+            f"the trace {str(path)!r} has an unknown format: name a .json, .csv, .parquet or events.jsonl file, a "
             f"run directory, or a distribution such as {_EXAMPLES['lognormal']}"
         )
     try:
@@ -155,7 +155,7 @@ def _read_json(path: Path, column: str) -> tuple[list[list[Any]], bool, str]:
 
 
 def _read_events(path: Path, column: str) -> tuple[list[list[Any]], bool, str]:
-    """What a run trained, in load order: batches are sorted by length, the order of samples is not."""
+    """The lengths of a run's trained answers, in order of sample id, which is the load order."""
     lengths: dict[int, int] = {}
     updates, has_ended = 0, False
     with path.open(encoding="utf-8") as lines:
@@ -168,12 +168,12 @@ def _read_events(path: Path, column: str) -> tuple[list[list[Any]], bool, str]:
                 has_ended = has_ended or event["kind"] == "RunEnded"
             except (ValueError, KeyError, TypeError):
                 raise DataError(
-                    f"{path} breaks off in line {number}: read {len(lengths)} answers of {updates} updates before it; "
-                    f"let the run end, or use the first lines only: head -n {number - 1}"
+                    f"line {number} of {path} is incomplete, after {len(lengths)} answers of {updates} updates: "
+                    f"wait until the run has ended, or use only the lines before it: head -n {number - 1}"
                 ) from None
     if not lengths:
-        raise DataError(f"{path} tells of no trained answer: use the events of a run with at least one update")
-    note = "" if has_ended else f"{path} does not reach the end of its run: {len(lengths)} answers were read"
+        raise DataError(f"{path} has no trained answer: use the events of a run with at least one update")
+    note = "" if has_ended else f"{path} ends before its run has ended: {len(lengths)} answers were read"
     return [[lengths[sample] for sample in sorted(lengths)]], True, note
 
 
@@ -184,7 +184,7 @@ def _read_csv(path: Path, column: str) -> tuple[list[list[Any]], bool, str]:
         _need_column(path, column, rows.fieldnames or [])
         for row in rows:
             if None in row:
-                raise DataError(f"line {rows.line_num} of {path} has more fields than its header: quote or mend it")
+                raise DataError(f"line {rows.line_num} of {path} has more fields than its header: quote or remove them")
             lengths.append(_number(row[column]))
     return [lengths], True, ""
 
@@ -205,18 +205,18 @@ def _read_parquet(path: Path, column: str) -> tuple[list[list[Any]], bool, str]:
         _need_column(path, column, parquet.read_schema(path).names)
         values = parquet.read_table(path, columns=[column])[column].to_pylist()
     except ArrowException as error:
-        reason = " ".join(str(error).split())  # one line, whatever Arrow says
+        reason = " ".join(str(error).split())  # Arrow's messages may have several lines
         raise DataError(f"cannot read {path} as Parquet: {reason}; write it again, or save it as CSV") from None
     return _siblings_or_numbers(path, values)
 
 
 def _siblings_or_numbers(path: Path, values: list[Any]) -> tuple[list[list[Any]], bool, str]:
-    """Lists are siblings' lengths, one list a prompt; anything else is taken as numbers that stand alone."""
+    """A list of lists has the siblings' lengths, one list per prompt; any other list is a flat list of lengths."""
     if not values or not all(isinstance(item, list) for item in values):
         return [values], True, ""
     empty = next((number for number, group in enumerate(values) if not group), None)
     if empty is not None:
-        raise DataError(f"the trace {path} has no length for prompt {empty}: leave it out or give it one")
+        raise DataError(f"the trace {path} has no length for prompt {empty}: remove the prompt or give it a length")
     return values, False, ""
 
 
@@ -231,16 +231,16 @@ def _need_column(path: Path, column: str, names: Sequence[str]) -> None:
 
 
 def _check(groups: list[list[Any]], cap: int | None, source: str) -> int:
-    """Refuse what is no length, make floats whole numbers, and return the cap."""
+    """Reject values that are not lengths, convert floats to int in place, and return the cap."""
     longest, position = 0, 0
     for group in groups:
         for index, value in enumerate(group):
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not is_number or value != value or value in (float("inf"), float("-inf")) or value != int(value):
-                raise DataError(f"the trace {source} has {value!r} at position {position}: lengths are whole numbers")
+                raise DataError(f"{source} has {value!r} at position {position}: lengths must be whole numbers")
             if value < 1:
                 raise DataError(
-                    f"the trace {source} has length {value:g} at position {position}: an answer has at least one token"
+                    f"{source} has length {value:g} at position {position}: an answer needs at least one token"
                 )
             if cap is not None and value > cap:
                 raise DataError(
@@ -255,24 +255,24 @@ def _check(groups: list[list[Any]], cap: int | None, source: str) -> int:
 
 
 def _regroup(groups: list[list[int]], is_flat: bool, size: int, source: str) -> list[list[int]]:
-    """Siblings that are trained together; several groups of a prompt that has more."""
+    """Groups of `size` siblings that train together; a prompt with more siblings gives several groups."""
     if size < 1:
-        raise DataError(f"a group has at least one sibling, not {size}: raise --group-size")
+        raise DataError(f"a group needs at least one sibling, not {size}: raise --group-size")
     if size == 1:
         return [[length] for length in groups[0]] if is_flat else groups
     if is_flat:
-        groups = [groups[0][: len(groups[0]) // size * size]]  # what is left over makes no group
+        groups = [groups[0][: len(groups[0]) // size * size]]  # drop an incomplete last group
     for number, group in enumerate(groups):
         if len(group) % size or not group:
             raise DataError(
-                f"the trace {source} has {len(group)} answers to prompt {number}, which make no groups of {size}: "
-                "choose a --group-size that divides them"
+                f"the trace {source} has {len(group)} answers to prompt {number}, which do not make groups of {size}: "
+                "choose a --group-size that divides the number of answers"
             )
     return [group[first : first + size] for group in groups for first in range(0, len(group), size)]
 
 
 def _cut_or_repeat(groups: list[list[int]], samples: int | None, seed: int) -> list[list[int]]:
-    """Whole prompts until there are `samples` answers, the last one cut; each further pass in another order."""
+    """Take prompts until there are `samples` answers, and cut the last one; each further pass has another order."""
     if samples is None:
         return groups
     result: list[list[int]] = []
