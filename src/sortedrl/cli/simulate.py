@@ -11,10 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from sortedrl.cli.app import AsJson, app, err, stdout_console
 
-HardwareOption = Annotated[str, typer.Option(help="h100, a100 or cpu; for the cost model roofline.")]
-ModelOption = Annotated[
-    str, typer.Option(help="llama-3.1-8b, qwen2.5-32b or smollm2-135m; for the cost model roofline.")
-]
+HardwareOption = Annotated[str, typer.Option(help="h100, a100 or cpu; for roofline.")]
+ModelOption = Annotated[str, typer.Option(help="llama-3.1-8b, qwen2.5-32b or smollm2-135m; for roofline.")]
 TensorParallelOption = Annotated[int, typer.Option(min=1, help="Devices per replica.")]
 ReplicasOption = Annotated[int, typer.Option(min=1, help="Number of engines, each with --slots; the load is balanced.")]
 CapOption = Annotated[int | None, typer.Option(help="Token budget of an answer.")]
