@@ -128,7 +128,7 @@ class SortedTrainer:
             shown = ConsoleSink(self.console, metrics, quiet=self.quiet)
             track = self.config.track
             settings = TrackSettings(
-                project=track.project, name=self.config.run.name, mode=track.mode, config=redact(self.config.in_force())
+                project=track.project, name=self.config.run.name, mode=track.mode, config=redact(self.config.resolved())
             )
             trackers = open_trackers(track.to, self.run_dir, metrics, settings)
             for sink in (metrics, files.events, files.metrics, shown, *trackers, *self.sinks):
@@ -204,7 +204,7 @@ class SortedTrainer:
         checkpoint = Checkpoints(self.run_dir / "checkpoints").latest()
         if checkpoint is None:
             check_nothing_trained(self.run_dir)
-            self.config.check_resumable(SortedConfig.load(saved).in_force())
+            self.config.check_resumable(SortedConfig.load(saved).resolved())
         else:  # not the file's: somebody may have edited it since
             self.config.check_resumable(load_state(checkpoint)["config"])
         return checkpoint

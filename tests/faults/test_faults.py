@@ -238,7 +238,7 @@ def test_a_run_goes_on_with_the_settings_that_may_change_and_no_others(tmp_path:
 
 
 def test_keys_that_may_change_are_keys() -> None:
-    known = {f"{section}.{key}" for section, values in SortedConfig().in_force().items() for key in values}
+    known = {f"{section}.{key}" for section, values in SortedConfig().resolved().items() for key in values}
     assert known >= CHANGEABLE
 
 

@@ -43,7 +43,7 @@ keys = st.sampled_from(
 def test_any_tree_is_a_configuration_or_a_configuration_error(tree: dict[str, Any]) -> None:
     with suppress(SortedRLError):
         config = SortedConfig(**tree)
-        assert SortedConfig(**tomllib.loads(config.to_toml())).in_force() == config.in_force()
+        assert SortedConfig(**tomllib.loads(config.to_toml())).resolved() == config.resolved()
 
 
 @MANY

@@ -1,7 +1,9 @@
 """The configuration of a run: typed sections, read from TOML, overridden by `section.key=value`.
 
-Every section is frozen and refuses unknown keys by naming the nearest known one. Validators check, they never rewrite;
-the knobs that a preset leaves open are resolved in `schedule.py`.
+Commands and `SortedTrainer` load it; every part of a run gets its numbers from it.
+
+Guarantees: a configuration never changes; an unknown key is refused with the nearest known one; validators check and
+never rewrite values; what `to_toml` writes loads back as an equal configuration, secrets excepted.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
+import tomli_w
 from pydantic import ValidationError, model_validator
 
 from sortedrl.config.sections import (
@@ -35,52 +38,10 @@ from sortedrl.learner.algorithms import is_grouped, needs_more_siblings, objecti
 from sortedrl.redact import redact
 from sortedrl.schedule import PRESETS, Harvest, Knobs, Strategy, resolve_knobs
 
-# `engine=local` is short for `engine.kind=local`, and so on: the key that a section is mostly about.
-MAIN_KEYS = {"engine": "kind", "task": "name", "model": "path", "schedule": "strategy", "learner": "algorithm"}
+# The key that an override means when it names only the section: `engine=local` is short for `engine.kind=local`.
+_MAIN_KEYS = {"engine": "kind", "task": "name", "model": "path", "schedule": "strategy", "learner": "algorithm"}
 
-
-def parse_override(text: str) -> tuple[list[str], Any]:
-    name, equals, value = text.partition("=")
-    if not equals or not name.strip():
-        raise ConfigError(f"cannot read the override {text!r}: write section.name=value")
-    keys = name.strip().split(".")
-    if len(keys) == 1 and keys[0] in MAIN_KEYS:
-        keys.append(MAIN_KEYS[keys[0]])
-    try:
-        return keys, tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        return keys, value.strip()
-
-
-def put(tree: dict[str, Any], keys: list[str], value: Any) -> None:
-    *path, last = keys
-    for key in path:
-        tree = tree.setdefault(key, {})
-        if not isinstance(tree, dict):
-            raise ConfigError(f"{'.'.join(keys)}: {key} is a value, not a section")
-    tree[last] = value
-
-
-def section_toml(name: str, section: Mapping[str, Any]) -> str:
-    lines = [f"{key} = {toml_value(value)}" for key, value in section.items() if value is not None]
-    return "\n".join([f"[{name}]", *lines, ""])
-
-
-def toml_value(value: Any) -> str:
-    match value:
-        case bool():
-            return "true" if value else "false"
-        case int() | float():
-            return repr(value)
-        case list() | tuple():
-            return f"[{', '.join(toml_value(item) for item in value)}]"
-        case dict():
-            return "{ " + ", ".join(f"{toml_value(k)} = {toml_value(v)}" for k, v in value.items()) + " }"
-        case _:
-            return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")  # TOML's escapes are JSON's
-
-
-# Keys that may differ when a run is resumed: they change neither what was done so far nor what it means.
+# Keys that may differ when a run is resumed: they change neither the finished part of the run nor its meaning.
 CHANGEABLE = frozenset(
     {
         "run.dir",
@@ -117,13 +78,13 @@ CHANGEABLE = frozenset(
         "track.to",
         "track.project",
         "track.mode",
-        *(f"sft.{key}" for key in SftSection.model_fields),  # of another command
+        *(f"sft.{key}" for key in SftSection.model_fields),  # training does not read them
     }
 )
 
 
 class SortedConfig(Section):
-    """Everything a run needs to know."""
+    """All settings of a run, by section. `SortedConfig(schedule={...})` takes the keys of docs/configuration.md."""
 
     run: RunSection = RunSection()
     task: TaskSection = TaskSection()
@@ -146,11 +107,12 @@ class SortedConfig(Section):
 
     @model_validator(mode="after")
     def check_together(self) -> Self:
-        """What no section can see alone."""
+        """Check what depends on several sections."""
         batch, group = self.schedule.update_batch, self.learner.group_size
         if self.run.samples < batch:
             raise ValueError(
-                f"schedule.update_batch {batch} is larger than the cohort: run.samples loads only {self.run.samples}"
+                f"schedule.update_batch {batch} is larger than run.samples {self.run.samples}: lower it, or raise "
+                "run.samples"
             )
         if needs_more_siblings(self.learner.algorithm, group):
             raise ValueError(f"learner.group_size {group}: {self.learner.algorithm} compares siblings, set 2 or more")
@@ -159,22 +121,22 @@ class SortedConfig(Section):
         if batch % group:
             raise ValueError(f"schedule.update_batch {batch} must be a multiple of learner.group_size {group}")
         if self.engine.kind == "vllm" and self.engine.dtype == "int16":
-            raise ValueError("engine.dtype = int16 is the local engine's: for vllm set auto, float32 or bfloat16")
+            raise ValueError("engine.dtype = int16 needs engine.kind = local: for vllm set auto, float32 or bfloat16")
         if self.knobs.flat_extra and self.knobs.harvest == Harvest.DRAIN:
             raise ValueError(
-                "learner.flat_groups = replace needs schedule.harvest = batch: a drained cohort has no other groups to "
-                "wait for; choose a sorted strategy, or learner.flat_groups = zero"
+                "learner.flat_groups = replace needs schedule.harvest = batch, because a drained cohort has no other "
+                "groups to wait for: choose a sorted strategy, or set learner.flat_groups = zero"
             )
         if self.knobs.flat_extra and not self.is_grouped:
             raise ValueError(
-                f"learner.flat_groups = replace is for siblings, which {self.learner.algorithm} with "
-                f"learner.group_size {group} does not compare: leave it out"
+                f"learner.flat_groups = replace needs an algorithm that compares siblings, and "
+                f"{self.learner.algorithm} with learner.group_size {group} does not: leave it out"
             )
         return self
 
     @property
     def knobs(self) -> Knobs:
-        """The schedule's settings with the preset filled in."""
+        """The schedule's settings, with those of the strategy where the configuration has none."""
         explicit = self.schedule.model_dump(exclude={"strategy"})
         replaces = objective_of(self.learner).flat_groups == "replace"
         flat_extra = self.learner.flat_extra * self.schedule.update_batch if replaces else 0
@@ -182,7 +144,7 @@ class SortedConfig(Section):
 
     @property
     def slots(self) -> int:
-        """Sequences that run at once, over all engines."""
+        """Number of sequences that run at once, over all engines."""
         return self.engine.slots * self.engine.replicas
 
     @property
@@ -195,49 +157,49 @@ class SortedConfig(Section):
 
     @classmethod
     def load(cls, path: str | Path, overrides: Iterable[str] = ()) -> SortedConfig:
-        """Read a TOML file and put `section.key=value` overrides on top."""
+        """Read a TOML file and apply `section.key=value` overrides to it."""
         try:
             tree = tomllib.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(f"cannot read the configuration {path}: {error.strerror or error}") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} is not valid TOML: {error}") from None
-        given = [parse_override(text) for text in overrides]
+        given = [_parse_override(text) for text in overrides]
         strategy = next((value for keys, value in given if keys == ["schedule", "strategy"]), None)
         if strategy is not None:
             _forget_defining_knobs(tree, strategy)
         for keys, value in given:
-            put(tree, keys, value)
+            _put(tree, keys, value)
         return cls(**tree)
 
     def check_resumable(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
-        """Refuse to go on with a run under settings that would make it another one; `saved` is its `in_force`."""
-        for section, values in self.in_force().items():
+        """Refuse to resume a run with settings that would change its meaning; `saved` is what `resolved` returned."""
+        for section, values in self.resolved().items():
             for key, value in values.items():
-                # A key that an older version did not have was in force with its default.
+                # A run saved by an older version of this package lacks newer keys: it used their defaults.
                 name, before = f"{section}.{key}", saved.get(section, {}).get(key, value)
                 if value != before and name not in CHANGEABLE:
                     raise ConfigError(
-                        f"{name} was {before!r} when the run was saved and is {value!r} here: leave it as it was, or "
-                        f"start a new run; these may change: {', '.join(sorted(CHANGEABLE))}"
+                        f"{name} was {before!r} when the run was saved and is {value!r} now: set it back, or start a "
+                        f"new run; these keys may change: {', '.join(sorted(CHANGEABLE))}"
                     )
 
     def moved(self, folder: Path, name: str) -> SortedConfig:
-        """The same run in another place."""
+        """The same configuration with another run directory."""
         tree = self.model_dump()
         tree["run"].update(dir=str(folder), name=name)
         return SortedConfig(**tree)
 
     def with_strategy(self, strategy: str, **run: Any) -> SortedConfig:
-        """The same run under another strategy: knobs that define that strategy are taken from its preset."""
+        """The same configuration under another strategy, which replaces the keys that define it."""
         tree = self.model_dump()
         _forget_defining_knobs(tree, strategy)
         tree["schedule"]["strategy"] = strategy
         tree["run"].update(run)
         return SortedConfig(**tree)
 
-    def in_force(self) -> dict[str, dict[str, Any]]:
-        """All values by section, every knob as the preset and the configuration together make it."""
+    def resolved(self) -> dict[str, dict[str, Any]]:
+        """All values by section, with those of the strategy where the configuration has none."""
         tree = self.model_dump(mode="json")
         knobs = self.knobs
         for name in tree["schedule"]:
@@ -247,28 +209,69 @@ class SortedConfig(Section):
         return tree
 
     def to_toml(self) -> str:
-        """The resolved configuration, without secrets."""
-        return "\n".join(section_toml(name, section) for name, section in redact(self.in_force()).items())
+        """The resolved configuration as TOML, without secrets."""
+        tree = redact(self.resolved())  # TOML has no null: unset keys are left out
+        return tomli_w.dumps({name: _without_none(section) for name, section in tree.items()})
 
 
 def reference() -> str:
-    """Every key with its type, default and meaning, as Markdown (docs/configuration.md)."""
+    """Every key with its default and meaning, as Markdown: the tables of docs/configuration.md."""
     lines: list[str] = []
     for name, section in SortedConfig.model_fields.items():
-        lines += [f"## [{name}]", "", "| key | default | on resume | meaning |", "| --- | --- | --- | --- |"]
-        for key, field in type(section.default).model_fields.items():
-            default = "preset" if field.default is None else toml_value(field.default)
+        kind = type(section.default)
+        lines += [f"## [{name}]", ""]
+        if kind.__doc__:
+            lines += [" ".join(kind.__doc__.split()), ""]
+        lines += ["| key | default | on resume | meaning |", "| --- | --- | --- | --- |"]
+        for key, field in kind.model_fields.items():
             on_resume = "may change" if f"{name}.{key}" in CHANGEABLE else ""
-            lines.append(f"| `{key}` | `{default}` | {on_resume} | {field.description} |")
+            meaning = " ".join((field.description or "").split())
+            lines.append(f"| `{key}` | {_default_text(field.default)} | {on_resume} | {meaning} |")
         lines.append("")
     return "\n".join(lines)
 
 
-# ---- precedence and messages -----------------------------------------------------------------------------------------
+def _without_none(section: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in section.items() if value is not None}
+
+
+def _default_text(value: Any) -> str:
+    if value is None:
+        return "unset"
+    if isinstance(value, dict):
+        items = ", ".join(f"{key} = {json.dumps(item)}" for key, item in value.items())
+        return f"`{{ {items} }}`" if items else "`{}`"
+    return f"`{json.dumps(value)}`"
+
+
+# ---- overrides and messages ------------------------------------------------------------------------------------------
+
+
+def _parse_override(text: str) -> tuple[list[str], Any]:
+    """Split `section.key=value` into its keys and its value; a value that is not TOML is taken as text."""
+    name, equals, value = text.partition("=")
+    if not equals or not name.strip():
+        raise ConfigError(f"cannot read the override {text!r}: write section.key=value")
+    keys = name.strip().split(".")
+    if len(keys) == 1 and keys[0] in _MAIN_KEYS:
+        keys.append(_MAIN_KEYS[keys[0]])
+    try:
+        return keys, tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return keys, value.strip()
+
+
+def _put(tree: dict[str, Any], keys: list[str], value: Any) -> None:
+    *path, last = keys
+    for key in path:
+        tree = tree.setdefault(key, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(f"cannot set {'.'.join(keys)}: {key} is a value, not a section")
+    tree[last] = value
 
 
 def _forget_defining_knobs(tree: dict[str, Any], strategy: str) -> None:
-    """A strategy that is chosen later takes precedence over the knobs that make it what it is."""
+    """Remove the keys that define a strategy: a strategy chosen later replaces them."""
     schedule = tree.get("schedule")
     if isinstance(schedule, dict) and strategy in list(Strategy) and schedule.get("strategy") != strategy:
         for knob in PRESETS[Strategy(strategy)]:
@@ -276,9 +279,10 @@ def _forget_defining_knobs(tree: dict[str, Any], strategy: str) -> None:
 
 
 def _one_line(error: ValidationError) -> str:
+    """The first mistake in one line, and how many more there are."""
     first = error.errors()[0]
     count = len({details["loc"][:2] for details in error.errors()})
-    where = ".".join(str(part) for part in first["loc"][:2])  # past section and key come branches of a union
+    where = ".".join(str(part) for part in first["loc"][:2])  # what follows section and key are branches of a union
     more = f" (and {count - 1} more)" if count > 1 else ""
     if first["type"] == "extra_forbidden":
         return f"unknown configuration key {where!r}{_nearest(first['loc'])}{more}"
@@ -289,7 +293,7 @@ def _one_line(error: ValidationError) -> str:
 
 
 def _nearest(location: tuple[int | str, ...]) -> str:
-    """The known key that is most like an unknown one."""
+    """A hint that names the known key most like an unknown one, or else all known keys."""
     fields = SortedConfig.model_fields
     for part in location[:-1]:
         annotation = fields[str(part)].annotation if str(part) in fields else None

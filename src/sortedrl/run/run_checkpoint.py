@@ -102,7 +102,7 @@ class RunSaver:
             return
         state = {
             "version": buffer.version,
-            "config": self.config.in_force(),
+            "config": self.config.resolved(),
             "updates": buffer.num_updates,
             "clock_s": self.clock.now(),
             "controller": parts.controller.state_dict(),

@@ -53,7 +53,7 @@ def tune(
         on_start(steps)
     rates = SftRates(muon=None, adamw=settings.lr, warmup_steps=settings.warmup_steps)
     result = finetune(model, stream, steps=steps, **limits, rates=rates, is_packed=True, on_step=on_step)
-    save_checkpoint(out, model, tokenizer, extra={"sft": {"steps": steps, "config": config.in_force()}})
+    save_checkpoint(out, model, tokenizer, extra={"sft": {"steps": steps, "config": config.resolved()}})
     return result
 
 
