@@ -256,7 +256,7 @@ BAD_INPUT = {
     "configuration is a folder": (["train", "empty"], ["cannot read the configuration empty"]),
     "configuration is no TOML": (["train", "broken.toml"], ["broken.toml is not valid TOML"]),
     "configuration is no text": (["train", "binary.toml"], ["binary.toml is not valid TOML"]),
-    "override without =": ([*TRAIN, "run.seed"], ["'run.seed'", "write section.name=value"]),
+    "override without =": ([*TRAIN, "run.seed"], ["'run.seed'", "write section.key=value"]),
     "override without a section": ([*TRAIN, "seed=1"], ["'seed'"]),
     "override of a section": ([*TRAIN, "run.seed.x=1"], ["run.seed"]),
     "missing argument": (["train"], ["CONFIG"]),

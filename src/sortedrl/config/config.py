@@ -180,7 +180,7 @@ class SortedConfig(Section):
                 name, before = f"{section}.{key}", saved.get(section, {}).get(key, value)
                 if value != before and name not in CHANGEABLE:
                     raise ConfigError(
-                        f"{name} was {before!r} when the run was saved and is {value!r} now: set it back, or start a "
+                        f"{name} was {before!r} when the run was saved and is {value!r} here: set it back, or start a "
                         f"new run; these keys may change: {', '.join(sorted(CHANGEABLE))}"
                     )
 
