@@ -89,7 +89,7 @@ def test_train_writes_the_run_directory(tmp_path: Path) -> None:
     checkpoint_loads(run_dir, run["updates"])
 
 
-def test_train_tells_people(call: Any, tmp_path: Path) -> None:
+def test_train_prints_a_table_and_the_paths_written(call: Any, tmp_path: Path) -> None:
     code, out, err = call("train", str(QUICKSTART), *SMALL, "run.report=false")
     assert code == 0
     assert "sorted-" in out
@@ -219,7 +219,7 @@ BAD_INPUT = {
     ),
     "unknown section": ([*TRAIN, "enigne.slots=8"], ["enigne", "did you mean engine?"]),
     "wrong type": ([*TRAIN, "engine.slots=many"], ["engine.slots", "integer", "'many'"]),
-    "U larger than the data": ([*TRAIN, "run.samples=8"], ["update_batch 16", "run.samples loads only 8"]),
+    "U larger than the data": ([*TRAIN, "run.samples=8"], ["update_batch 16", "larger than run.samples 8"]),
     "U no multiple of k": ([*TRAIN, "schedule.update_batch=18"], ["update_batch 18", "multiple of learner.group_size"]),
     "no slots": ([*TRAIN, "engine.slots=0"], ["engine.slots", "greater than or equal to 1"]),
     "negative staleness": ([*TRAIN, "schedule.max_staleness=-1"], ["schedule.max_staleness", "equal to 0"]),
@@ -256,7 +256,7 @@ BAD_INPUT = {
     "configuration is a folder": (["train", "empty"], ["cannot read the configuration empty"]),
     "configuration is no TOML": (["train", "broken.toml"], ["broken.toml is not valid TOML"]),
     "configuration is no text": (["train", "binary.toml"], ["binary.toml is not valid TOML"]),
-    "override without =": ([*TRAIN, "run.seed"], ["'run.seed'", "write section.key=value"]),
+    "override without =": ([*TRAIN, "run.seed"], ["'run.seed'", "write section.name=value"]),
     "override without a section": ([*TRAIN, "seed=1"], ["'seed'"]),
     "override of a section": ([*TRAIN, "run.seed.x=1"], ["run.seed"]),
     "missing argument": (["train"], ["CONFIG"]),

@@ -49,7 +49,7 @@ def test_overrides_go_on_top(tmp_path: Path) -> None:
         ("learner.group_size=1", "grpo compares siblings"),
         ("schedule.update_batch=36", "must be a multiple of learner.group_size 8"),
         ("run.samples=8190", "run.samples 8190 must be a multiple"),
-        ("schedule.on_bound", "write section.key=value"),
+        ("schedule.on_bound", "write section.name=value"),
         ("schedule.strategy.x=1", "schedule.strategy.x"),
     ],
 )

@@ -1,9 +1,10 @@
 """The command line: train, compare, eval, simulate, plan, sft, report, trace, ledger, doctor, dashboard, bench.
 
-Each command prints a table for people, or with `--json` one JSON object and nothing else on stdout. Progress and
-messages go to stderr. Users' mistakes end with one line and exit code 2, Ctrl-C with 130.
+Each module defines one kind of command. Importing it adds its commands to `app`; the order of imports is the order of
+commands in `--help`.
 
-One module per kind of command; importing it adds its commands to `app`, in the order of the help.
+Guarantees: with `--json`, stdout holds one JSON object and nothing else; progress and messages go to stderr; a user's
+mistake ends with a one-line message and exit code 2, Ctrl-C with exit code 130.
 """
 
 from sortedrl.cli import train  # isort: skip

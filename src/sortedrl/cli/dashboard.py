@@ -1,4 +1,4 @@
-"""`dashboard`: runs in a browser, live."""
+"""The command `dashboard`: follow runs in a browser."""
 
 from __future__ import annotations
 
@@ -15,19 +15,25 @@ from sortedrl.errors import ConfigError
 @app.command()
 def dashboard(
     runs: Annotated[
-        list[Path] | None, typer.Argument(help="Run directories, or folders of runs; left out: runs.")
+        list[Path] | None, typer.Argument(help="Run directories, or folders of run directories. Default: runs.")
     ] = None,
-    host: Annotated[str, typer.Option(help="Beyond loopback a token is needed.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8427,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. Any address but loopback needs a token.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on. 0: any free port.")] = 8427,
     token: Annotated[
-        str | None, typer.Option(envvar="SORTEDRL_DASHBOARD_TOKEN", help="Who asks has to show it; better by variable.")
+        str | None,
+        typer.Option(
+            envvar="SORTEDRL_DASHBOARD_TOKEN",
+            help="Token that browsers must send. Prefer the variable: arguments are visible to other users.",
+        ),
     ] = None,
 ) -> None:
-    """Serve pages that follow runs as they train, read-only, until Ctrl-C."""
+    """Serve read-only pages that follow runs while they train. Ctrl-C ends the server."""
     try:
         from sortedrl.telemetry.dashboard.app import Dashboard, serve
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{error.name} is not installed: pip install 'sortedrl[dashboard]'") from None
+        raise ConfigError(f"the dashboard needs the package {error.name}: pip install 'sortedrl[dashboard]'") from None
 
     page = Dashboard(runs or [Path("runs")], decoder=answer_decoder)
     hint = "" if token is None else " (add ?token=... the first time)"

@@ -1,4 +1,4 @@
-"""`eval`: a model on test suites."""
+"""The command `eval`: answer test suites with a model and mark the answers."""
 
 from __future__ import annotations
 
@@ -15,30 +15,43 @@ from sortedrl.cli.app import AsJson, app, err, stdout_console
 
 @app.command("eval")
 def evaluate(
-    model: Annotated[str, typer.Argument(help="A model's folder, smollm2-135m, knights-tiny, or a run's directory.")],
+    model: Annotated[str, typer.Argument(help="Model folder, run directory, knights-tiny or smollm2-135m.")],
     suite: Annotated[
         str,
-        typer.Option(help="Comma-separated: aime24, aime25, math500, minerva, amc23, gsm8k, olympiad, kk, knights."),
+        typer.Option(
+            help="Suites, separated by commas: aime24, aime25, math500, minerva, amc23, gsm8k, olympiad, kk, knights."
+        ),
     ],
-    samples: Annotated[int, typer.Option(min=1, help="k: answers to each problem.")] = 1,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many problems of each suite.")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="k: number of answers per problem.")] = 1,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Use only this many problems of each suite, from the first.")
+    ] = None,
     data: Annotated[
-        Path | None, typer.Option(help="Folder with the suites' files; left out: data/ or the hub.")
+        Path | None,
+        typer.Option(help="Folder with the files of the suites. Default: data/, then the Hugging Face hub."),
     ] = None,
-    engine: Annotated[str, typer.Option(help="As engine.kind in a configuration.")] = "local",
-    slots: Annotated[int, typer.Option(min=1, help="Answers that are written at once.")] = 32,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Token budget of an answer.")] = 1024,
+    engine: Annotated[str, typer.Option(help="Engine: local or vllm.")] = "local",
+    slots: Annotated[int, typer.Option(min=1, help="Number of answers that are generated at once.")] = 32,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 1024,
     temperature: Annotated[
-        float | None, typer.Option(min=0, help="0 is greedy; left out: 0 for one answer a problem, 0.6 for several.")
+        float | None,
+        typer.Option(
+            min=0, help="Sampling temperature; 0 is greedy. Default: 0 for one answer per problem, 0.6 for several."
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads for torch.")] = 1,
-    workers: Annotated[int, typer.Option(min=1, help="Processes that mark answers.")] = 1,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that marking a few answers may take.")] = 10.0,
-    out: Annotated[Path | None, typer.Option(help="Write every answer with its mark to this JSONL file.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling noise.")] = 0,
+    threads: Annotated[int, typer.Option(min=1, help="Number of CPU threads that torch may use.")] = 1,
+    workers: Annotated[int, typer.Option(min=1, help="Number of processes that mark answers.")] = 1,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, help="Time limit for marking a batch of answers, in seconds.")
+    ] = 10.0,
+    out: Annotated[Path | None, typer.Option(help="Write every answer and its mark to this JSONL file.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Answer test suites and mark them: mean@k, pass@k, maj@k with standard errors, lengths, truncation."""
+    """Answer test suites with MODEL and mark the answers.
+
+    Reports mean@k, pass@k and maj@k with standard errors, answer lengths, and the share of truncated answers.
+    """
     from sortedrl.run.suite_eval import ExamSettings, take_exam
 
     settings = ExamSettings(

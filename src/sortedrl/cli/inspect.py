@@ -1,4 +1,4 @@
-"""`report`, `trace`, `ledger` and `doctor`: what became of a run, and what this machine can run."""
+"""The commands `report`, `trace`, `ledger` and `doctor`, which read runs, and check a machine and a configuration."""
 
 from __future__ import annotations
 
@@ -28,10 +28,12 @@ from sortedrl.reward.worker import printable
 @app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Run directories.")],
-    out: Annotated[Path | None, typer.Option(help="HTML file; left out: report.html in the first run.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="HTML file to write. Default: report.html in the first run directory.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write one self-contained HTML page about one or several runs."""
+    """Write a self-contained HTML report about one or several runs."""
     from sortedrl.telemetry.report.report import write_report
 
     columns = (TextColumn("reading"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
@@ -44,13 +46,14 @@ def report(
 
 @app.command()
 def trace(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
     perfetto: Annotated[
-        Path | None, typer.Option(help="Write a trace for ui.perfetto.dev or chrome://tracing.")
+        Path | None,
+        typer.Option(help="Write the events to this file, as a trace for ui.perfetto.dev or chrome://tracing."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say where the slot time of RUN went and how its cohorts fared; write its events as a trace."""
+    """Show how RUN used its slot time and how long each cohort took; optionally write a trace."""
     from sortedrl.telemetry.cohorts import cohort_table
     from sortedrl.telemetry.summary import slot_time_table
     from sortedrl.telemetry.trace import look_back
@@ -74,12 +77,12 @@ def trace(
 
 @app.command()
 def ledger(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, or its ledger.sqlite.")],
-    verify: Annotated[bool, typer.Option("--verify", help="Prove the invariants from the file alone.")] = False,
-    sample: Annotated[int | None, typer.Option(min=0, help="Tell the life of one sample.")] = None,
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, or its ledger.sqlite.")],
+    verify: Annotated[bool, typer.Option("--verify", help="Check every guarantee from the ledger file alone.")] = False,
+    sample: Annotated[int | None, typer.Option(min=0, help="Show the history of the sample with this id.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what became of every sample of RUN; exit code 1 if the file breaks an invariant."""
+    """Show what happened to the samples of RUN. The exit code is 1 if --verify finds a broken guarantee."""
     from sortedrl.ledger.tables import ledger_command
 
     out = stdout_console()
@@ -89,7 +92,7 @@ def ledger(
 
 
 def answer_decoder(run: Path) -> Callable[[list[int]], str] | None:
-    """How the run's tokenizer spells tokens: that of its last checkpoint, or of the model that it started from."""
+    """The decode function of the run's tokenizer, from its last checkpoint or its initial model; None without one."""
     from sortedrl.config import SortedConfig
     from sortedrl.learner.model import check_model_folder, load_tokenizer
     from sortedrl.run.build.parts import model_path
@@ -102,20 +105,22 @@ def answer_decoder(run: Path) -> Callable[[list[int]], str] | None:
             folder = check_model_folder(model_path(SortedConfig.load(run / "config.toml", [])))
         return load_tokenizer(folder).decode
     except (ConfigError, ModelError):
-        return None  # token numbers tell something too
+        return None  # the caller shows token ids instead
 
 
 @app.command()
 def doctor(
-    config: Annotated[Path | None, typer.Argument(help="A configuration to check.")] = None,
+    config: Annotated[Path | None, typer.Argument(help="Configuration file to check.")] = None,
     hardware: Annotated[
-        str | None, typer.Option(help="Estimate for h100, a100 or cpu in place of this machine.")
+        str | None, typer.Option(help="Estimate for h100, a100 or cpu instead of this machine.")
     ] = None,
-    devices: Annotated[int, typer.Option(min=1, help="How many of them.")] = 1,
-    from_run: Annotated[Path | None, typer.Option(help="Estimate time from what this finished run took.")] = None,
+    devices: Annotated[int, typer.Option(min=1, help="Number of devices to estimate for.")] = 1,
+    from_run: Annotated[
+        Path | None, typer.Option(help="Estimate time from the measurements of this finished run.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what this machine can run, whether CONFIG is sound, and what memory and time it will need."""
+    """Check this machine and CONFIG, and estimate the memory and time that a run will need."""
     from sortedrl.run.doctor import Target, examine, findings_table
 
     findings = examine(config, Target(hardware=hardware, devices=devices, from_run=from_run))

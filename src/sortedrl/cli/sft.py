@@ -1,4 +1,4 @@
-"""`sft`: supervised fine-tuning."""
+"""The command `sft`: supervised fine-tuning, and rebuilding the embedded model knights-tiny."""
 
 from __future__ import annotations
 
@@ -20,32 +20,42 @@ if TYPE_CHECKING:
 @app.command()
 def sft(
     target: Annotated[
-        Path, typer.Argument(metavar="CONFIG|OUT", help="A TOML file; or a folder for the embedded model.")
+        Path,
+        typer.Argument(
+            metavar="CONFIG|OUT",
+            help="Configuration file (.toml) to fine-tune as, or a folder to rebuild knights-tiny in.",
+        ),
     ],
     overrides: Overrides = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for the tuned model; left out: sft in the run's.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the fine-tuned model. Default: sft in the run directory.")
+    ] = None,
     rebuild_tiny: Annotated[
-        bool, typer.Option("--rebuild-tiny", help="Rebuild the embedded model in OUT; so does any OUT but a .toml.")
+        bool, typer.Option("--rebuild-tiny", help="Rebuild knights-tiny even if OUT ends in .toml.")
     ] = False,
-    seed: Annotated[int | None, typer.Option(min=0, help="Left out: the configuration's, or 0.")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Left out: what CONFIG or the shipped model takes.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed. Default: that of CONFIG, or 0.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Number of batches. Default: that of CONFIG, or of the shipped model.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Fine-tune as the section `sft` of CONFIG says, or rebuild the embedded model in the folder OUT."""
+    """Fine-tune a model as the section `sft` of CONFIG says, or rebuild the embedded model in the folder OUT."""
     if target.suffix == ".toml" and not rebuild_tiny:
         given = [f"run.seed={seed}"] * (seed is not None) + [f"sft.steps={steps}"] * (steps is not None)
-        tune_as(SortedConfig.load(target, [*(overrides or []), *given]), out, as_json)
+        _fine_tune(SortedConfig.load(target, [*(overrides or []), *given]), out, as_json)
         return
     if overrides or out is not None:
-        raise ConfigError("KEY=VALUE and --out go with a CONFIG that ends in .toml; the embedded model has its own")
-    rebuild_into(target, seed or 0, steps, as_json)
+        raise ConfigError(
+            "KEY=VALUE and --out go with a CONFIG that ends in .toml: leave them out to rebuild the embedded model"
+        )
+    _rebuild_tiny(target, seed or 0, steps, as_json)
 
 
-def tune_as(config: SortedConfig, out: Path | None, as_json: bool) -> None:
+def _fine_tune(config: SortedConfig, out: Path | None, as_json: bool) -> None:
     from sortedrl.run.sft_run import tune
 
     folder = out or config.run_dir / "sft"
-    with progress_bar(as_json) as progress:
+    with _progress_bar(as_json) as progress:
         bar = progress.add_task("sft", total=None, loss="")
         result = tune(
             config,
@@ -53,16 +63,16 @@ def tune_as(config: SortedConfig, out: Path | None, as_json: bool) -> None:
             on_step=lambda step, loss: progress.update(bar, completed=step, loss=f"loss {loss:.3f}"),
             on_start=lambda total: progress.update(bar, total=total),
         )
-    tell(folder, result, as_json)
+    _print_result(folder, result, as_json)
 
 
-def rebuild_into(folder: Path, seed: int, steps: int | None, as_json: bool) -> None:
+def _rebuild_tiny(folder: Path, seed: int, steps: int | None, as_json: bool) -> None:
     import torch
 
     from sortedrl.tasks.tiny import STEPS, rebuild
 
     torch.set_num_threads(1)
-    with progress_bar(as_json) as progress:
+    with _progress_bar(as_json) as progress:
         bar = progress.add_task("sft", total=steps or STEPS, loss="")
         result = rebuild(
             folder,
@@ -70,15 +80,15 @@ def rebuild_into(folder: Path, seed: int, steps: int | None, as_json: bool) -> N
             steps=steps or STEPS,
             on_step=lambda step, loss: progress.update(bar, completed=step, loss=f"loss {loss:.3f}"),
         )
-    tell(folder, result, as_json)
+    _print_result(folder, result, as_json)
 
 
-def progress_bar(as_json: bool) -> Progress:
+def _progress_bar(as_json: bool) -> Progress:
     loss = TextColumn("{task.fields[loss]}")
     columns = (TextColumn("SFT"), BarColumn(), MofNCompleteColumn(), loss, TimeRemainingColumn())
     return Progress(*columns, console=err, disable=as_json)
 
 
-def tell(folder: Path, result: SftResult, as_json: bool) -> None:
+def _print_result(folder: Path, result: SftResult, as_json: bool) -> None:
     record = {"path": str(folder), "steps": result.steps, "num_tokens": result.num_tokens, "loss": result.loss}
     print(json.dumps(record)) if as_json else err.print(f"saved {folder}: loss {result.loss:.4f}", highlight=False)

@@ -1,4 +1,4 @@
-"""`train` and `compare`: the runs themselves."""
+"""The commands `train` and `compare`."""
 
 from __future__ import annotations
 
@@ -21,20 +21,27 @@ if TYPE_CHECKING:
 
 @app.command()
 def train(
-    config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="A TOML file, see configs/.")] = None,
+    config: Annotated[
+        Path | None, typer.Argument(metavar="CONFIG", help="Configuration file (TOML); configs/ has examples.")
+    ] = None,
     overrides: Overrides = None,
-    resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Go on with the run in this directory.")] = None,
-    cluster: Annotated[str | None, typer.Option(metavar="ADDRESS", help="A Ray cluster: its address, or auto.")] = None,
+    resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Resume the run in this directory.")] = None,
+    cluster: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Ray cluster to use: its address, or auto.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train as CONFIG says; the run directory gets events, metrics, ledger, checkpoints, summary and report."""
+    """Train a model as CONFIG says.
+
+    The run directory gets events, metrics, ledger, checkpoints, a summary and a report.
+    """
     from sortedrl.trainer import SortedTrainer
 
-    placed = [f"engine.cluster={cluster}"] if cluster is not None else []
-    settings = load_config(config, [*(overrides or []), *placed], resume)
+    given = [*(overrides or []), *([] if cluster is None else [f"engine.cluster={cluster}"])]
+    settings = _load_config(config, given, resume)
     trainer = SortedTrainer(args=settings, console=err, quiet=as_json)
     summary = trainer.train(resume=resume is not None)
-    show([summary], as_json)
+    _print_summaries([summary], as_json)
     files = {"report": "report.html", "summary": "summary.json", "weights": "checkpoints"}
     paths = {name: trainer.run_dir / file for name, file in files.items()}
     kept = ", ".join(f"{name} {path}" for name, path in paths.items() if path.exists())
@@ -47,32 +54,37 @@ def train(
         err.print(escape(f"go on with: {trainer.resume_command}"), highlight=False, soft_wrap=True)
 
 
-def load_config(config: Path | None, overrides: list[str], resume: Path | None) -> SortedConfig:
-    """The configuration of a run from its file, or, to resume it, from its directory."""
+def _load_config(config: Path | None, overrides: list[str], resume: Path | None) -> SortedConfig:
+    """Read the configuration from its file, or from the directory of the run to resume."""
     if resume is None:
         if config is None:
-            raise ConfigError("name the CONFIG to train, or a run to go on with: --resume RUN")
+            raise ConfigError("no configuration is given: name a CONFIG to train, or a run to resume with --resume RUN")
         return SortedConfig.load(config, overrides)
     if config is not None:
         if "=" not in str(config):
-            raise ConfigError(f"--resume takes the run's own configuration: leave out {config}, or give KEY=VALUE")
+            raise ConfigError(f"--resume uses the configuration of the run: leave out {config}, or give KEY=VALUE")
         overrides = [str(config), *overrides]
     if not (resume / "config.toml").is_file():
-        raise RunDirError(f"{resume} holds no run to resume: it has no config.toml")
+        raise RunDirError(f"{resume} holds no run to resume: it has no config.toml; name a run directory")
     here = resume if resume.name not in ("", "..") else resume.resolve()
     settings = SortedConfig.load(resume / "config.toml", overrides)
-    return settings.moved(here.parent, here.name)  # it may have been since
+    return settings.moved(here.parent, here.name)  # the directory may have been moved since it was written
 
 
 @app.command()
 def compare(
     config: ConfigPath,
     overrides: Overrides = None,
-    strategies: Annotated[str, typer.Option(help="Comma-separated presets.")] = "sync,sorted-partial,sorted-replay",
-    seeds: Annotated[int, typer.Option(min=1, help="Seeds 0, 1, ... for each strategy.")] = 1,
+    strategies: Annotated[
+        str, typer.Option(help="Strategies to compare, separated by commas.")
+    ] = "sync,sorted-partial,sorted-replay",
+    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds to train each strategy with.")] = 1,
     as_json: AsJson = False,
 ) -> None:
-    """Train once per strategy and seed, on the same slots, update batch, samples and seeds."""
+    """Train CONFIG once per strategy and seed, and compare the runs in a table and a report.
+
+    All runs have the same slots, update batch, samples and seeds.
+    """
     from sortedrl.telemetry.report.report import write_report
     from sortedrl.trainer import SortedTrainer
 
@@ -81,7 +93,7 @@ def compare(
     unknown = [name for name in names if name not in list(Strategy)]
     if unknown or not names:
         raise ConfigError(f"unknown strategy {unknown[0] if unknown else ''!r}: choose from {', '.join(Strategy)}")
-    configs = [  # all of them first: one that cannot be kept is refused before the others are trained
+    configs = [  # all before the first run: an impossible one is refused before time is spent on the others
         base.with_strategy(name, seed=seed, name=f"{base.run.name}-{name}-seed{seed}")
         for seed in range(base.run.seed, base.run.seed + seeds)
         for name in names
@@ -95,14 +107,14 @@ def compare(
         summaries.append(trainer.train())
         directories.append(trainer.run_dir)
         if trainer.stop_requested:
-            show(summaries, as_json)
+            _print_summaries(summaries, as_json)
             raise typer.Exit(130)
     report = write_report(directories, Path(base.run.dir) / f"{base.run.name}-compare.html")
-    show(summaries, as_json)
+    _print_summaries(summaries, as_json)
     err.print(f"report: {report}", highlight=False)
 
 
-def show(summaries: list[Summary], as_json: bool) -> None:
+def _print_summaries(summaries: list[Summary], as_json: bool) -> None:
     from sortedrl.telemetry.summary import (
         comparison_table,
         group_line,

@@ -251,7 +251,7 @@ def _parse_override(text: str) -> tuple[list[str], Any]:
     """Split `section.key=value` into its keys and its value; a value that is not TOML is taken as text."""
     name, equals, value = text.partition("=")
     if not equals or not name.strip():
-        raise ConfigError(f"cannot read the override {text!r}: write section.key=value")
+        raise ConfigError(f"cannot read the override {text!r}: write section.name=value")
     keys = name.strip().split(".")
     if len(keys) == 1 and keys[0] in _MAIN_KEYS:
         keys.append(_MAIN_KEYS[keys[0]])
