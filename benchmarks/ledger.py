@@ -26,7 +26,7 @@ from rich.table import Table
 
 from sortedrl.buffer import Buffer
 from sortedrl.ledger.store import Store
-from sortedrl.records import FinishReason, Prompt, Sample, sample_seed
+from sortedrl.records import FinishReason, Prompt, Sample, Segment, sample_seed
 
 COHORT, BATCH, SIBLINGS = 4096, 1024, 8
 GOAL_MB_S, GOAL_REOPEN_S = 50.0, 3.0
@@ -72,14 +72,8 @@ def run(buffer: Buffer, num_samples: int, num_tokens: int, num_deliveries: int) 
             buffer.start(sample)
             for start in range(0, share * num_deliveries, share):
                 delivery = slice(start, start + share)
-                buffer.append(
-                    sample,
-                    start=start,
-                    tokens=tokens[delivery],
-                    logprobs=logprobs[delivery],
-                    version=buffer.version,
-                    slot_s=0.02 * share,
-                )
+                segment = Segment(buffer.version, tokens[delivery], logprobs[delivery], 0.02 * share)
+                buffer.append(sample, segment, start=start)
             if is_last and 2 * position > len(samples):
                 continue
             buffer.finish(sample, FinishReason.STOP)

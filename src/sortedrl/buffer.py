@@ -148,36 +148,26 @@ class Buffer:
         sample = self.running.get(sample_id)
         return sample if sample is not None and sample.attempt == attempt else None
 
-    def append(
-        self,
-        sample: Sample,
-        *,
-        start: int,
-        tokens: list[int],
-        logprobs: list[float],
-        version: int,
-        slot_s: float,
-        verified: int = 0,
-    ) -> int:
+    def append(self, sample: Sample, segment: Segment, *, start: int, verified: int = 0) -> int:
         """Put tokens at position `start`, in place of what is there; returns how many tokens that threw away.
 
         The first `verified` of them repeat what is there: they were decoded once, and keep the slot time it took; those
         that were fed stay masked.
         """
         assert sample.state == RUNNING, f"sample {sample.id} gets tokens while {sample.state}"
-        held, count = sample.num_tokens, len(tokens)
+        held, count, version = sample.num_tokens, len(segment.tokens), segment.version
         end = start + count
-        assert count == len(logprobs), f"sample {sample.id}: {count} tokens, {len(logprobs)} log-probs"
+        assert count == len(segment.logprobs), f"sample {sample.id}: {count} tokens, {len(segment.logprobs)} log-probs"
         assert start + verified <= held, f"sample {sample.id}: tokens at {start + verified}, but it holds {held}"
         assert verified <= count, f"sample {sample.id}: {verified} of {count} tokens verified"
         assert end <= sample.budget, f"sample {sample.id} exceeds its budget of {sample.budget}"
         masked: list[range] = []
         if start < held:
             masked = sample.masked(start, start + verified)
-            slot_s += sample.cut(start, verified)
+            segment.slot_s += sample.cut(start, verified)
         last = sample.segments[-1] if sample.segments else None
         assert last is None or last.version <= version, f"sample {sample.id}: version {version} after {last.version}"
-        for part in Segment(version, tokens, logprobs, slot_s).parted(masked):
+        for part in segment.parted(masked):
             if last is not None and (last.version, last.is_masked) == (version, part.is_masked):
                 last.extend(part)
             elif count:

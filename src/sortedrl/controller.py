@@ -22,7 +22,7 @@ from sortedrl.engine.base import Engine, InFlight, Request, Sampling, Span
 from sortedrl.errors import EngineError
 from sortedrl.learner.base import Learner, Update
 from sortedrl.protocols import Pause, Save, Score, Scorer
-from sortedrl.records import Batch, FinishReason, Mode, Sample, restart_seed
+from sortedrl.records import Batch, FinishReason, Mode, Sample, Segment, restart_seed
 from sortedrl.schedule import Knobs, RestartNoise
 from sortedrl.telemetry import events
 from sortedrl.telemetry.batch_event import EngineAccount, batch_taken
@@ -301,15 +301,8 @@ class Controller:
                     submit(sample)
                     self.last_finish = now
                 case engine_events.Delta():
-                    buffer.append(
-                        sample,
-                        start=event.start,
-                        tokens=event.tokens,
-                        logprobs=event.logprobs,
-                        version=event.version,
-                        slot_s=event.slot_s,
-                        verified=event.verified,
-                    )
+                    segment = Segment(event.version, event.tokens, event.logprobs, event.slot_s)
+                    buffer.append(sample, segment, start=event.start, verified=event.verified)
                 case engine_events.SegmentDelta(start=start, segments=segments):
                     extend(sample, segments, start=start)
                 case engine_events.Verified(cached=cached, accepted=accepted):

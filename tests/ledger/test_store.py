@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from sortedrl.buffer import Buffer
 from sortedrl.errors import DamagedLedgerError, DataError, LedgerError
 from sortedrl.ledger.store import DurableBuffer, Store
-from sortedrl.records import FinishReason, Mode, Prompt, Sample, State
+from sortedrl.records import FinishReason, Mode, Prompt, Sample, Segment, State
 from sortedrl.schedule import Strategy
 from tests.properties.test_guarantees import runs
 from tests.support.scripted_runs import ScriptedRun
@@ -46,15 +46,8 @@ def created(folder: Path, *, grouped: bool = False) -> tuple[Store, DurableBuffe
 
 
 def write(buffer: Buffer, sample: Sample, tokens: list[int], *, start: int | None = None, verified: int = 0) -> None:
-    buffer.append(
-        sample,
-        start=sample.num_tokens if start is None else start,
-        tokens=list(tokens),
-        logprobs=[-0.1 * token for token in tokens],
-        version=buffer.version,
-        slot_s=0.3 * len(tokens),
-        verified=verified,
-    )
+    segment = Segment(buffer.version, list(tokens), [-0.1 * token for token in tokens], 0.3 * len(tokens))
+    buffer.append(sample, segment, start=sample.num_tokens if start is None else start, verified=verified)
 
 
 def bring_to_score(buffer: Buffer, sample: Sample, tokens: list[int]) -> None:
@@ -200,7 +193,7 @@ def test_the_buffer_holds_what_the_file_holds(tmp_path: Path) -> None:
     assert sample.prompt.columns["array"] == [0, 1]
     buffer.start(sample)
     logprobs = [-0.1, -1.5, -math.inf]
-    buffer.append(sample, start=0, tokens=[1, 2, 3], logprobs=logprobs, version=0, slot_s=0.0)
+    buffer.append(sample, Segment(0, [1, 2, 3], logprobs), start=0)
     assert sample.logprobs == [-0.10000000149011612, -1.5, -math.inf]
     buffer.finish(sample, FinishReason.STOP)
     buffer.score(0, 1, math.nan)

@@ -38,15 +38,8 @@ def write(
     slot_s: float = 0.0,
     verified: int = 0,
 ) -> int:
-    return buffer.append(
-        sample,
-        start=sample.num_tokens if start is None else start,
-        tokens=list(tokens),
-        logprobs=[-0.1 * token for token in tokens],
-        version=buffer.version,
-        slot_s=slot_s,
-        verified=verified,
-    )
+    segment = Segment(buffer.version, list(tokens), [-0.1 * token for token in tokens], slot_s)
+    return buffer.append(sample, segment, start=sample.num_tokens if start is None else start, verified=verified)
 
 
 def bring(buffer: Buffer, sample: Sample, state: State, tokens: list[int] | None = None) -> None:
@@ -241,7 +234,7 @@ def test_tokens_that_cannot_be_are_refused(start: int, tokens: list[int], num_lo
     buffer, (sample,) = loaded()
     bring(buffer, sample, State.RUNNING)
     with pytest.raises(AssertionError, match=message):
-        buffer.append(sample, start=start, tokens=tokens, logprobs=[0.0] * num_logprobs, version=0, slot_s=0.0)
+        buffer.append(sample, Segment(0, tokens, [0.0] * num_logprobs), start=start)
     assert sample.tokens == [4, 5, 6]
 
 

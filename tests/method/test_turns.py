@@ -42,15 +42,8 @@ def make_sample(number: int = 0, *, budget: int = 12) -> Sample:
 
 
 def write(buffer: Buffer, sample: Sample, tokens: list[int], *, start: int | None = None, verified: int = 0) -> None:
-    buffer.append(
-        sample,
-        start=sample.num_tokens if start is None else start,
-        tokens=list(tokens),
-        logprobs=[-1.0] * len(tokens),
-        version=buffer.version,
-        slot_s=float(len(tokens) - verified),
-        verified=verified,
-    )
+    segment = Segment(buffer.version, list(tokens), [-1.0] * len(tokens), float(len(tokens) - verified))
+    buffer.append(sample, segment, start=sample.num_tokens if start is None else start, verified=verified)
 
 
 def one_turn(buffer: Buffer, sample: Sample) -> None:

@@ -27,7 +27,7 @@ from sortedrl import schedule
 from sortedrl.buffer import Buffer
 from sortedrl.ledger.store import Store
 from sortedrl.ledger.tables import ledger_command
-from sortedrl.records import FinishReason, Mode, Prompt, Sample, State
+from sortedrl.records import FinishReason, Mode, Prompt, Sample, Segment, State
 from sortedrl.schedule import Knobs, Strategy, resolve_knobs
 
 SHM = Path("/dev/shm")  # where there is one, syncs cost nothing; the code that syncs runs all the same
@@ -165,15 +165,8 @@ class Ledger(RuleBasedStateMachine):
         self.append(sample, tokens[: BUDGET - sample.num_tokens], start=sample.num_tokens)
 
     def append(self, sample: Sample, tokens: list[int], *, start: int, verified: int = 0) -> None:
-        self.buffer.append(
-            sample,
-            start=start,
-            tokens=tokens,
-            logprobs=[-token / 7 for token in tokens],
-            version=self.buffer.version,
-            slot_s=len(tokens) / 3,
-            verified=verified,
-        )
+        segment = Segment(self.buffer.version, tokens, [-token / 7 for token in tokens], len(tokens) / 3)
+        self.buffer.append(sample, segment, start=start, verified=verified)
 
     def score(self, age: int, reward: float) -> None:
         for sample in list(self.buffer.in_state[State.FINISHED].values()):

@@ -23,7 +23,7 @@ from sortedrl.buffer import Buffer
 from sortedrl.errors import DataError
 from sortedrl.ledger.schema import damaged
 from sortedrl.lengths import LengthEstimator
-from sortedrl.records import FinishReason, Mode, Prompt, Sample, State
+from sortedrl.records import FinishReason, Mode, Prompt, Sample, Segment, State
 
 
 class Packed(NamedTuple):
@@ -183,16 +183,7 @@ def _apply_segment(
     buffer: Buffer, sample: Sample, start: int, verified: int, version: int, slot_s: float, *packed: Any
 ) -> None:
     tokens, logprobs = unpack(_packed(packed))
-    Buffer.append(
-        buffer,
-        sample,
-        start=start,
-        tokens=tokens,
-        logprobs=logprobs,
-        version=version,
-        slot_s=slot_s,
-        verified=verified,
-    )
+    Buffer.append(buffer, sample, Segment(version, tokens, logprobs, slot_s), start=start, verified=verified)
 
 
 def _packed(columns: Sequence[Any]) -> Packed:

@@ -325,40 +325,18 @@ class DurableBuffer(Buffer):
         super().start(sample)
         self.store.add_step(sample, "start")
 
-    def append(
-        self,
-        sample: Sample,
-        *,
-        start: int,
-        tokens: list[int],
-        logprobs: list[float],
-        version: int,
-        slot_s: float,
-        verified: int = 0,
-    ) -> int:
-        packed, logprobs = self.store.pack_tokens(tokens, logprobs)
-        discarded = super().append(
-            sample,
-            start=start,
-            tokens=tokens,
-            logprobs=logprobs,
-            version=version,
-            slot_s=slot_s,
-            verified=verified,
-        )
-        self.store.add_segment(sample, packed, start=start, verified=verified, version=version, slot_s=float(slot_s))
+    def append(self, sample: Sample, segment: Segment, *, start: int, verified: int = 0) -> int:
+        packed, logprobs = self.store.pack_tokens(segment.tokens, segment.logprobs)
+        # The row has the slot time of this delivery alone: the buffer adds that of verified tokens to its own copy.
+        version, slot_s = segment.version, float(segment.slot_s)
+        kept = Segment(version, segment.tokens, logprobs, slot_s)
+        discarded = super().append(sample, kept, start=start, verified=verified)
+        self.store.add_segment(sample, packed, start=start, verified=verified, version=version, slot_s=slot_s)
         return discarded
 
     def extend(self, sample: Sample, segments: Sequence[Segment], *, start: int) -> None:
         for segment in segments:
-            self.append(
-                sample,
-                start=start,
-                tokens=segment.tokens,
-                logprobs=segment.logprobs,
-                version=segment.version,
-                slot_s=segment.slot_s,
-            )
+            self.append(sample, segment, start=start)
             start += len(segment.tokens)
 
     def finish(self, sample: Sample, reason: FinishReason) -> None:
