@@ -170,9 +170,9 @@ class SortedTrainer:
 
     def _tell_progress(self, parts: RunParts, files: RunFiles, emit: Fanout) -> None:
         """Let reward functions and callbacks know how far the run is, one that is resumed included."""
-        from sortedrl.run.callbacks import AskedEvaluation, AskedSave, Progress, ProgressSink
+        from sortedrl.run.callbacks import ProgressSink, RequestedEvaluation, RequestedSave, TrainingProgress
 
-        progress = Progress(
+        progress = TrainingProgress(
             total_samples=self.config.run.samples,
             update_batch=self.config.schedule.update_batch,
             epoch_samples=self._epoch_samples(),
@@ -187,11 +187,11 @@ class SortedTrainer:
         sink.replay(read_events(files.events.path))
         emit.add(sink)
         controller, evaluator = parts.controller, parts.evaluator
-        controller.pause = AskedEvaluation(
-            inner=evaluator, is_asked=lambda: sink.control.should_evaluate and bool(evaluator.prompts)
+        controller.pause = RequestedEvaluation(
+            inner=evaluator, is_requested=lambda: sink.control.should_evaluate and bool(evaluator.prompts)
         )
         if controller.save is not None:
-            controller.save = AskedSave(inner=controller.save, is_asked=lambda: sink.control.should_save)
+            controller.save = RequestedSave(inner=controller.save, is_requested=lambda: sink.control.should_save)
 
     def _take_up(self, stack: ExitStack) -> Path | None:
         """Lock the run that is to go on and find its checkpoint; None if it died before the first."""

@@ -178,7 +178,7 @@ def test_checkpoints_that_are_all_damaged(tmp_path: Path) -> None:
     train(config)
     for folder in (config.run_dir / "checkpoints").iterdir():
         (folder / "optimizer.safetensors").unlink()
-    with pytest.raises(RunDirError, match=r"no checkpoint is whole.*optimizer\.safetensors"):
+    with pytest.raises(RunDirError, match=r"every checkpoint is damaged.*optimizer\.safetensors"):
         train(config, resume=True)
 
 

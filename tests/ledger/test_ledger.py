@@ -17,8 +17,8 @@ import pytest
 from rich.console import Console
 
 from sortedrl.errors import ConfigError, LedgerError
-from sortedrl.ledger.reader import Answer, Ledger, Lineage
-from sortedrl.ledger.sample_history import Moment, life_of
+from sortedrl.ledger.reader import Ledger, Lineage, StoredAnswer
+from sortedrl.ledger.sample_history import Moment, read_history
 from sortedrl.ledger.tables import ledger_command
 from sortedrl.records import State
 from sortedrl.reward.worker import printable
@@ -44,7 +44,7 @@ def shown(run: Path, *, is_terminal: bool = False, **asked: object) -> tuple[int
 
 
 def test_an_answer_is_cut_and_goes_on() -> None:
-    answer = Answer()
+    answer = StoredAnswer()
     answer.put(0, 3, 0)
     answer.put(3, 2, 1)
     answer.put(5, 1, 1)
@@ -137,7 +137,7 @@ def test_json_is_one_object(run: Path) -> None:
 
 def test_the_life_of_a_replayed_sample(run: Path) -> None:
     with Ledger(run) as ledger:
-        life = life_of(ledger, 3)
+        life = read_history(ledger, 3)
     assert (life.state, life.tokens, life.runs) == (State.TRAINED, [15, 16, 19, 20], [(1, 4)])
     steps = [(m.seq, m.step, m.attempt, m.version, m.gained, m.kept, m.thrown, m.held) for m in life.moments]
     assert steps == [
@@ -157,16 +157,16 @@ def test_the_life_of_a_replayed_sample(run: Path) -> None:
 
 def test_the_life_of_a_sample_whose_process_ended(run: Path) -> None:
     with Ledger(run) as ledger:
-        life = life_of(ledger, 5)
+        life = read_history(ledger, 5)
     assert (life.state, life.tokens) == (State.RUNNING, [23, 24])
-    note = "its process ended; lineage 1 goes on"
+    note = "its process ended; lineage 1 resumed the run"
     assert life.moments[3] == Moment(seq=49, step="cut", attempt=1, version=2, held=1, note=note)
 
 
 def test_a_restart_throws_all_away(tmp_path: Path) -> None:
     rows = [*GOOD[:26], step(3, 1, "requeue", "fresh"), step(3, 2, "start"), tokens(3, 2, 0, [7], version=1)]
     with Ledger(ledgers.write_ledger(tmp_path / "l", rows)) as ledger:
-        life = life_of(ledger, 3)
+        life = read_history(ledger, 3)
     assert [(m.thrown, m.held) for m in life.moments[-3:]] == [(3, 0), (0, 0), (0, 1)]
     assert life.tokens == [7]
 
@@ -174,14 +174,14 @@ def test_a_restart_throws_all_away(tmp_path: Path) -> None:
 def test_a_life_without_tokens(run: Path) -> None:
     with ledgers.writing(run / "ledger.sqlite") as connection:
         connection.execute("UPDATE segments SET tokens = NULL, logprobs = NULL WHERE sample = 2")
-    assert "its tokens are left out of this copy" in shown(run, sample=2)[1]
+    assert "has no tokens of this sample" in shown(run, sample=2)[1]
     assert json.loads(shown(run, sample=2, as_json=True)[1])["tokens"] is None
 
 
 def test_a_sample_that_is_not_there(run: Path) -> None:
     with pytest.raises(LedgerError, match="has no sample 6: it has samples 0 to 5"):
         shown(run, sample=6)
-    with pytest.raises(ConfigError, match="ask for one of them"):
+    with pytest.raises(ConfigError, match="give only one of them"):
         shown(run, sample=1, verify=True)
 
 
@@ -233,23 +233,23 @@ def test_a_proof_ends_with_0_or_1(run: Path) -> None:
     assert text.count("\n") == 1
     with ledgers.writing(run / "ledger.sqlite") as connection:
         connection.execute("UPDATE trained SET length = 9 WHERE sample = 3")
-    assert shown(run, verify=True) == (1, "record: sample 3: trained with length 9, but its rows make it 4\n")
+    assert shown(run, verify=True) == (1, "record: sample 3: trained with length 9, but its rows give 4\n")
     code, text = shown(run, verify=True, as_json=True)
     record = json.loads(text)
     assert (code, record["proven"], record["num_violations"]) == (1, False, 1)
-    text = "trained with length 9, but its rows make it 4"
+    text = "trained with length 9, but its rows give 4"
     assert record["violations"] == [{"rule": "record", "sample": 3, "text": text}]
 
 
 def test_files_that_are_no_ledger_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(LedgerError, match=r"no ledger at .*ledger\.sqlite: name a run directory"):
+    with pytest.raises(LedgerError, match=r"no ledger at .*ledger\.sqlite: give a run directory"):
         shown(tmp_path)
     path = tmp_path / "ledger.sqlite"
     path.write_text("this is no database, but it is long enough to be looked at" * 20)
     with pytest.raises(LedgerError, match="file is not a database"):
         shown(tmp_path)
     path.write_bytes(b"")
-    with pytest.raises(LedgerError, match="is a database, but no ledger"):
+    with pytest.raises(LedgerError, match="is a database but no ledger"):
         shown(tmp_path)
 
 
@@ -265,13 +265,13 @@ def test_a_file_cut_short_is_refused(run: Path) -> None:
     ("statement", "message"),
     [
         ("UPDATE meta SET value = '2' WHERE key = 'schema_version'", "has schema version '2', this sortedrl reads 1"),
-        ("UPDATE meta SET value = '{' WHERE key = 'knobs'", "its knobs are not those of a schedule"),
+        ("UPDATE meta SET value = '{' WHERE key = 'knobs'", "its schedule settings are damaged"),
         (
             "UPDATE meta SET value = '{\"lookahead\": \"x\"}' WHERE key = 'knobs'",
-            "its knobs are not those of a schedule",
+            "its schedule settings are damaged",
         ),
         ("DROP TABLE trained", "no such table: trained"),
-        ("PRAGMA application_id = 5", "is a database, but no ledger"),
+        ("PRAGMA application_id = 5", "is a database but no ledger"),
     ],
 )
 def test_other_schemas_are_refused(run: Path, statement: str, message: str) -> None:

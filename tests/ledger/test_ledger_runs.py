@@ -15,7 +15,7 @@ from sortedrl.controller import Controller
 from sortedrl.engine.base import InFlight, Sampling
 from sortedrl.engine.sim.engine import SimEngine
 from sortedrl.ledger.reader import Ledger
-from sortedrl.ledger.sample_history import life_of
+from sortedrl.ledger.sample_history import read_history
 from sortedrl.ledger.store import DurableBuffer, Store
 from sortedrl.ledger.verify import verify
 from sortedrl.records import Sample
@@ -87,7 +87,7 @@ class Session:
                 cohort.id: cohort.num_left for cohort in buffer.cohorts.values()
             }
             for sample in list(buffer.samples.values())[:3]:
-                life = life_of(ledger, sample.id)
+                life = read_history(ledger, sample.id)
                 assert (life.state, life.tokens) == (sample.state, sample.tokens)
                 assert [version for version, count in life.runs for _ in range(count)] == sample.versions
 

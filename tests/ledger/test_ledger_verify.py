@@ -77,11 +77,11 @@ MUTATIONS: Mapping[str, tuple[str, list[str]]] = {
     ),
     "tokens flipped": (
         "UPDATE segments SET tokens = x'0b0000000b000000' WHERE seq = 12",
-        ["integrity: sample 0: row 12 has tokens or log-probs that are not those which were written"],
+        ["integrity: sample 0: row 12 has tokens or log-probs that do not match their checksum"],
     ),
     "log-probs flipped": (
         "UPDATE segments SET logprobs = x'0000000000000000' WHERE seq = 12",
-        ["integrity: sample 0: row 12 has tokens or log-probs that are not those which were written"],
+        ["integrity: sample 0: row 12 has tokens or log-probs that do not match their checksum"],
     ),
     "tokens cut short": (
         "UPDATE segments SET tokens = x'0b000000' WHERE seq = 12",
@@ -89,11 +89,11 @@ MUTATIONS: Mapping[str, tuple[str, list[str]]] = {
     ),
     "tokens of a waiting sample left out": (
         "UPDATE segments SET tokens = NULL, logprobs = NULL WHERE seq = 46",
-        ["integrity: sample 4: its tokens are left out, though it is not trained"],
+        ["integrity: sample 4: its tokens are missing although it is not trained"],
     ),
     "prompt changed": (
         "UPDATE prompts SET content = '\"Why?\"' WHERE id = 'a'",
-        ["integrity: prompt 'a' is not what was written"],
+        ["integrity: prompt 'a' does not match its checksum"],
     ),
     "no such prompt": (
         "UPDATE samples SET prompt = 'c' WHERE cohort = 1",
@@ -101,54 +101,54 @@ MUTATIONS: Mapping[str, tuple[str, list[str]]] = {
     ),
     "no such cohort": (
         "UPDATE samples SET cohort = 7 WHERE id = 5",
-        ["reference: sample 5: there is no cohort 7", "cohort: cohort 1 says 2 samples, but 1 are in it"],
+        ["reference: sample 5: there is no cohort 7", "cohort: cohort 1 records 2 samples, but 1 are in it"],
     ),
     "loaded before its cohort": (
         "UPDATE samples SET cohort = 1 WHERE id = 3",
         [
             "cohort: sample 3: it is loaded before its cohort 1",
-            "cohort: cohort 0 says 4 samples, but 3 are in it",
+            "cohort: cohort 0 records 4 samples, but 3 are in it",
         ],
     ),
     "steps of nobody": (
         "UPDATE steps SET sample = 9 WHERE seq = 50",
-        ["reference: sample 9: step score in row 50, though it was never loaded"],
+        ["reference: sample 9: step score in row 50, although it was never loaded"],
     ),
     "tokens of nobody": (
         "UPDATE segments SET sample = 9 WHERE seq = 52",
-        ["reference: sample 9: tokens in row 52, though it was never loaded"],
+        ["reference: sample 9: tokens in row 52, although it was never loaded"],
     ),
     "nobody trained": (
         "UPDATE trained SET sample = 9 WHERE sample = 3",
         [
-            "reference: sample 9: trained by update 1 in row 39, though it was never loaded",
-            "update: update 1 says 2 samples, but 1 are trained by it",
+            "reference: sample 9: trained by update 1 in row 39, although it was never loaded",
+            "update: update 1 records 2 samples, but 1 are trained by it",
             "siblings: sample 3: it is left behind, its siblings were trained by update 1",
             "exactly-once: 6 loaded, but 4 trained and 3 waiting",
-            "starvation: sample 3: not trained, though all updates of its cohort 0 are over",
+            "starvation: sample 3: not trained, although all updates of its cohort 0 are over",
         ],
     ),
     "step after training": (
         "UPDATE steps SET sample = 0 WHERE seq = 50",
-        ["exactly-once: sample 0: step score in row 50, though it was trained before"],
+        ["exactly-once: sample 0: step score in row 50, although it was trained before"],
     ),
     "trained twice": (
         TRAINED_WITHOUT_KEY,
         [
-            "update: sample 0: it is trained in row 53 by update 0, which is not under way",
-            "exactly-once: sample 0: trained by update 0 in row 53, though it was trained before",
+            "update: sample 0: it is trained in row 53 by update 0, not the current one",
+            "exactly-once: sample 0: trained by update 0 in row 53, although it was trained before",
             "exactly-once: 6 loaded, but 5 trained and 2 waiting",
         ],
     ),
     "unknown step": (
         "UPDATE steps SET step = 'skip' WHERE seq = 50",
-        ["transition: sample 4: 'skip' in row 50 is no step"],
+        ["transition: sample 4: unknown step 'skip' in row 50"],
     ),
     "scored while it runs": (
         "UPDATE steps SET step = 'score', value = 0.5 WHERE seq = 20",
         [
             "transition: sample 2: score in row 20 while it is running",
-            "transition: sample 2: row 26 lets it go on, though it is scored",
+            "transition: sample 2: row 26 resumes it although it is scored",
         ],
     ),
     "started while it runs": (
@@ -161,12 +161,12 @@ MUTATIONS: Mapping[str, tuple[str, list[str]]] = {
     ),
     "ended by nobody": (
         "DELETE FROM lineages WHERE lineage = 1",
-        ["lineage: sample 5: cut in row 49, where no process begins"],
+        ["lineage: sample 5: cut in row 49, but no lineage begins there"],
     ),
     "never ended": (
         "UPDATE steps SET step = 'interrupt' WHERE seq = 49",
         [
-            "lineage: sample 5: lineage 1 goes on, but found it running and did not end that",
+            "lineage: sample 5: it was running when lineage 1 began, which wrote no cut for it",
             "transition: sample 5: interrupt in row 49 while it is pending",
         ],
     ),
@@ -181,7 +181,7 @@ MUTATIONS: Mapping[str, tuple[str, list[str]]] = {
         "UPDATE steps SET step = 'requeue', value = 'replay' WHERE seq = 35",
         [
             "transition: sample 2: it is trained in row 38 while it is pending",
-            "record: sample 2: trained with reward 0.5, but its rows make it None",
+            "record: sample 2: trained with reward 0.5, but its rows give None",
         ],
     ),
     "unknown reason": (
@@ -190,7 +190,7 @@ MUTATIONS: Mapping[str, tuple[str, list[str]]] = {
     ),
     "unknown mode": (
         "UPDATE steps SET value = 'later' WHERE seq = 26",
-        ["transition: sample 2: 'later' in row 26 is no way to take it up again"],
+        ["transition: sample 2: unknown requeue mode 'later' in row 26"],
     ),
     "attempt left out": (
         "UPDATE steps SET attempt = 3 WHERE seq = 51; UPDATE segments SET attempt = 3 WHERE seq = 52",
@@ -222,11 +222,11 @@ MUTATIONS: Mapping[str, tuple[str, list[str]]] = {
     ),
     "overwritten without a replay": (
         "UPDATE segments SET start = 0 WHERE seq = 52",
-        ["segments: sample 5: row 52 overwrites from 0 on, but it was not to be replayed"],
+        ["segments: sample 5: row 52 overwrites from 0 on, but it is not being replayed"],
     ),
     "one sample under two numbers": (
         "UPDATE samples SET idx = 0 WHERE id = 5",
-        ["exactly-once: sample 5: of its epoch, prompt and index there is also sample 4"],
+        ["exactly-once: sample 5: it has the same epoch, prompt and index as sample 4"],
     ),
     "tokens of a version to come": (
         "UPDATE segments SET version = 3 WHERE seq = 52",
@@ -242,11 +242,11 @@ MUTATIONS: Mapping[str, tuple[str, list[str]]] = {
     ),
     "cohort loaded at another time": (
         "UPDATE cohorts SET loaded_update = 1 WHERE id = 1",
-        ["cohort: cohort 1 says that it was loaded after 1 updates, but there were 2"],
+        ["cohort: cohort 1 records that it was loaded after 1 updates, but there were 2"],
     ),
     "cohort of another size": (
         "UPDATE cohorts SET num_samples = 3 WHERE id = 1",
-        ["cohort: cohort 1 says 3 samples, but 2 are in it"],
+        ["cohort: cohort 1 records 3 samples, but 2 are in it"],
     ),
     "siblings torn apart": (
         "UPDATE samples SET prompt = 'a', idx = 2 WHERE id = 2",
@@ -254,19 +254,19 @@ MUTATIONS: Mapping[str, tuple[str, list[str]]] = {
     ),
     "length": (
         "UPDATE trained SET length = 9 WHERE sample = 3",
-        ["record: sample 3: trained with length 9, but its rows make it 4"],
+        ["record: sample 3: trained with length 9, but its rows give 4"],
     ),
     "reward": (
         "UPDATE trained SET reward = 0.75 WHERE sample = 3",
-        ["record: sample 3: trained with reward 0.75, but its rows make it 0.25"],
+        ["record: sample 3: trained with reward 0.75, but its rows give 0.25"],
     ),
     "staleness": (
         "UPDATE trained SET staleness = 0 WHERE sample = 2",
-        ["record: sample 2: trained with staleness 0, but its rows make it 1"],
+        ["record: sample 2: trained with staleness 0, but its rows give 1"],
     ),
     "version of a trained sample": (
         "UPDATE trained SET version = 0 WHERE sample = 2",
-        ["record: sample 2: trained with version 0, but its rows make it 1"],
+        ["record: sample 2: trained with version 0, but its rows give 1"],
     ),
     "score that is no number": (
         "UPDATE steps SET value = 'good' WHERE seq = 50",
@@ -274,27 +274,27 @@ MUTATIONS: Mapping[str, tuple[str, list[str]]] = {
     ),
     "update of another version": (
         "UPDATE updates SET version = 0 WHERE number = 1",
-        ["update: update 1 says version 0, but 1 was in force"],
+        ["update: update 1 records version 0, but 1 was in force"],
     ),
     "update of another size": (
         "UPDATE updates SET num_samples = 3 WHERE number = 1",
-        ["update: update 1 says 3 samples, but 2 are trained by it"],
+        ["update: update 1 records 3 samples, but 2 are trained by it"],
     ),
     "trained by an earlier update": (
         "UPDATE trained SET number = 0 WHERE sample = 3",
-        ["update: sample 3: it is trained in row 39 by update 0, which is not under way"],
+        ["update: sample 3: it is trained in row 39 by update 0, not the current one"],
     ),
     "trained by no update": (
         "UPDATE trained SET number = 7 WHERE sample = 3",
         [
-            "update: sample 3: it is trained in row 39 by update 7, which is not under way",
+            "update: sample 3: it is trained in row 39 by update 7, not the current one",
             "starvation: sample 3: trained by update 7, but 1 is the last of its cohort",
             "reference: sample 3: there is no update 7",
         ],
     ),
     "version of another lineage": (
         "UPDATE versions SET lineage = 1 WHERE version = 2",
-        ["lineage: version 2 says lineage 1, but row 40 was written by lineage 0"],
+        ["lineage: version 2 records lineage 1, but row 40 was written by lineage 0"],
     ),
     "lineage of another version": (
         "UPDATE lineages SET version = 1 WHERE lineage = 1",
@@ -324,7 +324,7 @@ FILES: Mapping[str, tuple[list[Row], Mapping[str, object], list[str]]] = {
     "given up, with tokens": (
         [*GIVEN_UP, trained(3, 1, 1, 4, 0.0, 0)],
         {},
-        ["record: sample 3: trained with length 4, but its rows make it 0"],
+        ["record: sample 3: trained with length 4, but its rows give 0"],
     ),
     "given up, with a reward": (
         [*GIVEN_UP[:35], step(3, 2, "score", 1.0)],
@@ -356,7 +356,7 @@ FILES: Mapping[str, tuple[list[Row], Mapping[str, object], list[str]]] = {
     "too late already": (
         GOOD[:25],
         {"cohort_batches": 1},
-        ["starvation: sample 2: not trained, though all updates of its cohort 0 are over"],
+        ["starvation: sample 2: not trained, although all updates of its cohort 0 are over"],
     ),
     "no bound on waiting": (GOOD[:25], {"cohort_batches": 1, "lookahead": None}, []),
     "update left out": (
@@ -370,7 +370,7 @@ FILES: Mapping[str, tuple[list[Row], Mapping[str, object], list[str]]] = {
         {},
         [
             "version: version 1 is published after 1",
-            "lineage: version 1 says lineage 1, but row 40 was written by lineage 0",
+            "lineage: version 1 records lineage 1, but row 40 was written by lineage 0",
         ],
     ),
 }

@@ -23,6 +23,7 @@ from sortedrl.errors import DamagedLedgerError, DataError, LedgerError
 from sortedrl.ledger.store import DurableBuffer, Store
 from sortedrl.records import FinishReason, Mode, Prompt, Sample, Segment, State
 from sortedrl.schedule import Strategy
+from sortedrl.telemetry.events import SampleRequeued, WeightsPublished
 from tests.properties.test_guarantees import runs
 from tests.support.scripted_runs import ScriptedRun
 from tests.support.small_disk import mount_small_disk
@@ -260,16 +261,21 @@ def test_a_prompt_is_kept_once(tmp_path: Path) -> None:
 # ---- any history ----------------------------------------------------------------------------------------------------
 
 
-def with_ledger(run: ScriptedRun, folder: Path) -> tuple[Store, list[tuple[int, dict[str, object]]]]:
-    """Give a run a durable buffer; returns, filled as it runs, places to go back to and what the buffer was there."""
+def with_ledger(run: ScriptedRun, folder: Path) -> tuple[Store, list[tuple[int, dict[str, object], bool]]]:
+    """Give a run a durable buffer. Returns its store and a list that fills while the run goes on.
+
+    Each entry is a row number, the buffer's state there, and whether a run may be resumed from there: no checkpoint is
+    made after new weights are published until it is decided how the samples in progress continue.
+    """
     store = Store.create(folder / "ledger.sqlite", grouped=run.controller.buffer.grouped, knobs={})
     buffer = run.controller.buffer = store.restore()
-    places: list[tuple[int, dict[str, object]]] = []
+    places: list[tuple[int, dict[str, object], bool]] = []
 
     def emit(event: object) -> None:
         run.events.append(event)  # type: ignore[arg-type]
         if len(run.events) % 7 == 0:
-            places.append((store.seq, as_read_back(buffer)))
+            is_decided = not isinstance(event, WeightsPublished | SampleRequeued)
+            places.append((store.seq, as_read_back(buffer), is_decided))
 
     run.controller.emit = emit
     return store, places
@@ -286,7 +292,7 @@ def test_any_run_is_read_back_at_any_place(strategy: Strategy) -> None:
         end = as_read_back(run.controller.buffer)
         store.close()
         store = Store.open(store.path)
-        for seq, expected in [(store.seq, end), *reversed(places)]:
+        for seq, expected, _ in [(store.seq, end, True), *reversed(places)]:
             store.truncate(seq)
             restored = store.restore()
             assert restored.state_dict() == expected
@@ -314,7 +320,7 @@ def test_a_run_that_is_cut_goes_on_and_trains_all_once(strategy: Strategy) -> No
         loaded: dict[int, list[Sample]] = {}
         controller.load_samples = lambda cohort, count: loaded.setdefault(cohort, load_samples(cohort, count))
         assert controller.run()
-        seq, _ = data.draw(st.sampled_from([(0, {}), *places]))
+        seq = data.draw(st.sampled_from([0, *(seq for seq, _, is_decided in places if is_decided)]))
         store.close()
         store, buffer = Store.reopen(store.path, seq)
         assert store.lineage == 1
@@ -441,7 +447,7 @@ def test_one_process_writes(tmp_path: Path) -> None:
     second.begin_lineage()
     buffer.start(buffer.samples[0])
     for _ in range(2):
-        with pytest.raises(LedgerError, match=r"another process has begun .* \(lineage 1, this one is 0\)"):
+        with pytest.raises(LedgerError, match=r"another process writes .* \(it has lineage 1, this process 0\)"):
             store.commit()
     other = second.restore()
     other.start(other.samples[0])
@@ -499,7 +505,7 @@ def test_a_snapshot_is_a_ledger_without_what_was_trained(tmp_path: Path) -> None
     rest = copy.restore()
     rest.start(rest.samples[3])
     copy.truncate(before)
-    with pytest.raises(LedgerError, match=r"sample 0, row .*left out of this copy"):
+    with pytest.raises(LedgerError, match=r"sample 0, row .*this copy has no tokens of it"):
         copy.restore()
     copy.close()
     with pytest.raises(LedgerError, match="exists already"):
@@ -546,7 +552,7 @@ def test_databases_of_other_programs_are_no_ledgers(tmp_path: Path) -> None:
     connection = sqlite3.connect(path)
     connection.execute("CREATE TABLE meta (key, value)")
     connection.close()
-    with pytest.raises(DamagedLedgerError, match="it is a database, but no ledger"):
+    with pytest.raises(DamagedLedgerError, match="it is a database but no ledger"):
         Store.open(path)
 
 
@@ -567,9 +573,9 @@ def test_another_schema_version_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("statement", "message"),
     [
-        ("DELETE FROM steps WHERE seq = 10", "last row is number 14, but it holds 13"),
-        ("DELETE FROM meta WHERE key = 'seq'", "does not say seq"),
-        ("DELETE FROM meta", "does not say"),
+        ("DELETE FROM steps WHERE seq = 10", "last row is number 14, but it has 13 rows"),
+        ("DELETE FROM meta WHERE key = 'seq'", "its meta table lacks seq"),
+        ("DELETE FROM meta", "its meta table lacks"),
         ("DROP TABLE versions", "no such table: versions"),
     ],
 )
@@ -585,9 +591,9 @@ def test_a_ledger_with_something_missing_is_refused(tmp_path: Path, statement: s
     [
         (
             "UPDATE segments SET tokens = zeroblob(4000) WHERE sample = 1",
-            "sample 1, row .* not those that were written",
+            "sample 1, row .* do not match their checksum",
         ),
-        ("UPDATE segments SET num_tokens = 999 WHERE sample = 1", "sample 1, row .* not those that were written"),
+        ("UPDATE segments SET num_tokens = 999 WHERE sample = 1", "sample 1, row .* do not match their checksum"),
         ("UPDATE segments SET start = 5 WHERE sample = 2", "sample 2, row .* tokens at 5, but it holds 0"),
         ("UPDATE steps SET step = 'jump' WHERE step = 'interrupt'", "sample 0, row .* unknown step 'jump'"),
         ("UPDATE steps SET step = 'finish' WHERE step = 'interrupt'", "sample 0, row .* is not a valid FinishReason"),
@@ -596,7 +602,7 @@ def test_a_ledger_with_something_missing_is_refused(tmp_path: Path, statement: s
             "UPDATE steps SET step = 'score', value = 1 WHERE step = 'interrupt'",
             "sample 0, row .* scored while running",
         ),
-        ("UPDATE prompts SET content = '\"!\"' WHERE id = 'p1'", "prompt 'p1' is not what was written"),
+        ("UPDATE prompts SET content = '\"!\"' WHERE id = 'p1'", "prompt 'p1' does not match its checksum"),
         ("UPDATE samples SET prompt = 'p9' WHERE id = 1", "prompt 'p9'"),
         ("UPDATE samples SET cohort = 7 WHERE id = 1", "cohort 7"),
     ],

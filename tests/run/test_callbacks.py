@@ -12,7 +12,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 
 from sortedrl import SortedConfig, SortedTrainer
 from sortedrl.errors import ConfigError
-from sortedrl.run.callbacks import Progress
+from sortedrl.run.callbacks import TrainingProgress
 from sortedrl.run.checkpoint import Checkpoints
 from sortedrl.telemetry import events
 from sortedrl.telemetry.sinks import read_events
@@ -181,12 +181,12 @@ def test_transformers_own_early_stopping_works(tmp_path: Path) -> None:
 
 
 def test_what_is_no_callback_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"is no transformers\.TrainerCallback"):
+    with pytest.raises(ConfigError, match=r"is not a transformers\.TrainerCallback"):
         trainer_with(print, make_config(tmp_path))
 
 
 def test_progress_counts_epochs_and_steps() -> None:
-    progress = Progress(total_samples=100, update_batch=16, epoch_samples=40)
+    progress = TrainingProgress(total_samples=100, update_batch=16, epoch_samples=40)
     assert progress.max_steps == 7
     progress.num_samples = 60
     assert progress.epoch == 1.5

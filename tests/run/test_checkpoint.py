@@ -141,7 +141,7 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 def test_state_that_is_missing_or_damaged_is_named(folder: Path) -> None:
     learner = TorchLearner(make_model(), SETTINGS, temperature=1.0)
-    with pytest.raises(RunDirError, match="with its learner"):
+    with pytest.raises(RunDirError, match="wrote for a learner"):
         load_state(folder, learner)
     save_checkpoint(folder, make_model(), make_tokenizer(), learner=learner)
     (folder / OPTIMIZER_FILE).write_bytes(b"not tensors")

@@ -162,7 +162,10 @@ def edit_manifest(folder: Path, name: str) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "bit": (lambda f: flip_a_bit(f / "model.safetensors"), "model.safetensors: the content is not what was written"),
+    "bit": (
+        lambda f: flip_a_bit(f / "model.safetensors"),
+        "model.safetensors: the content does not match its checksum",
+    ),
     "short": (lambda f: os.truncate(f / STATE_FILE, 10), f"{STATE_FILE}: 10 bytes, "),
     "gone": (lambda f: (f / "tokenizer.json").unlink(), "tokenizer.json: missing"),
     "no manifest": (lambda f: (f / MANIFEST_FILE).unlink(), f"{MANIFEST_FILE}: No such file"),
@@ -175,14 +178,14 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "later": (lambda f: (f / MANIFEST_FILE).write_text('{"schema_version": 2}'), f"{MANIFEST_FILE}: version 2"),
     "parent": (lambda f: edit_manifest(f, f"../10/{STATE_FILE}"), "names '../10/"),
-    "absolute": (lambda f: edit_manifest(f, f"{f.parent}/10/{STATE_FILE}"), "no plain path inside the folder"),
+    "absolute": (lambda f: edit_manifest(f, f"{f.parent}/10/{STATE_FILE}"), "not a plain path inside the folder"),
     "link": (
         lambda f: [(f / STATE_FILE).unlink(), (f / STATE_FILE).symlink_to(f"../10/{STATE_FILE}")],
         f"{STATE_FILE}: a symbolic link",
     ),
     "linked folder": (lambda f: (f / "more").symlink_to("../10"), "more: a symbolic link"),
     "all a link": (lambda f: [shutil.rmtree(f), f.symlink_to("10")], "11: a symbolic link"),
-    "pipe": (lambda f: os.mkfifo(f / "pipe"), "pipe: no regular file"),
+    "pipe": (lambda f: os.mkfifo(f / "pipe"), "pipe: not a regular file"),
     "a file": (lambda f: [shutil.rmtree(f), f.write_text("")], "11: Not a directory"),
 }
 
@@ -208,7 +211,7 @@ def test_each_damaged_one_is_named(three: Checkpoints, caplog: pytest.LogCapture
         assert three.latest() == three.folder / "9"
     assert [re.findall(r"checkpoints/(\d+)", message) for message in caplog.messages] == [["11", "9"], ["10", "9"]]
     (three.folder / "9" / MANIFEST_FILE).unlink()
-    with pytest.raises(RunDirError, match=r"no checkpoint is whole: .*/11 \(.*/10 \(.*/9 \(.*from a copy") as caught:
+    with pytest.raises(RunDirError, match=r"every checkpoint is damaged: .*/11 \(.*/10 \(.*/9 \(.*a copy") as caught:
         three.latest()
     assert "\n" not in str(caught.value)
 
@@ -225,7 +228,7 @@ def test_links_are_refused_when_saving(tmp_path: Path) -> None:
         with pytest.raises(RunDirError, match="is a symbolic link"):
             ask(Checkpoints(tmp_path / "link"))
     checkpoints = Checkpoints(tmp_path / "checkpoints")
-    with pytest.raises(RunDirError, match="out: a symbolic link: write plain files only"):
+    with pytest.raises(RunDirError, match="out: a symbolic link: write only regular files"):
         save(checkpoints, 1, add=lambda folder: (folder / "out").symlink_to(tmp_path))
     assert names(tmp_path / "checkpoints") == set()
 
@@ -286,7 +289,7 @@ def test_a_disk_that_gets_full_anywhere_in_a_save_costs_nothing(small_disk: Path
         if not (refusal := save_to_the_brim(2)):
             break
         refusals.add(refusal)
-        assert re.search(r"checkpoints/2 cannot be written \(.*No space left.*make room", refusal)
+        assert re.search(r"checkpoints/2 cannot be written \(.*No space left.*free some space", refusal)
         assert names(checkpoints.folder) == {"1"}
         assert find_damage(checkpoints.folder / "1") is None
     assert len(refusals) > 2  # by safetensors, by tokenizers, by Python
@@ -302,7 +305,7 @@ def test_a_database_that_does_not_fit_is_the_same_error(small_disk: Path) -> Non
             database.commit()
 
     checkpoints = Checkpoints(small_disk / "checkpoints")
-    with pytest.raises(RunDirError, match=r"cannot be written \(database or disk is full\): make room"):
+    with pytest.raises(RunDirError, match=r"cannot be written \(database or disk is full\): free some space"):
         save(checkpoints, 1, add=add)
     assert names(checkpoints.folder) == set()
     assert checkpoints.latest() is None
@@ -313,7 +316,7 @@ def test_a_save_that_cannot_fit_is_refused_before_it_begins(small_disk: Path) ->
     num_parameters = sum(parameter.numel() for parameter in MODEL.parameters())
     fill(small_disk, leave=8192)
     called: list[Path] = []
-    expected = rf"checkpoints/1 needs about {3 * 4 * num_parameters / 1000:.3g} kB and the disk has 8.19 kB free: make"
+    expected = rf"checkpoints/1 needs about {3 * 4 * num_parameters / 1000:.3g} kB and the disk has 8.19 kB free: free"
     learner = TorchLearner(MODEL, SETTINGS, temperature=1.0)
     with pytest.raises(RunDirError, match=expected):
         checkpoints.save(1, MODEL, TOKENIZER, learner=learner, add=called.append)

@@ -92,4 +92,4 @@ def test_states_of_absent_devices_are_left_out_and_said(caplog: pytest.LogCaptur
     with caplog.at_level(logging.WARNING):
         set_rng_state(state)
     assert draw() == expected
-    assert "1 CUDA devices, here are 0" in caplog.text
+    assert "1 CUDA devices, but there are 0" in caplog.text

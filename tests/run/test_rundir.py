@@ -72,7 +72,9 @@ def test_a_second_process_is_told_who_holds_the_run(tmp_path: Path) -> None:
     with process(HOLD, tmp_path) as (child, pid):
         since = r"\(since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC\)"
         name = re.escape(str(tmp_path))
-        with pytest.raises(RunDirError, match=rf"run {name} is in use by process {pid} {since}: wait for it or end it"):
+        with pytest.raises(
+            RunDirError, match=rf"run {name} is in use by process {pid} {since}: wait for it or stop it"
+        ):
             RunLock(tmp_path).acquire()
         assert child.poll() is None
 
@@ -233,7 +235,7 @@ def test_a_place_that_cannot_hold_a_run_is_named(tmp_path: Path) -> None:
     for refuse in (check_writable, prepare_run_dir):
         with pytest.raises(RunDirError, match=r"choose another with run\.dir=PATH"):
             refuse(tmp_path / "file" / "run")
-    with pytest.raises(RunDirError, match="file is no folder"):
+    with pytest.raises(RunDirError, match="file is not a folder"):
         check_writable(tmp_path / "file")
 
 

@@ -20,7 +20,7 @@ pytest.importorskip("starlette", reason="the extra `dashboard` is not installed"
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from sortedrl.ledger.reader import Ledger
-from sortedrl.ledger.sample_history import life_of
+from sortedrl.ledger.sample_history import read_history
 from sortedrl.telemetry.report.report import write_report
 from sortedrl.telemetry.view import MAX_SEGMENTS
 from tests.support.dashboard_process import dashboard_address
@@ -202,7 +202,7 @@ def test_the_dashboard_follows_a_live_run(browser: Browser, run_folder: Path, tm
         sample = click_a_bar(page, "timeline-0")
         page.wait_for_selector("#sample[open] .answer")
         with Ledger(runs / "live") as ledger:
-            tokens = life_of(ledger, sample).tokens
+            tokens = read_history(ledger, sample).tokens
         assert page.locator("#sample .token").count() == len(tokens or [])
         assert "says" in page.locator("#sample .prompt").inner_text()
         assert "update" in page.locator("#sample table").inner_text()

@@ -1,10 +1,10 @@
-"""A ledger file, read: in which state the samples of a run are, for how long, and how often the run was resumed.
+"""Read a ledger file: the state of every sample of a run, how long samples wait, and how often the run was resumed.
 
-`sortedrl ledger` shows it, `ledger/sample_history.py` and `verify.py` read through it. `store.py` writes the file; its
-tables are in `schema.py`. It is opened read-only and read in one transaction, so that all that is shown belongs
-to one moment, also while a run writes or after one was killed and has left its log behind.
+`sortedrl ledger` shows the overview; `sample_history.py` and `verify.py` read through `Ledger`. `store.py` writes the
+file and `schema.py` defines its tables.
 
-What it keeps true: nothing in the ledger is changed, and what SQLite says against the file becomes a `LedgerError`.
+Guarantees: the file is opened read-only and never changed; all reads see one moment, because they share a transaction,
+also while a run writes or after a killed run left its write-ahead log; every SQLite error becomes a `LedgerError`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sortedrl.records import State
 
 FILE_NAME = "ledger.sqlite"
 
-# The state that each step leaves a sample in.
+# The state of a sample after each step.
 STATE_AFTER: Mapping[str, State] = {
     "start": State.RUNNING,
     "finish": State.FINISHED,
@@ -38,7 +38,7 @@ STATE_AFTER: Mapping[str, State] = {
     "cut": State.PENDING,
 }
 
-# What puts tokens into a sample, or takes all of them away.
+# The rows that put tokens into a sample, or take all of them away.
 _HOLDINGS = """
 SELECT seq, start, num_tokens, version FROM segments WHERE sample = ?1
 UNION ALL SELECT seq, 0, 0, 0 FROM steps
@@ -49,7 +49,7 @@ ORDER BY seq
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Lineage:
-    """One process's share of the ledger: it went on after row `cut_seq`, with the weights of `version`."""
+    """The rows that one process wrote: it continued after row `cut_seq`, with the weights of `version`."""
 
     lineage: int
     cut_seq: int
@@ -66,7 +66,7 @@ class CohortCounts:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Waiting:
-    """The sample that has been in the ledger for longest without being trained."""
+    """The oldest sample that is not trained."""
 
     sample: int
     cohort: int
@@ -77,7 +77,7 @@ class Waiting:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Overview:
-    """Where all samples are."""
+    """Counts of all samples by state, and of the run's updates and resumes."""
 
     seq: int  # the last row
     version: int
@@ -87,12 +87,12 @@ class Overview:
     by_state: Mapping[State, int]
     cohorts: list[CohortCounts]  # those with samples left
     oldest: Waiting | None
-    staleness: Mapping[int, int]  # how many trained samples had which
+    staleness: Mapping[int, int]  # number of trained samples by staleness
     lineages: list[Lineage]
 
 
-class Answer:
-    """What a sample holds: runs of tokens of one version each, as (version, length)."""
+class StoredAnswer:
+    """The tokens that a sample holds, as runs of one version each: (version, length)."""
 
     __slots__ = ("num_tokens", "runs")
 
@@ -101,7 +101,7 @@ class Answer:
         self.num_tokens = 0
 
     def put(self, start: int, num_tokens: int, version: int) -> None:
-        """Tokens from `start` on, in place of all that is there."""
+        """Put tokens at `start`; they replace all tokens from there on."""
         self.cut(start)
         self.num_tokens += num_tokens
         if num_tokens and self.runs and self.runs[-1][0] == version:
@@ -110,7 +110,7 @@ class Answer:
             self.runs.append((version, num_tokens))
 
     def cut(self, length: int) -> None:
-        """Keep the first `length` tokens at most."""
+        """Keep at most the first `length` tokens."""
         while self.num_tokens > length:
             version, last = self.runs.pop()
             self.num_tokens -= last
@@ -124,12 +124,12 @@ class Answer:
 
 
 class Ledger:
-    """A ledger file, open for reading; to be used in a `with` statement. `path`: a run directory, or the file."""
+    """A ledger file open for reading, used in a `with` statement. `path`: a run directory, or the file itself."""
 
     def __init__(self, path: Path) -> None:
         self.path = path / FILE_NAME if path.is_dir() else path
         if not self.path.is_file():
-            raise LedgerError(f"no ledger at {self.path}: name a run directory that holds a {FILE_NAME}")
+            raise LedgerError(f"no ledger at {self.path}: give a run directory that has a {FILE_NAME}")
         with self.reading():
             self.connection = _connect(self.path)
         try:
@@ -152,16 +152,15 @@ class Ledger:
             yield
         except sqlite3.Error as error:
             raise LedgerError(
-                f"cannot read {self.path}: {error}; if it is a ledger it is damaged, and a checkpoint has a copy of it"
+                f"cannot read {self.path}: {error}; if it is a ledger, it is damaged: use the copy in a checkpoint"
             ) from error
 
     def rows(self, query: str, *values: object) -> Iterator[tuple[Any, ...]]:
-        """What a query gives, row by row."""
         with self.reading():
             yield from self.connection.execute(query, values)
 
     def one(self, query: str, *values: object) -> Any:
-        """The only value that a query gives."""
+        """The first value of a query's first row."""
         return next(self.rows(query, *values))[0]
 
     @property
@@ -179,9 +178,9 @@ class Ledger:
 
     @property
     def cuts(self) -> list[Lineage]:
-        """Where one process ends and another goes on, in the order of rows.
+        """The lineages that left rows in the file, in the order of rows.
 
-        A lineage that went on from a row which a later one cut away has left nothing behind.
+        A lineage is left out if a later one deleted all its rows by continuing from an earlier row.
         """
         kept: list[Lineage] = []
         for lineage in reversed(self.lineages):
@@ -190,14 +189,14 @@ class Ledger:
         return kept[::-1]
 
     def version_at(self, seq: int) -> int:
-        """The version in force when row `seq` was written."""
+        """The version published last before row `seq` was written."""
         count = bisect_right(self._published, (seq, float("inf")))
         return self._published[count - 1][1] if count else self.first_version
 
     def overview(self) -> Overview:
         query = "SELECT id, loaded_update, num_samples FROM cohorts ORDER BY id"
         cohorts = {id: CohortCounts(id=id, loaded_update=at, num_samples=n) for id, at, n in self.rows(query)}
-        lost = CohortCounts(id=-1, loaded_update=0, num_samples=0)  # what a broken file gives no cohort to
+        lost = CohortCounts(id=-1, loaded_update=0, num_samples=0)  # samples whose cohort is missing, in a broken file
         query = "SELECT cohort, count(*) FROM trained JOIN samples ON id = sample GROUP BY cohort"
         for cohort, count in self.rows(query):
             cohorts.get(cohort, lost).by_state[State.TRAINED] += count
@@ -235,18 +234,18 @@ class Ledger:
     # ---- inside -----------------------------------------------------------------------------------------------------
 
     def _read_frame(self) -> None:
-        """What every question needs: settings, lineages, publications."""
+        """Check the file and read its settings, lineages and published versions."""
         with self.reading():
-            self.connection.execute("BEGIN")  # all that is read from here on is of one moment
+            self.connection.execute("BEGIN")  # all later reads see this moment
             application = self.connection.execute("PRAGMA application_id").fetchone()[0]
         if application != APPLICATION_ID:
-            raise LedgerError(f"{self.path} is a database, but no ledger: name a run directory")
+            raise LedgerError(f"{self.path} is a database but no ledger: give a run directory")
         self.meta: dict[str, str] = dict(self.rows("SELECT key, value FROM meta"))
         found = self.meta.get("schema_version")
         if found != str(SCHEMA_VERSION):
             raise LedgerError(
-                f"{self.path} has schema version {found!r}, this sortedrl reads {SCHEMA_VERSION}: use the one that "
-                "wrote it"
+                f"{self.path} has schema version {found!r}, this sortedrl reads {SCHEMA_VERSION}: use the version "
+                "that wrote it"
             )
         self.knobs = _knobs(self.path, self.meta.get("knobs", "{}"))
         query = "SELECT lineage, cut_seq, version FROM lineages ORDER BY lineage"
@@ -256,14 +255,14 @@ class Ledger:
         self._published: list[tuple[int, int]] = list(self.rows("SELECT seq, version FROM versions ORDER BY seq"))
 
     def _waiting(self, since: int, sample: int, cohort: int, state: State) -> Waiting:
-        answer = Answer()
+        answer = StoredAnswer()
         for _, start, num_tokens, version in self.rows(_HOLDINGS, sample):
             answer.put(start, num_tokens, version)
         return Waiting(sample=sample, cohort=cohort, state=state, since_update=since, num_tokens=answer.num_tokens)
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    """Open read-only. A log that a run still writes, or that a killed one has left behind, is read too."""
+    """Open read-only, with the write-ahead log of a running or killed process if there is one."""
     uri = path.absolute().as_uri()
     connection = sqlite3.connect(f"{uri}?mode=ro", uri=True, timeout=BUSY_S, isolation_level=None)
     try:
@@ -273,22 +272,23 @@ def _connect(path: Path) -> sqlite3.Connection:
         connection.close()
         if error.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY):
             raise
-    # SQLite wants to put an index of the log beside the file, and may not. Without a log none is needed.
+    # SQLite cannot create the index of the log here. A file without a log needs none, and is opened as immutable.
     log = path.with_name(path.name + "-wal")
     if log.exists() and log.stat().st_size:
         raise LedgerError(
-            f"{path} cannot be read where nothing may be written, since {log.name} belongs to it: copy both elsewhere"
+            f"{path} cannot be read in a read-only folder, because {log.name} belongs to it: copy both to "
+            "a writable folder"
         )
     return sqlite3.connect(f"{uri}?mode=ro&immutable=1", uri=True, isolation_level=None)
 
 
 def _knobs(path: Path, text: str) -> Mapping[str, Any]:
-    """The schedule's settings; those that bound something are numbers, or null for no bound."""
+    """Parse the schedule's settings; each bound must be a number, or null for no bound."""
     try:
         knobs = json.loads(text)
     except ValueError:
         knobs = None
     bounds = ("cohort_batches", "lookahead", "max_staleness")
     if not isinstance(knobs, dict) or not all(isinstance(knobs.get(name), int | None) for name in bounds):
-        raise LedgerError(f"{path}: its knobs are not those of a schedule; a checkpoint has a copy of it")
+        raise LedgerError(f"{path}: its schedule settings are damaged: use the copy in a checkpoint")
     return knobs

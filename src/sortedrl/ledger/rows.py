@@ -1,8 +1,7 @@
-"""Rows of the ledger and the records that they stand for: how each is made from the other.
+"""Convert between ledger rows and records: pack tokens and prompts, and fill a buffer from the rows.
 
-The store packs with it what it writes, and fills a buffer with it from what it reads. What it keeps true: what is
-unpacked is what was packed, or an error; a restored sample went through the very methods of the buffer that it went
-through when its rows were written.
+The store calls it. Guarantees: unpacking returns exactly what was packed, or raises; a restored sample passes through
+the same methods of the buffer as when its rows were written.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from sortedrl.records import FinishReason, Mode, Prompt, Sample, Segment, State
 
 
 class Packed(NamedTuple):
-    """Tokens and log-probs as the file holds them."""
+    """Tokens and log-probs as bytes, as the file holds them."""
 
     num_tokens: int
     crc: int
@@ -43,25 +42,25 @@ class PromptRow(NamedTuple):
 
 
 def pack(tokens: list[int], logprobs: list[float]) -> tuple[Packed, list[float]]:
-    """A row's part of a delivery; and its log-probs with the precision that the row has."""
-    given = struct.pack(f"={len(logprobs)}d", *logprobs)  # the fastest way out of a list
+    """Pack a delivery, and return its log-probs rounded to the row's precision (float32)."""
+    given = struct.pack(f"={len(logprobs)}d", *logprobs)  # the fastest way to convert a list
     single = np.frombuffer(given, np.float64).astype("<f4")
     packed_tokens, packed_logprobs = struct.pack(f"<{len(tokens)}i", *tokens), single.tobytes()
     crc = zlib.crc32(packed_logprobs, zlib.crc32(packed_tokens))
     packed = Packed(num_tokens=len(tokens), crc=crc, tokens=packed_tokens, logprobs=packed_logprobs)
-    is_exact = single.astype(np.float64).tobytes() == given  # as an engine's are that computes in float32
+    is_exact = single.astype(np.float64).tobytes() == given  # true for engines that compute in float32
     return packed, logprobs if is_exact else single.tolist()
 
 
 def unpack(packed: Packed) -> tuple[list[int], list[float]]:
     crc = zlib.crc32(packed.logprobs, zlib.crc32(packed.tokens))
     if crc != packed.crc or len(packed.tokens) != 4 * packed.num_tokens:
-        raise ValueError("its tokens are not those that were written")
+        raise ValueError("its tokens do not match their checksum")
     return np.frombuffer(packed.tokens, "<i4").tolist(), np.frombuffer(packed.logprobs, "<f4").tolist()
 
 
 def pack_prompt(prompt: Prompt) -> PromptRow:
-    """Refuses, with the column's name, what JSON cannot hold; numpy's scalars and arrays become plain numbers."""
+    """Pack a prompt as JSON; numpy values become plain numbers. The error names a column that JSON cannot hold."""
     content = _to_json(prompt.content, f"the content of prompt {prompt.id!r}")
     columns = [
         f"{json.dumps(name)}: {_to_json(value, f'column {name!r} of prompt {prompt.id!r}')}"
@@ -70,7 +69,7 @@ def pack_prompt(prompt: Prompt) -> PromptRow:
     try:
         prompt.id.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"prompt id {prompt.id!r} is no valid text ({error.reason}): give it another id") from None
+        raise DataError(f"prompt id {prompt.id!r} is not valid text ({error.reason}): give it another id") from None
     row = PromptRow(
         crc=0,
         tokens=struct.pack(f"<{len(prompt.tokens)}i", *prompt.tokens),
@@ -82,27 +81,27 @@ def pack_prompt(prompt: Prompt) -> PromptRow:
 
 def unpack_prompt(prompt_id: str, row: PromptRow) -> Prompt:
     if _prompt_crc(row) != row.crc:
-        raise ValueError(f"prompt {prompt_id!r} is not what was written")
+        raise ValueError(f"prompt {prompt_id!r} does not match its checksum")
     tokens = tuple(np.frombuffer(row.tokens, "<i4").tolist())
     return Prompt(id=prompt_id, tokens=tokens, content=json.loads(row.content), columns=json.loads(row.columns))
 
 
-# ---- a buffer from its rows -----------------------------------------------------------------------------------------
+# ---- fill a buffer from rows ----------------------------------------------------------------------------------------
 
 
 def fill(buffer: Buffer, path: Path, connection: sqlite3.Connection) -> None:
-    """Bring an empty buffer to where the last row leaves it; only samples that are not trained are read."""
+    """Bring an empty buffer to its state at the last row; reads only samples that are not trained."""
     try:
         live = _load_live(buffer, connection)
         for sample in live:
-            _live_through(buffer, sample, connection)
+            _apply_rows(buffer, sample, connection)
         _set_counters(buffer, connection)
     except (AssertionError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise damaged(path, str(error)) from error
 
 
 def _load_live(buffer: Buffer, connection: sqlite3.Connection) -> list[Sample]:
-    """Samples that are not trained, loaded as they were, each cohort without those that have left it."""
+    """Load the samples that are not trained, cohort by cohort, and return them."""
     rows = connection.execute(
         "SELECT id, cohort, prompt, epoch, idx, seed, budget FROM samples"
         " WHERE id NOT IN (SELECT sample FROM trained) ORDER BY seq"
@@ -126,8 +125,8 @@ def _load_live(buffer: Buffer, connection: sqlite3.Connection) -> list[Sample]:
     return live
 
 
-def _live_through(buffer: Buffer, sample: Sample, connection: sqlite3.Connection) -> None:
-    """Apply a sample's rows, in order. What still runs at the end is cut off there, and waits for another attempt."""
+def _apply_rows(buffer: Buffer, sample: Sample, connection: sqlite3.Connection) -> None:
+    """Apply a sample's rows in order. A sample that still runs at the end is cut off, and waits for another attempt."""
     steps = connection.execute("SELECT seq, attempt, step, value FROM steps WHERE sample = ?", (sample.id,))
     segments = connection.execute(
         "SELECT seq, attempt, start, verified, version, slot_s, num_tokens, crc, tokens, logprobs FROM segments"
@@ -135,7 +134,7 @@ def _live_through(buffer: Buffer, sample: Sample, connection: sqlite3.Connection
         (sample.id,),
     )
     rows: list[tuple[Any, ...]] = sorted([*steps, *segments])
-    is_fed = False  # by the next row
+    is_fed = False  # whether the next row feeds tokens
     for seq, attempt, *row in rows:
         try:
             if row[0] == "feed":
@@ -144,7 +143,7 @@ def _live_through(buffer: Buffer, sample: Sample, connection: sqlite3.Connection
                 _apply_step(buffer, sample, *row)
             elif is_fed:
                 Buffer.feed(buffer, sample, unpack(_packed(row[4:]))[0])
-                sample.segments[-1].version = row[2]  # the buffer's own is that of the last row
+                sample.segments[-1].version = row[2]  # the buffer has the version of the last row
                 is_fed = False
             else:
                 _apply_segment(buffer, sample, *row)
@@ -171,7 +170,7 @@ def _apply_step(buffer: Buffer, sample: Sample, step: str, value: Any) -> None:
         case "give-up":
             Buffer.give_up(buffer, sample)
         case "score":
-            reward = math.nan if value is None else value  # SQLite has no other word for it
+            reward = math.nan if value is None else value  # SQLite stores NaN as null
             assert Buffer.score(buffer, sample.id, sample.attempt, reward), f"scored while {sample.state}"
         case "requeue":
             Buffer.requeue(buffer, sample, Mode(value))
@@ -189,13 +188,13 @@ def _apply_segment(
 def _packed(columns: Sequence[Any]) -> Packed:
     row = Packed(*columns)
     if row.tokens is None:
-        raise ValueError("its tokens were left out of this copy, which was made after it was trained")
+        raise ValueError("this copy has no tokens of it, because it was trained when the copy was made")
     return row
 
 
 def _set_counters(buffer: Buffer, connection: sqlite3.Connection) -> None:
-    """What trained samples have left behind; and all that is asked for in load order, in load order."""
-    buffer.version = version_in_force(connection)
+    """Set the counters that trained samples left behind, and put the samples of each state in load order."""
+    buffer.version = last_version(connection)
     buffer.num_started = 0
     (buffer.num_updates,) = connection.execute("SELECT count(*) FROM updates").fetchone()
     (buffer.num_trained,) = connection.execute("SELECT count(*) FROM trained").fetchone()
@@ -211,7 +210,8 @@ def _set_counters(buffer: Buffer, connection: sqlite3.Connection) -> None:
     buffer.find_ready()
 
 
-def version_in_force(connection: sqlite3.Connection) -> int:
+def last_version(connection: sqlite3.Connection) -> int:
+    """The version that was published last; 0 if none was."""
     row = connection.execute("SELECT version FROM versions ORDER BY seq DESC LIMIT 1").fetchone()
     return 0 if row is None else row[0]
 
@@ -228,7 +228,7 @@ def _to_json(value: object, what: str) -> str:
         return json.dumps(value, default=_as_plain)
     except (TypeError, ValueError, RecursionError) as error:
         raise DataError(
-            f"{what} cannot be kept in the ledger ({error}): keep to text, numbers, lists and dicts"
+            f"{what} cannot be stored in the ledger ({error}): use only text, numbers, lists and dicts"
         ) from error
 
 

@@ -1,7 +1,7 @@
-"""The ledger file: its tables, how it is opened and checked, and what its errors mean.
+"""The ledger file: its tables, how it is created, opened, checked and copied, and the meaning of SQLite's errors.
 
-`store.py` writes through it, `ledger.py` reads what it describes. What it keeps true: only a file that is a ledger of
-this schema version, whole as far as can be told quickly, is ever opened; nothing of sqlite3's errors gets out unnamed.
+`store.py` writes through it; `reader.py` reads these tables. Guarantees: only a ledger of this schema version that
+passes a quick check is opened for writing; every SQLite error becomes an error of this package that names the remedy.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ from pathlib import Path
 from sortedrl.errors import DamagedLedgerError, LedgerError
 
 SCHEMA_VERSION = 1
-APPLICATION_ID = 0x73726C67  # "srlg", so that other programs' databases can be told
+APPLICATION_ID = 0x73726C67  # "srlg": tells a ledger from other programs' databases
 MIN_SQLITE = (3, 37)  # the first with STRICT tables
 PAGE_BYTES = 8192
-WAL_PAGES = 4096  # a checkpoint of the log every 32 MB: few enough to write each page of the file about once
+WAL_PAGES = 4096  # copy the log into the file every 32 MB, so that each page is written about once
 BUSY_S = 10.0
-QUICK_CHECK_BYTES = 64 * 1024**2  # a file up to this size is checked page by page in well under a second
+QUICK_CHECK_BYTES = 64 * 1024**2  # every page of a file up to this size is checked, in well under a second
 
-# `seq` numbers the rows of all tables of the journal together: 1, 2, 3, ... in the order in which things happened. To
-# forget what came after a checkpoint is to delete every row with a larger seq. Blobs stand last in their rows, so that
-# whoever asks for the other columns does not read them.
+# `seq` numbers the rows of all journal tables together: 1, 2, 3, ... in the order of events. Returning to a checkpoint
+# means deleting every row with a larger seq. Blobs are the last columns, so that reading the others does not load them.
 SCHEMA = """
 CREATE TABLE meta (
     key TEXT PRIMARY KEY,  -- schema_version; grouped ("0", "1"); knobs (JSON; null: unbounded); seq (of the last row);
@@ -107,7 +106,7 @@ CREATE INDEX segments_by_sample ON segments (sample);
 CREATE INDEX samples_by_cohort ON samples (cohort);
 """
 
-# The tables that seq numbers, each with its number of columns.
+# The tables numbered by seq, with their number of columns.
 JOURNAL = {
     "cohorts": 4,
     "prompts": 6,
@@ -131,13 +130,13 @@ ORDER BY s.seq
 
 
 def create_file(path: Path, meta: Mapping[str, str], *, run: Path | None = None) -> sqlite3.Connection:
-    """A ledger file without rows, where there is no file yet. `run`: as for `named_errors`."""
+    """Create a ledger file without rows; refuses an existing file. `run`: as for `named_errors`."""
     if sqlite3.sqlite_version_info < MIN_SQLITE:
         raise LedgerError(
-            f"this Python has SQLite {sqlite3.sqlite_version}, but a ledger needs 3.37 or later: use another Python"
+            f"this Python has SQLite {sqlite3.sqlite_version}, but a ledger needs 3.37 or later: use a newer Python"
         )
     if path.exists():
-        raise LedgerError(f"ledger {path} exists already: go on from it, or choose another place with run.dir=PATH")
+        raise LedgerError(f"ledger {path} exists already: resume it, or choose another folder with run.dir=PATH")
     rows = {"schema_version": str(SCHEMA_VERSION), "seq": "0", "num_durable": "0", **meta}
     with named_errors(path, run):
         connection = _connect(path, "rwc")
@@ -151,25 +150,25 @@ def create_file(path: Path, meta: Mapping[str, str], *, run: Path | None = None)
 
 
 def open_file(path: Path) -> sqlite3.Connection:
-    """A ledger file that can be written and is whole, as far as can be told quickly."""
+    """Open a ledger file for writing, after quick checks that it is whole and writable."""
     if not path.is_file():
-        raise DamagedLedgerError(f"there is no ledger {path}: name the directory of a run, or put a copy in its place")
+        raise DamagedLedgerError(f"there is no ledger {path}: give the directory of a run, or put a copy there")
     with named_errors(path):
         connection = _connect(path, "rw")
         with closed_on_error(connection):
             (application,) = connection.execute("PRAGMA application_id").fetchone()
             if application != APPLICATION_ID:
-                raise damaged(path, "it is a database, but no ledger")
+                raise damaged(path, "it is a database but no ledger")
             _check_version(path, read_meta(path, connection)["schema_version"])
             use_wal(path, connection)
-            connection.execute("BEGIN IMMEDIATE")  # a lock or a read-only disk shows here, not hours later
+            connection.execute("BEGIN IMMEDIATE")  # fail now, not hours later, if the file is locked or read-only
             connection.execute("ROLLBACK")
             _check_whole(path, connection)
     return connection
 
 
 def copy_file(connection: sqlite3.Connection, path: Path, *, run: Path) -> None:
-    """Copy all rows to a ledger file of their own, without the blobs of samples that are trained."""
+    """Copy all rows to a new ledger file, without the blobs of trained samples."""
     create_file(path, {}, run=run).close()
     with named_errors(path, run):
         connection.execute("ATTACH DATABASE ? AS copy", (str(path.absolute()),))
@@ -190,7 +189,7 @@ def copy_file(connection: sqlite3.Connection, path: Path, *, run: Path) -> None:
 
 
 def use_wal(path: Path, connection: sqlite3.Connection) -> None:
-    """Writes go to a log beside the file: a killed process leaves no half of a commit, and readers need not wait."""
+    """Write through a write-ahead log: a killed process leaves no partial commit, and readers do not wait."""
     (mode,) = connection.execute("PRAGMA journal_mode = WAL").fetchone()
     if mode != "wal":
         raise LedgerError(f"the file system of {path} cannot hold a ledger: choose a local disk with run.dir=PATH")
@@ -203,24 +202,24 @@ def read_meta(path: Path, connection: sqlite3.Connection) -> dict[str, str]:
     meta = dict(connection.execute("SELECT key, value FROM meta"))
     missing = {"schema_version", "seq", "grouped", "knobs", "num_durable"} - set(meta)
     if "schema_version" in missing or (missing and meta["schema_version"] == str(SCHEMA_VERSION)):
-        raise damaged(path, f"it does not say {min(missing)}")
+        raise damaged(path, f"its meta table lacks {min(missing)}")
     return meta
 
 
 def damaged(path: Path, what: str) -> DamagedLedgerError:
-    return DamagedLedgerError(f"ledger {path} is damaged ({what}): put the copy that a checkpoint holds in its place")
+    return DamagedLedgerError(f"ledger {path} is damaged ({what}): replace it with the copy in a checkpoint")
 
 
 @contextmanager
 def named_errors(path: Path, run: Path | None = None) -> Iterator[None]:
-    """Turns what sqlite3 raises into errors that say what to do; `run`: the run directory, if not the file's own."""
+    """Turn SQLite's errors into ours; `run`: the run directory, if it is not the file's folder."""
     try:
         yield
     except sqlite3.IntegrityError as error:
         raise AssertionError(f"ledger {path} refuses a row: {error}") from error
     except sqlite3.Error as error:
         raise _named(error, path, run or path.parent) from error
-    except ValueError as error:  # text that is no text, numbers that are none
+    except ValueError as error:  # undecodable text, or a malformed number
         raise damaged(path, str(error)) from error
 
 
@@ -234,7 +233,7 @@ def closed_on_error(connection: sqlite3.Connection) -> Iterator[None]:
 
 
 def _named(error: sqlite3.Error, path: Path, run: Path) -> LedgerError:
-    match getattr(error, "sqlite_errorcode", 0) & 0xFF:  # the rest of an extended code says which call it was
+    match getattr(error, "sqlite_errorcode", 0) & 0xFF:  # without the extended part, which tells the failed call
         case sqlite3.SQLITE_FULL:
             free = shutil.disk_usage(path.parent).free / 1e6
             return LedgerError(
@@ -244,18 +243,18 @@ def _named(error: sqlite3.Error, path: Path, run: Path) -> LedgerError:
         case sqlite3.SQLITE_IOERR:
             free = shutil.disk_usage(path.parent).free / 1e6
             return LedgerError(
-                f"the disk of {path} fails ({error}; {free:.1f} MB free): mend it and run `sortedrl train --resume "
+                f"the disk of {path} fails ({error}; {free:.1f} MB free): repair it and run `sortedrl train --resume "
                 f"{run}`"
             )
         case sqlite3.SQLITE_BUSY | sqlite3.SQLITE_LOCKED | sqlite3.SQLITE_PROTOCOL:
-            return LedgerError(f"ledger {path} is in use ({error}): end the other process that writes it")
+            return LedgerError(f"ledger {path} is in use ({error}): stop the other process that writes it")
         case sqlite3.SQLITE_READONLY | sqlite3.SQLITE_CANTOPEN | sqlite3.SQLITE_PERM:
             return LedgerError(
                 f"ledger {path} cannot be written ({error}): make the file and its folder writable, or choose another "
-                "place with run.dir=PATH"
+                "folder with run.dir=PATH"
             )
         case sqlite3.SQLITE_NOTADB:
-            return damaged(path, "it does not begin as a ledger does")
+            return damaged(path, "it does not have the header of a ledger")
         case _:
             return damaged(path, str(error))
 
@@ -270,13 +269,13 @@ def _connect(path: Path, mode: str) -> sqlite3.Connection:
 def _check_version(path: Path, version: str) -> None:
     if version != str(SCHEMA_VERSION):
         raise LedgerError(
-            f"ledger {path} has schema version {version}, this sortedrl knows {SCHEMA_VERSION}: use the sortedrl that "
-            "wrote it"
+            f"ledger {path} has schema version {version}, this sortedrl knows {SCHEMA_VERSION}: use the version "
+            "that wrote it"
         )
 
 
 def _check_whole(path: Path, connection: sqlite3.Connection) -> None:
-    """Pages of a small file, and in any case that no row is missing. Whoever reads a blob checks it as well."""
+    """Check all pages of a small file, and of any file that no row is missing. Blobs are checked when they are read."""
     (num_pages,) = connection.execute("PRAGMA page_count").fetchone()
     if num_pages * PAGE_BYTES <= QUICK_CHECK_BYTES:
         (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
@@ -285,11 +284,11 @@ def _check_whole(path: Path, connection: sqlite3.Connection) -> None:
     seq = read_meta(path, connection)["seq"]
     num_rows = sum(connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0] for table in JOURNAL)  # noqa: S608
     if seq != str(num_rows):
-        raise damaged(path, f"its last row is number {seq}, but it holds {num_rows}")
+        raise damaged(path, f"its last row is number {seq}, but it has {num_rows} rows")
 
 
 def _sync_folder(folder: Path) -> None:
-    """So that a power loss does not take the file's name away."""
+    """Sync the folder, so that the file's name survives a power loss."""
     if os.name != "posix":
         return
     handle = os.open(folder, os.O_RDONLY)

@@ -1,12 +1,12 @@
-"""The store: the ledger's durable form, an SQLite file that a run can go on from after any end.
+"""The store: an SQLite file with every change of the rollout buffer, from which a run can be resumed.
 
-`Store` writes rows and reads them back; `DurableBuffer` is the buffer that tells it of every change. The controller
-knows neither: it drives a buffer. Rows are collected and committed together; a commit survives a killed process, and
-a durable one, which a checkpoint asks for, also a power loss.
+`Store` writes rows and reads them back. `DurableBuffer` is a buffer that writes a row for each change; the controller
+uses it as any other buffer. Rows are collected and committed together. A commit survives a killed process; a durable
+commit, which checkpoints ask for, also survives a power loss.
 
-What they keep true: a row is written for every change, in order, numbered by one counter; what the buffer holds is
-what the file holds, to the last bit, so a run that is read back goes on as if it had never ended; whatever is
-committed is all of an operation or nothing of it; no sample is trained twice; one process writes at a time.
+Guarantees: every change is a row, in order, numbered by one counter; the buffer and the file hold the same values to
+the last bit, so a resumed run continues as if it had not stopped; an operation is committed as a whole or not at all;
+no sample is trained twice; one process writes at a time.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import Any
 from sortedrl.buffer import Buffer
 from sortedrl.errors import DamagedLedgerError, DataError, LedgerError
 from sortedrl.ledger import schema
-from sortedrl.ledger.rows import Packed, PromptRow, fill, pack, pack_prompt, unpack_prompt, version_in_force
+from sortedrl.ledger.rows import Packed, PromptRow, fill, last_version, pack, pack_prompt, unpack_prompt
 from sortedrl.ledger.schema import INSERT, JOURNAL, closed_on_error, named_errors
 from sortedrl.records import Cohort, FinishReason, Mode, Prompt, Sample, Segment
 
 COMMIT_ROWS = 20_000
 COMMIT_BYTES = 8 * 1024**2
-COMMIT_S = 1.0  # what is older than this is written with the next change
+COMMIT_S = 1.0  # the next change after this time commits all pending rows
 RUNNING = """
 SELECT last.sample, last.attempt FROM samples
 JOIN steps AS last ON last.seq = (SELECT max(seq) FROM steps WHERE sample = samples.id)
@@ -37,15 +37,15 @@ WHERE samples.id NOT IN (SELECT sample FROM trained) AND last.step = 'start' ORD
 
 
 class Store:
-    """A ledger file that this process writes. Made by `create` or `open`."""
+    """A ledger file that this process writes. `create`, `open` and `reopen` make one."""
 
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
         meta = schema.read_meta(path, connection)
         self.path = path
         self.grouped = meta["grouped"] == "1"
         self.knobs: dict[str, Any] = json.loads(meta["knobs"])
-        self.lineage: int | None = None  # of this process; None until it may write
-        self.seconds = 0.0  # spent in here so far
+        self.lineage: int | None = None  # of this process; None until `begin_lineage`
+        self.seconds = 0.0  # time spent in this store so far
         self._connection = connection
         self._seq = int(meta["seq"])
         self._pending: dict[str, list[tuple[Any, ...]]] = {table: [] for table in JOURNAL}
@@ -55,7 +55,7 @@ class Store:
 
     @classmethod
     def create(cls, path: str | Path, *, grouped: bool, knobs: Mapping[str, Any]) -> Store:
-        """A ledger without rows, ready to be written as lineage 0."""
+        """Create a ledger without rows, and begin lineage 0."""
         path, began = Path(path), perf_counter()
         connection = schema.create_file(path, {"grouped": str(int(grouped)), "knobs": json.dumps(dict(knobs))})
         with named_errors(path), closed_on_error(connection):
@@ -67,7 +67,7 @@ class Store:
 
     @classmethod
     def open(cls, path: str | Path) -> Store:
-        """A ledger that is there. Before anything is written, `begin_lineage`, after `truncate` if need be."""
+        """Open an existing ledger. Before the first change, call `truncate` if needed, then `begin_lineage`."""
         path, began = Path(path), perf_counter()
         connection = schema.open_file(path)
         with named_errors(path), closed_on_error(connection):
@@ -93,16 +93,16 @@ class Store:
 
     @property
     def seq(self) -> int:
-        """Number of the last row, committed or not. Between two calls of the buffer it is a place to go back to."""
+        """Number of the last row, committed or not. Between two calls of the buffer, `truncate` can return to it."""
         return self._seq
 
     def commit(self, durable: bool = False) -> None:
-        """Write what is pending as one transaction; if it fails, it is still pending and can be tried again."""
+        """Write the pending rows as one transaction. If it fails, they stay pending and can be committed again."""
         if not self._num_pending and not durable:
             return
-        assert self.lineage is not None, "begin_lineage comes before the first commit"
-        with self._work(), self._transaction(durable=durable) as connection:
-            self._check_alone()
+        assert self.lineage is not None, "call begin_lineage before the first commit"
+        with self._timed(), self._transaction(durable=durable) as connection:
+            self._check_single_writer()
             for table, rows in self._pending.items():
                 if rows:
                     connection.executemany(INSERT[table], rows)
@@ -113,15 +113,15 @@ class Store:
         self._committed_at = perf_counter()
 
     def begin_lineage(self) -> int:
-        """This process goes on from the last row: from here on, published versions are of a lineage of their own.
+        """Let this process write after the last row, under a new lineage number, which it returns.
 
-        Attempts that an earlier process left running are over: a row says so for each.
+        Attempts that an earlier process left running have ended: each gets a `cut` row.
         """
-        assert not self._num_pending, "a lineage begins with nothing pending"
-        with self._work(), self._transaction(durable=True) as connection:
+        assert not self._num_pending, "commit the pending rows before a lineage begins"
+        with self._timed(), self._transaction(durable=True) as connection:
             (last,) = connection.execute("SELECT max(lineage) FROM lineages").fetchone()
             lineage = 0 if last is None else last + 1
-            begun = (lineage, self._seq, version_in_force(connection))
+            begun = (lineage, self._seq, last_version(connection))
             connection.execute("INSERT INTO lineages VALUES (?, ?, ?)", begun)
             running = connection.execute(RUNNING).fetchall()
             cuts = [(seq, *attempt, "cut", None) for seq, attempt in enumerate(running, start=self._seq + 1)]
@@ -132,14 +132,14 @@ class Store:
         return lineage
 
     def truncate(self, seq: int) -> None:
-        """Forget every row after number `seq`. Buffers read before are void: `restore` gives the one to go on with."""
+        """Delete every row after number `seq`. Buffers restored before are void: call `restore` for a new one."""
         self.commit()
         if not 0 <= seq <= self._seq:
             raise DamagedLedgerError(
-                f"ledger {self.path} ends with row {self._seq}, but the checkpoint was made at row {seq}: put the copy "
-                "that the checkpoint holds in its place"
+                f"ledger {self.path} ends with row {self._seq}, but the checkpoint was made at row {seq}: replace it "
+                "with the copy in the checkpoint"
             )
-        with self._work():
+        with self._timed():
             with self._transaction() as connection:
                 for table in JOURNAL:
                     connection.execute(f"DELETE FROM {table} WHERE seq > ?", (seq,))  # noqa: S608
@@ -148,17 +148,17 @@ class Store:
             self._prompts = self._read_prompts()
 
     def restore(self) -> DurableBuffer:
-        """The buffer as it was at the last row, but that what ran is pending. Reads only what is not trained."""
+        """The buffer as of the last row, with running samples as pending. Reads only samples that are not trained."""
         self.commit()
         buffer = DurableBuffer(self)
-        with self._work():
+        with self._timed():
             fill(buffer, self.path, self._connection)
         return buffer
 
     def snapshot(self, path: str | Path) -> None:
-        """Write a ledger of its own to `path`: all rows, but without the tokens of samples that are trained.
+        """Copy the ledger to `path`: all rows, but without the tokens of trained samples.
 
-        Whoever keeps it syncs it; one that was not completed is to be thrown away.
+        The caller syncs the copy to disk, and deletes it if this call fails.
         """
         self.commit()
         began = perf_counter()
@@ -168,14 +168,14 @@ class Store:
             self.seconds += perf_counter() - began
 
     def close(self, *, commit: bool = True) -> None:
-        """Write what is pending, unless told not to, and let the file go."""
+        """Commit the pending rows, unless `commit` is false, and close the file."""
         try:
             if commit:
                 self.commit()
         finally:
             self._connection.close()
 
-    # ---- what the buffer tells --------------------------------------------------------------------------------------
+    # ---- rows from the buffer ---------------------------------------------------------------------------------------
 
     def add_step(self, sample: Sample, step: str, value: object = None) -> None:
         began = perf_counter()
@@ -191,7 +191,7 @@ class Store:
         self._commit_if_due(began)
 
     def add_feed(self, sample: Sample, packed: Packed, *, start: int, version: int) -> None:
-        """Two rows: that the answer goes on, and what it was fed."""
+        """Add two rows: the feed step, and the tokens that were fed."""
         began = perf_counter()
         self._add("steps", sample.id, sample.attempt, "feed", packed.num_tokens)
         self._add("segments", sample.id, sample.attempt, start, 0, version, 0.0, *packed)
@@ -199,7 +199,7 @@ class Store:
         self._commit_if_due(began)
 
     def add_cohort(self, cohort: Cohort, samples: Sequence[Sample], prompts: Mapping[str, PromptRow]) -> None:
-        """`prompts`: those that `pack_prompts` found not to be in the file."""
+        """`prompts`: the rows that `pack_prompts` returned, which the file lacks."""
         began = perf_counter()
         self._add("cohorts", cohort.id, cohort.loaded_update, cohort.num_samples)
         for prompt_id, row in prompts.items():
@@ -211,7 +211,7 @@ class Store:
         self._commit_if_due(began)
 
     def add_batch(self, number: int, version: int, batch: Sequence[Sample]) -> None:
-        """An update batch was taken; written at once, so that a killed process is found to have begun the update."""
+        """Add an update batch and commit at once: after a crash, the file shows that the update had begun."""
         began = perf_counter()
         self._add("updates", number, version, len(batch))
         for s in batch:
@@ -231,7 +231,7 @@ class Store:
         return packed
 
     def pack_prompts(self, samples: Iterable[Sample]) -> tuple[dict[str, PromptRow], dict[int, Prompt]]:
-        """Rows of the prompts that the file lacks; and all prompts as the file gives them back, by id() of theirs."""
+        """Rows for the prompts that the file lacks; and each prompt as the file returns it, by `id()` of the given."""
         began = perf_counter()
         rows: dict[str, PromptRow] = {}
         kept: dict[int, Prompt] = {}
@@ -241,33 +241,33 @@ class Store:
             if known is None:
                 rows[prompt.id] = row
             elif known != row.crc:
-                raise DataError(f"two different prompts have the id {prompt.id!r}: give each an id of its own")
+                raise DataError(f"two different prompts have the id {prompt.id!r}: give each prompt a unique id")
             kept[id(prompt)] = unpack_prompt(prompt.id, row)
         self.seconds += perf_counter() - began
         return rows, kept
 
-    # ---- inside -----------------------------------------------------------------------------------------------------
+    # ---- pending rows and transactions ------------------------------------------------------------------------------
 
     def _add(self, table: str, *row: object) -> None:
-        assert self.lineage is not None, "begin_lineage comes before the first change"
+        assert self.lineage is not None, "call begin_lineage before the first change"
         self._seq += 1
         self._num_pending += 1
         self._pending[table].append((self._seq, *row))
 
     def _commit_if_due(self, began: float) -> None:
-        """Called when an operation is complete: never with half of one pending."""
+        """Commit if enough is pending. Called only after a complete operation."""
         now = perf_counter()
         self.seconds += now - began
-        is_much = self._num_pending >= COMMIT_ROWS or self._num_bytes >= COMMIT_BYTES
-        if is_much or now - self._committed_at >= COMMIT_S:
+        is_large = self._num_pending >= COMMIT_ROWS or self._num_bytes >= COMMIT_BYTES
+        if is_large or now - self._committed_at >= COMMIT_S:
             self.commit()
 
-    def _check_alone(self) -> None:
+    def _check_single_writer(self) -> None:
         (last,) = self._connection.execute("SELECT max(lineage) FROM lineages").fetchone()
         if last != self.lineage:
             raise LedgerError(
-                f"another process has begun to write ledger {self.path} (lineage {last}, this one is {self.lineage}): "
-                "end one of them"
+                f"another process writes ledger {self.path} (it has lineage {last}, this process {self.lineage}): stop "
+                "one of the two"
             )
 
     def _write_seq(self, seq: int) -> None:
@@ -277,7 +277,7 @@ class Store:
         return dict(self._connection.execute("SELECT id, crc FROM prompts"))
 
     @contextmanager
-    def _work(self) -> Iterator[None]:
+    def _timed(self) -> Iterator[None]:
         began = perf_counter()
         try:
             with named_errors(self.path):
@@ -292,7 +292,7 @@ class Store:
         connection.execute("BEGIN IMMEDIATE")
         try:
             yield connection
-            if durable:  # a commit that changes nothing would sync nothing, and leave earlier ones to a power loss
+            if durable:  # SQLite syncs only commits that change something
                 connection.execute("UPDATE meta SET value = value + 1 WHERE key = 'num_durable'")
             connection.execute("COMMIT")
         except BaseException:
@@ -302,10 +302,10 @@ class Store:
 
 
 class DurableBuffer(Buffer):
-    """A buffer that writes down what happens to it. Made by `Store.restore`, from an empty ledger too.
+    """A buffer that writes each change to a store. `Store.restore` makes it, also from an empty ledger.
 
-    Log-probs are held with the precision of the file (float32), prompts as JSON gives them back: what is decided or
-    trained never depends on whether a run was read back in between.
+    It holds log-probs with the file's precision (float32) and prompts as JSON returns them, so that decisions and
+    training do not depend on whether the run was resumed in between.
     """
 
     def __init__(self, store: Store) -> None:

@@ -1,7 +1,7 @@
-"""`sortedrl ledger RUN`: tables and JSON of what a ledger file holds, of one sample's life, or of a proof.
+"""`sortedrl ledger RUN`: tables or JSON of a ledger file's contents, one sample's history, or a verification.
 
-The command line calls `ledger_command`. It writes to the console that it is given and to nothing else. Answers are the
-model's text and prompts are data: neither markup nor control characters in them reach the terminal.
+The command line calls `ledger_command`, which writes only to the console that it is given. Answers come from the model
+and prompts from data sets, so markup and control characters in them are made harmless before they are printed.
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ from rich.table import Table
 from rich.text import Text
 
 from sortedrl.errors import ConfigError
+from sortedrl.ledger import verify as verification
 from sortedrl.ledger.reader import Ledger, Overview
-from sortedrl.ledger.sample_history import Life, life_of
-from sortedrl.ledger.verify import proven_line
-from sortedrl.ledger.verify import verify as prove
+from sortedrl.ledger.sample_history import SampleHistory, read_history
 from sortedrl.records import State
 from sortedrl.reward.worker import printable
 
 Decode = Callable[[list[int]], str]
 
 _BAR_CELLS = 40
-_MAX_COHORTS = 20  # shown, the oldest first; JSON has all
+_MAX_COHORTS = 20  # in the table, oldest first; JSON lists all
 _COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red")
 
 
@@ -43,22 +42,22 @@ def ledger_command(
 ) -> int:
     """Show the ledger of a run directory, or of a ledger file; returns the exit code. `decode`: tokens to text."""
     if verify and sample is not None:
-        raise ConfigError("--verify proves the whole ledger and --sample shows one sample: ask for one of them")
+        raise ConfigError("--verify checks the whole ledger and --sample shows one sample: give only one of them")
     with Ledger(run) as ledger:
         if verify:
-            return _prove(ledger, console, as_json)
+            return _show_verdict(ledger, console, as_json)
         if sample is not None:
-            _show_life(life_of(ledger, sample), console, as_json, decode)
+            _show_history(read_history(ledger, sample), console, as_json, decode)
         else:
             _show_overview(ledger, console, as_json)
     return 0
 
 
-# ---- the proof ------------------------------------------------------------------------------------------------------
+# ---- verification ---------------------------------------------------------------------------------------------------
 
 
-def _prove(ledger: Ledger, console: Console, as_json: bool) -> int:
-    verdict = prove(ledger)
+def _show_verdict(ledger: Ledger, console: Console, as_json: bool) -> int:
+    verdict = verification.verify(ledger)
     if as_json:
         _write_json(
             console,
@@ -76,11 +75,11 @@ def _prove(ledger: Ledger, console: Console, as_json: bool) -> int:
     if verdict.num_violations > len(verdict.violations):
         _write(console, f"and {verdict.num_violations - len(verdict.violations):,} more")
     if not verdict.num_violations:
-        _write(console, proven_line(ledger, verdict))
+        _write(console, verification.proven_line(ledger, verdict))
     return 1 if verdict.num_violations else 0
 
 
-# ---- where all samples are ------------------------------------------------------------------------------------------
+# ---- overview -------------------------------------------------------------------------------------------------------
 
 
 def _show_overview(ledger: Ledger, console: Console, as_json: bool) -> None:
@@ -129,30 +128,32 @@ def _staleness_table(overview: Overview, block: str) -> Table:
     return table
 
 
-# ---- the life of one ------------------------------------------------------------------------------------------------
+# ---- history of one sample ------------------------------------------------------------------------------------------
 
 
-def _show_life(life: Life, console: Console, as_json: bool, decode: Decode | None) -> None:
+def _show_history(history: SampleHistory, console: Console, as_json: bool, decode: Decode | None) -> None:
     if as_json:
-        text = None if decode is None or life.tokens is None else decode(life.tokens)
-        _write_json(console, {**asdict(life), "text": text})
+        text = None if decode is None or history.tokens is None else decode(history.tokens)
+        _write_json(console, {**asdict(history), "text": text})
         return
-    place = f"cohort {life.cohort}, prompt {life.prompt!r}, epoch {life.epoch}, sibling {life.index}"
-    _write(console, f"sample {life.sample}: {life.state}; {place}, seed {life.seed}, budget {life.budget:,}")
-    console.print(_life_table(life))
-    if life.tokens is None:
-        _write(console, "its tokens are left out of this copy of the ledger, since it is trained")
-    elif life.tokens:
-        legend, answer = _coloured(life.runs, life.tokens, decode)
+    place = f"cohort {history.cohort}, prompt {history.prompt!r}, epoch {history.epoch}, sibling {history.index}"
+    _write(
+        console, f"sample {history.sample}: {history.state}; {place}, seed {history.seed}, budget {history.budget:,}"
+    )
+    console.print(_history_table(history))
+    if history.tokens is None:
+        _write(console, "this copy of the ledger has no tokens of this sample, since it is trained")
+    elif history.tokens:
+        legend, answer = _coloured(history.runs, history.tokens, decode)
         console.print(legend)
         console.print(answer)
 
 
-def _life_table(life: Life) -> Table:
+def _history_table(history: SampleHistory) -> Table:
     table = Table(box=None, pad_edge=False)
     for name in ("row", "step", "attempt", "version", "gained", "kept", "thrown away", "held", ""):
         table.add_column(name, justify="left" if name in ("step", "") else "right")
-    for m in life.moments:
+    for m in history.moments:
         step = m.step if m.num_rows == 1 else f"{m.step} ({m.num_rows:,} rows)"
         figures = [f"{n:,}" if n else "" for n in (m.gained, m.kept, m.thrown)]
         cells = (
@@ -168,7 +169,7 @@ def _life_table(life: Life) -> Table:
 
 
 def _coloured(runs: list[tuple[int, int]], tokens: list[int], decode: Decode | None) -> tuple[Text, Text]:
-    """The answer in one colour for each version, and what the colours mean."""
+    """A legend of colours by version, and the answer in these colours."""
     versions = sorted({version for version, _ in runs})
     style = {version: _COLOURS[number % len(_COLOURS)] for number, version in enumerate(versions)}
     legend, answer = Text("answer by version: "), Text()
@@ -179,7 +180,7 @@ def _coloured(runs: list[tuple[int, int]], tokens: list[int], decode: Decode | N
         if decode is None:
             piece = "".join(f"{token} " for token in tokens[begin:end])
         else:
-            # A character may be cut in two by the boundary: it counts to the later run.
+            # A character whose tokens are in two runs is shown in the later one.
             reached = len(whole) if end == len(tokens) else len(decode(tokens[:end]).rstrip("\ufffd"))
             reached = min(max(reached, shown), len(whole))
             piece, shown = whole[shown:reached], reached
@@ -196,7 +197,7 @@ def _write(console: Console, line: str) -> None:
 
 
 def _write_json(console: Console, record: dict[str, Any]) -> None:
-    """One object; numbers that JSON does not know become null."""
+    """Print one JSON object; NaN and infinite numbers become null."""
     console.out(json.dumps(_finite(record)), highlight=False)
 
 

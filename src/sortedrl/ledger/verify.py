@@ -1,11 +1,11 @@
-"""A ledger file, proven: every guarantee of docs/scheduling.md, from the rows of the file alone.
+"""Verify a ledger file: check every guarantee of docs/scheduling.md from the rows of the file alone.
 
-`sortedrl ledger --verify` calls it. It follows the journal row by row with rules of its own: it knows the table of
-transitions, and neither the buffer nor the schedule that wrote the rows. What it holds at a time is one small record
-for each sample that is not trained; tokens are looked at and let go.
+`sortedrl ledger --verify` calls `verify`. It reads the journal row by row and applies its own rules: it knows the table
+of transitions, but shares no code with the buffer and the schedule that wrote the rows. It holds one small record for
+each sample that is not trained; it checks tokens and does not keep them.
 
-What it keeps true: a file that passes lost no sample and trained none twice, and each rule that a file breaks is named,
-with the sample. A broken rule is taken note of and then assumed to be kept, so that one fault is one line.
+Guarantees: a file that passes has lost no sample and trained none twice; each broken rule is reported with its name and
+the sample. After a violation the proof goes on as if the rule had been kept, so that one fault gives one line.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from __future__ import annotations
 import heapq
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from sortedrl.errors import LedgerError
-from sortedrl.ledger.reader import STATE_AFTER, Answer, Ledger, Lineage
+from sortedrl.ledger.reader import STATE_AFTER, Ledger, Lineage, StoredAnswer
 from sortedrl.records import State
 
-MAX_VIOLATIONS = 1000  # that are kept with their words; the others are counted
+MAX_VIOLATIONS = 1000  # kept with their text; further ones are only counted
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -36,7 +36,7 @@ class Violation:
 
 @dataclass(slots=True, kw_only=True)
 class Verdict:
-    """What was found, and how much was looked at."""
+    """The violations found, and counts of what was checked."""
 
     violations: list[Violation] = field(default_factory=list)
     num_violations: int = 0
@@ -48,99 +48,50 @@ class Verdict:
             self.violations.append(Violation(rule=rule, sample=sample, text=text))
 
 
+def verify(ledger: Ledger) -> Verdict:
+    """Check the whole file; raises `LedgerError` if SQLite itself finds it damaged."""
+    found = [row[0] for row in ledger.rows("PRAGMA integrity_check(3)")]
+    if found != ["ok"]:
+        raise LedgerError(
+            f"{ledger.path} is damaged: {'; '.join(found)}; resume the run from a checkpoint, which has a copy of it"
+        )
+    proof = _Proof(ledger)
+    proof.follow()
+    proof.conclude()
+    return proof.verdict
+
+
 def proven_line(ledger: Ledger, verdict: Verdict) -> str:
-    """What a file that passed has been shown to keep, in one line."""
-    count, staleness, waits = verdict.counts, ledger.knobs.get("max_staleness"), cohort_updates(ledger)
+    """One line that says what was proven about a file without violations."""
+    count, staleness, waits = verdict.counts, ledger.knobs.get("max_staleness"), _cohort_updates(ledger)
     said = [
-        f"{_many(count['samples'], 'sample')} loaded = {count['trained']:,} trained once + {count['live']:,} waiting",
-        f"{_many(count['rows'], 'row')} without a gap, {_many(count['lineages'], 'lineage')}, every step allowed",
-        f"{_many(count['tokens'], 'token')} within budgets and of versions in force",
-        f"{_many(count['updates'], 'update')} with the records that the rows make",
+        f"{_plural(count['samples'], 'sample')} loaded = {count['trained']:,} trained once + {count['live']:,} waiting",
+        f"{_plural(count['rows'], 'row')} without a gap, {_plural(count['lineages'], 'lineage')}, every step allowed",
+        f"{_plural(count['tokens'], 'token')} within budgets and of versions in force",
+        f"{_plural(count['updates'], 'update')} with the records that the rows make",
     ]
     if count["blank"]:
-        said.append(f"tokens of {_many(count['blank'], 'row')} left out, the others intact")
+        said.append(f"tokens of {_plural(count['blank'], 'row')} left out, the others intact")
     if staleness is not None:
         said.append(f"staleness at most {staleness}")
     if waits is not None:
-        said.append(f"{_many(count['cohorts'], 'cohort')}, each within {_many(waits, 'update')}")
+        said.append(f"{_plural(count['cohorts'], 'cohort')}, each within {_plural(waits, 'update')}")
     if ledger.grouped:
         said.append("siblings together")
     return "proven: " + "; ".join(said)
 
 
-def cohort_updates(ledger: Ledger) -> int | None:
-    """Updates within which a cohort is to be consumed, None without a bound."""
+def _plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def _cohort_updates(ledger: Ledger) -> int | None:
+    """The number of updates within which a cohort must be consumed; None without a bound."""
     batches, lookahead = ledger.knobs.get("cohort_batches"), ledger.knobs.get("lookahead")
     return None if batches is None or lookahead is None else batches * (1 + lookahead)
 
 
-def _many(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
-
-
-# (rule, words for the second column, query for a sample and what is wrong with it)
-_FAULTS = (
-    ("reference", "there is no prompt", "SELECT id, prompt FROM samples WHERE prompt NOT IN (SELECT id FROM prompts)"),
-    ("reference", "there is no cohort", "SELECT id, cohort FROM samples WHERE cohort NOT IN (SELECT id FROM cohorts)"),
-    (
-        "reference",
-        "there is no update",
-        "SELECT sample, number FROM trained WHERE number NOT IN (SELECT number FROM updates)",
-    ),
-    (
-        "exactly-once",
-        "of its epoch, prompt and index there is also sample",
-        "SELECT max(id), min(id) FROM samples GROUP BY epoch, prompt, idx HAVING count(*) > 1",
-    ),
-)
-
-# The tokens that a sample was given before a row; all that it held was dropped where there are none.
-_BEFORE = """
-SELECT seq, start, tokens FROM segments WHERE sample = ?1 AND seq < ?2
-UNION ALL SELECT seq, 0, x'' FROM steps
-    WHERE sample = ?1 AND seq < ?2 AND (step = 'give-up' OR step = 'requeue' AND value = 'fresh')
-ORDER BY seq
-"""
-
-
-def check_pages(ledger: Ledger) -> None:
-    """Let SQLite look at every page; of a file that it finds damaged nothing can be proven."""
-    found = [row[0] for row in ledger.rows("PRAGMA integrity_check(3)")]
-    if found != ["ok"]:
-        raise LedgerError(f"{ledger.path} is damaged: {'; '.join(found)}; go on from a checkpoint, which has a copy")
-
-
-def faults(ledger: Ledger) -> Iterator[tuple[str, int, str]]:
-    """Rows that speak of what is not there, or of what is there already: rule, sample, words."""
-    for rule, words, query in _FAULTS:
-        for sample, what in ledger.rows(query):
-            yield rule, sample, f"{words} {what!r}"
-
-
-def is_prompt_intact(tokens: bytes, content: str, columns: str, crc: int) -> bool:
-    return zlib.crc32(columns.encode(), zlib.crc32(content.encode(), zlib.crc32(tokens))) == crc
-
-
-def tokens_fault(num_tokens: int, tokens: bytes, logprobs: bytes, crc: int) -> str | None:
-    """What is wrong with the tokens of a row, in words that follow its number."""
-    if len(tokens) != 4 * num_tokens or len(logprobs) != 4 * num_tokens:
-        return f"has {len(tokens)} and {len(logprobs)} bytes for {num_tokens} tokens and their log-probs"
-    if zlib.crc32(logprobs, zlib.crc32(tokens)) != crc:
-        return "has tokens or log-probs that are not those which were written"
-    return None
-
-
-def repeats(ledger: Ledger, sample: int, seq: int, start: int, tokens: bytes) -> bool:
-    """Whether tokens of row `seq` are those that the sample held before, from `start` on."""
-    held = bytearray()
-    for _, at, given in ledger.rows(_BEFORE, sample, seq):
-        if given is None:
-            return True  # left out of this copy
-        held[4 * at :] = given
-    return held[4 * start : 4 * start + len(tokens)] == tokens
-
-
-# docs/scheduling.md: the states that each step may find a sample in.
+# The states in which each step is allowed (docs/scheduling.md).
 _ALLOWED: Mapping[str, tuple[State, ...]] = {
     "start": (State.PENDING,),
     "finish": (State.RUNNING,),
@@ -150,12 +101,12 @@ _ALLOWED: Mapping[str, tuple[State, ...]] = {
     "feed": (State.FINISHED,),
     "score": (State.FINISHED,),
     "requeue": (State.PENDING, State.FINISHED, State.SCORED),
-    "cut": (State.RUNNING,),  # by the process that goes on, first of all
+    "cut": (State.RUNNING,),  # written by the process that resumes the run, before anything else
 }
 _REASONS = ("stop", "length")
 _MODES = ("fresh", "resume", "replay")
 
-# The journal. Rows of equal seq do not exist; if they do, the order here is that in which they are judged.
+# The journal. Each seq occurs once; in a broken file, rows with the same seq are checked in the order given here.
 _JOURNAL: Mapping[str, str] = {
     "cohort": "SELECT seq, 0, id, loaded_update, num_samples FROM cohorts ORDER BY seq",
     "prompt": "SELECT seq, 1, id, tokens, content, columns, crc FROM prompts ORDER BY seq",
@@ -170,6 +121,21 @@ _JOURNAL: Mapping[str, str] = {
     "version": "SELECT seq, 7, version, lineage FROM versions ORDER BY seq",
 }
 _STEP, _TRAINED = list(_JOURNAL).index("step"), list(_JOURNAL).index("trained")
+# (rule, text before the second column, query that gives a sample and what is wrong with it)
+_REFERENCE_FAULTS = (
+    ("reference", "there is no prompt", "SELECT id, prompt FROM samples WHERE prompt NOT IN (SELECT id FROM prompts)"),
+    ("reference", "there is no cohort", "SELECT id, cohort FROM samples WHERE cohort NOT IN (SELECT id FROM cohorts)"),
+    (
+        "reference",
+        "there is no update",
+        "SELECT sample, number FROM trained WHERE number NOT IN (SELECT number FROM updates)",
+    ),
+    (
+        "exactly-once",
+        "it has the same epoch, prompt and index as sample",
+        "SELECT max(id), min(id) FROM samples GROUP BY epoch, prompt, idx HAVING count(*) > 1",
+    ),
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -181,13 +147,13 @@ class _Track:
     budget: int
     state: State = State.PENDING
     attempt: int = 0
-    begun: int = 0  # the version in force when the attempt began
-    answer: Answer = field(default_factory=Answer)
+    begun: int = 0  # version when the attempt began
+    answer: StoredAnswer = field(default_factory=StoredAnswer)
     reward: float | None = None
     is_given_up: bool = False
-    is_replay: bool = False  # what it holds is yet to be verified
-    is_blank: bool = False  # rows of it lack their tokens
-    num_fed: object = None  # tokens of its next row, where that feeds it
+    is_replay: bool = False  # its tokens are to be verified by the next delivery
+    is_blank: bool = False  # some of its rows have no tokens in this copy
+    num_fed: object = None  # number of tokens that the next row feeds; None if it feeds none
 
 
 @dataclass(slots=True, kw_only=True)
@@ -206,17 +172,8 @@ class _Update:
     groups: set[object] = field(default_factory=set)
 
 
-def verify(ledger: Ledger) -> Verdict:
-    """Prove the whole file; a `LedgerError` if SQLite itself finds it damaged."""
-    check_pages(ledger)
-    proof = _Proof(ledger)
-    proof.follow()
-    proof.conclude()
-    return proof.verdict
-
-
 class _Proof:
-    """Follows the journal from the first row to the last."""
+    """Follows the journal from the first row to the last, with one `_check_*` method for each table."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
@@ -224,57 +181,57 @@ class _Proof:
         self.seq = 0
         self.version = ledger.first_version
         self.lineage = 0
-        self.is_beginning = False  # another process goes on, and has yet to end the attempts that it found running
+        self.is_beginning = False  # a lineage has begun, and only the cut rows of its running attempts may come now
         self.num_updates = 0
         self.samples: dict[int, _Track] = {}
         self.cohorts: dict[int, _Cohort] = {}
-        self.groups: Counter[object] = Counter()  # samples left, where siblings are trained together
+        self.groups: Counter[object] = Counter()  # untrained samples by group
         self.update: _Update | None = None
         self.max_staleness: int | None = ledger.knobs.get("max_staleness")
-        self.cohort_updates = cohort_updates(ledger)
+        self.cohort_updates = _cohort_updates(ledger)
 
     def follow(self) -> None:
-        judges: list[Callable[..., None]] = [getattr(self, f"_{name}") for name in _JOURNAL]
+        checks: list[Callable[..., None]] = [getattr(self, f"_check_{name}") for name in _JOURNAL]
         cuts = self.ledger.cuts
         for row in heapq.merge(*(self.ledger.rows(query) for query in _JOURNAL.values())):
             seq, kind = row[0], row[1]
             if self.update is not None and kind != _TRAINED:
-                self._close_update()
+                self._end_update()
             while cuts and cuts[0].cut_seq < seq:
-                self._begin(cuts.pop(0))
+                self._begin_lineage(cuts.pop(0))
             if self.is_beginning and not (kind == _STEP and row[4] == "cut"):
-                self._go_on()
+                self._end_beginning()
             if seq != self.seq + 1:
                 missing = f"rows {self.seq + 1} to {seq - 1} are missing"
                 self.broken("journal", None, missing if seq > self.seq else f"row {seq} is there twice")
             self.seq = seq
-            judges[kind](*row[2:])
+            checks[kind](*row[2:])
         if self.update is not None:
-            self._close_update()
+            self._end_update()
         for lineage in cuts:
-            self._begin(lineage)
+            self._begin_lineage(lineage)
         if self.is_beginning:
-            self._go_on()
+            self._end_beginning()
 
     def broken(self, rule: str, sample: int | None, text: str) -> None:
         self.verdict.add(rule, sample, text)
 
-    # ---- a judge for each table -------------------------------------------------------------------------------------
+    # ---- one check for each table -----------------------------------------------------------------------------------
 
-    def _cohort(self, cohort: int, loaded_update: int, num_samples: int) -> None:
+    def _check_cohort(self, cohort: int, loaded_update: int, num_samples: int) -> None:
         if cohort != len(self.cohorts):
             self.broken("cohort", None, f"cohort {cohort} is loaded where {len(self.cohorts)} is next")
         if loaded_update != self.num_updates:
-            said = f"cohort {cohort} says that it was loaded after {loaded_update} updates, but there were"
+            said = f"cohort {cohort} records that it was loaded after {loaded_update} updates, but there were"
             self.broken("cohort", None, f"{said} {self.num_updates}")
         self.cohorts[cohort] = _Cohort(loaded_update=self.num_updates, num_samples=num_samples)
 
-    def _prompt(self, prompt: str, tokens: bytes, content: str, columns: str, crc: int) -> None:
+    def _check_prompt(self, prompt: str, tokens: bytes, content: str, columns: str, crc: int) -> None:
         self.verdict.counts["prompts"] += 1
-        if not is_prompt_intact(tokens, content, columns, crc):
-            self.broken("integrity", None, f"prompt {prompt!r} is not what was written")
+        if zlib.crc32(columns.encode(), zlib.crc32(content.encode(), zlib.crc32(tokens))) != crc:
+            self.broken("integrity", None, f"prompt {prompt!r} does not match its checksum")
 
-    def _sample(self, sample: int, cohort: int, prompt: str, epoch: int, budget: int) -> None:
+    def _check_sample(self, sample: int, cohort: int, prompt: str, epoch: int, budget: int) -> None:
         self.verdict.counts["samples"] += 1
         group = (epoch, prompt) if self.ledger.grouped else None
         self.samples[sample] = _Track(cohort=cohort, group=group, budget=budget)
@@ -285,19 +242,19 @@ class _Proof:
         elif self.ledger.one("SELECT count(*) FROM cohorts WHERE id = ?", cohort):
             self.broken("cohort", sample, f"it is loaded before its cohort {cohort}")
 
-    def _step(self, sample: int, attempt: int, step: str, value: Any) -> None:
+    def _check_step(self, sample: int, attempt: int, step: str, value: Any) -> None:
         self.verdict.counts["steps"] += 1
         track = self.samples.get(sample)
         if track is None:
-            self._stranger(sample, f"step {step}")
+            self._unexpected(sample, f"step {step}")
             return
         if step not in _ALLOWED:
-            self.broken("transition", sample, f"{step!r} in row {self.seq} is no step")
+            self.broken("transition", sample, f"unknown step {step!r} in row {self.seq}")
             return
         if track.state not in _ALLOWED[step]:
             self.broken("transition", sample, f"{step} in row {self.seq} while it is {track.state}")
         if step == "cut" and not self.is_beginning:
-            self.broken("lineage", sample, f"cut in row {self.seq}, where no process begins")
+            self.broken("lineage", sample, f"cut in row {self.seq}, but no lineage begins there")
         expected = track.attempt + 1 if step == "start" else track.attempt
         if attempt != expected:
             self.broken("attempt", sample, f"{step} in row {self.seq} is of attempt {attempt}, not {expected}")
@@ -317,7 +274,7 @@ class _Proof:
         track.attempt = attempt
         track.state = STATE_AFTER[step]
 
-    def _segment(
+    def _check_segment(
         self,
         sample: int,
         attempt: int,
@@ -334,12 +291,12 @@ class _Proof:
         counts["tokens"] += num_tokens
         track = self.samples.get(sample)
         if track is None:
-            self._stranger(sample, "tokens")
+            self._unexpected(sample, "tokens")
             return
         if tokens is None or logprobs is None:
             track.is_blank = True
             counts["blank"] += 1
-        elif fault := tokens_fault(num_tokens, tokens, logprobs, crc):
+        elif fault := _tokens_fault(num_tokens, tokens, logprobs, crc):
             self.broken("integrity", sample, f"row {self.seq} {fault}")
         held = track.answer.num_tokens
         fed, track.num_fed = track.num_fed, None
@@ -353,8 +310,8 @@ class _Proof:
             at = f"{num_tokens} tokens at {start}, {verified} of them verified"
             self.broken("segments", sample, f"row {self.seq} puts {at}, where it holds {held}")
         elif start < held and num_tokens and not track.is_replay:
-            self.broken("segments", sample, f"row {self.seq} overwrites from {start} on, but it was not to be replayed")
-        elif verified and tokens and not repeats(self.ledger, sample, self.seq, start, tokens[: 4 * verified]):
+            self.broken("segments", sample, f"row {self.seq} overwrites from {start} on, but it is not being replayed")
+        elif verified and tokens and not _repeats(self.ledger, sample, self.seq, start, tokens[: 4 * verified]):
             self.broken("segments", sample, f"the {verified} verified tokens of row {self.seq} are not those it held")
         if start + num_tokens > track.budget:
             self.broken("budget", sample, f"{start + num_tokens} tokens in row {self.seq}, of {track.budget} allowed")
@@ -364,23 +321,23 @@ class _Proof:
         track.answer.put(start, num_tokens, version)
         track.is_replay = False
 
-    def _update(self, number: int, version: int, num_samples: int) -> None:
+    def _check_update(self, number: int, version: int, num_samples: int) -> None:
         if number != self.num_updates:
             self.broken("update", None, f"update {number} is taken where {self.num_updates} is next")
         if version != self.version:
-            self.broken("update", None, f"update {number} says version {version}, but {self.version} was in force")
+            self.broken("update", None, f"update {number} records version {version}, but {self.version} was in force")
         self.num_updates = number + 1
         self.update = _Update(number=number, num_samples=num_samples)
 
-    def _trained(
+    def _check_trained(
         self, sample: int, number: int, version: int, length: int, reward: float | None, staleness: int
     ) -> None:
         self.verdict.counts["trained"] += 1
         if self.update is None or self.update.number != number:
-            self.broken("update", sample, f"it is trained in row {self.seq} by update {number}, which is not under way")
+            self.broken("update", sample, f"it is trained in row {self.seq} by update {number}, not the current one")
         track = self.samples.pop(sample, None)
         if track is None:
-            self._stranger(sample, f"trained by update {number}")
+            self._unexpected(sample, f"trained by update {number}")
             return
         if track.state != State.SCORED:
             self.broken("transition", sample, f"it is trained in row {self.seq} while it is {track.state}")
@@ -392,22 +349,22 @@ class _Proof:
             "reward": (reward, track.reward),
             "staleness": (staleness, actual),
         }
-        for name, (said, is_so) in facts.items():
-            if said != is_so:
-                self.broken("record", sample, f"trained with {name} {said}, but its rows make it {is_so}")
+        for name, (said, actual_value) in facts.items():
+            if said != actual_value:
+                self.broken("record", sample, f"trained with {name} {said}, but its rows give {actual_value}")
         if self.max_staleness is not None and actual > self.max_staleness:
             self.broken("staleness", sample, f"trained {actual} versions old, of {self.max_staleness} allowed")
         self._consume(sample, track, number)
 
-    def _version(self, version: int, lineage: int) -> None:
+    def _check_version(self, version: int, lineage: int) -> None:
         if version != self.version + 1:
             self.broken("version", None, f"version {version} is published after {self.version}")
         if lineage != self.lineage:
-            said = f"version {version} says lineage {lineage}, but row {self.seq}"
+            said = f"version {version} records lineage {lineage}, but row {self.seq}"
             self.broken("lineage", None, f"{said} was written by lineage {self.lineage}")
         self.version = version
 
-    # ---- what they are made of --------------------------------------------------------------------------------------
+    # ---- parts of the checks ----------------------------------------------------------------------------------------
 
     def _score(self, sample: int, track: _Track, reward: Any) -> None:
         is_number = reward is None or isinstance(reward, int | float)
@@ -419,17 +376,17 @@ class _Proof:
 
     def _requeue(self, sample: int, track: _Track, mode: Any) -> None:
         if mode not in _MODES:
-            self.broken("transition", sample, f"{mode!r} in row {self.seq} is no way to take it up again")
+            self.broken("transition", sample, f"unknown requeue mode {mode!r} in row {self.seq}")
         elif track.state == State.PENDING and track.answer.num_tokens == 0:
             self.broken("transition", sample, f"requeue in row {self.seq} while it is pending and holds nothing")
         elif track.state in (State.FINISHED, State.SCORED) and mode == "resume":
-            self.broken("transition", sample, f"row {self.seq} lets it go on, though it is {track.state}")
+            self.broken("transition", sample, f"row {self.seq} resumes it although it is {track.state}")
         if mode == "fresh":
             track.answer.cut(0)
         track.is_replay, track.reward = mode == "replay", None
 
     def _consume(self, sample: int, track: _Track, number: int) -> None:
-        """A trained sample leaves its update, group and cohort."""
+        """Count a trained sample in its update, and take it out of its group and cohort."""
         self.groups[track.group] -= 1
         if self.update is not None:
             self.update.num_taken += 1
@@ -442,11 +399,11 @@ class _Proof:
             last = cohort.loaded_update + self.cohort_updates - 1
             self.broken("starvation", sample, f"trained by update {number}, but {last} is the last of its cohort")
 
-    def _close_update(self) -> None:
+    def _end_update(self) -> None:
         update, self.update = self.update, None
         assert update is not None, "no update is open"
         if update.num_taken != update.num_samples:
-            said = f"update {update.number} says {update.num_samples} samples"
+            said = f"update {update.number} records {update.num_samples} samples"
             self.broken("update", None, f"{said}, but {update.num_taken} are trained by it")
         if self.ledger.grouped:
             for group in update.groups:
@@ -457,44 +414,46 @@ class _Proof:
                 else:
                     del self.groups[group]
 
-    def _begin(self, lineage: Lineage) -> None:
-        """Another process takes over."""
+    def _begin_lineage(self, lineage: Lineage) -> None:
+        """Another process resumes the run."""
         if lineage.version != self.version:
             said = f"lineage {lineage.lineage} went on from version {lineage.version}, but row {lineage.cut_seq}"
             self.broken("lineage", None, f"{said} is of version {self.version}")
         self.lineage = lineage.lineage
         self.is_beginning = True
 
-    def _go_on(self) -> None:
-        """It has ended what ran, and does something else."""
+    def _end_beginning(self) -> None:
+        """The first row of a lineage that is no cut: by now it must have cut every running attempt."""
         self.is_beginning = False
         for sample, track in self.samples.items():
             if track.state == State.RUNNING:
-                text = f"lineage {self.lineage} goes on, but found it running and did not end that"
+                text = f"it was running when lineage {self.lineage} began, which wrote no cut for it"
                 self.broken("lineage", sample, text)
                 track.state = State.PENDING
 
-    def _stranger(self, sample: int, what: str) -> None:
+    def _unexpected(self, sample: int, what: str) -> None:
+        """A row of a sample that is trained already or was never loaded."""
         is_known = self.ledger.one("SELECT count(*) FROM samples WHERE id = ? AND seq <= ?", sample, self.seq)
         rule, why = ("exactly-once", "trained before") if is_known else ("reference", "never loaded")
-        self.broken(rule, sample, f"{what} in row {self.seq}, though it was {why}")
+        self.broken(rule, sample, f"{what} in row {self.seq}, although it was {why}")
 
     def conclude(self) -> None:
-        """What only the whole file shows."""
-        for rule, sample, text in faults(self.ledger):
-            self.broken(rule, sample, text)
+        """Check what only the whole file shows."""
+        for rule, words, query in _REFERENCE_FAULTS:
+            for sample, what in self.ledger.rows(query):
+                self.broken(rule, sample, f"{words} {what!r}")
         self._conclude_counts()
         for number, cohort in self.cohorts.items():
             if cohort.num_seen != cohort.num_samples:
-                said = f"cohort {number} says {cohort.num_samples} samples"
+                said = f"cohort {number} records {cohort.num_samples} samples"
                 self.broken("cohort", None, f"{said}, but {cohort.num_seen} are in it")
             is_over = self.cohort_updates is not None and self.num_updates >= cohort.loaded_update + self.cohort_updates
             if is_over and cohort.num_left:
                 left = next(sample for sample, track in self.samples.items() if track.cohort == number)
-                self.broken("starvation", left, f"not trained, though all updates of its cohort {number} are over")
+                self.broken("starvation", left, f"not trained, although all updates of its cohort {number} are over")
         for sample, track in self.samples.items():
             if track.is_blank:
-                self.broken("integrity", sample, "its tokens are left out, though it is not trained")
+                self.broken("integrity", sample, "its tokens are missing although it is not trained")
 
     def _conclude_counts(self) -> None:
         counts, ledger = self.verdict.counts, self.ledger
@@ -508,3 +467,31 @@ class _Proof:
         numbers = [lineage.lineage for lineage in ledger.lineages]
         if numbers != list(range(len(numbers))):
             self.broken("lineage", None, f"lineages are numbered {numbers}")
+
+
+def _tokens_fault(num_tokens: int, tokens: bytes, logprobs: bytes, crc: int) -> str | None:
+    """What is wrong with the tokens of a row, or None; the text continues `row N`."""
+    if len(tokens) != 4 * num_tokens or len(logprobs) != 4 * num_tokens:
+        return f"has {len(tokens)} and {len(logprobs)} bytes for {num_tokens} tokens and their log-probs"
+    if zlib.crc32(logprobs, zlib.crc32(tokens)) != crc:
+        return "has tokens or log-probs that do not match their checksum"
+    return None
+
+
+# The deliveries to a sample before a row; a step that drops all its tokens counts as an empty delivery at 0.
+_BEFORE = """
+SELECT seq, start, tokens FROM segments WHERE sample = ?1 AND seq < ?2
+UNION ALL SELECT seq, 0, x'' FROM steps
+    WHERE sample = ?1 AND seq < ?2 AND (step = 'give-up' OR step = 'requeue' AND value = 'fresh')
+ORDER BY seq
+"""
+
+
+def _repeats(ledger: Ledger, sample: int, seq: int, start: int, tokens: bytes) -> bool:
+    """Whether the tokens of row `seq` equal those that the sample held before, from `start` on."""
+    held = bytearray()
+    for _, at, given in ledger.rows(_BEFORE, sample, seq):
+        if given is None:
+            return True  # this copy has no tokens to compare with
+        held[4 * at :] = given
+    return held[4 * start : 4 * start + len(tokens)] == tokens

@@ -1,8 +1,8 @@
-"""Folders that appear under their name complete or not at all, and that lose it before they are deleted.
+"""Write and delete folders atomically: a folder has its name only while it is complete.
 
-Checkpoints are written and removed with these. What is on its way in or out stands beside its place as a hidden folder
-named for the process that is at it, so that whoever comes later knows what a killed one left behind:
-.NAME.partial-PID is being written, .NAME.replaced-PID makes way for another, .NAME.removed-PID is being deleted.
+Checkpoints use it. An incomplete folder is a hidden sibling with the process id in its name, so that a later process
+recognises what a killed one left: .NAME.partial-PID is being written, .NAME.replaced-PID was renamed to be replaced,
+.NAME.removed-PID is being deleted.
 """
 
 from __future__ import annotations
@@ -17,51 +17,51 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-_ASIDE = re.compile(r"\.(?P<name>.+)\.(?P<why>partial|replaced|removed)-[0-9]+")
+_TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<why>partial|replaced|removed)-[0-9]+")
 
 
 @contextmanager
 def written_whole(folder: Path) -> Iterator[Path]:
-    """Write to the folder that this gives: it replaces `folder` when the block ends, and is dropped if it fails."""
-    aside = _beside(folder, "partial")
+    """Yield a temporary folder that replaces `folder` when the block ends, and is deleted if the block raises."""
+    temporary = _temporary_path(folder, "partial")
     try:
-        shutil.rmtree(aside, ignore_errors=True)
-        _make(aside)
-        yield aside
-        _flush(aside)
-        _put_in_place(aside, folder)
+        shutil.rmtree(temporary, ignore_errors=True)
+        _make(temporary)
+        yield temporary
+        _flush(temporary)
+        _put_in_place(temporary, folder)
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def remove(folder: Path) -> None:
-    """Delete a folder. It loses its name first: half of it must not look like the whole."""
-    aside = folder
-    if aside_of(folder) is None:
-        aside = _beside(folder, "removed")
-        shutil.rmtree(aside, ignore_errors=True)
+    """Rename a folder, then delete it, so that a partly deleted folder never has its name."""
+    temporary = folder
+    if parse_temporary(folder) is None:
+        temporary = _temporary_path(folder, "removed")
+        shutil.rmtree(temporary, ignore_errors=True)
         try:
-            folder.rename(aside)
+            folder.rename(temporary)
         except OSError as error:
             log.warning("%s cannot be removed: %s", folder, error)
             return
-    if aside.is_symlink() or aside.is_file():
-        aside.unlink(missing_ok=True)
-    shutil.rmtree(aside, ignore_errors=True)
+    if temporary.is_symlink() or temporary.is_file():
+        temporary.unlink(missing_ok=True)
+    shutil.rmtree(temporary, ignore_errors=True)
 
 
-def aside_of(path: Path) -> tuple[str, str] | None:
-    """Of a folder that stands aside, the name that it had or was to have, and why it stands there; else None."""
-    match = _ASIDE.fullmatch(path.name)
+def parse_temporary(path: Path) -> tuple[str, str] | None:
+    """The final name and the reason (partial, replaced, removed) of a temporary folder; None for any other path."""
+    match = _TEMPORARY.fullmatch(path.name)
     return (match["name"], match["why"]) if match else None
 
 
-def _beside(folder: Path, why: str) -> Path:
+def _temporary_path(folder: Path, why: str) -> Path:
     return folder.with_name(f".{folder.name}.{why}-{os.getpid()}")
 
 
 def _make(folder: Path) -> None:
-    """Make a folder and those above it, each name on disk."""
+    """Make a folder and its missing parents, and sync each new name to disk."""
     made = [path for path in (folder, *folder.absolute().parents) if not path.exists()]
     folder.mkdir(parents=True)
     for path in made:
@@ -69,20 +69,20 @@ def _make(folder: Path) -> None:
 
 
 def _flush(folder: Path) -> None:
-    """Have every file, then every folder's list of them, on disk before the name points there."""
+    """Sync every file, then every folder, before the folder gets its name."""
     for parent, _, names in os.walk(folder, topdown=False):
         for name in names:
             _sync(Path(parent, name))
         _sync(Path(parent))
 
 
-def _put_in_place(aside: Path, folder: Path) -> None:
-    """A folder cannot be replaced in one step: an older one is moved away first."""
-    replaced = _beside(folder, "replaced")
+def _put_in_place(temporary: Path, folder: Path) -> None:
+    """Rename `temporary` to `folder`. An existing folder cannot be replaced in one step, so it is renamed first."""
+    replaced = _temporary_path(folder, "replaced")
     try:
         if os.path.lexists(folder):
             folder.rename(replaced)
-        aside.rename(folder)
+        temporary.rename(folder)
     except BaseException:
         if not os.path.lexists(folder):
             with suppress(OSError):
@@ -93,7 +93,7 @@ def _put_in_place(aside: Path, folder: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    if os.name == "nt" and path.is_dir():  # Windows has no such call for folders
+    if os.name == "nt" and path.is_dir():  # Windows cannot sync folders
         return
     descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
     try:

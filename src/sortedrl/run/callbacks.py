@@ -1,12 +1,12 @@
-"""transformers' `TrainerCallback`s, called at the points of a run that match those of its `Trainer`.
+"""Call transformers' `TrainerCallback`s at the points of a run that match those of transformers' `Trainer`.
 
-`trainer.py` makes a `CallbackSink` when callbacks are given and adds it to the run's sinks, so they see what events
-tell: a step is one update. It imports transformers then, not before. What it keeps true: a callback that raises ends
-the run as it would end transformers' training, but the run is saved first (the trainer raises `error` at its end); a
-resumed run goes on with the state that its events tell, log history included.
+If the user gives callbacks, `trainer.py` adds a `CallbackSink` to the run's event sinks; one step is one update.
+transformers is imported only then. A callback's requests in `TrainerControl` (`should_training_stop`,
+`should_evaluate`, `should_save`) are carried out between two updates. Every update is logged; `should_epoch_stop` has
+no effect.
 
-What a callback asks for through its `TrainerControl` is done between two updates: `should_training_stop`,
-`should_evaluate` and `should_save`. Logging is at every update, and there is no stopping of a single epoch.
+Guarantees: a callback that raises ends the run, but the run is saved first (the trainer raises `error` at its end); a
+resumed run has the state, log history included, that its recorded events give.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from sortedrl.telemetry.events import (
 )
 
 BEST_METRIC = "eval_reward"
-# What the learner calls a figure, and what TRL's users look for.
+# The learner's metric names, and the names that TRL uses for them.
 LOG_NAMES = {"lr": "learning_rate", "reward_mean": "reward"}
-_NOT_LOGGED = ("num_tokens", "truncated_fraction")  # told of the run so far, or by another name
+_NOT_LOGGED = ("num_tokens", "truncated_fraction")  # logged for the whole run, or under another name
 
 Call = tuple[str, dict[str, Any]]
 
 
 @dataclass(slots=True, kw_only=True)
-class Progress:
-    """How far training is. `epoch_samples`: samples in one pass over the data, None where it has no end."""
+class TrainingProgress:
+    """How far training has come. `epoch_samples`: samples in one pass over the data; None for endless data."""
 
     total_samples: int
     update_batch: int
@@ -52,14 +52,14 @@ class Progress:
 
     @property
     def max_steps(self) -> int:
-        """Updates in all; ties make batches larger, so that there may be fewer."""
+        """Upper bound on the number of updates: a batch may be larger than `update_batch`."""
         return math.ceil(self.total_samples / self.update_batch)
 
     @property
     def epoch(self) -> float:
         return self.num_samples / (self.epoch_samples or self.total_samples)
 
-    def take(self, event: Event) -> None:
+    def apply(self, event: Event) -> None:
         match event:
             case BatchTaken():
                 self.num_samples += len(event.samples)
@@ -69,62 +69,62 @@ class Progress:
                 pass
 
     def as_state(self) -> dict[str, float]:
-        """What reward functions are told as `trainer_state`."""
+        """The dict that reward functions get as `trainer_state`."""
         return {"global_step": self.num_updates, "max_steps": self.max_steps, "epoch": self.epoch}
 
 
 class ProgressSink:
-    """Keeps `told`, which reward functions see, up to date."""
+    """Keeps `states`, the `trainer_state` dicts of reward functions, up to date."""
 
     kinds = frozenset({RunStarted, RunResumed, BatchTaken, UpdateDone})
 
-    def __init__(self, progress: Progress, told: Sequence[dict[str, float]]) -> None:
+    def __init__(self, progress: TrainingProgress, states: Sequence[dict[str, float]]) -> None:
         self._progress = progress
-        self._told = told
+        self._states = states
 
     def emit(self, event: Event) -> None:
-        self._progress.take(event)
+        self._progress.apply(event)
         if isinstance(event, RunStarted | RunResumed | UpdateDone):
-            for state in self._told:
+            for state in self._states:
                 state.update(self._progress.as_state())
 
     def replay(self, events: Iterable[Event]) -> None:
         for event in events:
-            self._progress.take(event)
+            self._progress.apply(event)
 
     def close(self) -> None: ...
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class AskedEvaluation:
-    """The run's evaluation, which callbacks may ask for besides."""
+class RequestedEvaluation:
+    """The run's own evaluation, plus those that callbacks request."""
 
     inner: Pause
-    is_asked: Callable[[], bool]
+    is_requested: Callable[[], bool]
 
     def is_due(self, num_trained: int) -> bool:
-        return self.is_asked() or self.inner.is_due(num_trained)
+        return self.is_requested() or self.inner.is_due(num_trained)
 
     def run(self, version: int, num_trained: int) -> None:
         self.inner.run(version, num_trained)
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class AskedSave:
-    """The run's checkpoints, which callbacks may ask for besides."""
+class RequestedSave:
+    """The run's own checkpoints, plus those that callbacks request."""
 
     inner: Save
-    is_asked: Callable[[], bool]
+    is_requested: Callable[[], bool]
 
     def is_due(self, num_updates: int) -> bool:
-        return self.is_asked() or self.inner.is_due(num_updates)
+        return self.is_requested() or self.inner.is_due(num_updates)
 
     def run(self) -> None:
         self.inner.run()
 
 
 class RunArguments(SimpleNamespace):
-    """What callbacks find as `args`: the names that transformers and TRL give to settings of a run."""
+    """The `args` of callbacks: settings of the run under the names that transformers and TRL use."""
 
     def to_dict(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -137,7 +137,7 @@ class RunArguments(SimpleNamespace):
         return json.dumps(self.to_sanitized_dict(), indent=2)
 
 
-def run_arguments(config: SortedConfig, progress: Progress) -> RunArguments:
+def _run_arguments(config: SortedConfig, progress: TrainingProgress) -> RunArguments:
     folder, steps = str(config.run_dir), progress.max_steps
     every = config.eval.every_samples // config.schedule.update_batch
     return RunArguments(
@@ -182,11 +182,13 @@ class CallbackSink:
         self.callbacks = [callback() if isinstance(callback, type) else callback for callback in callbacks]
         for callback in self.callbacks:
             if not isinstance(callback, TrainerCallback):
-                raise ConfigError(f"callback {callback!r:.80} is no transformers.TrainerCallback: derive it from that")
-        self.progress = Progress(
+                raise ConfigError(
+                    f"callback {callback!r:.80} is not a transformers.TrainerCallback: derive it from that"
+                )
+        self.progress = TrainingProgress(
             total_samples=config.run.samples, update_batch=config.schedule.update_batch, epoch_samples=epoch_samples
         )
-        self.args = run_arguments(config, self.progress)
+        self.args = _run_arguments(config, self.progress)
         self.state = TrainerState(
             max_steps=self.args.max_steps,
             logging_steps=self.args.logging_steps,
@@ -196,14 +198,14 @@ class CallbackSink:
             train_batch_size=self.args.per_device_train_batch_size,
         )
         self.control = TrainerControl()
-        self.error: Exception | None = None  # what a callback raised; no other is called after it
+        self.error: Exception | None = None  # raised by a callback; after it no callback is called
         self._parts: dict[str, Any] = {}
         self._stop = stop
         self._batch: BatchTaken | None = None
         self._num_tokens = 0
 
     def attach(self, *, model: Any, processing_class: Any, optimizer: Any) -> None:
-        """What callbacks get besides args, state and control."""
+        """Set the objects that callbacks get in addition to args, state and control."""
         self._parts = {"model": model, "processing_class": processing_class, "optimizer": optimizer}
 
     def call(self, name: str, **extra: Any) -> None:
@@ -219,13 +221,13 @@ class CallbackSink:
         try:
             for name, extra in self._calls(event):
                 self.call(name, **extra)
-        except Exception as error:  # whatever users' code raises: the run is to be saved before they see it
+        except Exception as error:  # any error of a user's callback: save the run before it is raised
             self.error = error
         if self.error is not None or self.control.should_training_stop:
             self._stop()
 
     def replay(self, events: Iterable[Event]) -> None:
-        """Take up the state of a run that is resumed, without calling anybody."""
+        """Set the state from the events of a resumed run, without calling the callbacks."""
         for event in events:
             for _ in self._calls(event):
                 pass
@@ -235,9 +237,9 @@ class CallbackSink:
     # ---- from events to calls ---------------------------------------------------------------------------------------
 
     def _calls(self, event: Event) -> Iterator[Call]:
-        """Bring the state up to an event, and say whom to call meanwhile."""
+        """Apply an event to the state, and yield the callback methods to call on the way."""
         epoch = math.floor(self.progress.epoch)
-        self.progress.take(event)
+        self.progress.apply(event)
         match event:
             case RunStarted() | RunResumed():
                 self.control.should_training_stop = False
@@ -255,7 +257,7 @@ class CallbackSink:
                 yield "on_step_end", {}
                 yield self._log(self._update_logs(event))
             case Evaluated():
-                metrics = _evaluation(event)
+                metrics = _evaluation_logs(event)
                 yield self._log(metrics)
                 yield "on_evaluate", {"metrics": metrics}
                 self._note_best(metrics[BEST_METRIC])
@@ -274,7 +276,7 @@ class CallbackSink:
 
     def _update_logs(self, event: UpdateDone) -> dict[str, float]:
         batch = self._batch
-        assert batch is not None, "an update without a batch"
+        assert batch is not None, "UpdateDone came without a BatchTaken"
         self._num_tokens += sum(batch.lengths)
         count = len(batch.samples)
         logs = {LOG_NAMES.get(name, name): value for name, value in event.metrics.items() if name not in _NOT_LOGGED}
@@ -295,7 +297,7 @@ class CallbackSink:
             self.state.best_metric, self.state.best_global_step = value, self.state.global_step
 
 
-def _evaluation(event: Evaluated) -> dict[str, float]:
+def _evaluation_logs(event: Evaluated) -> dict[str, float]:
     return {
         BEST_METRIC: event.sampled_accuracy,
         "eval_greedy_reward": event.greedy_accuracy,

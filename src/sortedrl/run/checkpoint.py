@@ -1,13 +1,12 @@
-"""Checkpoints: folders that transformers loads, with what training needs beside the model.
+"""Checkpoints: model folders that transformers can load, with the further state that training needs.
 
-`save_checkpoint` is called between updates. A folder appears under its name complete or not at all: it is written
-aside, described by a manifest, flushed to disk, then renamed. Tensors are safetensors and everything else is JSON, so
-that loading runs no code of the file's.
+`RunSaver` saves through `Checkpoints`, which keeps one folder per version; supervised fine-tuning calls
+`save_checkpoint`. Tensors are safetensors files and all else is JSON, so that loading a checkpoint runs no code of it.
+A model with adapters is saved twice: merged, as any other model, and the adapters alone in a folder beside it.
 
-A model with adapters is saved twice: merged, as any other, and the adapters alone in a folder of their own.
-
-`Checkpoints` keeps those of one run, each in a folder named for its version. One process writes them, the holder of the
-run's lock; whatever moment it is killed at, `latest` finds a whole one if there was one before.
+Guarantees: a folder appears under its name only when it is complete, because it is written under another name,
+described by a manifest, synced to disk and then renamed; if the process is killed at any moment, `latest` still finds
+a whole checkpoint if there was one before. Only the process that holds the run's lock may write.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from torch import Tensor
 from sortedrl.errors import ConfigError, RunDirError, SortedRLError
 from sortedrl.learner.lora import save_adapted
 from sortedrl.learner.model import load_model, no_progress_bars
-from sortedrl.run.atomic_folder import aside_of, remove, written_whole
+from sortedrl.run.atomic_folder import parse_temporary, remove, written_whole
 from sortedrl.run.manifest import find_damage, num_bytes, write_manifest
 from sortedrl.weights import is_adapted
 
@@ -44,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 class HasState(Protocol):
-    """A learner whose state is tensors by name under "optimizer" and JSON values elsewhere."""
+    """A learner whose state has tensors by name under "optimizer", and JSON values under all other keys."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -60,53 +59,54 @@ def save_checkpoint(
     extra: dict[str, Any] | None = None,
     add: Callable[[Path], object] | None = None,
 ) -> Path:
-    """Write model, tokenizer, optimiser and `extra` (JSON values) to `folder`; what was there is replaced.
+    """Write model, tokenizer, optimiser and `extra` (JSON values) to `folder`, replacing an existing checkpoint.
 
-    `add` is called with the folder that is being written, to put further files there.
+    `add` is called with the temporary folder, and may write further files to it.
     """
     folder = Path(folder)
-    with _writing(folder), written_whole(folder) as aside:
+    with _writing(folder), written_whole(folder) as temporary:
         with no_progress_bars():
             if is_adapted(model):
-                save_adapted(model, aside)
+                save_adapted(model, temporary)
             else:
-                model.save_pretrained(aside)
-        tokenizer.save_pretrained(aside)
-        _write_state(aside, learner.state_dict() if learner is not None else {}, extra or {})
+                model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        _write_state(temporary, learner.state_dict() if learner is not None else {}, extra or {})
         if add is not None:
-            add(aside)
-        write_manifest(aside)
+            add(temporary)
+        write_manifest(temporary)
     return folder
 
 
 def load_state(folder: str | Path, learner: HasState | None = None) -> dict[str, Any]:
-    """Give a learner the state saved with a checkpoint, and return its `extra`."""
+    """Load a checkpoint's state into a learner, if one is given, and return its `extra`."""
     folder = Path(folder)
     for name in (STATE_FILE,) if learner is None else (STATE_FILE, OPTIMIZER_FILE):
         if not (folder / name).is_file():
-            raise RunDirError(f"{folder} has no {name}: give a folder that save_checkpoint wrote, with its learner")
+            raise RunDirError(f"{folder} has no {name}: give a folder that save_checkpoint wrote for a learner")
     try:
         state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
         if state["schema_version"] != SCHEMA_VERSION:
             raise RunDirError(
-                f"{folder} has state of version {state['schema_version']}, this package reads {SCHEMA_VERSION}"
+                f"{folder} has state of version {state['schema_version']}, this sortedrl reads {SCHEMA_VERSION}: use "
+                "the version that wrote it"
             )
         if learner is not None:
             learner.load_state_dict({"optimizer": load_file(folder / OPTIMIZER_FILE), **state["learner"]})
         return state["extra"]
     except (json.JSONDecodeError, SafetensorError, KeyError, TypeError) as error:
-        raise RunDirError(f"the state in {folder} is damaged ({error}): go on from another checkpoint") from error
+        raise RunDirError(f"the state in {folder} is damaged ({error}): resume from another checkpoint") from error
 
 
 class Checkpoints:
-    """The checkpoints of one run: `folder`/<version>/, of which the `keep` newest stay (None: all).
+    """The checkpoints of one run in `folder`/<version>/. Keeps the newest `keep` of them (None: all).
 
-    `latest` only reads, so that others may ask while a run goes on.
+    `latest` only reads, so other processes may call it while the run goes on.
     """
 
     def __init__(self, folder: str | Path, *, keep: int | None = None) -> None:
         if keep is not None and keep < 1:
-            raise ConfigError(f"{keep} checkpoints cannot be kept: keep at least 1, or None for all")
+            raise ConfigError(f"checkpoint.keep cannot be {keep}: keep at least 1, or None for all")
         self.folder = Path(folder)
         self.keep = keep
 
@@ -120,16 +120,15 @@ class Checkpoints:
         extra: dict[str, Any] | None = None,
         add: Callable[[Path], object] | None = None,
     ) -> Path:
-        """Save as `save_checkpoint` does; once that is in place, remove those that are not to be kept.
+        """Save as `save_checkpoint` does; then remove older checkpoints beyond `keep`, and all later versions.
 
-        Versions count up. A later one that is there is of a line of training that was left, and is removed too: it
-        would otherwise be taken for the newest.
+        Later versions come from training that was abandoned when the run was resumed from an earlier checkpoint.
         """
         assert version >= 0, f"version {version} is negative"
         folder = self.folder / str(version)
         with _writing(folder):
             self._clean()
-            self._prune()  # fewer may be kept than before: they make room
+            self._prune()  # `keep` may be smaller than before; this frees space
             self._check_space(folder, model, has_learner=learner is not None)
         save_checkpoint(folder, model, tokenizer, learner=learner, extra=extra, add=add)
         self.drop_after(version)
@@ -137,11 +136,11 @@ class Checkpoints:
         return folder
 
     def versions(self) -> list[int]:
-        """The versions that are there, whole or damaged, in ascending order."""
+        """All saved versions, whole or damaged, in ascending order."""
         return sorted(int(entry.name) for entry in self._entries() if _is_version(entry.name))
 
     def latest(self) -> Path | None:
-        """The newest whole checkpoint; None where none was ever saved. Damaged ones are passed over with a warning."""
+        """The newest whole checkpoint; None if none was saved. Logs a warning for each damaged one that it skips."""
         damaged: list[str] = []
         for _, folder in self._candidates():
             damage = find_damage(folder, required=(STATE_FILE,))
@@ -149,25 +148,25 @@ class Checkpoints:
                 for what in damaged:
                     log.warning("checkpoint %s is damaged: using %s instead", what, folder)
                 return folder
-            if not os.path.lexists(folder):  # removed meanwhile, by a run that goes on and has a later one
+            if not os.path.lexists(folder):  # removed meanwhile by a running process, which has saved a later one
                 return self.latest()
             damaged.append(f"{folder} ({damage})")
         if damaged:
             raise RunDirError(
-                f"no checkpoint is whole: {', '.join(damaged)}; bring one back from a copy, or start a new run"
+                f"every checkpoint is damaged: {', '.join(damaged)}; restore one from a copy, or start a new run"
             )
         return None
 
     def drop_after(self, version: int) -> None:
-        """Forget later checkpoints: training goes on from `version`, and they are of a line that was left."""
+        """Remove all checkpoints after `version`, from which training continues."""
         for later, folder in self._candidates():
             if later > version:
-                log.info("checkpoint %s is of a line of training that was left: removed", folder)
+                log.info("removed checkpoint %s: training continues from an earlier one", folder)
                 remove(folder)
 
     def _entries(self) -> list[Path]:
         if self.folder.is_symlink():
-            raise RunDirError(f"{self.folder} is a symbolic link: use a folder, and run.dir=PATH for another disk")
+            raise RunDirError(f"{self.folder} is a symbolic link: use a folder, or another disk with run.dir=PATH")
         try:
             return list(self.folder.iterdir())
         except FileNotFoundError:
@@ -176,13 +175,13 @@ class Checkpoints:
             raise RunDirError(f"{self.folder} cannot be read ({error.strerror}): check its permissions") from error
 
     def _candidates(self) -> list[tuple[int, Path]]:
-        """Versions and folders, newest first. One moved away to be replaced counts, behind what was to replace it."""
+        """Versions and folders, newest first; a folder that was renamed to be replaced comes after its replacement."""
         found: list[tuple[int, bool, Path]] = []
         for entry in self._entries():
             if _is_version(entry.name):
                 found.append((int(entry.name), True, entry))
-            elif (aside := aside_of(entry)) and aside[1] == "replaced" and _is_version(aside[0]):
-                found.append((int(aside[0]), False, entry))
+            elif (temporary := parse_temporary(entry)) and temporary[1] == "replaced" and _is_version(temporary[0]):
+                found.append((int(temporary[0]), False, entry))
         return [(version, entry) for version, _, entry in sorted(found, reverse=True)]
 
     def _prune(self) -> None:
@@ -190,20 +189,20 @@ class Checkpoints:
             remove(self.folder / str(old))
 
     def _clean(self) -> None:
-        """Clear what killed processes left behind. One that was moved away, but never replaced, is put back."""
+        """Remove temporary folders of killed processes; one that was renamed but never replaced gets its name back."""
         for entry in self._entries():
-            if (aside := aside_of(entry)) is None:
+            if (temporary := parse_temporary(entry)) is None:
                 continue
-            name, why = aside
+            name, why = temporary
             if why == "replaced" and not (self.folder / name).exists():
                 entry.rename(self.folder / name)
             else:
                 remove(entry)
 
     def _check_space(self, folder: Path, model: Any, *, has_learner: bool) -> None:
-        """Refuse before anything is written: a full disk stops others too."""
+        """Raise before anything is written if the disk is too small: a full disk would also stop other programs."""
         weights = [(parameter.nbytes, parameter.requires_grad) for parameter in model.parameters()]
-        # Adam keeps two moments of what is trained.
+        # Adam keeps two moments for each trained parameter.
         needed = sum(size * (3 if has_learner and is_trained else 1) for size, is_trained in weights)
         if earlier := self.versions():
             needed = max(needed, num_bytes(self.folder / str(earlier[-1])))
@@ -212,7 +211,7 @@ class Checkpoints:
         if free < needed:
             raise RunDirError(
                 f"checkpoint {folder} needs about {_size(needed)} and the disk has {_size(free)} free: "
-                "make room, lower checkpoint.keep, or use another disk with run.dir=PATH"
+                "free some space, lower checkpoint.keep, or use another disk with run.dir=PATH"
             )
 
 
@@ -222,18 +221,18 @@ def _is_version(name: str) -> bool:
 
 @contextmanager
 def _writing(folder: Path) -> Iterator[None]:
-    """Turn what the libraries raise when they cannot write into the error that says what to do."""
+    """Turn the libraries' write errors into a RunDirError that names the remedy."""
     try:
         yield
     except SortedRLError:
         raise
     except Exception as error:
-        # tokenizers raises bare Exceptions; anything else is a mistake in the program.
+        # The tokenizers library raises plain `Exception`; other types are programming errors.
         if not isinstance(error, OSError | SafetensorError | sqlite3.Error) and type(error) is not Exception:
             raise
         why = " ".join(str(error).split())
         raise RunDirError(
-            f"checkpoint {folder} cannot be written ({why}): make room or check permissions; earlier ones are untouched"
+            f"checkpoint {folder} cannot be written ({why}): free some space or check permissions; others are intact"
         ) from error
 
 

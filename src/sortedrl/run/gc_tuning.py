@@ -1,7 +1,8 @@
-"""How often Python looks for garbage while a run goes on: samples by the thousand are no cycles, and a look costs time.
+"""Run Python's cyclic garbage collector less often during a run.
 
-The trainer and the simulator wrap their loop in one of these. Left to itself the collector goes through every living
-sample again and again; with 16,384 slots that was a fifth of the controller's time and most of its longest pauses.
+The trainer and the simulator wrap their loops in `rare_collections`. By default the collector scans every live sample
+again and again, although samples form no cycles; with 16,384 slots that took a fifth of the controller's time and
+caused most of its longest pauses.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-RARE = (100_000, 20, 50)  # new objects before a look at the youngest; such looks before older ones are looked at
+RARE = (100_000, 20, 50)  # arguments of `gc.set_threshold`
 
 
 @contextmanager
 def rare_collections() -> Iterator[None]:
-    """What is there already is never looked at, and what comes seldom: models do make cycles, but few."""
+    """Exclude existing objects from collection and scan new ones rarely: models do make a few cycles."""
     before = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(*RARE)

@@ -1,8 +1,8 @@
-"""A folder's manifest: the size and SHA-256 of every file in it, so that damage is found before it is trained on.
+"""A folder's manifest: the size and SHA-256 of every file, to find damage before a checkpoint is used.
 
-Checkpoints write it last and check it before they are used. It finds what disks, copies and killed processes do; it is
-no seal against somebody who rewrites files and manifest alike. No name in it leads out of the folder, and a folder with
-symbolic links in it counts as damaged.
+`checkpoint.py` writes it last and checks it first. It finds faults of disks, copies and killed processes; it does not
+protect against a person who changes a file and the manifest. Guarantees: no name in a manifest leads out of the folder;
+a folder with a symbolic link counts as damaged.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ SCHEMA_VERSION = 1
 
 
 def write_manifest(folder: Path) -> None:
-    """Describe every file that is in the folder; anything else in it is refused."""
+    """Write the manifest of all files in the folder; raises if it holds anything but files and folders."""
     try:
         files = {name: {"size": size, "sha256": _digest(folder / name)} for name, size in _files(folder)}
     except _Damage as damage:
-        raise RunDirError(f"{damage}: write plain files only into {folder}") from None
+        raise RunDirError(f"{damage}: write only regular files to {folder}") from None
     document = {"schema_version": SCHEMA_VERSION, "files": files}
     (folder / MANIFEST_FILE).write_text(json.dumps(document, indent=1), encoding="utf-8")
 
 
 def find_damage(folder: Path, *, required: tuple[str, ...] = ()) -> str | None:
-    """What is wrong with a folder, as "file: why", or None if all that its manifest lists is there as it was written.
+    """What is wrong with a folder, as "file: why"; None if every listed file is there and unchanged.
 
-    Files that are not listed do no harm: a file browser or a database that was opened may leave some.
+    Files that are not listed are allowed: a file browser or an opened database may leave some.
     """
     try:
         sizes = dict(_files(folder))
@@ -48,7 +48,7 @@ def find_damage(folder: Path, *, required: tuple[str, ...] = ()) -> str | None:
                 raise _Damage(name, f"{sizes[name]} bytes, {listed[name]['size']} expected")
         for name, entry in listed.items():
             if _digest(folder / name) != entry["sha256"]:
-                raise _Damage(name, "the content is not what was written")
+                raise _Damage(name, "the content does not match its checksum")
     except _Damage as damage:
         return str(damage)
     except OSError as error:
@@ -57,7 +57,7 @@ def find_damage(folder: Path, *, required: tuple[str, ...] = ()) -> str | None:
 
 
 def num_bytes(folder: Path) -> int:
-    """What a folder's files take; 0 if that cannot be said."""
+    """The total size of a folder's files; 0 if it cannot be read."""
     try:
         return sum(size for _, size in _files(folder))
     except (_Damage, OSError):
@@ -83,12 +83,12 @@ def _read(folder: Path) -> dict[str, dict[str, Any]]:
     for name in entries:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or str(path) != name or "\\" in name or ":" in name:
-            raise _Damage(MANIFEST_FILE, f"names {name!r}, which is no plain path inside the folder")
+            raise _Damage(MANIFEST_FILE, f"names {name!r}, which is not a plain path inside the folder")
     return entries
 
 
 def _files(folder: Path) -> Iterator[tuple[str, int]]:
-    """Names (with forward slashes, relative) and sizes of the folder's files but the manifest, in a fixed order."""
+    """Relative names (with forward slashes) and sizes of all files except the manifest, sorted."""
     if folder.is_symlink():
         raise _Damage(folder.name, "a symbolic link")
     for parent, folders, names in os.walk(folder, onerror=_raise):
@@ -99,9 +99,9 @@ def _files(folder: Path) -> Iterator[tuple[str, int]]:
             found = path.lstat()
             if stat.S_ISDIR(found.st_mode):
                 continue
-            # A link may lead anywhere, and reading a pipe would wait for ever.
+            # A link may point anywhere, and reading a pipe would block.
             if not stat.S_ISREG(found.st_mode):
-                raise _Damage(relative, "a symbolic link" if path.is_symlink() else "no regular file")
+                raise _Damage(relative, "a symbolic link" if path.is_symlink() else "not a regular file")
             if relative != MANIFEST_FILE:
                 yield relative, found.st_size
 

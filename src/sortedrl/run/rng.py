@@ -1,7 +1,7 @@
-"""The state of the global random generators, Python's, numpy's and torch's, as JSON values of some 13 kB.
+"""Save and restore the global random generators of Python, numpy and torch, as about 13 kB of JSON.
 
-Saved with a checkpoint and set when a run is resumed, so that whatever draws from them goes on as if it had not been
-interrupted. Nothing is unpickled: a state is numbers, and bytes in base64.
+Checkpoints contain this state, so that a resumed run draws the same numbers as one that was not interrupted. It holds
+numbers and base64 text; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Set every global generator to what `rng_state` gave, in this process or another."""
+    """Set every global generator to a state that `rng_state` returned, in this process or another."""
     try:
         python = state["python"]
         words = tuple(_decode(python["words"]).tolist())
@@ -42,25 +42,25 @@ def set_rng_state(state: dict[str, Any]) -> None:
         torch.set_rng_state(torch_state)
         random.setstate((python["version"], words, python["gauss"]))
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, binascii.Error) as error:
-        raise RunDirError(f"the saved random state is damaged ({error}): go on from another checkpoint") from error
+        raise RunDirError(f"the saved random state is damaged ({error}): resume from another checkpoint") from error
     _set_cuda_states(cuda_states)
 
 
 def _cuda_states() -> list[torch.Tensor]:
-    # Asking a process that has not used CUDA would take memory on every device.
+    # Asking initialises CUDA, which takes memory on every device.
     return torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
 
 
 def _set_cuda_states(states: list[torch.Tensor]) -> None:
     num_devices = torch.cuda.device_count() if states else 0
     if len(states) != num_devices:
-        log.warning("the checkpoint has random states of %d CUDA devices, here are %d", len(states), num_devices)
+        log.warning("the checkpoint has random states of %d CUDA devices, but there are %d", len(states), num_devices)
     for device, saved in enumerate(states[:num_devices]):
         torch.cuda.set_rng_state(saved, device)
 
 
 def _encode(value: Any) -> Any:
-    """Arrays become their dtype and bytes, however deep they are in dicts; other values stay."""
+    """Turn arrays, also inside dicts, into their dtype and base64 bytes; other values stay."""
     match value:
         case np.ndarray():
             array = value.astype(value.dtype.newbyteorder("<"), copy=False)
@@ -78,5 +78,5 @@ def _decode(value: Any) -> Any:
         return value
     if value.keys() == {"dtype", "base64"}:
         array = np.frombuffer(base64.b64decode(value["base64"], validate=True), dtype=value["dtype"])
-        return array.astype(array.dtype.newbyteorder("="))  # a copy of its own: torch refuses memory it cannot write
+        return array.astype(array.dtype.newbyteorder("="))  # a writable copy, which torch needs
     return {key: _decode(inner) for key, inner in value.items()}

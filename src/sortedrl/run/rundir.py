@@ -1,8 +1,7 @@
-"""The run directory: whether it can be written, how an earlier one makes way, and the lock of who writes it.
+"""Prepare the run directory: check that it can be written, and rename an earlier run of the same name.
 
-The trainer calls `check_writable` before it does anything else, then `prepare_run_dir` for a run from the start, and
-holds a `RunLock` as long as it writes. An earlier run of the same name is moved aside, never overwritten, and a run
-that another process is writing is left alone.
+The trainer calls `check_writable` first, then `prepare_run_dir` for a new run, and holds a `RunLock` while it writes.
+Guarantees: an earlier run is renamed and never overwritten; a run that another process writes is not touched.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ log = logging.getLogger(__name__)
 
 
 def check_writable(run_dir: Path) -> None:
-    """Refuse a place where no run directory can be made, before anything else is done."""
+    """Raise a RunDirError if no run directory can be made here."""
     there = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.exists())
     if not there.is_dir():
-        raise unwritable(run_dir, f"{there} is no folder")
+        raise unwritable(run_dir, f"{there} is not a folder")
     try:
         with tempfile.TemporaryFile(dir=there):
             pass
@@ -30,10 +29,10 @@ def check_writable(run_dir: Path) -> None:
 
 
 def prepare_run_dir(run_dir: Path) -> None:
-    """Make an empty run directory; an earlier run of that name is moved aside, never overwritten."""
+    """Make an empty run directory; an earlier run of that name is renamed to NAME.1, NAME.2, ..."""
     try:
         if run_dir.exists() and any(entry.name != LOCK_FILE for entry in run_dir.iterdir()):
-            _move_aside(run_dir)
+            _rename_earlier(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
     except RunDirError:
         raise
@@ -41,11 +40,11 @@ def prepare_run_dir(run_dir: Path) -> None:
         raise unwritable(run_dir, error.strerror or str(error)) from None
 
 
-def _move_aside(run_dir: Path) -> None:
+def _rename_earlier(run_dir: Path) -> None:
     with RunLock(run_dir) as lock:
         number = 1
-        while (aside := run_dir.with_name(f"{run_dir.name}.{number}")).exists():
+        while (renamed := run_dir.with_name(f"{run_dir.name}.{number}")).exists():
             number += 1
-        run_dir.rename(aside)
-        lock.run_dir = aside  # the lock goes along, and is released there
-    log.info("%s existed: moved to %s", run_dir, aside)
+        run_dir.rename(renamed)
+        lock.run_dir = renamed  # the lock file moved with the folder, and is released there
+    log.info("%s existed: renamed to %s", run_dir, renamed)

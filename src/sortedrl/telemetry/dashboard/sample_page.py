@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sortedrl.ledger.reader import Ledger
-from sortedrl.ledger.sample_history import Life, life_of
+from sortedrl.ledger.sample_history import SampleHistory, read_history
 from sortedrl.reward.worker import printable
 
 Decode = Callable[[list[int]], str]
@@ -29,7 +29,7 @@ def tell_sample(run_dir: Path, sample: int, find_decode: Callable[[], Decode | N
     `find_decode` is asked when the sample has been found: to import a tokenizer takes seconds.
     """
     with Ledger(run_dir) as ledger:
-        life = life_of(ledger, sample)
+        life = read_history(ledger, sample)
         content = next(ledger.rows("SELECT content FROM prompts WHERE id = ?", life.prompt), ("",))[0]
     tokens = (life.tokens or [])[:MAX_TOKENS]
     decode = find_decode()
@@ -60,7 +60,7 @@ def tell_sample(run_dir: Path, sample: int, find_decode: Callable[[], Decode | N
     }
 
 
-def _zip(texts: Sequence[str], tokens: Sequence[int], life: Life) -> list[tuple[str, int, int]]:
+def _zip(texts: Sequence[str], tokens: Sequence[int], life: SampleHistory) -> list[tuple[str, int, int]]:
     versions = [version for version, count in life.runs for _ in range(count)]
     return list(zip(texts, tokens, versions, strict=False))
 
