@@ -45,7 +45,7 @@ void product(const float *x, const float *w, int64_t rows, int64_t inputs, int64
     if (is_fixed) {
         of_x = (struct rows){fixed, stride};
         for (int64_t r = 0; r < rows; r++)
-            fix_row(row(plain, r), panels(inputs), 1, (struct row_span *)row(of_x, r));
+            row_to_fixed(row(plain, r), panels(inputs), 1, (struct row_span *)row(of_x, r));
     }
     for (int64_t p = 0; p < panels(outputs) / PANEL; p++)
         panel_product(of_x, 0, weights + p * size, 0, (struct rows){y + p * PANEL, outputs}, rows, inputs,

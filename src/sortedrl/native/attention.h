@@ -1,14 +1,15 @@
-/* Attention of one token over a slot's keys and values: the query heads that share them read them together. */
+/* Attention of one token over the keys and values of its slot. Query heads that share a key head are computed together,
+ * so that keys and values are read once. */
 
 #ifndef KERNEL_ATTENTION_H
 #define KERNEL_ATTENTION_H
 
 #include "vectors.h"
 
-enum { GROUP = 4 }; /* heads at once, at most */
+enum { GROUP = 4 }; /* most query heads that are computed together */
 
-/* A head's query or key turned to its position: its halves hold what turns together. */
-static void turn(float *x, int64_t head_dim, const float *cosines, const float *sines, const float *gain, float floor)
+/* Apply the head's norm, if there is a gain, and the rotary embedding. x[i] and x[half + i] are rotated together. */
+static void rotate(float *x, int64_t head_dim, const float *cosines, const float *sines, const float *gain, float floor)
 {
     const int64_t half = head_dim / 2;
     if (gain) {
@@ -30,7 +31,7 @@ INLINE void score_blocks(const float *queries, const float *keys, const float *n
     for (int64_t i = 0; i < head_dim; i++)
         for (int b = 0; b < blocks; b++) {
             const vec key = load(keys + (b * head_dim + i) * LANES);
-            if (b % 2 == 0) /* a line is two vectors */
+            if (b % 2 == 0) /* a cache line holds two vectors */
                 __builtin_prefetch(next + (b * head_dim + 2 * i) * LANES);
             for (int g = 0; g < group; g++)
                 sum[g][b] += queries[g * head_dim + i] * key;
@@ -40,8 +41,8 @@ INLINE void score_blocks(const float *queries, const float *keys, const float *n
             store(scores + g * stride + b * LANES, sum[g][b]);
 }
 
-/* Scores of a group's queries with the first keys, in whole blocks; `at_once`: chains of sums that do not wait. As much
- * is fetched from `next` on meanwhile. */
+/* Scores of a group's queries with `blocks` blocks of keys. `at_once` blocks are computed together, so that their sums
+ * do not wait for each other. Prefetches the same amount of memory from `next` on. */
 INLINE void score(const float *queries, const float *keys, const float *next, int64_t head_dim, int64_t blocks,
                   float *scores, int64_t stride, const int group, const int at_once)
 {
@@ -53,8 +54,8 @@ INLINE void score(const float *queries, const float *keys, const float *next, in
         score_blocks(queries, keys + b * block, next + b * block, head_dim, scores + b * LANES, stride, group, 1);
 }
 
-/* Weights of n positions from their scores, in place and not yet divided; returns what they add up to. */
-static float soften(float *scores, int64_t n)
+/* Replace the scores of n positions by e^(score - maximum), and return the sum: the softmax before its division. */
+static float softmax_weights(float *scores, int64_t n)
 {
     const int64_t whole = (n + LANES - 1) / LANES * LANES;
     for (int64_t i = n; i < whole; i++)
@@ -62,7 +63,7 @@ static float soften(float *scores, int64_t n)
     vec tops = load(scores);
     for (int64_t i = LANES; i < whole; i += LANES)
         tops = pick((ivec)(load(scores + i) > tops), load(scores + i), tops);
-    const float top = greatest(tops);
+    const float top = lane_max(tops);
     for (int64_t i = 0; i < whole; i += LANES)
         store(scores + i, exponential(load(scores + i) - top));
     for (int64_t i = n; i < whole; i++)
@@ -70,13 +71,13 @@ static float soften(float *scores, int64_t n)
     vec sum = {0};
     for (int64_t i = 0; i < whole; i += LANES)
         sum += load(scores + i);
-    return total(sum);
+    return lane_sum(sum);
 }
 
-/* The weighted sums of n values, `vectors` vectors of them; even and odd positions in sums of their own. As much is
- * fetched from `next` on meanwhile. */
-INLINE void blend(const float *weights, int64_t stride, const float *values, const float *next, int64_t n,
-                  int64_t head_dim, const float *factors, float *out, const int group, const int vectors)
+/* Weighted sums of the values of n positions, for `vectors` vectors of the head. Even and odd positions have separate
+ * sums, which are added at the end. Prefetches the same amount of memory from `next` on. */
+INLINE void weighted_sums(const float *weights, int64_t stride, const float *values, const float *next, int64_t n,
+                          int64_t head_dim, const float *factors, float *out, const int group, const int vectors)
 {
     vec sum[2][GROUP][4] = {{{{0}}}};
     int64_t p = 0;
@@ -98,7 +99,7 @@ INLINE void blend(const float *weights, int64_t stride, const float *values, con
             store(out + g * head_dim + c * LANES, (sum[0][g][c] + sum[1][g][c]) * factors[g]);
 }
 
-/* A group's queries over n positions; `vectors` of a value at a time. */
+/* Attention of a group's queries over n positions; sums `vectors` vectors of the values at a time. */
 INLINE void attend_group(const float *queries, const float *keys, const float *values, const float *next, int64_t n,
                          int64_t head_dim, float *scores, int64_t stride, float *out, const int group,
                          const int at_once, const int vectors)
@@ -106,16 +107,16 @@ INLINE void attend_group(const float *queries, const float *keys, const float *v
     float factors[GROUP];
     score(queries, keys, values, head_dim, (n + LANES - 1) / LANES, scores, stride, group, at_once);
     for (int g = 0; g < group; g++)
-        factors[g] = 1.0f / soften(scores + g * stride, n);
+        factors[g] = 1.0f / softmax_weights(scores + g * stride, n);
     int64_t i = 0;
     for (; i + vectors * LANES <= head_dim; i += vectors * LANES)
-        blend(scores, stride, values + i, next + i * n, n, head_dim, factors, out + i, group, vectors);
+        weighted_sums(scores, stride, values + i, next + i * n, n, head_dim, factors, out + i, group, vectors);
     for (; i < head_dim; i += LANES)
-        blend(scores, stride, values + i, next + i * n, n, head_dim, factors, out + i, group, 1);
+        weighted_sums(scores, stride, values + i, next + i * n, n, head_dim, factors, out + i, group, 1);
 }
 
-/* Each kind with as many sums at once as there are registers for. All keys and values come from memory: values are
- * fetched while keys are worked on, and the keys that come next, at `next`, while values are. */
+/* Each group size has as many sums at once as there are registers. Keys and values come from memory, so values are
+ * prefetched while scores are computed, and the next call's keys, at `next`, while values are summed. */
 static void attend(const float *queries, const float *keys, const float *values, const float *next, int64_t n,
                    int64_t head_dim, float *scores, int64_t stride, float *out, int64_t group)
 {

@@ -1,8 +1,9 @@
-/* Draws by the noise scheme of `noise.py`: per row the token of largest logit + noise, without noise for all of them.
+/* Draw tokens by the noise scheme of `engine/sampling/noise.py`: in each row, the token with the largest logit + noise.
+ * Noise is computed for few tokens only.
  *
- * With u the uniform number behind a token's noise g = -log(-log u), g <= -log(1 - u) since -log u >= 1 - u, and the
- * leading zeros of 1 - u bound that from above. A token whose logit and bound stay below the best score so far cannot
- * win, and its noise is never made; so the result is that of the definition.
+ * A token's noise is g = -log(-log u) with a uniform number u. Since -log u >= 1 - u, g <= -log(1 - u), and the number
+ * of leading zeros of 1 - u gives an upper bound of that. If a token's logit plus this bound is below the best score so
+ * far, the token cannot win, and its noise is not computed. So the result is the same as with noise for every token.
  */
 
 #ifndef KERNEL_DRAW_H
@@ -11,8 +12,8 @@
 #include "vectors.h"
 
 enum {
-    TOKENS = 16, /* looked at together */
-    SHIFT = 9,   /* one token in 2^SHIFT has more noise than is taken for granted */
+    TOKENS_AT_ONCE = 16,  /* checked together */
+    HIGH_NOISE_SHIFT = 9, /* one token in 2^HIGH_NOISE_SHIFT has more noise than the check assumes */
 };
 
 typedef uint32_t uvec __attribute__((vector_size(32)));
@@ -20,8 +21,8 @@ typedef int64_t lvec __attribute__((vector_size(32)));
 
 static const uint64_t INCREMENT = 0x9E3779B97F4A7C15;
 static const float LOG_2 = 0.69314720f; /* rounded up */
-static const float MOST = 22.873858f; /* noise is never more */
-static const float SLACK = 1e-3f;     /* far more than a score is rounded by */
+static const float MAX_NOISE = 22.873858f;  /* upper bound of any noise */
+static const float ROUNDING_MARGIN = 1e-3f; /* far more than the rounding error of a score */
 
 INLINE uint64_t mix(uint64_t x)
 {
@@ -32,14 +33,14 @@ INLINE uint64_t mix(uint64_t x)
 
 static float noise(uint32_t bits) { return (float)-log(-log((bits + 0.5) / 4294967296.0)); }
 
-/* No less than the noise of these bits. */
+/* An upper bound of the noise of these bits. */
 INLINE float noise_bound(uint32_t bits)
 {
     const uint32_t rest = ~bits; /* 1 - u is (rest + 1/2) / 2^32 */
-    return rest ? (__builtin_clz(rest) + 1) * LOG_2 : MOST;
+    return rest ? (__builtin_clz(rest) + 1) * LOG_2 : MAX_NOISE;
 }
 
-/* The largest of n numbers, and the first that is; a NaN is passed over. */
+/* The index of the first largest of n numbers; NaN is ignored. */
 static int64_t largest(const float *x, int64_t n)
 {
     vec tops = {0};
@@ -57,7 +58,7 @@ static int64_t largest(const float *x, int64_t n)
     return best < n ? best : 0;
 }
 
-/* log(sum(exp(x))); NaN if any is. */
+/* log(sum(exp(x))); NaN if any x is NaN. */
 static float normalizer(const float *x, int64_t n, float top)
 {
     vec sum = {0};
@@ -67,30 +68,31 @@ static float normalizer(const float *x, int64_t n, float top)
     float rest = 0;
     for (; i < n; i++)
         rest += expf(x[i] - top);
-    return top + logf(total(sum) + rest);
+    return top + logf(lane_sum(sum) + rest);
 }
 
-struct leader {
+struct candidate {
     int64_t token;
     float score;
 };
 
-static void challenge(struct leader *leader, float x, uint32_t bits, int64_t token)
+static void consider(struct candidate *best, float x, uint32_t bits, int64_t token)
 {
-    if (x + noise_bound(bits) + SLACK < leader->score)
+    if (x + noise_bound(bits) + ROUNDING_MARGIN < best->score)
         return;
     const float score = x + noise(bits);
-    if (score > leader->score || (score == leader->score && token < leader->token))
-        *leader = (struct leader){token, score};
+    if (score > best->score || (score == best->score && token < best->token))
+        *best = (struct candidate){token, score};
 }
 
-/* Whether any of these tokens has a chance: noise of more than SHIFT log 2, or a logit that needs no more than that. */
-INLINE int is_open(const float *x, const uint32_t *bits, float needed)
+/* Whether any of these tokens may win: its noise exceeds HIGH_NOISE_SHIFT * log 2, or its logit needs no more than
+ * that. */
+INLINE int may_win(const float *x, const uint32_t *bits, float needed)
 {
     ivec found = {0};
-    for (int i = 0; i < TOKENS; i += LANES) {
+    for (int i = 0; i < TOKENS_AT_ONCE; i += LANES) {
         const uvec drawn = *(const uvec *)(bits + i);
-        found |= (ivec)(drawn >= (UINT32_MAX << (32 - SHIFT))) | (ivec)(load(x + i) >= needed);
+        found |= (ivec)(drawn >= (UINT32_MAX << (32 - HIGH_NOISE_SHIFT))) | (ivec)(load(x + i) >= needed);
     }
     const lvec halves = (lvec)found;
     return (halves[0] | halves[1] | halves[2] | halves[3]) != 0;
@@ -98,21 +100,21 @@ INLINE int is_open(const float *x, const uint32_t *bits, float needed)
 
 static int64_t draw_row(const float *x, int64_t n, uint64_t key, int64_t first)
 {
-    uint32_t bits[TOKENS] __attribute__((aligned(32)));
-    struct leader leader = {first, x[first] + noise(mix(key + INCREMENT * (uint64_t)(first + 1)) >> 32)};
-    for (int64_t start = 0; start < n; start += TOKENS) {
-        const int64_t num = n - start < TOKENS ? n - start : TOKENS;
-        for (int64_t i = 0; i < TOKENS; i++)
+    uint32_t bits[TOKENS_AT_ONCE] __attribute__((aligned(32)));
+    struct candidate best = {first, x[first] + noise(mix(key + INCREMENT * (uint64_t)(first + 1)) >> 32)};
+    for (int64_t start = 0; start < n; start += TOKENS_AT_ONCE) {
+        const int64_t num = n - start < TOKENS_AT_ONCE ? n - start : TOKENS_AT_ONCE;
+        for (int64_t i = 0; i < TOKENS_AT_ONCE; i++)
             bits[i] = mix(key + INCREMENT * (uint64_t)(start + i + 1)) >> 32;
-        if (num < TOKENS || is_open(x + start, bits, leader.score - SHIFT * LOG_2 - SLACK))
+        if (num < TOKENS_AT_ONCE || may_win(x + start, bits, best.score - HIGH_NOISE_SHIFT * LOG_2 - ROUNDING_MARGIN))
             for (int64_t i = 0; i < num; i++)
-                challenge(&leader, x[start + i], bits[i], start + i);
+                consider(&best, x[start + i], bits[i], start + i);
     }
-    return leader.token;
+    return best.token;
 }
 
-/* Rows `rank`, `rank + size` and so on: the token drawn at a position with a seed, or the likeliest of a row that is not
- * random, and what the row's distribution is normalised by, as a logarithm. */
+/* Draw the tokens of rows `rank`, `rank + size` and so on: at random with the row's seed and position, or the most
+ * likely token if the row is not random. Also writes the rows' logsumexp. */
 void sortedrl_draw(int64_t rank, int64_t size, int64_t rows, int64_t vocab, const float *logits, const int64_t *seeds,
                    const int64_t *positions, const uint8_t *is_random, int64_t *tokens, float *normalizers)
 {

@@ -1,10 +1,10 @@
-/* Numbers in fixed point for products: of 16 bits, in spans of inputs that share a step.
+/* Fixed-point numbers for matrix products: 16-bit integers. Inputs form spans, and each span has one step size.
  *
- * AVX2 multiplies twice as many such numbers at a time as floats. A span is rounded to as small a step as leaves every
- * number within 16 bits and the span's norm below the root of 2^31: a sum of products with any other such span is then,
- * by Cauchy and Schwarz, within 32 bits, and exact. Rounding to steps loses a thirtieth of what bfloat16 loses.
+ * AVX2 multiplies twice as many such numbers at a time as floats. A span's step is the smallest for which every number
+ * fits in 16 bits and the span's norm is below sqrt(2^31). By Cauchy-Schwarz, the sum of products of two spans then
+ * fits in 32 bits, so it is exact. The rounding error is a thirtieth of bfloat16's.
  *
- * Numbers lie in pairs, those of inputs that are eight apart: so vectors of floats become vectors of pairs.
+ * Numbers are stored in pairs of inputs that are eight apart, so that two vectors of floats become one vector of pairs.
  */
 
 #ifndef KERNEL_FIXED_H
@@ -16,22 +16,22 @@ enum {
     SPAN = 192,
     PAIRS = SPAN / 2,
     NUMBER_MAX = 32767,
-    NORM_MAX = 46333, /* with half a step more for each number of a span, its square is less than 2^31 */
+    NORM_MAX = 46333, /* so that the squared norm is below 2^31 even if rounding adds half a step to every number */
 };
 
 typedef ivec pairs __attribute__((aligned(4), may_alias));
 
-/* A span's numbers, n of them in whole pairs of vectors, and the step that they count: NaN where it is not finite. */
-static float fix(const float *span, int64_t n, int32_t *numbers)
+/* Convert n numbers of a span (n is a multiple of 2 * LANES), and return their step; NaN if a number is not finite. */
+static float to_fixed(const float *span, int64_t n, int32_t *numbers)
 {
-    const vec zero = {0}, magic = zero + 12582912.0f; /* so large that its last bits count ones */
+    const vec zero = {0}, magic = zero + 12582912.0f; /* adding 1.5 * 2^23 leaves the rounded integer in the low bits */
     vec squares = zero, tops = zero;
     for (int64_t i = 0; i < n; i += LANES) {
         const vec x = load(span + i), size = (vec)((ivec)x & 0x7fffffff);
         squares += x * x;
         tops = pick((ivec)(size > tops), size, tops);
     }
-    const float norm = sqrtf(total(squares)), top = greatest(tops);
+    const float norm = sqrtf(lane_sum(squares)), top = lane_max(tops);
     if (!(norm > 0 && norm < INFINITY)) {
         memset(numbers, 0, n / 2 * sizeof *numbers);
         return norm * 0;
@@ -44,11 +44,11 @@ static float fix(const float *span, int64_t n, int32_t *numbers)
     return 1 / steps;
 }
 
-/* sum + x w of pairs. */
+/* sum + x * w for pairs. */
 INLINE ivec add_products(ivec sum, ivec x, ivec w)
 {
 #ifdef __AVX2__
-    ivec both; /* written down, since compilers that order them by themselves run out of registers */
+    ivec both; /* in assembly, because compilers schedule the intrinsics so that registers run out */
     __asm__("vpmaddwd %2, %3, %0\n\tvpaddd %0, %1, %1" : "=&x"(both), "+x"(sum) : "x"(x), "x"(w));
     return sum;
 #else

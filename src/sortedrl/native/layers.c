@@ -1,29 +1,29 @@
-/* What a Llama's layer computes beside its large products, forward and backward, on one thread.
+/* The parts of a Llama layer other than its large matrix products, forward and backward, on one thread.
  *
- * `learner/native_layers.py` compiles and calls it. Attention goes row by row, a row being a sample with its prompt: its
- * tokens are gathered from the packed ones, turned to their positions, and what comes out is put back where it belongs.
- * Siblings share the tokens of their prompt. All of them compute the same there; one of them, the owner, takes in the
- * gradient of what was computed, and gradients of shared keys and values add up.
+ * `learner/native_layers.py` compiles and calls it. Attention is computed row by row, where a row is a sample with its
+ * prompt: its tokens are gathered from the packed tokens and rotated to their positions, and the results are written
+ * back to the packed tokens. Siblings share the tokens of their prompt and compute the same results there. Only one of
+ * them, the owner, receives the gradient of these results; gradients of shared keys and values add up.
  *
- * Shapes: a row's tokens and a head's numbers are padded with zeros to whole tiles, [tokens][head size] each, or
- * [head size][tokens] where transposed. Scores are [queries][keys], and zero where a key comes after its query.
+ * Shapes: a row's tokens and a head's numbers are padded with zeros to whole tiles, [tokens][head size], or transposed
+ * [head size][tokens]. Scores are [queries][keys], and zero where a key comes after its query.
  */
 
 #include "vectors.h"
 
-enum { TALL = 4, WIDE = 16 }; /* of a tile: as many sums at once as there are registers for */
+enum { TALL = 4, WIDE = 16 }; /* size of a tile: as many sums at once as there are registers */
 
 struct rows {
     int64_t num_rows, heads, kv_heads, head_dim;
     const int32_t *edges;           /* where each row's tokens begin and end in `index` */
-    const int64_t *index, *owner;   /* the packed token of each row's token; a packed token's place in `index` */
+    const int64_t *index, *owner;   /* the packed token of each row's token; the owner's position in `index` */
     const float *cosines, *sines;   /* [packed tokens][head size] */
     float scale;
 };
 
-static int64_t whole(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+static int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
-/* y[r][c] = sum over t in [first, last) of w[r][t] x[t][c], a tile of it; added to what is there where `adds`. */
+/* One tile of y[r][c] = sum over t in [first, last) of w[r][t] * x[t][c], or of y += that sum if `adds`. */
 INLINE void tile(float *y, int64_t y_row, const float *w, int64_t w_row, int64_t w_column, const float *x,
                  int64_t x_row, int64_t first, int64_t last, const int adds)
 {
@@ -47,7 +47,7 @@ INLINE void tile(float *y, int64_t y_row, const float *w, int64_t w_row, int64_t
     }
 }
 
-/* One head of a row: where its numbers are among the packed tokens', and how it is laid out. */
+/* One head of a row: which tokens it has, and its padded sizes. */
 struct head {
     const struct rows *rows;
     int64_t start, length, padded, width; /* width: the head's size, padded */
@@ -55,8 +55,9 @@ struct head {
 
 static int64_t floats(const struct head *h) { return h->padded * h->width; }
 
-/* The head's part of each token, `stride` apart in `x`, turned to its position where `turns`, and times `factor`. */
-static void gather(const struct head *h, const float *x, int64_t stride, int turns, float factor, float *out)
+/* Copy the head's numbers of each token from `x`, where tokens are `stride` apart, times `factor`; apply the rotary
+ * embedding if `rotates`. */
+static void gather(const struct head *h, const float *x, int64_t stride, int rotates, float factor, float *out)
 {
     const int64_t size = h->rows->head_dim, half = size / 2;
     memset(out, 0, floats(h) * sizeof(float));
@@ -67,25 +68,25 @@ static void gather(const struct head *h, const float *x, int64_t stride, int tur
         float *to = out + t * h->width;
         for (int64_t i = 0; i < half; i++) {
             const float a = from[i] * factor, b = from[half + i] * factor;
-            to[i] = turns ? a * c[i] - b * s[i] : a;
-            to[half + i] = turns ? b * c[i] + a * s[i] : b;
+            to[i] = rotates ? a * c[i] - b * s[i] : a;
+            to[half + i] = rotates ? b * c[i] + a * s[i] : b;
         }
     }
 }
 
-/* Adds the gradients of what `gather` gave to those of the tokens. */
-static void scatter(const struct head *h, const float *by, int turns, float factor, float *by_x, int64_t stride)
+/* The backward pass of `gather`: adds gradients to those of the packed tokens. */
+static void scatter(const struct head *h, const float *grad, int rotates, float factor, float *grad_x, int64_t stride)
 {
     const int64_t size = h->rows->head_dim, half = size / 2;
     for (int64_t t = 0; t < h->length; t++) {
         const int64_t token = h->rows->index[h->start + t];
         const float *c = h->rows->cosines + token * size, *s = h->rows->sines + token * size;
-        const float *from = by + t * h->width;
-        float *to = by_x + token * stride;
+        const float *from = grad + t * h->width;
+        float *to = grad_x + token * stride;
         for (int64_t i = 0; i < half; i++) {
             const float a = from[i] * factor, b = from[half + i] * factor;
-            to[i] += turns ? a * c[i] + b * s[i] : a;
-            to[half + i] += turns ? b * c[i] - a * s[i] : b;
+            to[i] += rotates ? a * c[i] + b * s[i] : a;
+            to[half + i] += rotates ? b * c[i] - a * s[i] : b;
         }
     }
 }
@@ -97,32 +98,32 @@ static void transpose(const struct head *h, const float *x, float *out)
             out[i * h->padded + t] = x[t * h->width + i];
 }
 
-/* Products of four queries with the keys up to theirs; both padded. Returns how many keys that is, in whole tiles. */
+/* Scores of TALL queries with all keys up to their own positions. Returns the number of these keys, in whole tiles. */
 static int64_t score(const struct head *h, const float *queries, const float *keys, int64_t query, float *scores)
 {
-    const int64_t seen = whole(query + TALL, WIDE);
+    const int64_t seen = round_up(query + TALL, WIDE);
     for (int64_t key = 0; key < seen; key += WIDE)
         tile(scores + key, h->padded, queries + query * h->width, h->width, 1, keys + key, h->padded, 0,
              h->rows->head_dim, 0);
     return seen;
 }
 
-/* Scores of one query's first keys to weights that add up to 1, the others' to 0; returns the log of what they were
- * divided by. */
-static float soften(float *scores, int64_t num_keys, int64_t seen)
+/* Softmax over the scores of one query's first keys, in place; other keys get weight 0. Returns the scores'
+ * logsumexp. */
+static float softmax(float *scores, int64_t num_keys, int64_t seen)
 {
     for (int64_t i = num_keys; i < seen; i++)
         scores[i] = -INFINITY;
     vec tops = load(scores), sums = {0};
     for (int64_t i = LANES; i < seen; i += LANES)
         tops = pick((ivec)(load(scores + i) > tops), load(scores + i), tops);
-    const float top = greatest(tops);
+    const float top = lane_max(tops);
     for (int64_t i = 0; i < seen; i += LANES) {
         const vec weight = exponential(load(scores + i) - top);
         store(scores + i, weight);
         sums += weight;
     }
-    const float sum = total(sums);
+    const float sum = lane_sum(sums);
     for (int64_t i = 0; i < seen; i += LANES)
         store(scores + i, load(scores + i) / sum);
     for (int64_t i = num_keys; i < seen; i++)
@@ -130,7 +131,7 @@ static float soften(float *scores, int64_t num_keys, int64_t seen)
     return top + logf(sum);
 }
 
-static float *take(float **memory, int64_t n)
+static float *allocate(float **memory, int64_t n)
 {
     float *start = *memory;
     *memory += n;
@@ -140,14 +141,14 @@ static float *take(float **memory, int64_t n)
 static struct head head_of(const struct rows *rows, int64_t row)
 {
     const int64_t start = rows->edges[row], length = rows->edges[row + 1] - start;
-    return (struct head){rows, start, length, whole(length, WIDE), whole(rows->head_dim, WIDE)};
+    return (struct head){rows, start, length, round_up(length, WIDE), round_up(rows->head_dim, WIDE)};
 }
 
-/* Floats of working memory for the longest row. */
+/* The size of the working memory for the longest row, counted in floats. */
 int64_t sortedrl_layers_memory(const struct rows *rows, int64_t longest)
 {
-    const int64_t padded = whole(longest, WIDE);
-    return 9 * padded * whole(rows->head_dim, WIDE) + 2 * padded * padded;
+    const int64_t padded = round_up(longest, WIDE);
+    return 9 * padded * round_up(rows->head_dim, WIDE) + 2 * padded * padded;
 }
 
 /* qkv: [tokens][heads + 2 kv_heads][head_dim]. out: [tokens][heads][head_dim]. logs: [heads][tokens of all rows]. */
@@ -157,9 +158,10 @@ void sortedrl_layers_attend(const struct rows *rows, const float *qkv, float *ou
     const int64_t stride = (heads + 2 * rows->kv_heads) * size, total_length = rows->edges[rows->num_rows];
     for (int64_t row = 0; row < rows->num_rows; row++) {
         const struct head h = head_of(rows, row);
-        float *end = memory, *q = take(&end, floats(&h)), *k = take(&end, floats(&h)), *v = take(&end, floats(&h));
-        float *keys = take(&end, floats(&h));
-        float *weights = take(&end, TALL * h.padded), *found = take(&end, TALL * h.width);
+        const int64_t n = floats(&h);
+        float *end = memory, *q = allocate(&end, n), *k = allocate(&end, n), *v = allocate(&end, n);
+        float *keys = allocate(&end, n);
+        float *weights = allocate(&end, TALL * h.padded), *attended = allocate(&end, TALL * h.width);
         for (int64_t head = 0; head < heads; head++) {
             if (head % group == 0) {
                 gather(&h, qkv + (heads + head / group) * size, stride, 1, 1, k);
@@ -170,29 +172,29 @@ void sortedrl_layers_attend(const struct rows *rows, const float *qkv, float *ou
             for (int64_t query = 0; query < h.length; query += TALL) {
                 const int64_t seen = score(&h, q, keys, query, weights);
                 for (int r = 0; r < TALL; r++) {
-                    const float sum = soften(weights + r * h.padded, query + r + 1, seen);
+                    const float sum = softmax(weights + r * h.padded, query + r + 1, seen);
                     if (query + r < h.length)
                         logs[head * total_length + h.start + query + r] = sum;
                 }
                 for (int64_t i = 0; i < h.width; i += WIDE)
-                    tile(found + i, h.width, weights, h.padded, 1, v + i, h.width, 0, query + TALL, 0);
+                    tile(attended + i, h.width, weights, h.padded, 1, v + i, h.width, 0, query + TALL, 0);
                 for (int r = 0; r < TALL && query + r < h.length; r++)
-                    memcpy(out + (rows->index[h.start + query + r] * heads + head) * size, found + r * h.width,
+                    memcpy(out + (rows->index[h.start + query + r] * heads + head) * size, attended + r * h.width,
                            size * sizeof(float));
             }
         }
     }
 }
 
-/* Of four queries: from scores in `weights` to weights, from the weights' gradients in `scores` to the scores'. */
+/* For TALL queries: turns scores in `weights` into weights, and the weights' gradients in `scores` into the scores'. */
 static void back_through_scores(const struct head *h, int64_t query, int64_t seen, const float *logs, const float *out,
-                                const float *by_out, float *weights, float *scores)
+                                const float *grad_out, float *weights, float *scores)
 {
     for (int r = 0; r < TALL; r++) {
         float *weight = weights + r * h->padded, *score = scores + r * h->padded, along = 0;
         const int64_t last = query + r < h->length ? query + r + 1 : 0;
         for (int64_t i = 0; i < h->width; i++)
-            along += out[(query + r) * h->width + i] * by_out[(query + r) * h->width + i];
+            along += out[(query + r) * h->width + i] * grad_out[(query + r) * h->width + i];
         const float log = last ? logs[query + r] : 0;
         for (int64_t i = 0; i < seen; i += LANES) {
             const vec w = exponential(load(weight + i) - log);
@@ -204,86 +206,87 @@ static void back_through_scores(const struct head *h, int64_t query, int64_t see
     }
 }
 
-/* sums[key] += weights of the key by query, times what is summed: for every key, over the queries that see it. */
+/* sums[key] += weights[query][key] * summed[query], over all queries that attend to the key. */
 static void add_by_key(const struct head *h, const float *weights, const float *summed, float *sums)
 {
-    const int64_t end = whole(h->length, TALL);
+    const int64_t end = round_up(h->length, TALL);
     for (int64_t key = 0; key < h->length; key += TALL)
         for (int64_t i = 0; i < h->width; i += WIDE)
             tile(sums + key * h->width + i, h->width, weights + key, 1, h->padded, summed + i, h->width, key, end, 1);
 }
 
-/* The gradient of `qkv`, to be zero before, from that of `out`. */
+/* The gradient of `qkv`, which must be zero before the call, from the gradient of `out`. */
 void sortedrl_layers_attend_backward(const struct rows *rows, const float *qkv, const float *out, const float *logs,
-                              const float *by_out, float *by_qkv, float *memory)
+                                     const float *grad_out, float *grad_qkv, float *memory)
 {
     const int64_t size = rows->head_dim, heads = rows->heads, kv_heads = rows->kv_heads, group = heads / kv_heads;
     const int64_t stride = (heads + 2 * kv_heads) * size, total_length = rows->edges[rows->num_rows];
     for (int64_t row = 0; row < rows->num_rows; row++) {
         const struct head h = head_of(rows, row);
         const int64_t n = floats(&h);
-        float *end = memory, *q = take(&end, n), *k = take(&end, n), *v = take(&end, n), *o = take(&end, n);
-        float *by = take(&end, n), *turned = take(&end, n), *by_q = take(&end, n), *by_k = take(&end, n);
-        float *by_v = take(&end, n), *weights = take(&end, h.padded * h.padded), *scores = end;
+        float *end = memory, *q = allocate(&end, n), *k = allocate(&end, n), *v = allocate(&end, n);
+        float *o = allocate(&end, n), *grad = allocate(&end, n), *transposed = allocate(&end, n);
+        float *grad_q = allocate(&end, n), *grad_k = allocate(&end, n);
+        float *grad_v = allocate(&end, n), *weights = allocate(&end, h.padded * h.padded), *scores = end;
         for (int64_t head = 0; head < heads; head++) {
             const int64_t key_at = (heads + head / group) * size, value_at = key_at + kv_heads * size;
             if (head % group == 0) {
                 gather(&h, qkv + key_at, stride, 1, 1, k);
                 gather(&h, qkv + value_at, stride, 0, 1, v);
-                memset(by_k, 0, n * sizeof(float));
-                memset(by_v, 0, n * sizeof(float));
+                memset(grad_k, 0, n * sizeof(float));
+                memset(grad_v, 0, n * sizeof(float));
             }
             gather(&h, qkv + head * size, stride, 1, rows->scale, q);
             gather(&h, out + head * size, heads * size, 0, 1, o);
-            gather(&h, by_out + head * size, heads * size, 0, 1, by);
+            gather(&h, grad_out + head * size, heads * size, 0, 1, grad);
             for (int64_t t = 0; t < h.length; t++)
                 if (rows->owner[rows->index[h.start + t]] != h.start + t)
-                    memset(by + t * h.width, 0, h.width * sizeof(float));
-            transpose(&h, k, turned);
+                    memset(grad + t * h.width, 0, h.width * sizeof(float));
+            transpose(&h, k, transposed);
             for (int64_t query = 0; query < h.length; query += TALL)
-                score(&h, q, turned, query, weights + query * h.padded);
-            transpose(&h, v, turned);
+                score(&h, q, transposed, query, weights + query * h.padded);
+            transpose(&h, v, transposed);
             for (int64_t query = 0; query < h.length; query += TALL) {
                 float *own_weights = weights + query * h.padded, *own_scores = scores + query * h.padded;
-                const int64_t seen = score(&h, by, turned, query, own_scores);
-                back_through_scores(&h, query, seen, logs + head * total_length + h.start, o, by, own_weights,
+                const int64_t seen = score(&h, grad, transposed, query, own_scores);
+                back_through_scores(&h, query, seen, logs + head * total_length + h.start, o, grad, own_weights,
                                     own_scores);
                 for (int64_t i = 0; i < h.width; i += WIDE)
-                    tile(by_q + query * h.width + i, h.width, own_scores, h.padded, 1, k + i, h.width, 0,
+                    tile(grad_q + query * h.width + i, h.width, own_scores, h.padded, 1, k + i, h.width, 0,
                          query + TALL, 0);
             }
-            add_by_key(&h, scores, q, by_k);
-            add_by_key(&h, weights, by, by_v);
-            scatter(&h, by_q, 1, rows->scale, by_qkv + head * size, stride);
+            add_by_key(&h, scores, q, grad_k);
+            add_by_key(&h, weights, grad, grad_v);
+            scatter(&h, grad_q, 1, rows->scale, grad_qkv + head * size, stride);
             if ((head + 1) % group == 0) {
-                scatter(&h, by_k, 1, 1, by_qkv + key_at, stride);
-                scatter(&h, by_v, 0, 1, by_qkv + value_at, stride);
+                scatter(&h, grad_k, 1, 1, grad_qkv + key_at, stride);
+                scatter(&h, grad_v, 0, 1, grad_qkv + value_at, stride);
             }
         }
     }
 }
 
-/* out = gate / (1 + e^-gate) * up; n: whole vectors. */
+/* out = gate / (1 + e^-gate) * up; n is a multiple of LANES. */
 void sortedrl_layers_gate(int64_t n, const float *gate, const float *up, float *out)
 {
     for (int64_t i = 0; i < n; i += LANES)
-        store(out + i, gated(load(gate + i), load(up + i)));
+        store(out + i, gated_silu(load(gate + i), load(up + i)));
 }
 
-/* The gradients of gate and up; the output is written over its gradient. */
-void sortedrl_layers_gate_backward(int64_t n, const float *gate, const float *up, float *by_out, float *by_gate,
-                                   float *by_up)
+/* The gradients of gate and up. The forward output is recomputed and overwrites its gradient. */
+void sortedrl_layers_gate_backward(int64_t n, const float *gate, const float *up, float *grad_out, float *grad_gate,
+                                   float *grad_up)
 {
     for (int64_t i = 0; i < n; i += LANES) {
-        const vec g = load(gate + i), u = load(up + i), by = load(by_out + i);
-        const vec open = 1.0f / (1.0f + exponential(-g)), active = g * open;
-        store(by_gate + i, by * u * (open + active * (1.0f - open)));
-        store(by_up + i, by * active);
-        store(by_out + i, active * u);
+        const vec g = load(gate + i), u = load(up + i), grad = load(grad_out + i);
+        const vec sigmoid = 1.0f / (1.0f + exponential(-g)), silu = g * sigmoid;
+        store(grad_gate + i, grad * u * (sigmoid + silu * (1.0f - sigmoid)));
+        store(grad_up + i, grad * silu);
+        store(grad_out + i, silu * u);
     }
 }
 
-/* The RMS norm of each row of x, [n][size], and the factor of each row; size: whole vectors. */
+/* The RMS norm of each row of x, [n][size], and the factor of each row; size is a multiple of LANES. */
 void sortedrl_layers_norm(int64_t n, int64_t size, float epsilon, const float *x, const float *gain, float *out,
                           float *factors)
 {
@@ -295,21 +298,22 @@ void sortedrl_layers_norm(int64_t n, int64_t size, float epsilon, const float *x
     }
 }
 
-/* The gradient of x, by way of the norm and past it (`by_sum`), written over `by_out`; by_gain: to be zero before. */
+/* The gradient of x, through the norm and through the residual connection (`grad_sum`); overwrites `grad_out`.
+ * `grad_gain` must be zero before the call. */
 void sortedrl_layers_norm_backward(int64_t n, int64_t size, const float *x, const float *gain, const float *factors,
-                            const float *by_sum, float *by_out, float *by_gain)
+                                   const float *grad_sum, float *grad_out, float *grad_gain)
 {
     for (int64_t row = 0; row < n; row++) {
-        const float *from = x + row * size, *past = by_sum + row * size, factor = factors[row];
-        float *by = by_out + row * size;
+        const float *from = x + row * size, *residual = grad_sum + row * size, factor = factors[row];
+        float *grad = grad_out + row * size;
         vec along = {0};
         for (int64_t i = 0; i < size; i += LANES) {
-            const vec product = load(by + i) * load(from + i) * factor;
-            store(by_gain + i, load(by_gain + i) + product);
+            const vec product = load(grad + i) * load(from + i) * factor;
+            store(grad_gain + i, load(grad_gain + i) + product);
             along += product * load(gain + i);
         }
-        const float mean = total(along) / size * factor;
+        const float mean = lane_sum(along) / size * factor;
         for (int64_t i = 0; i < size; i += LANES)
-            store(by + i, load(past + i) + (load(by + i) * load(gain + i) - load(from + i) * mean) * factor);
+            store(grad + i, load(residual + i) + (load(grad + i) * load(gain + i) - load(from + i) * mean) * factor);
     }
 }

@@ -1,5 +1,6 @@
-/* Products with weights in panels, of rows in tiles; a row's sums are the same whatever tile it is in. Both are floats,
- * or both are in fixed point. */
+/* Matrix products: tiles of rows times panels of weights, both as floats or both in fixed point.
+ *
+ * Guarantees: a row's sums are the same to the last bit in every tile size. */
 
 #ifndef KERNEL_PRODUCT_H
 #define KERNEL_PRODUCT_H
@@ -8,15 +9,16 @@
 
 enum {
     PANEL = 16,
-    WIDE = 6,    /* rows of a tile: as many sums as there are registers for */
-    NARROW = 4,  /* for what would leave a wide one half empty */
-    BLOCK = 768, /* inputs whose weights, a panel of them, stay near while all rows are worked on */
-    AHEAD = 4,   /* lines of weights worked on for each that is fetched meanwhile */
+    WIDE = 6,    /* rows of a tile: as many sums as there are registers */
+    NARROW = 4,  /* used where a wide tile would be half empty */
+    BLOCK = 768, /* inputs per block: its weights in a panel stay in the cache while all rows are multiplied */
+    AHEAD = 4,   /* one cache line is prefetched for this many lines of weights */
 };
 
-_Static_assert(BLOCK % SPAN == 0 && SPAN % PANEL == 0 && PANEL / 2 % AHEAD == 0, "spans and what they are made of");
+_Static_assert(BLOCK % SPAN == 0 && SPAN % PANEL == 0 && PANEL / 2 % AHEAD == 0,
+               "a block must be whole spans, a span whole panels, half a panel whole groups of AHEAD");
 
-/* What stands for a span of inputs in a row and in a panel in fixed point. */
+/* A span of inputs in fixed point, of a row and of a panel. */
 struct row_span {
     float step;
     int32_t numbers[PAIRS];
@@ -27,7 +29,8 @@ struct panel_span {
     int32_t numbers[PAIRS][PANEL];
 };
 
-/* How many inputs stand together, in how many floats' room in a row and in a panel; and inputs of a line of weights. */
+/* A storage format: how many inputs are stored as one unit, the unit's size in a row and in a panel (counted in
+ * floats), and how many inputs share a cache line of weights. */
 struct form {
     int64_t inputs, in_row, in_panel, in_line;
 };
@@ -39,14 +42,15 @@ static inline int64_t panels(int64_t n) { return (n + PANEL - 1) / PANEL * PANEL
 
 static int64_t spans(int64_t n) { return (n + SPAN - 1) / SPAN; }
 
-/* Floats' room of a panel. */
+/* The size of a panel, counted in floats. */
 int64_t sortedrl_panel_size(int64_t inputs, int64_t is_fixed)
 {
     return is_fixed ? spans(inputs) * FIXED.in_panel : inputs * FLOATS.in_panel;
 }
 
-/* One output of a panel in fixed point. */
-static void fix_output(const float *weights, const float *gains, int64_t inputs, struct panel_span *panel, int64_t lane)
+/* Convert the weights of one output to fixed point. */
+static void output_to_fixed(const float *weights, const float *gains, int64_t inputs, struct panel_span *panel,
+                            int64_t lane)
 {
     for (int64_t i = 0; i < inputs; i += SPAN, panel++) {
         const int64_t n = inputs - i < SPAN ? inputs - i : SPAN;
@@ -55,14 +59,14 @@ static void fix_output(const float *weights, const float *gains, int64_t inputs,
         for (int64_t k = 0; k < n; k++)
             span[k] = weights[i + k] * (gains ? gains[i + k] : 1);
         memset(span + n, 0, (panels(n) - n) * sizeof *span);
-        panel->steps[lane] = fix(span, panels(n), numbers);
+        panel->steps[lane] = to_fixed(span, panels(n), numbers);
         for (int64_t k = 0; k < panels(n) / 2; k++)
             panel->numbers[k][lane] = numbers[k];
     }
 }
 
-/* A matrix [outputs][inputs] in panels, its columns times `gains` (null: as they are). Outputs that fill up the last
- * panel are left as they are: zero. */
+/* Store a matrix [outputs][inputs] as panels, with its columns multiplied by `gains` (may be null). Missing outputs of
+ * the last panel are not written: they must be zero already. */
 void sortedrl_panels(const float *matrix, const float *gains, int64_t outputs, int64_t inputs, int64_t is_fixed,
                      float *target)
 {
@@ -70,7 +74,7 @@ void sortedrl_panels(const float *matrix, const float *gains, int64_t outputs, i
         const int64_t real = outputs - o < PANEL ? outputs - o : PANEL;
         if (is_fixed)
             for (int64_t lane = 0; lane < real; lane++)
-                fix_output(matrix + (o + lane) * inputs, gains, inputs, (struct panel_span *)target, lane);
+                output_to_fixed(matrix + (o + lane) * inputs, gains, inputs, (struct panel_span *)target, lane);
         else
             for (int64_t i = 0; i < inputs; i++)
                 for (int64_t lane = 0; lane < real; lane++)
@@ -78,14 +82,14 @@ void sortedrl_panels(const float *matrix, const float *gains, int64_t outputs, i
     }
 }
 
-/* A row of n inputs, whole panels, times a factor in fixed point. */
-static void fix_row(const float *x, int64_t n, float factor, struct row_span *target)
+/* Convert a row of n inputs, a multiple of PANEL, times a factor, to fixed point. */
+static void row_to_fixed(const float *x, int64_t n, float factor, struct row_span *target)
 {
     for (int64_t i = 0; i < n; i += SPAN, target++)
-        target->step = fix(x + i, n - i < SPAN ? n - i : SPAN, target->numbers) * factor;
+        target->step = to_fixed(x + i, n - i < SPAN ? n - i : SPAN, target->numbers) * factor;
 }
 
-/* Rows of working memory. Those of a tile are read past the last one's content, up to the tile's end. */
+/* Rows of working memory. A tile may read rows past the last one with content, so these must be allocated. */
 struct rows {
     float *start;
     int64_t stride;
@@ -93,14 +97,14 @@ struct rows {
 
 static inline float *row(struct rows rows, int64_t r) { return rows.start + r * rows.stride; }
 
-/* An odd number of cache lines: rows of a tile do not compete for the same places in a cache. */
+/* An odd number of cache lines, so that the rows of a tile fall into different cache sets. */
 static inline int64_t row_stride(int64_t n) { return (panels(n) / PANEL | 1) * PANEL; }
 
-/* The rows of the next tile, of those left: few of the rows computed are nobody's. */
+/* The size of the next tile when `left` rows remain, chosen so that few empty rows are computed. */
 static inline int64_t next_tile(int64_t left) { return left <= NARROW || left == 7 || left == 8 ? NARROW : WIDE; }
 
-/* Sums of a tile of rows times a panel. Weights come from memory once in a pass: those from `next` on are fetched while
- * these are worked on. */
+/* Sums of a tile of rows times a panel. A pass reads weights from memory once, so the weights at `next` are prefetched
+ * meanwhile. */
 INLINE void float_sums(const float *x, int64_t stride, const float *w, const float *next, int64_t inputs,
                        vec sum[WIDE][2], const int tile)
 {
@@ -115,7 +119,7 @@ INLINE void float_sums(const float *x, int64_t stride, const float *w, const flo
     }
 }
 
-/* The span so many floats' room further. */
+/* The span that is `room` floats further. */
 static inline const struct row_span *span_of(const struct row_span *x, int64_t room)
 {
     return (const struct row_span *)((const float *)x + room);
@@ -145,13 +149,13 @@ INLINE void fixed_sums(const struct row_span *x, int64_t stride, const struct pa
     }
 }
 
-/* sums = starts + factors x w of a tile and a panel; either may be null. */
+/* sums = starts + factors * x * w for a tile and a panel; `starts` and `factors` may be null. */
 INLINE void tile_product(const float *x, int64_t x_stride, const float *factors, const float *w, const float *next,
                          int64_t inputs, struct rows starts, struct rows sums, const int tile, const int is_fixed)
 {
     vec sum[WIDE][2] = {{{0}}};
     for (int t = 0; t < tile; t++)
-        __builtin_prefetch(row(sums, t), 1); /* there when they are written */
+        __builtin_prefetch(row(sums, t), 1); /* so that they are in the cache when they are written */
     if (is_fixed)
         fixed_sums((const struct row_span *)x, x_stride, (const struct panel_span *)w, next, inputs, sum, tile);
     else
@@ -167,7 +171,7 @@ INLINE void tile_product(const float *x, int64_t x_stride, const float *factors,
         }
 }
 
-/* Each kind a function of its own: in one, compilers run out of registers. */
+/* A separate function for each kind, because compilers run out of registers in a common one. */
 #define TILE(name, tile, is_fixed)                                                                                     \
     static __attribute__((noinline)) void name(const float *x, int64_t x_stride, const float *factors, const float *w, \
                                                const float *next, int64_t inputs, struct rows starts,                  \
@@ -181,16 +185,16 @@ TILE(wide_floats, WIDE, 0)
 TILE(narrow_fixed, NARROW, 1)
 TILE(wide_fixed, WIDE, 1)
 
-/* y = x w, or y = bias + x w, or y += x w, of one panel, with rows of x times their factors (null: as they are). y
- * begins with the panel's first output, and has `width` of them. */
+/* y = x w, or y = bias + x w, or y += x w (`adds`) for one panel, where rows of x are multiplied by `factors` (may be
+ * null). y starts at the panel's first output and has `width` outputs from there. */
 static void panel_product(struct rows x, const float *factors, const float *w, const float *bias, struct rows y,
                           int64_t num_rows, int64_t inputs, int64_t width, int adds, int is_fixed)
 {
     const struct form form = is_fixed ? FIXED : FLOATS;
     __typeof__(&wide_floats) wide = is_fixed ? wide_fixed : wide_floats;
     __typeof__(&wide_floats) narrow = is_fixed ? narrow_fixed : narrow_floats;
-    inputs = is_fixed ? panels(inputs) : inputs; /* with zeros: whole pairs, and lines to be fetched */
-    const int64_t step = width < PANEL ? inputs : BLOCK; /* sums wait in y, if they fit there */
+    inputs = is_fixed ? panels(inputs) : inputs; /* padded with zeros to whole pairs and cache lines */
+    const int64_t step = width < PANEL ? inputs : BLOCK; /* y holds the sums of blocks if it has room for a panel */
     float scratch[WIDE * PANEL] = {0};
     for (int64_t block = 0; block < inputs; block += step) {
         const int64_t n = inputs - block < step ? inputs - block : step, fetched = n / form.in_line / AHEAD * PANEL;

@@ -1,4 +1,4 @@
-/* Vectors of eight numbers: what the kernel's headers and the learner's `layers.c` are written in. */
+/* Vectors of eight floats, and functions on them. The kernel's headers and the learner's `layers.c` use them. */
 
 #ifndef KERNEL_VECTORS_H
 #define KERNEL_VECTORS_H
@@ -11,7 +11,7 @@ enum { LANES = 8 };
 
 #define INLINE static inline __attribute__((always_inline))
 
-/* Compilers split it where the processor's vectors are shorter. */
+/* Where the processor's vectors are shorter, the compiler splits these. */
 typedef float vec __attribute__((vector_size(32), aligned(4), may_alias));
 typedef int32_t ivec __attribute__((vector_size(32)));
 
@@ -19,7 +19,7 @@ static inline vec load(const float *p) { return *(const vec *)p; }
 
 static inline void store(float *p, vec x) { *(vec *)p = x; }
 
-static inline float total(vec x)
+static inline float lane_sum(vec x)
 {
     float s = 0;
     for (int i = 0; i < LANES; i++)
@@ -27,7 +27,7 @@ static inline float total(vec x)
     return s;
 }
 
-static inline float greatest(vec x)
+static inline float lane_max(vec x)
 {
     float top = x[0];
     for (int i = 1; i < LANES; i++)
@@ -40,13 +40,13 @@ static inline vec pick(ivec is_first, vec first, vec second)
     return (vec)((is_first & (ivec)first) | (~is_first & (ivec)second));
 }
 
-/* e^x = 2^k e^f with |f| <= log(2) / 2, where eight terms leave less than float32 shows. NaN stays NaN. */
+/* e^x = 2^k e^f with |f| <= log(2) / 2, where eight Taylor terms are exact to float32. NaN stays NaN. */
 static inline vec exponential(vec x)
 {
     const vec zero = {0}, least = zero - 87.3f, most = zero + 88.0f, magic = zero + 12582912.0f;
     x = pick((ivec)(x < least), least, x);
     x = pick((ivec)(x > most), most, x);
-    vec k = x * 1.44269504f + magic; /* so large that its last bit counts ones: rounds to the nearest */
+    vec k = x * 1.44269504f + magic; /* adding and subtracting 1.5 * 2^23 rounds to an integer */
     k = k - magic;
     vec f = x - k * 0.693359375f + k * 2.12194440e-4f;
     vec y = zero + 1.0f / 5040;
@@ -62,15 +62,16 @@ static inline vec exponential(vec x)
 }
 
 /* gate / (1 + e^-gate) * up. */
-static inline vec gated(vec gate, vec up) { return gate / (1.0f + exponential(-gate)) * up; }
+static inline vec gated_silu(vec gate, vec up) { return gate / (1.0f + exponential(-gate)) * up; }
 
-/* 1 / sqrt(sum(x^2) + floor): the RMS norm's but for a factor that the weights behind it hold. n: whole vectors. */
+/* 1 / sqrt(sum(x^2) + floor): an RMS norm without the factor that is folded into the next weights. n is a multiple of
+ * LANES. */
 static float norm_factor(const float *x, int64_t n, float floor)
 {
     vec squares = {0};
     for (int64_t i = 0; i < n; i += LANES)
         squares += load(x + i) * load(x + i);
-    return 1.0f / sqrtf(total(squares) + floor);
+    return 1.0f / sqrtf(lane_sum(squares) + floor);
 }
 
 #endif
