@@ -1,4 +1,4 @@
-"""Products in fixed point (int16): how close they are, that no sum overflows, and that all else holds as in float32."""
+"""Products in fixed point (int16): they are close, no sum overflows, and the engine's guarantees hold as in float32."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from sortedrl.engine.local.decoder_choice import choose_dtype, make_decoder
 from sortedrl.engine.local.engine import LocalEngine
 from sortedrl.errors import ConfigError, ModelError
 from sortedrl.native import c_library
-from sortedrl.records import Mode
 from sortedrl.run.build.parts import build_engine
 from sortedrl.run.checkpoint import load_model
 from sortedrl.tasks.tiny import knights_tiny_path
 from tests.support.tiny_models import (
     Caller,
-    add_noise,
+    check_replay_equals_restart,
+    logprob_gaps,
+    make_caller,
     make_requests,
     needs_compiler,
-    source,
-    teacher_forced,
     tiny_model,
 )
 
@@ -79,8 +78,8 @@ def product(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return multiply
 
 
-def heavy(*shape: int, seed: int) -> torch.Tensor:
-    """Numbers of which a few are large, as a model's activations are."""
+def with_outliers(*shape: int, seed: int) -> torch.Tensor:
+    """Random numbers with a few large ones, like a model's activations."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator)
     return x * (1 + 30 * (torch.rand(shape, generator=generator) < 0.01))
@@ -89,7 +88,7 @@ def heavy(*shape: int, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("inputs", [1, 24, SPAN, SPAN + 16, 576, 1000, 1536])
 def test_products_are_close_and_each_row_alone_is_the_same(product, inputs: int) -> None:
     for rows, outputs in ((1, 16), (7, 40), (64, 23)):
-        x_ri, weight_oi = heavy(rows, inputs, seed=inputs), heavy(outputs, inputs, seed=rows)
+        x_ri, weight_oi = with_outliers(rows, inputs, seed=inputs), with_outliers(outputs, inputs, seed=rows)
         expected = x_ri.double() @ weight_oi.double().T
         found = product(x_ri, weight_oi)
         size = x_ri.double().norm(dim=1, keepdim=True) * weight_oi.double().norm(dim=1)
@@ -127,22 +126,14 @@ def test_what_is_not_finite_stays_so_and_zero_stays_zero(product) -> None:
 
 
 @needs_compiler
-def test_log_probs_are_far_closer_than_in_bfloat16() -> None:
+def test_logprobs_are_far_closer_than_in_bfloat16() -> None:
     model, _ = load_model(knights_tiny_path())
     requests = make_requests(8, budget=30)
     gaps = {}
     for dtype in (torch.int16, torch.bfloat16):
         engine = LocalEngine(model, slots=8, max_length=128, dtype=dtype)
         answers = Caller(engine).serve(requests)
-        gaps[dtype] = [
-            abs(ours - theirs)
-            for request in requests
-            for ours, theirs in zip(
-                answers[request.sample].logprobs,
-                teacher_forced(model, request, answers[request.sample].tokens),
-                strict=True,
-            )
-        ]
+        gaps[dtype] = logprob_gaps(model, requests, answers)
         assert engine.stats().extra["dtype"] == str(dtype).removeprefix("torch.")
     fixed, half = (sum(found) / len(found) for found in gaps.values())
     assert 1e-7 < fixed < min(half / 10, 2e-3)
@@ -150,7 +141,7 @@ def test_log_probs_are_far_closer_than_in_bfloat16() -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("kind", ["llama-gqa", "qwen2", "qwen3"])
-def test_a_prefill_is_what_decoding_is_to_the_last_bit_by_any_number_of_threads(
+def test_prefill_equals_decoding_to_the_last_bit_with_any_number_of_threads(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(native_decoder, "_MIN_THREADED_WORK", 0)
@@ -176,25 +167,13 @@ def test_a_prefill_is_what_decoding_is_to_the_last_bit_by_any_number_of_threads(
 
 
 @needs_compiler
-def test_replay_equals_restart_and_a_publication_is_seen() -> None:
-    model, requests = tiny_model(), make_requests(8, budget=40)
-    caller = Caller(LocalEngine(model, slots=8, max_length=256, dtype=torch.int16))
-    assert caller.engine.capabilities.exact_replay
-    caller.engine.submit(requests)
-    caller.steps(25)
-    caller.interrupt()
-    changed = tiny_model()
-    add_noise(changed, 0.01, seed=3)
-    caller.engine.publish(1, source(changed)).wait()
-    replayed = caller.serve([caller.again(request, Mode.REPLAY) for request in requests])
-    restarted = Caller(LocalEngine(changed, slots=3, max_length=256, dtype=torch.int16)).serve(requests)
-    assert {s: a.tokens for s, a in replayed.items()} == {s: a.tokens for s, a in restarted.items()}
-    accepted = [answer.verified[-1] for answer in replayed.values() if answer.verified]
-    assert any(kept < cached for cached, kept in accepted), "new weights must reject something"
+def test_replay_equals_restart_after_a_publication() -> None:
+    assert make_caller(tiny_model(), dtype=torch.int16).engine.capabilities.exact_replay
+    check_replay_equals_restart(dtype=torch.int16)
 
 
 @needs_compiler
-def test_auto_takes_it_for_large_models_where_the_processor_has_nothing_better(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_chooses_int16_for_large_models_on_avx2(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model()
     monkeypatch.setattr(decoder_choice, "has_fast_bfloat16", lambda device: False)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
@@ -209,7 +188,7 @@ def test_auto_takes_it_for_large_models_where_the_processor_has_nothing_better(m
     assert make_decoder(model, "auto", slots=1, max_length=16, dtype=torch.int16)[1].name == "native"  # if asked for
 
 
-def test_what_cannot_be_had_in_it_is_said() -> None:
+def test_unsupported_int16_is_refused() -> None:
     with pytest.raises(ModelError, match=r"set engine\.dtype = auto"):
         LocalEngine(tiny_model("gpt-neox"), slots=1, max_length=32, dtype=torch.int16)
     with pytest.raises(ConfigError, match="for vllm set auto"):
@@ -217,7 +196,7 @@ def test_what_cannot_be_had_in_it_is_said() -> None:
 
 
 @needs_compiler
-def test_a_configuration_with_replay_may_ask_for_it() -> None:
+def test_a_configuration_with_replay_may_use_int16() -> None:
     config = SortedConfig(engine={"dtype": "int16", "max_new_tokens": 64}, schedule={"strategy": "sorted-replay"})
     engine = build_engine(config, tiny_model(max_position_embeddings=2048), config.knobs)
     assert engine.stats().extra["dtype"] == "int16"

@@ -1,4 +1,4 @@
-"""Memory in large pages: what it holds, and that the system really gives large ones."""
+"""Memory in huge pages: its content, and that the system really provides huge pages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
-def large_bytes() -> int:
+def huge_page_bytes() -> int:
     found = re.search(r"AnonHugePages:\s+(\d+) kB", Path("/proc/self/smaps_rollup").read_text())
     assert found is not None
     return int(found[1]) << 10
@@ -30,9 +30,9 @@ def test_zeros_of_a_shape(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.skipif(
-    not ENABLED.exists() or "[never]" in ENABLED.read_text(), reason="the system has no transparent large pages"
+    not ENABLED.exists() or "[never]" in ENABLED.read_text(), reason="the system has no transparent huge pages"
 )
-def test_pages_are_large() -> None:
-    before = large_bytes()
+def test_the_system_provides_huge_pages() -> None:
+    before = huge_page_bytes()
     memory = zeros_in_huge_pages(64 << 20, dtype=torch.uint8, device=CPU).fill_(1)
-    assert large_bytes() - before >= memory.numel() // 2  # a system short of memory may have some small ones between
+    assert huge_page_bytes() - before >= memory.numel() // 2  # a system short of memory may use some small pages

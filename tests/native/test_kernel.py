@@ -1,4 +1,4 @@
-"""The compiled kernel: where it comes from, what is done without it, and that nobody else's is loaded."""
+"""The compiled kernel: compilation and caching, the fallback to torch, and bit-equal results."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from sortedrl.engine.local.decoder_choice import make_decoder
 from sortedrl.engine.local.engine import LocalEngine
 from sortedrl.errors import ModelError
 from sortedrl.native import kernel
-from tests.support.tiny_models import Caller, make_requests, needs_compiler, serve, tiny_model
+from tests.support.tiny_models import Caller, make_requests, needs_compiler, serve, tiny_model, tokens_of
 
 
 @pytest.fixture
-def forgotten(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """As in a process that has loaded nothing yet, with a cache of its own."""
+def empty_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """A cache folder of the test, in a process that has not loaded the kernel yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     kernel.load_kernel.cache_clear()
     yield tmp_path / "cache" / "sortedrl"
@@ -28,29 +28,29 @@ def forgotten(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
 
 @needs_compiler
-def test_it_is_compiled_once_and_kept(forgotten: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_is_compiled_once_and_cached(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernel.load_kernel() is not None
-    (kept,) = forgotten.iterdir()
-    assert (kept.stat().st_mode & 0o777, forgotten.stat().st_mode & 0o777) == (0o700, 0o700)
+    (library,) = empty_cache.iterdir()
+    assert (library.stat().st_mode & 0o777, empty_cache.stat().st_mode & 0o777) == (0o700, 0o700)
     kernel.load_kernel.cache_clear()
-    monkeypatch.setattr(subprocess, "run", None)  # whoever compiles fails
+    monkeypatch.setattr(subprocess, "run", None)  # compiling again would fail
     assert kernel.load_kernel() is not None
 
 
 @needs_compiler
-def test_a_kept_kernel_that_others_could_write_is_not_loaded(forgotten: Path) -> None:
+def test_a_cached_kernel_that_others_can_write_is_not_loaded(empty_cache: Path) -> None:
     assert kernel.load_kernel() is not None
-    (kept,) = forgotten.iterdir()
-    kept.unlink()  # another file, since this one is mapped
-    kept.write_bytes(b"no library")
-    kept.chmod(0o720)
+    (library,) = empty_cache.iterdir()
+    library.unlink()  # a new file, because the process has mapped this one
+    library.write_bytes(b"no library")
+    library.chmod(0o720)
     kernel.load_kernel.cache_clear()
     assert kernel.load_kernel() is not None
-    assert kept.read_bytes() == b"no library"
+    assert library.read_bytes() == b"no library"
 
 
-def test_without_a_compiler_torch_serves(
-    forgotten: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_without_a_compiler_the_engine_runs_on_torch(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     monkeypatch.setenv("CC", "no-such-compiler")
@@ -60,38 +60,38 @@ def test_without_a_compiler_torch_serves(
     assert "no C compiler found" in caplog.text
     answers = Caller(engine).serve(requests)
     own = serve(model, requests, path="module")
-    assert {s: a.tokens for s, a in answers.items()} == {s: a.tokens for s, a in own.items()}
+    assert tokens_of(answers) == tokens_of(own)
     with pytest.raises(ModelError, match="a C compiler"):
         LocalEngine(model, slots=3, max_length=64, path="native")
 
 
-def test_a_compiler_that_fails_is_told_and_no_more(
-    forgotten: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_failing_compiler_is_logged(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CC", "false")
     assert kernel.load_kernel() is None
     assert "could not be compiled" in caplog.text
-    assert list(forgotten.iterdir()) == []
+    assert list(empty_cache.iterdir()) == []
 
 
 @needs_compiler
-def test_which_models_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    def path_of(model, dtype=torch.float32) -> str:
+def test_which_models_run_on_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def decoder_of(model, dtype=torch.float32) -> str:
         return make_decoder(model, "auto", slots=1, max_length=16, dtype=dtype)[1].name
 
-    assert path_of(tiny_model("llama")) == "native"
-    assert path_of(tiny_model("llama"), torch.bfloat16) == "lean"
-    assert path_of(tiny_model("llama", num_attention_heads=8, num_key_value_heads=8)) == "lean"  # heads of 4
-    assert path_of(tiny_model("gpt-neox")) == "module"
+    assert decoder_of(tiny_model("llama")) == "native"
+    assert decoder_of(tiny_model("llama"), torch.bfloat16) == "lean"
+    assert decoder_of(tiny_model("llama", num_attention_heads=8, num_key_value_heads=8)) == "lean"  # heads of 4
+    assert decoder_of(tiny_model("gpt-neox")) == "module"
     large = tiny_model("llama", vocab_size=70_000)  # 2.2 million parameters
     for capability, expected in (("AVX2", "native"), ("AVX512", "lean"), ("DEFAULT", "lean")):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
-        assert path_of(large) == expected
+        assert decoder_of(large) == expected
 
 
 @needs_compiler
-def test_a_prefill_is_what_decoding_is_to_the_last_bit() -> None:
-    """40 tokens at once, in pieces of 1 to 20 among others, and one by one."""
+def test_prefill_equals_decoding_to_the_last_bit() -> None:
+    """40 tokens at once, as part of a pack of several sequences, and one by one."""
     model = tiny_model("llama-gqa")
     tokens_t = torch.randint(23, (40,), generator=torch.Generator().manual_seed(0))
     cache, decoder = make_decoder(model, "native", slots=3, max_length=40, dtype=torch.float32)
@@ -112,9 +112,9 @@ def test_a_prefill_is_what_decoding_is_to_the_last_bit() -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("heads", [(1, 1), (4, 2), (3, 1), (4, 1), (6, 1)])  # queries that share a key: 1, 2, 3, 4, 6
-def test_threads_change_nothing(monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int]) -> None:
-    """A prefill of two chunks and steps of 1 to 9 slots, by one thread and by three; and the model's own modules."""
+@pytest.mark.parametrize("heads", [(1, 1), (4, 2), (3, 1), (4, 1), (6, 1)])  # 1 to 6 query heads share a key head
+def test_threads_do_not_change_results(monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int]) -> None:
+    """A prefill of two chunks and steps of 1 to 9 slots: one thread, three threads and the model's modules agree."""
     model = tiny_model("llama", num_attention_heads=heads[0], num_key_value_heads=heads[1], head_dim=24, hidden_size=48)
     tokens_t = torch.randint(23, (120,), generator=torch.Generator().manual_seed(0))
     rows_r = torch.tensor([0, 7, 95, 96, 119])
@@ -138,7 +138,7 @@ def test_threads_change_nothing(monkeypatch: pytest.MonkeyPatch, heads: tuple[in
 
 
 @needs_compiler
-def test_an_interrupt_between_threads_leaves_none_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_call_leaves_no_thread_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_decoder, "_MIN_THREADED_WORK", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     cache, decoder = make_decoder(tiny_model(), "native", slots=2, max_length=16, dtype=torch.float32)
@@ -160,9 +160,9 @@ def test_an_interrupt_between_threads_leaves_none_waiting(monkeypatch: pytest.Mo
 
 
 @needs_compiler
-def test_long_answers_are_greedy_ones_of_the_model() -> None:
-    """Past several blocks of keys and chunks of tokens."""
+def test_long_greedy_answers_equal_those_of_the_model() -> None:
+    """Answers that span several blocks of keys and chunks of tokens."""
     model = tiny_model("llama")
     requests = make_requests(5, budget=90, sampling=Sampling(temperature=0.0))
     found, own = (serve(model, requests, slots=5, path=path) for path in ("native", "module"))
-    assert {s: a.tokens for s, a in found.items()} == {s: a.tokens for s, a in own.items()}
+    assert tokens_of(found) == tokens_of(own)

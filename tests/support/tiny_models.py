@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +14,7 @@ import transformers
 from sortedrl.engine.base import Request, Sampling
 from sortedrl.engine.local.engine import LocalEngine
 from sortedrl.native.kernel import load_kernel
+from sortedrl.records import Mode
 from sortedrl.testing import Answer, Caller
 
 VOCAB = 23
@@ -74,8 +75,16 @@ def make_requests(count: int, *, seed: int = 0, **changes: Any) -> list[Request]
     ]
 
 
+def make_caller(model: Any, slots: int = 4, **options: Any) -> Caller:
+    return Caller(LocalEngine(model, slots=slots, max_length=256, **options))
+
+
 def serve(model: Any, requests: Sequence[Request], *, slots: int = 4, **options: Any) -> dict[int, Answer]:
-    return Caller(LocalEngine(model, slots=slots, max_length=256, **options)).serve(requests)
+    return make_caller(model, slots, **options).serve(requests)
+
+
+def tokens_of(answers: Mapping[int, Answer]) -> dict[int, list[int]]:
+    return {sample: answer.tokens for sample, answer in answers.items()}
 
 
 @torch.no_grad()
@@ -85,3 +94,32 @@ def teacher_forced(model: Any, request: Request, tokens: Sequence[int]) -> list[
     logits = model(torch.tensor([[*request.prompt, *tokens]])).logits[0, len(request.prompt) - 1 : -1]
     logprobs = (logits / temperature).log_softmax(-1)
     return logprobs.gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1).tolist()
+
+
+def logprob_gaps(model: Any, requests: Sequence[Request], answers: Mapping[int, Answer]) -> list[float]:
+    """For every answer token, how far its log-prob is from that of a plain forward pass."""
+    pairs = [
+        pair
+        for request in requests
+        for pair in zip(
+            answers[request.sample].logprobs,
+            teacher_forced(model, request, answers[request.sample].tokens),
+            strict=True,
+        )
+    ]
+    return [abs(ours - plain) for ours, plain in pairs]
+
+
+def check_replay_equals_restart(**options: Any) -> None:
+    """Replay eight interrupted answers after a publication; they must equal answers that start over."""
+    requests, changed = make_requests(8, budget=40), tiny_model()
+    caller = make_caller(tiny_model(), 8, **options)
+    caller.engine.submit(requests)
+    caller.steps(25)
+    caller.interrupt()
+    add_noise(changed, 0.01, seed=3)
+    caller.engine.publish(1, source(changed)).wait()
+    replayed = caller.serve([caller.again(request, Mode.REPLAY) for request in requests])
+    assert tokens_of(replayed) == tokens_of(serve(changed, requests, slots=3, **options))
+    accepted = [answer.verified[-1] for answer in replayed.values() if answer.verified]
+    assert any(kept < cached for cached, kept in accepted), "new weights must reject something"

@@ -1,4 +1,4 @@
-"""The local engine against transformers itself, on every architecture and path."""
+"""The local engine compared with transformers, for every architecture and decoder."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from tests.support.tiny_models import (
     serve,
     teacher_forced,
     tiny_model,
+    tokens_of,
 )
 
-FAST = [kind for kind in KINDS if kind != "gpt-neox"]
+LLAMA_KINDS = [kind for kind in KINDS if kind != "gpt-neox"]
 CASES = [
     *((kind, "module") for kind in KINDS),
-    *((kind, "lean") for kind in FAST),
-    *(pytest.param(kind, "native", marks=needs_compiler) for kind in FAST),
+    *((kind, "lean") for kind in LLAMA_KINDS),
+    *(pytest.param(kind, "native", marks=needs_compiler) for kind in LLAMA_KINDS),
 ]
 
 
@@ -62,7 +63,7 @@ def test_logprobs_equal_a_teacher_forced_pass(kind: str, path: str) -> None:
 
 
 def logits_of(path: str, model) -> torch.Tensor:
-    """Logits of a ragged prefill of three slots, and of four steps behind it."""
+    """Logits of a prefill of three slots with different lengths, and of four steps after it."""
     cache, decoder = make_decoder(model, path, slots=3, max_length=61, dtype=torch.float32)
     assert decoder.name == path
     generator = torch.Generator().manual_seed(1)
@@ -104,14 +105,14 @@ def logits_of(path: str, model) -> torch.Tensor:
     ],
 )
 @pytest.mark.parametrize("path", PATHS[:2])
-def test_fast_paths_equal_the_models_own_modules(path: str, kind: str, changes: dict) -> None:
+def test_fast_decoders_equal_the_models_own_modules(path: str, kind: str, changes: dict) -> None:
     model = tiny_model(kind, **changes)
     own = logits_of("module", model)
     assert own.std() > 0.3
     torch.testing.assert_close(logits_of(path, model), own, atol=1e-5, rtol=1e-5)
 
 
-def test_which_models_are_lean() -> None:
+def test_which_models_run_on_the_lean_decoder() -> None:
     assert supports_lean(tiny_model("llama"))
     assert not supports_lean(tiny_model("gpt-neox"))
     assert not supports_lean(tiny_model("llama", mlp_bias=True))
@@ -122,7 +123,7 @@ def test_which_models_are_lean() -> None:
 
 
 @pytest.mark.parametrize("changes", [{"mlp_bias": True}, {"attention_bias": True}, {"hidden_act": "gelu"}])
-def test_what_is_not_lean_runs_on_its_modules(changes: dict) -> None:
+def test_other_models_run_on_their_own_modules(changes: dict) -> None:
     model = tiny_model("llama", **changes)
     engine = LocalEngine(model, slots=2, max_length=128)
     assert engine.stats().extra["path"] == "module"
@@ -131,7 +132,7 @@ def test_what_is_not_lean_runs_on_its_modules(changes: dict) -> None:
     assert answer.tokens == generate(model, request.prompt, request.budget)
 
 
-def test_half_precision_runs_but_promises_no_exact_replay() -> None:
+def test_half_precision_reports_inexact_replay() -> None:
     model = tiny_model("llama").bfloat16()
     engine = LocalEngine(model, slots=2, max_length=128)
     assert not engine.capabilities.exact_replay
@@ -156,7 +157,7 @@ def test_unsupported_models_are_refused() -> None:
         LocalEngine(tiny_model("llama"), slots=1, max_length=513)
 
 
-def test_attention_of_another_kind_is_refused() -> None:
+def test_a_model_without_the_attention_interface_is_refused() -> None:
     config = transformers.BloomConfig(vocab_size=VOCAB, hidden_size=16, n_layer=1, n_head=2)
     config.max_position_embeddings = 64
     with pytest.raises(ModelError, match="the local engine runs"):
@@ -164,16 +165,16 @@ def test_attention_of_another_kind_is_refused() -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_shared_module_is_left_as_it_was(path: str) -> None:
+def test_a_shared_module_keeps_its_settings(path: str) -> None:
     model = tiny_model("llama", attention_dropout=0.5)
     requests = make_requests(4)
     expected = serve(model, requests, path=path)
     model.train()
-    model.model.layers[0].eval()  # a learner may freeze a part
+    model.model.layers[0].eval()  # a learner may freeze a layer
     flags = [module.training for module in model.modules()]
     attention = model.config._attn_implementation
     found = serve(model, requests, path=path)
-    assert {key: answer.tokens for key, answer in found.items()} == {k: a.tokens for k, a in expected.items()}
+    assert tokens_of(found) == tokens_of(expected)
     assert [module.training for module in model.modules()] == flags
     assert model.config._attn_implementation == attention
     assert all(parameter.requires_grad for parameter in model.parameters())

@@ -1,4 +1,4 @@
-"""The local engine's contract: what an answer depends on, interruptions, budgets, failures, accounting."""
+"""The local engine's guarantees: what an answer depends on, interruptions, budgets, failures, accounting."""
 
 from __future__ import annotations
 
@@ -15,16 +15,7 @@ from sortedrl.engine.local.cache import split_into_groups
 from sortedrl.engine.local.engine import LocalEngine
 from sortedrl.errors import EngineError
 from sortedrl.records import FinishReason, Mode, sample_seed
-from tests.support.tiny_models import PATHS, VOCAB, Caller, make_requests, serve, tiny_model
-
-
-def tokens_of(answers) -> dict[int, list[int]]:
-    return {sample: answer.tokens for sample, answer in answers.items()}
-
-
-def make_caller(model, slots: int = 4, **options) -> Caller:
-    return Caller(LocalEngine(model, slots=slots, max_length=256, **options))
-
+from tests.support.tiny_models import PATHS, VOCAB, Caller, make_caller, make_requests, serve, tiny_model, tokens_of
 
 # What an answer depends on
 
@@ -37,13 +28,13 @@ def test_an_answer_does_not_depend_on_slots_or_neighbours(path: str) -> None:
         together = serve(model, requests[::-1], slots=slots, path=path)
         assert tokens_of(together) == tokens_of(alone)
         for sample, answer in together.items():
-            close = 0.0 if path == "native" else 1e-4  # the kernel does the same to every row, to the last bit
+            close = 0.0 if path == "native" else 1e-4  # the kernel computes every row alike, to the last bit
             assert answer.logprobs == pytest.approx(alone[sample].logprobs, abs=close, rel=0.0)
 
 
 @pytest.mark.parametrize("call_cost", [0, 1 << 30])
-def test_lengths_far_apart_do_not_disturb_each_other(call_cost: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sortedrl.engine.local.cache._CALL_ELEMENTS", call_cost)  # always apart, or never
+def test_very_different_lengths_do_not_affect_each_other(call_cost: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sortedrl.engine.local.cache._CALL_ELEMENTS", call_cost)  # many groups, or one
     model = tiny_model("llama-gqa")
     requests = make_requests(6, budget=12)
     long = [replace(request, prompt=[(i * 5) % VOCAB for i in range(200)]) for request in requests[4:]]
@@ -53,40 +44,36 @@ def test_lengths_far_apart_do_not_disturb_each_other(call_cost: int, monkeypatch
         assert tokens_of(serve(model, order, slots=6, path="lean")) == tokens_of(alone)
 
 
-def cost_of(runs: list[int], lengths: list[int], position_elements: int) -> int:
-    ends = list(itertools.accumulate(runs))
-    parts = [lengths[end - count : end] for end, count in zip(ends, runs, strict=True)]
+def cost_of(groups: list[int], lengths: list[int], position_elements: int) -> int:
+    ends = list(itertools.accumulate(groups))
+    parts = [lengths[end - count : end] for end, count in zip(ends, groups, strict=True)]
     return sum(len(part) * max(part) * position_elements + 16384 for part in parts)
 
 
-def test_the_longest_attend_apart_when_that_is_cheaper() -> None:
-    # Together: 16 x 500 x 64 elements. Apart: 15 x 10 x 64 + 500 x 64 and twice the 16,384 that a call is worth.
+def test_the_longest_attend_in_their_own_group_when_that_is_cheaper() -> None:
+    # One group reads 16 x 500 x 64 elements. Two read 15 x 10 x 64 + 500 x 64; each call counts as 16,384 more.
     assert split_into_groups([10] * 15 + [500], 64) == [15, 1]
     assert split_into_groups([10] * 7 + [500] + [12] * 8, 64) == [7, 1, 8]
     assert split_into_groups([30, 30, 30], 64) == [3]
-    assert split_into_groups([20, 60], 64) == [2]  # 7,680 and a call against 5,120 and two
+    assert split_into_groups([20, 60], 64) == [2]  # 7,680 and one call, against 5,120 and two calls
     assert split_into_groups([7], 64) == [1]
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_no_split_into_runs_is_cheaper(seed: int) -> None:
+def test_no_other_split_into_groups_is_cheaper(seed: int) -> None:
     lengths = [random.Random(seed * 100 + i).randrange(1, 600) for i in range(9)]
     found = split_into_groups(lengths, 64)
     assert sum(found) == 9
-    every = [
-        [len(part) for part in _cut(list(range(9)), cuts)]
+    splits = [
+        [end - start for start, end in itertools.pairwise((0, *ends, 9))]
         for count in range(9)
-        for cuts in itertools.combinations(range(1, 9), count)
+        for ends in itertools.combinations(range(1, 9), count)
     ]
-    assert len(every) == 2**8
-    assert cost_of(found, lengths, 64) == min(cost_of(runs, lengths, 64) for runs in every)
+    assert len(splits) == 2**8
+    assert cost_of(found, lengths, 64) == min(cost_of(split, lengths, 64) for split in splits)
 
 
-def _cut(items: list[int], cuts: tuple[int, ...]) -> list[list[int]]:
-    return [items[start:end] for start, end in itertools.pairwise((0, *cuts, len(items)))]
-
-
-def test_seed_and_temperature_decide() -> None:
+def test_answers_depend_on_seed_and_temperature() -> None:
     model, request = tiny_model(), make_requests(1, budget=30)[0]
     base = serve(model, [request])[0].tokens
     assert serve(model, [replace(request, seed=request.seed + 1)])[0].tokens != base
@@ -119,7 +106,7 @@ def test_samples_follow_the_models_distribution() -> None:
     ):
         expected = expected_v * len(drawn)
         observed = torch.tensor(drawn).bincount(minlength=VOCAB).double()
-        is_rare = expected < 5  # put together, since the test wants at least 5 expected in a cell
+        is_rare = expected < 5  # merged, because a chi-square test needs at least 5 expected draws per cell
         cells = torch.stack([observed, expected])
         if is_rare.any():
             cells = torch.cat([cells[:, ~is_rare], cells[:, is_rare].sum(1, keepdim=True)], 1)
@@ -142,7 +129,7 @@ def test_siblings_share_a_prefill() -> None:
     assert caller.engine.stats().prompt_tokens == len(request.prompt)
 
 
-def test_prefills_past_one_pack_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_splitting_prefills_into_packs_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model, requests = tiny_model(), make_requests(6)
     expected = tokens_of(serve(model, requests, slots=6))
     monkeypatch.setattr("sortedrl.engine.local.prefill._PACK_TOKENS", 10)
@@ -172,7 +159,7 @@ def test_a_stop_as_first_token_ends_at_the_prefill() -> None:
     assert caller.engine.stats().decode_steps == 0
 
 
-def test_all_that_end_in_one_step_come_together() -> None:
+def test_one_poll_returns_all_that_end_in_a_step() -> None:
     engine = LocalEngine(tiny_model(), slots=3, max_length=64)
     requests = [replace(r, budget=budget) for r, budget in zip(make_requests(3), (6, 9, 6), strict=True)]
     engine.submit(requests)
@@ -184,7 +171,7 @@ def test_all_that_end_in_one_step_come_together() -> None:
     assert engine.poll() == []
 
 
-def test_a_poll_past_its_time_makes_one_step() -> None:
+def test_a_poll_without_time_decodes_one_step() -> None:
     engine: Engine = LocalEngine(tiny_model(), slots=2, max_length=64)
     assert engine.poll(timeout=0) == []
     engine.submit(make_requests(2, budget=30))
@@ -194,7 +181,7 @@ def test_a_poll_past_its_time_makes_one_step() -> None:
     assert engine.stats().decoded_tokens == 2 * 4  # the first token comes from the prefill
 
 
-def test_tokens_stream_when_asked() -> None:
+def test_stream_every_delivers_tokens_early() -> None:
     model, request = tiny_model(), make_requests(1, budget=11)[0]
     engine = LocalEngine(model, slots=1, max_length=64, stream_every=4)
     engine.submit([request])
@@ -226,7 +213,7 @@ def test_interruption_returns_every_token() -> None:
     assert engine.poll() == engine.interrupt() == []
 
 
-def test_some_can_be_interrupted_while_others_go_on() -> None:
+def test_some_samples_are_interrupted_while_others_continue() -> None:
     model, requests = tiny_model(), make_requests(4, budget=30)
     expected = serve(model, requests)
     caller = make_caller(model)
@@ -267,7 +254,7 @@ def test_resumed_equals_uninterrupted(seed: int, path: str) -> None:
     assert sum(answer.num_partials for answer in caller.answers.values()) > 3
 
 
-def test_resume_of_an_answer_that_is_complete() -> None:
+def test_resuming_a_complete_answer_finishes_it() -> None:
     model, request = tiny_model(), make_requests(1, budget=10)[0]
     tokens = tuple(serve(model, [request])[0].tokens)
     stopping = Sampling(stop_tokens=(tokens[3],))
@@ -313,7 +300,7 @@ def test_memory_does_not_grow_with_interruptions() -> None:
 # Failures
 
 
-def test_what_cannot_be_served_fails_alone() -> None:
+def test_invalid_requests_fail_without_affecting_others() -> None:
     model, requests = tiny_model(), make_requests(4, budget=10)
     bad = [
         replace(requests[0], budget=60),
@@ -348,12 +335,12 @@ def test_more_requests_than_slots_are_refused() -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_broken_logits_fail_their_own_request_only(path: str) -> None:
-    model = tiny_model("qwen3")  # untied: an embedding can break without the head
+def test_non_finite_logits_fail_only_their_own_request(path: str) -> None:
+    model = tiny_model("qwen3")  # its head is not tied to the embedding, so only the embedding breaks
     requests = make_requests(4, budget=25)
     sound = serve(model, requests, path=path)
     seen = [{*request.prompt, *sound[request.sample].tokens} for request in requests]
-    # A token that some write midway and others never meet.
+    # A token that some answers contain and others do not.
     bad = next(
         t for t in range(VOCAB) if 0 < sum(t in s for s in seen) < 4 and any(t in sound[r].tokens[2:20] for r in sound)
     )
@@ -372,7 +359,7 @@ def test_broken_logits_fail_their_own_request_only(path: str) -> None:
         else:
             assert (answer.tokens, answer.error) == (before, "")
     assert 0 < sum(bool(answer.error) for answer in answers.values()) < 4
-    # Whoever gets those slots next must not meet what was left in them.
+    # The next requests in those slots must not read NaN that was left there.
     healthy = next(request for request in requests if not answers[request.sample].error)
     answers = caller.serve([replace(healthy, sample=sample) for sample in range(10, 14)])
     assert [answers[sample].tokens for sample in range(10, 14)] == [sound[healthy.sample].tokens] * 4
@@ -401,7 +388,7 @@ def test_time_and_tokens_are_counted() -> None:
     assert answers[0].slot_s == 4.0 + 1.0  # its fourth token came from the prefill, the fifth from a step
 
 
-def test_a_step_that_failed_can_be_made_again() -> None:
+def test_a_failed_step_can_be_repeated() -> None:
     model, requests = tiny_model(), make_requests(3, budget=20)
     expected = serve(model, requests)
     caller = make_caller(model)

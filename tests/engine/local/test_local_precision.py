@@ -1,4 +1,4 @@
-"""The lean decoder's copies of the weights: packed or plain, float32 or bfloat16, refreshed at publication."""
+"""The lean decoder's copies of the weights: packed or plain, float32 or bfloat16, updated at publication."""
 
 from __future__ import annotations
 
@@ -12,23 +12,34 @@ from sortedrl.engine.local.decoder_choice import choose_dtype
 from sortedrl.engine.local.engine import LocalEngine
 from sortedrl.engine.local.linear import PackedLinear, PlainLinear, make_linear
 from sortedrl.errors import ConfigError, ModelError
-from sortedrl.records import Mode
 from sortedrl.run.build.parts import build_engine
 from sortedrl.run.checkpoint import load_model
 from sortedrl.tasks.tiny import knights_tiny_path
-from tests.support.tiny_models import Caller, add_noise, make_requests, serve, source, teacher_forced, tiny_model
+from tests.support.tiny_models import (
+    Caller,
+    add_noise,
+    check_replay_equals_restart,
+    logprob_gaps,
+    make_caller,
+    make_requests,
+    serve,
+    source,
+    teacher_forced,
+    tiny_model,
+    tokens_of,
+)
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
 def packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pack matrices of any size, and search vocabularies of any size, as a large model has it."""
+    """Treat tiny models like large ones: pack all matrices, and search candidates in all vocabularies."""
     if not linear.can_pack(CPU, torch.float32):
         pytest.skip("torch was built without oneDNN")
     monkeypatch.setattr("sortedrl.engine.local.linear._PACK_ELEMENTS", 1)
     monkeypatch.setattr("sortedrl.engine.sampling.draw._MIN_CANDIDATE_VOCAB", 1)
-    monkeypatch.setattr("sortedrl.engine.sampling.draw.load_kernel", lambda: None)  # which would draw by itself
+    monkeypatch.setattr("sortedrl.engine.sampling.draw.load_kernel", lambda: None)  # otherwise the kernel would draw
 
 
 @pytest.mark.parametrize("kind", [PlainLinear, PackedLinear])
@@ -44,7 +55,7 @@ def test_products_equal_those_of_a_linear_layer(kind: type) -> None:
             torch.testing.assert_close(added, residual + expected, atol=1e-5, rtol=1e-5)
 
 
-def test_the_layout_goes_by_size() -> None:
+def test_the_layout_depends_on_the_size() -> None:
     assert isinstance(make_linear(torch.zeros(64, 192), None, torch.float32), PlainLinear)
     large = make_linear(torch.zeros(1024, 576), None, torch.float32)
     assert isinstance(large, PackedLinear if linear.can_pack(CPU, torch.float32) else PlainLinear)
@@ -52,7 +63,7 @@ def test_the_layout_goes_by_size() -> None:
 
 @pytest.mark.usefixtures("packed")
 @pytest.mark.parametrize("kind", ["llama-gqa", "qwen2", "qwen3"])
-def test_packed_weights_write_what_plain_ones_write(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_and_plain_weights_write_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, requests = tiny_model(kind), make_requests(6)
     found = serve(model, requests, path="lean")
     monkeypatch.undo()
@@ -66,60 +77,40 @@ def test_packed_weights_write_what_plain_ones_write(kind: str, monkeypatch: pyte
 def test_a_publication_reaches_the_packed_weights_and_is_counted() -> None:
     model, other, requests = tiny_model(), tiny_model(), make_requests(4)
     add_noise(other, 0.1, seed=5)
-    caller = Caller(LocalEngine(model, slots=4, max_length=256, path="lean"))
-    before = {sample: list(answer.tokens) for sample, answer in caller.serve(requests).items()}
+    caller = make_caller(model, path="lean")
+    before = tokens_of(caller.serve(requests))
     caller.answers.clear()
     caller.engine.publish(1, source(other)).wait()
     for request in requests:
         answer = caller.serve([request])[request.sample]
         assert answer.logprobs == pytest.approx(teacher_forced(other, request, answer.tokens), abs=1e-4)
-    assert {sample: answer.tokens for sample, answer in caller.answers.items()} != before
+    assert tokens_of(caller.answers) != before
     assert caller.engine.stats().extra["refreshes"] == 1
 
 
 @pytest.mark.usefixtures("packed")
-def test_replay_equals_restart_on_the_fast_path() -> None:
-    model, requests = tiny_model(), make_requests(8, budget=40)
-    caller = Caller(LocalEngine(model, slots=8, max_length=256, path="lean"))
-    caller.engine.submit(requests)
-    caller.steps(25)
-    caller.interrupt()
-    changed = tiny_model()
-    add_noise(changed, 0.01, seed=3)
-    caller.engine.publish(1, source(changed)).wait()
-    replayed = caller.serve([caller.again(request, Mode.REPLAY) for request in requests])
-    restarted = serve(changed, requests, slots=3, path="lean")
-    assert {s: a.tokens for s, a in replayed.items()} == {s: a.tokens for s, a in restarted.items()}
-    accepted = [answer.verified[-1] for answer in replayed.values() if answer.verified]
-    assert any(kept < cached for cached, kept in accepted), "new weights must reject something"
+def test_replay_equals_restart_with_packed_weights() -> None:
+    check_replay_equals_restart(path="lean")
 
 
-def test_bfloat16_is_close_and_says_that_its_replay_is_not_exact() -> None:
+def test_bfloat16_is_close_and_reports_inexact_replay() -> None:
     model, _ = load_model(knights_tiny_path())
     engine = LocalEngine(model, slots=8, max_length=128, dtype=torch.bfloat16)
     assert not engine.capabilities.exact_replay
     assert engine.stats().extra["dtype"] == "bfloat16"
     requests = make_requests(8, budget=30)
     answers = Caller(engine).serve(requests)
-    gaps = [
-        abs(ours - theirs)
-        for request in requests
-        for ours, theirs in zip(
-            answers[request.sample].logprobs,
-            teacher_forced(model, request, answers[request.sample].tokens),
-            strict=True,
-        )
-    ]
+    gaps = logprob_gaps(model, requests, answers)
     assert len(gaps) == 240
     assert 1e-5 < sum(gaps) / len(gaps) < 0.05
 
 
-def test_what_runs_on_its_own_modules_keeps_their_precision() -> None:
+def test_a_model_on_its_own_modules_keeps_their_precision() -> None:
     with pytest.raises(ModelError, match=r"engine\.dtype = auto"):
         LocalEngine(tiny_model("gpt-neox"), slots=1, max_length=32, dtype=torch.bfloat16)
 
 
-def test_precision_is_chosen_by_processor_size_and_need(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_dtype_depends_on_processor_model_size_and_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model()
     assert choose_dtype(model, "bfloat16", needs_exact_replay=True) == torch.bfloat16
     monkeypatch.setattr(decoder_choice, "has_fast_bfloat16", lambda device: False)

@@ -1,4 +1,4 @@
-"""Publications on the local engine: versions, weights taken over, and what becomes of requests in flight."""
+"""Publications on the local engine: versions, copied weights, and requests in flight."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ import torch
 from sortedrl.engine.base import Delta, InFlight, Partial, Request
 from sortedrl.engine.local.engine import LocalEngine
 from sortedrl.records import Mode
-from tests.support.tiny_models import PATHS, Caller, add_noise, make_requests, serve, source, teacher_forced, tiny_model
-
-
-def tokens_of(answers) -> dict[int, list[int]]:
-    return {sample: answer.tokens for sample, answer in answers.items()}
-
-
-def make_caller(model, slots: int = 4, **options) -> Caller:
-    return Caller(LocalEngine(model, slots=slots, max_length=256, **options))
+from tests.support.tiny_models import (
+    PATHS,
+    add_noise,
+    make_caller,
+    make_requests,
+    serve,
+    source,
+    teacher_forced,
+    tiny_model,
+    tokens_of,
+)
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_versions_are_stamped_and_weights_taken_over(path: str) -> None:
+def test_tokens_get_the_version_of_the_published_weights(path: str) -> None:
     model, requests = tiny_model(), make_requests(3, budget=20)
     other = copy.deepcopy(model)
     add_noise(other, 0.1, seed=5)
@@ -37,7 +39,7 @@ def test_versions_are_stamped_and_weights_taken_over(path: str) -> None:
     assert tokens_of(caller.answers) == tokens_of(expected)
 
 
-def test_publication_keeps_tied_weights_tied_and_apart_from_the_source() -> None:
+def test_published_weights_stay_tied_and_are_a_copy() -> None:
     model, other = tiny_model(), tiny_model(seed=4)
     engine = LocalEngine(model, slots=1, max_length=64)
     engine.publish(1, source(other))
@@ -48,7 +50,7 @@ def test_publication_keeps_tied_weights_tied_and_apart_from_the_source() -> None
 
 
 @pytest.mark.parametrize("path", PATHS[:2])
-def test_copied_weights_change_at_publication_only(path: str) -> None:
+def test_copied_weights_change_only_at_publication(path: str) -> None:
     model, requests = tiny_model(), make_requests(3, budget=20)
     caller = make_caller(model, path=path)
     before = copy.deepcopy(tokens_of(caller.serve(requests)))
@@ -58,7 +60,7 @@ def test_copied_weights_change_at_publication_only(path: str) -> None:
     assert tokens_of(caller.serve(requests)) == tokens_of(serve(model, requests)) != before
 
 
-def test_abort_wants_an_idle_engine() -> None:
+def test_abort_needs_an_idle_engine() -> None:
     model = tiny_model()
     engine = LocalEngine(model, slots=1, max_length=64)
     engine.submit(make_requests(1))
@@ -74,7 +76,7 @@ def test_publication_in_flight(in_flight: InFlight, path: str) -> None:
     caller = make_caller(model, slots=5, path=path)
     caller.engine.submit(requests[:3])
     caller.steps(9)
-    caller.engine.submit(requests[3:])  # waits for its prefill across the publication
+    caller.engine.submit(requests[3:])  # its prefill happens after the publication
     add_noise(model, 0.05, seed=3)
     caller.engine.publish(2, source(model), in_flight).wait()
     answers = caller.serve([])
@@ -94,7 +96,7 @@ def test_publication_in_flight(in_flight: InFlight, path: str) -> None:
 
 
 def serve_resumed(model, request: Request) -> list[int]:
-    """The tokens behind the cached ones, by an engine that never saw other weights."""
+    """The tokens after the cached ones, by an engine that has only these weights."""
     engine = LocalEngine(model, slots=1, max_length=64)
     engine.submit([request])
     (delta,) = (event for event in engine.poll() if isinstance(event, Delta))

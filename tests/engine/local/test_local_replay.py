@@ -1,8 +1,9 @@
-"""Replay on the local engine: token for token what a restart writes under the new weights, whatever changed."""
+"""Replay on the local engine: it writes token for token what a restart under the new weights writes."""
 
 from __future__ import annotations
 
 import copy
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -26,7 +27,7 @@ from tests.support.tiny_models import (
 
 
 def train(model, steps: int, *, lr: float) -> None:
-    """Real updates: AdamW on random text."""
+    """Train with AdamW on random text."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     generator = torch.Generator().manual_seed(0)
     model.train()
@@ -65,7 +66,7 @@ def test_replay_equals_restart(change: str, path: str) -> None:
     caller.engine.submit(requests)
     caller.steps(40)
     caller.interrupt()
-    held = {sample: list(answer.tokens) for sample, answer in caller.answers.items()}
+    before = {sample: list(answer.tokens) for sample, answer in caller.answers.items()}
     CHANGES[change](model)
     caller.engine.publish(1, source(model))
     restarted = serve(model, requests, slots=6, path=path)
@@ -74,11 +75,11 @@ def test_replay_equals_restart(change: str, path: str) -> None:
     for request in requests:
         answer, expected = replayed[request.sample], restarted[request.sample]
         assert answer.tokens == expected.tokens
-        close = 0.0 if path == "native" else 1e-4  # the kernel prefills as it decodes, to the last bit
+        close = 0.0 if path == "native" else 1e-4  # the kernel's prefill equals its decoding, to the last bit
         assert answer.logprobs == pytest.approx(expected.logprobs, abs=close, rel=0.0)
         assert answer.logprobs == pytest.approx(teacher_forced(model, request, answer.tokens), abs=1e-4)
         assert set(answer.versions) == {1}
-        accepted = common_prefix(held[request.sample], expected.tokens)
+        accepted = common_prefix(before[request.sample], expected.tokens)
         assert answer.verified == [(41, accepted)]
         kept += accepted
     assert kept == 6 * 41 if change == "none" else 0 < kept < 6 * 41
@@ -106,7 +107,8 @@ def test_events_of_a_replay() -> None:
     model, request = tiny_model(), make_requests(1, budget=20)[0]
     tokens = serve(model, [request])[0].tokens
     wrong = (tokens[8] + 1) % VOCAB
-    engine = LocalEngine(model, slots=1, max_length=64)
+    ticks = itertools.count()
+    engine = LocalEngine(model, slots=1, max_length=64, clock=lambda: float(next(ticks)))
     engine.submit([request])
     engine.poll()
     engine.submit([replace(request, attempt=2, mode=Mode.REPLAY, cached=[*tokens[:8], wrong, *tokens[9:12]])])
@@ -117,12 +119,12 @@ def test_events_of_a_replay() -> None:
     assert (checked.start, checked.tokens, checked.slot_s) == (0, tokens[:9], 0.0)
     assert isinstance(decoded, Delta)
     assert (decoded.start, decoded.tokens) == (9, tokens[9:])
-    assert decoded.slot_s > 0
+    assert decoded.slot_s == 11.0  # a step takes one tick of this clock
     assert isinstance(finished, Finished)
 
 
 @pytest.mark.parametrize("ending", ["stop", "length"])
-def test_a_finished_answer_that_stands_is_not_decoded(ending: str) -> None:
+def test_a_finished_answer_that_is_fully_verified_is_not_decoded(ending: str) -> None:
     model, request = tiny_model(), make_requests(1, budget=20)[0]
     tokens = serve(model, [request])[0].tokens
     if ending == "stop":
@@ -139,7 +141,7 @@ def test_a_finished_answer_that_stands_is_not_decoded(ending: str) -> None:
     assert caller.engine.stats().running == 0
 
 
-def test_a_finished_answer_that_changes_goes_on() -> None:
+def test_a_finished_answer_that_is_rejected_continues() -> None:
     model, requests = tiny_model(), make_requests(6, budget=25, sampling=Sampling(stop_tokens=(3,)))
     caller = Caller(LocalEngine(model, slots=6, max_length=64))
     before = copy.deepcopy(caller.serve(requests))
@@ -153,7 +155,7 @@ def test_a_finished_answer_that_changes_goes_on() -> None:
     assert {answer.reason for answer in before.values()} == {FinishReason.STOP, FinishReason.LENGTH}
 
 
-def test_cached_tokens_past_budget_or_stop_are_cut() -> None:
+def test_cached_tokens_past_budget_or_stop_are_dropped() -> None:
     model, request = tiny_model(), make_requests(1, budget=20)[0]
     tokens = serve(model, [request])[0].tokens
     stop = tokens[5]
@@ -208,7 +210,7 @@ def test_replays_resumes_and_fresh_starts_share_a_prefill() -> None:
         assert answer.tokens == expected[sample].tokens
 
 
-def test_tolerance_keeps_tokens_that_are_nearly_best() -> None:
+def test_tolerance_keeps_tokens_with_nearly_the_best_score() -> None:
     model, request = tiny_model(), make_requests(1, budget=40)[0]
     tokens = serve(model, [request])[0].tokens
     add_noise(model, 0.02, seed=11)
@@ -224,7 +226,7 @@ def test_tolerance_keeps_tokens_that_are_nearly_best() -> None:
     assert accepted[0] == common_prefix(tokens, serve(model, [request])[0].tokens) < accepted[-1] == 40
 
 
-def test_the_tolerance_is_a_gap_of_perturbed_scores() -> None:
+def test_tolerance_is_a_difference_of_logit_plus_noise() -> None:
     model, request = tiny_model(), make_requests(1, budget=1)[0]
     with torch.no_grad():
         logits = model(torch.tensor([request.prompt])).logits[0, -1].tolist()
@@ -236,7 +238,7 @@ def test_the_tolerance_is_a_gap_of_perturbed_scores() -> None:
         assert serve(model, [replay])[0].tokens == [expected]
 
 
-def test_broken_logits_fail_a_replay() -> None:
+def test_non_finite_logits_fail_a_replay() -> None:
     model, requests = tiny_model("qwen3"), make_requests(2, budget=12)
     before = serve(model, requests)
     bad = next(token for token in before[0].tokens[:8] if token not in {*requests[1].prompt, *before[1].tokens})

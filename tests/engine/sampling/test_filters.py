@@ -1,4 +1,4 @@
-"""Top-k, top-p, min-p and stop strings: which tokens stay, and the log-probs of what is left."""
+"""Top-k, top-p, min-p and stop strings: which tokens stay, and their log-probs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_filters_equal_those_of_transformers() -> None:
         assert torch.equal(filter_logits(logits, [sampling] * 6), warper(None, logits))
 
 
-def test_rows_are_filtered_by_themselves() -> None:
+def test_each_row_has_its_own_filters() -> None:
     logits = LOGITS.repeat(2, 1)
     shaped = shape_logits(logits, [Sampling(temperature=0.5), Sampling(temperature=2.0, top_k=1)])
     assert torch.equal(shaped[0], logits[0] / 0.5)
@@ -60,7 +60,7 @@ def test_rows_are_filtered_by_themselves() -> None:
     assert shape_logits(logits, [Sampling()] * 2) is logits
 
 
-def test_logprobs_are_of_the_distribution_drawn_from() -> None:
+def test_logprobs_belong_to_the_filtered_distribution() -> None:
     model = tiny_model()
     sampling = Sampling(temperature=0.8, top_k=4, top_p=0.9)
     requests = make_requests(5, sampling=sampling)
@@ -91,7 +91,7 @@ def test_a_stop_string_ends_the_answer_with_the_token_that_completes_it() -> Non
     stopping = replace(request, sampling=Sampling(stop_strings=("no such text", stop)))
     answer = serve(model, [stopping], decode=letters)[0]
     assert (answer.tokens, answer.reason) == (free.tokens[:end], FinishReason.STOP)
-    for mode in (Mode.RESUME, Mode.REPLAY):  # the border falls inside the string
+    for mode in (Mode.RESUME, Mode.REPLAY):  # the interruption falls inside the stop string
         caller = Caller(LocalEngine(model, slots=1, max_length=256, decode=letters))
         caller.engine.submit([stopping])
         caller.steps(end - 2)
@@ -105,7 +105,7 @@ def test_stop_strings_without_a_tokenizer_fail_their_request() -> None:
     request = make_requests(1, sampling=Sampling(stop_strings=("x",)))[0]
     answer = serve(tiny_model(), [request])[0]
     assert "decode=tokenizer.decode" in answer.error
-    assert VOCAB <= 26, "letters must do for all tokens"
+    assert VOCAB <= 26, "every token needs its own letter"
 
 
 def test_the_configuration_reaches_the_engine() -> None:

@@ -1,4 +1,4 @@
-"""The noise scheme: committed vectors, the two implementations, and its statistics."""
+"""The noise scheme: fixed expected values, agreement of its implementations, and its statistics."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from sortedrl.engine.sampling import noise
-from sortedrl.engine.sampling.noise import MAX_NOISE, MIN_NOISE, gumbel, gumbel_scalar, seed_tensor
+from sortedrl.engine.sampling.noise import gumbel, gumbel_scalar, seed_tensor
 from sortedrl.records import sample_seed
 
-# (seed, position, token, noise): never to be changed under this name of the scheme.
+# (seed, position, token, noise). These values must not change unless the scheme gets a new name.
 VECTORS: list[tuple[int, int, int, float]] = [
     (0, 0, 0, 0.8509171605),
     (0, 0, 1, 1.0357928276),
@@ -24,8 +24,12 @@ VECTORS: list[tuple[int, int, int, float]] = [
 ]
 
 
+MAX_NOISE = 22.873858  # 33 log 2, rounded up; draw.h relies on it
+MIN_NOISE = -3.129995  # -log(33 log 2), rounded down
+
+
 def uniforms(noise_bv: torch.Tensor) -> torch.Tensor:
-    """Back from Gumbel to uniform numbers."""
+    """The uniform numbers that the noise was computed from."""
     return torch.exp(-torch.exp(-noise_bv.double()))
 
 
@@ -51,7 +55,7 @@ def test_torch_equals_the_scalar_definition() -> None:
     drawn_bv = gumbel(seed_tensor(seeds), torch.tensor(positions), tokens)
     for row, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
         for column, token in enumerate(tokens.tolist()):
-            # Logarithms of two libraries may differ in the last bit, and so round apart in float32.
+            # Logarithms of two libraries may differ in the last bit, and then round differently in float32.
             assert drawn_bv[row, column].item() == pytest.approx(gumbel_scalar(seed, position, token), rel=2.4e-7)
 
 

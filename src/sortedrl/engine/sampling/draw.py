@@ -182,8 +182,8 @@ class CandidateSampler:
         pass
 
     def choose(self, scaled_bv: torch.Tensor, draws: Callable[[], list[Draw]]) -> Choice:
-        tokens_b, logprobs_b = self._draw(scaled_bv, draws())
-        return _choice(tokens_b, _at(scaled_bv, tokens_b) - logprobs_b)
+        tokens_b, normalizer_b = self._draw(scaled_bv, draws())
+        return _choice(tokens_b, _at(scaled_bv, tokens_b) - normalizer_b)
 
     def verify(
         self, scaled_rv: torch.Tensor, draws: Sequence[Draw], cached: Sequence[int], tolerances: Sequence[float]
@@ -203,17 +203,15 @@ class CandidateSampler:
 
     def _draw(self, scaled_rv: torch.Tensor, draws: Sequence[Draw]) -> tuple[torch.Tensor, torch.Tensor]:
         """Drawn tokens, and the logsumexp of their rows."""
-        seeds_r = seed_tensor([draw.seed for draw in draws])
-        tokens_r, normalizer_r = self._search.draw(scaled_rv, seeds_r, torch.tensor([draw.position for draw in draws]))
-        for row, draw in enumerate(draws):
-            if draw.sampling.temperature == 0:
-                tokens_r[row] = int(scaled_rv[row].numpy().argmax())  # numpy is several times as fast as torch here
+        seeds_r, positions_r, is_random_r = _columns(draws)
+        tokens_r, normalizer_r = self._search.draw(scaled_rv, seeds_r, positions_r)
+        for row in (is_random_r == 0).nonzero().flatten().tolist():
+            tokens_r[row] = int(scaled_rv[row].numpy().argmax())  # numpy is several times as fast as torch here
         return tokens_r, normalizer_r
 
     def _scores(self, scaled_rv: torch.Tensor, draws: Sequence[Draw], tokens_r: torch.Tensor) -> torch.Tensor:
-        seeds_r = seed_tensor([draw.seed for draw in draws])
-        noise_r = gumbel(seeds_r, torch.tensor([draw.position for draw in draws]), tokens_r.unsqueeze(1)).squeeze(1)
-        is_random_r = torch.tensor([draw.sampling.temperature > 0 for draw in draws])
+        seeds_r, positions_r, is_random_r = _columns(draws)
+        noise_r = gumbel(seeds_r, positions_r, tokens_r.unsqueeze(1)).squeeze(1)
         return _at(scaled_rv, tokens_r) + noise_r * is_random_r
 
 

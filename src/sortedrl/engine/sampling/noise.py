@@ -7,7 +7,7 @@ new name.
 All integers are 64-bit and wrap around. With mix(x) the finaliser of splitmix64 and G its increment,
     row  = mix(mix(seed) + G * (position + 1))        position: index in the answer, from 0
     bits = mix(row + G * (token + 1)) >> 32           32 uniform bits
-    u    = (bits + 0.5) / 2**32                       in (0, 1), exact in float64
+    u    = (bits + 0.5) / 2**32                       in [2**-33, 1 - 2**-33], exact in float64
     g    = -log(-log(u))                              in float64, then rounded to float32
 The token with the largest logits / temperature + g is then a draw from softmax(logits / temperature).
 
@@ -26,11 +26,6 @@ if TYPE_CHECKING:
     import torch
 
 SCHEME = "gumbel-splitmix64-v1"
-
-# u lies in [2**-33, 1 - 2**-33]. So a token whose scaled logit is more than MAX_NOISE - MIN_NOISE below the largest one
-# is never drawn, and a token whose logit is more than MAX_NOISE below another token's logit + noise cannot beat it.
-MAX_NOISE = 22.873858  # 33 log 2, rounded up
-MIN_NOISE = -3.129995  # -log(33 log 2), rounded down
 
 # Numbers per chunk: as many as fit in a processor's cache. Twenty passes over larger chunks take twice the time.
 _CHUNK = 1 << 16
