@@ -35,8 +35,8 @@ from sortedrl.run.build.parts import build_run
 from sortedrl.telemetry.events import ignore
 
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.toml"
-IS_LEAN = pack.is_lean
-WAYS = {"modules": lambda model, layout: False, "compiled": IS_LEAN}
+CAN_USE_COMPILED_LAYERS = pack.can_use_compiled_layers
+WAYS = {"modules": lambda model, layout: False, "compiled": CAN_USE_COMPILED_LAYERS}
 STILL = "learner.lr=1e-12"
 
 
@@ -82,7 +82,7 @@ def measure(model: Any, batches: Sequence[Batch], rounds: int, strategy: str) ->
     metrics: dict[str, dict[str, float]] = {}
     for number in track(range(rounds + 1), strategy, console=Console(stderr=True)):
         for name, way in WAYS.items():
-            pack.is_lean = way
+            pack.can_use_compiled_layers = way
             found = cpu_ms(learner, batches)
             metrics[name] = learner.start(batches[0]).result().metrics
             if number:  # the first is a warm-up
@@ -106,7 +106,7 @@ def told_by_profiler(model: Any, batches: Sequence[Batch]) -> str:
     learner = build_learner(SortedConfig.load(QUICKSTART, [STILL]), model)
     texts: list[str] = []
     for name, way in WAYS.items():
-        pack.is_lean = way
+        pack.can_use_compiled_layers = way
         cpu_ms(learner, batches)
         with profile(activities=[ProfilerActivity.CPU]) as found:
             cpu_ms(learner, batches)

@@ -43,3 +43,9 @@ class LearnerError(SortedRLError, RuntimeError):
 
 class RewardError(SortedRLError, RuntimeError):
     """A reward function that cannot be used."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or the name of its type if it has no message."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

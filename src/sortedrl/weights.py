@@ -1,13 +1,13 @@
-"""Where engines get weights from.
+"""The weights that a learner hands to engines.
 
-A learner hands out a `ModuleWeights` as its `source`; an engine's `publish` reads `.module`. An engine that was built
-on that very module has nothing to copy. A learner that goes on training while engines read hands out a snapshot
-instead, which nobody writes to.
+A learner's `source` is a `ModuleWeights`, and an engine's `publish` reads its `.module`. An engine that was built on
+that module has nothing to copy. A learner that trains while engines read returns a snapshot instead, which never
+changes.
 
-A model with adapters (peft) is trained as it is and sampled from merged weights: `.module` is then a plain copy of the
-model, into which base weights plus adapters are written anew whenever it is asked for. Base and adapters stay as they
-are: merging in place and taking it back would leave rounding behind. An engine that takes adapters as they are reads
-`.adapter` instead, and nothing is merged for it.
+A model with adapters (peft) is trained with them, but engines sample from merged weights: `.module` is a plain copy of
+the model, and each read of `.module` writes base plus adapters into it. Base and adapters are not merged in place,
+because undoing that would leave rounding errors. An engine that supports adapters reads `.adapter` instead, and then
+nothing is merged.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ModuleWeights:
 
     @property
     def module(self) -> nn.Module:
-        """A plain module with the weights as they are at this moment; the same object at every call."""
+        """A plain module with the current weights; the same object at every call."""
         if not is_adapted(self._trained):
             return self._trained
         if self._merged is not None:
@@ -47,11 +47,11 @@ class ModuleWeights:
 
     @property
     def adapter(self) -> dict[str, Tensor] | None:
-        """The adapters alone, as they are at this moment, by the names that peft saves them under; None without any."""
+        """The current adapters, by the names under which peft saves them, or None if the model has none."""
         return adapter_tensors(self._trained) if is_adapted(self._trained) else self._adapter
 
     def snapshot(self) -> ModuleWeights:
-        """A copy that later updates of the module do not reach: no gradients, tied weights still tied."""
+        """A copy that later updates do not change. It has no gradients, and tied weights stay tied."""
         if is_adapted(self._trained):
             adapter = {name: tensor.clone() for name, tensor in adapter_tensors(self._trained).items()}
             return ModuleWeights(merged_copy(self._trained), adapter)
@@ -59,14 +59,16 @@ class ModuleWeights:
 
 
 def is_adapted(model: object) -> bool:
-    """Whether a model is one of peft's, which then has been imported."""
+    """Whether a model is a peft model. If peft was not imported, it is not."""
     peft: Any = sys.modules.get("peft")
     return peft is not None and isinstance(model, peft.PeftModel)
 
 
 def adapter_tensors(model: Any) -> dict[str, Tensor]:
-    """The adapters of one of peft's models, not copied, by the names that it saves them under; none if it uses several
-    sets of them at once."""
+    """The adapters of a peft model, not copied, by the names under which peft saves them.
+
+    The result is empty if the model has several active adapters.
+    """
     if len(model.active_adapters) != 1:
         return {}
     read = import_module("peft").get_peft_model_state_dict
@@ -75,17 +77,17 @@ def adapter_tensors(model: Any) -> dict[str, Tensor]:
 
 
 def base_copy(model: Any) -> Any:
-    """The plain model that adapters stand on, without them."""
+    """A copy of the base model without the adapters: no gradients, in eval mode."""
     return copy.deepcopy(model).unload().requires_grad_(False).eval()
 
 
 def merged_copy(model: Any) -> Any:
-    """A plain model with the weights of base and adapters together: no gradients, in eval mode."""
+    """A plain model with the merged weights of base and adapters: no gradients, in eval mode."""
     return copy.deepcopy(model).merge_and_unload().requires_grad_(False).eval()
 
 
 def merge_into(model: Any, target: nn.Module) -> None:
-    """Write the weights of base and adapters together into a plain copy of the model, in place."""
+    """Write the merged weights of base and adapters into `target`, a plain copy of the model."""
     import torch
 
     tuner_layer: type = import_module("peft.tuners.tuners_utils").BaseTunerLayer
@@ -95,20 +97,20 @@ def merge_into(model: Any, target: nn.Module) -> None:
         for name, layer in model.get_base_model().named_modules():
             if not isinstance(layer, (tuner_layer, wrapper)) or (done and name.startswith(done)):
                 continue
-            done = f"{name}."  # what it consists of goes with it
-            aside: Any = copy.deepcopy(layer)  # one layer at a time: the model is not there twice
+            done = f"{name}."  # its submodules are merged with it
+            layer_copy: Any = copy.deepcopy(layer)  # one layer at a time, so that memory never holds a second model
             if isinstance(layer, tuner_layer):
-                aside.merge()
-                merged = aside.get_base_layer()
+                layer_copy.merge()
+                merged = layer_copy.get_base_layer()
             else:
-                merged = aside.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
+                merged = layer_copy.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
             written = dict(target.get_submodule(name).named_parameters())
             for key, parameter in merged.named_parameters():
                 written[key].copy_(parameter)
 
 
 def array_of(tensor: Tensor) -> Any:
-    """A tensor as an array that processes can share; a half-precision one as bits, since numpy knows no bfloat16."""
+    """A tensor as a numpy array that processes can share; bfloat16 as int16 bits, because numpy has no bfloat16."""
     import torch
 
     plain = tensor.detach().cpu().contiguous()
@@ -116,7 +118,7 @@ def array_of(tensor: Tensor) -> Any:
 
 
 def tensor_of(array: Any, *, is_floating: bool) -> Tensor:
-    """The tensor that `array_of` was given, in the array's memory: not to be written to."""
+    """The tensor that `array_of` was given. It shares the array's memory: do not write to it."""
     import torch
 
     with warnings.catch_warnings():
@@ -127,12 +129,12 @@ def tensor_of(array: Any, *, is_floating: bool) -> Tensor:
 
 
 def arrays_of(module: nn.Module) -> dict[str, Any]:
-    """The weights as arrays that processes can share."""
+    """A module's weights as arrays that processes can share."""
     return {name: array_of(tensor) for name, tensor in module.state_dict().items()}
 
 
 def load_arrays(arrays: Mapping[str, Any], module: nn.Module) -> ModuleWeights:
-    """Write such arrays into a module of the same shape, in place."""
+    """Write the arrays of `arrays_of` into a module of the same shape, in place."""
     import torch
 
     with torch.no_grad():

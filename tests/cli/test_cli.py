@@ -230,9 +230,9 @@ BAD_INPUT = {
     "unknown strategy": ([*TRAIN, "schedule.strategy=sortd"], ["schedule.strategy", "'sortd'", "sorted-replay"]),
     "unknown task": ([*TRAIN, "task.name=chess"], ["'chess'", "the tasks are knights"]),
     "people": ([*TRAIN, "task.people={ 9 = 1 }"], ["task.people", "from 2 to 5"]),
-    "no such model": ([*TRAIN, "model.path=nowhere"], ["'nowhere' is no folder", "knights-tiny"]),
-    "model is a file": ([*TRAIN, "model.path=file"], ["'file' is no folder", "from_pretrained"]),
-    "model folder is empty": ([*TRAIN, "model.path=empty"], ["empty is no model folder", "config.json is missing"]),
+    "no such model": ([*TRAIN, "model.path=nowhere"], ["'nowhere' is not a folder", "knights-tiny"]),
+    "model is a file": ([*TRAIN, "model.path=file"], ["'file' is not a folder", "from_pretrained"]),
+    "model folder is empty": ([*TRAIN, "model.path=empty"], ["empty is not a model folder", "config.json is missing"]),
     "model without weights": ([*TRAIN, "model.path=config-only"], ["config-only has no weights", "save the weights"]),
     "model is garbage": ([*TRAIN, "model.path=garbage"], ["in garbage cannot be loaded"]),
     "budget beyond the model": (
@@ -266,7 +266,7 @@ BAD_INPUT = {
     "report of an empty folder": (["report", "empty"], ["empty"]),
     "sft into a file": (
         ["sft", "file", "--steps", "1", "--json"],
-        ["cannot write the model folder file", "name another"],
+        ["cannot write the model folder file", "choose another"],
     ),
 }
 

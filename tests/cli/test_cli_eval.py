@@ -30,7 +30,7 @@ def test_eval_prints_one_json_object_or_a_table(call: Any, tmp_path: Path) -> No
     ("arguments", "message"),
     [
         (["knights-tiny", "--suite", "gms8k"], "did you mean gsm8k"),
-        (["nowhere", "--suite", "knights"], "is no folder"),
+        (["nowhere", "--suite", "knights"], "is not a folder"),
         (["knights-tiny", "--suite", "gsm8k", "--data", "."], "has no suite gsm8k: put gsm8k there"),
         (["knights-tiny", "--suite", "knights", "--max-tokens", "5000"], "lower --max-tokens"),
         (["knights-tiny", *SMALL, "--engine", "warp"], "engine.kind"),

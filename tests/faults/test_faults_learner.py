@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from sortedrl.learner import logprobs as head
-from sortedrl.learner.torch import TorchLearner, is_out_of_memory
+from sortedrl.learner import logprobs
+from sortedrl.learner.memory import is_out_of_memory
+from sortedrl.learner.torch import TorchLearner
 from sortedrl.records import Batch, FinishReason, Prompt, Sample, Segment
-from tests.learner.test_torch_learner import Settings
 from tests.support.forked_process import ForkedProcess
+from tests.support.learners import Settings
 
 M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 VOCABULARY = 4096  # logits of n answer tokens take n x 16 KiB, several times over: they are what does not fit
@@ -121,7 +122,7 @@ def run_case(name: str, folder: Path) -> Done:
 
 def train_with_little_memory(name: str) -> None:
     logging.basicConfig(format="%(message)s")
-    head.WHOLE_ELEMENTS = 1 << 40  # logits in pieces would fit
+    logprobs.WHOLE_ELEMENTS = 1 << 40  # logits in pieces would fit
     Path("result.json").write_text(json.dumps(train(**CASES[name])))
 
 

@@ -23,14 +23,15 @@ from sortedrl.learner.pack import pack, packed_attention, packed_logits
 from sortedrl.learner.torch import TorchLearner
 from sortedrl.learner.update_metrics import effective_share
 from sortedrl.records import Batch, FinishReason, Segment
-from tests.learner.test_advantage import estimator_of, make
-from tests.learner.test_torch_learner import (
+from tests.support.learners import (
     Settings,
+    advantage_estimator,
     assert_same,
     caught_gradients,
     logprobs_of,
     make_batch,
     make_model,
+    rewarded_samples,
     weights,
 )
 
@@ -101,14 +102,14 @@ CENTRED = [0.75, -0.25, -0.25, -0.25, -1, 1]
     ],
 )
 def test_advantages_by_hand(algorithm: str, expected: list[float]) -> None:
-    samples = make([1, 0, 0, 0, 5, 7], prompts=["a", "a", "a", "a", "b", "b"])
-    assert estimator_of(algorithm).estimate(samples)[0] == pytest.approx(expected, rel=1e-5)
+    samples = rewarded_samples([1, 0, 0, 0, 5, 7], prompts=["a", "a", "a", "a", "b", "b"])
+    assert advantage_estimator(algorithm).estimate(samples)[0] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("algorithm", ["dr_grpo", "rloo", "reinforce++-baseline"])
 def test_flat_groups_and_single_samples_give_exactly_nothing(algorithm: str) -> None:
-    samples = make([0.1, 0.1, 0.1, 3], prompts=["a", "a", "a", "alone"])
-    assert estimator_of(algorithm).estimate(samples)[0] == [0, 0, 0, 0]
+    samples = rewarded_samples([0.1, 0.1, 0.1, 3], prompts=["a", "a", "a", "alone"])
+    assert advantage_estimator(algorithm).estimate(samples)[0] == [0, 0, 0, 0]
 
 
 def test_overlong_penalty_by_hand() -> None:
@@ -206,7 +207,7 @@ def test_untruncated_weights_give_the_plain_gradient_times_the_weights() -> None
     # At the first step the policy is that of the start: what is left is the weight of the whole sample.
     model = make_model()
     batch = make_batch(model, off_policy=0.3)
-    advantages, _ = estimator_of("dr_grpo").estimate(batch.samples)
+    advantages, _ = advantage_estimator("dr_grpo").estimate(batch.samples)
     products = []
     for sample in batch.samples:
         with torch.no_grad():
@@ -358,8 +359,7 @@ def test_the_reference_of_a_resumed_run_is_the_initial_model() -> None:
 
 def test_a_batch_that_stops_the_run_is_saved(tmp_path: Path) -> None:
     model = make_model()
-    learner = TorchLearner(model, Settings(inner_epochs=3), temperature=1.0)
-    learner.inspect_dir = tmp_path / "run"
+    learner = TorchLearner(model, Settings(inner_epochs=3), temperature=1.0, inspect_dir=tmp_path / "run")
     batch = make_batch(model)
     batch.samples[1].segments[0].logprobs[2] = math.nan
     with pytest.raises(LearnerError, match="rejected-0"):
@@ -375,9 +375,8 @@ def test_a_batch_that_stops_the_run_is_saved(tmp_path: Path) -> None:
 
 def test_a_batch_that_cannot_be_saved_still_stops_the_run(tmp_path: Path) -> None:
     model = make_model()
-    learner = TorchLearner(model, Settings(inner_epochs=3), temperature=1.0)
     (tmp_path / "file").write_text("")
-    learner.inspect_dir = tmp_path / "file"
+    learner = TorchLearner(model, Settings(inner_epochs=3), temperature=1.0, inspect_dir=tmp_path / "file")
     batch = make_batch(model)
     batch.samples[1].segments[0].logprobs[2] = math.nan
     with pytest.raises(LearnerError, match="in a row"):
@@ -390,8 +389,9 @@ def test_defaults_take_the_plain_step_bit_by_bit(algorithm: str) -> None:
     batch = make_batch(model, off_policy=0.4)
     TorchLearner(model, Settings(algorithm=algorithm), temperature=1.0).start(batch)
 
-    advantages, _ = estimator_of(algorithm).estimate(batch.samples)
-    (micro,) = pack(batch.samples, advantages, 16384)
+    advantages, _ = advantage_estimator(algorithm).estimate(batch.samples)
+    (micro,) = pack(batch.samples, range(len(batch.samples)), 16384)
+    advantages_a = torch.tensor(advantages)[micro.sample_a]
     groups = [[p for p in plain.parameters() if (p.ndim >= 2) is is_matrix] for is_matrix in (True, False)]
     optimizer = torch.optim.AdamW(
         [{"params": group, "weight_decay": 0.0} for group in groups], lr=1e-2, betas=(0.9, 0.95), fused=True
@@ -400,7 +400,7 @@ def test_defaults_take_the_plain_step_bit_by_bit(algorithm: str) -> None:
         logprobs_a, _ = answer_logprobs(packed_logits(plain, micro), micro.targets_a, 1.0)
         ratio_a = (logprobs_a - micro.behaviour_a).clamp(-20, 20).exp()
         clipped_a = ratio_a.clamp(1 - 0.2, 1 + 0.28)
-        least_a = torch.minimum(ratio_a * micro.mark_a, clipped_a * micro.mark_a)
+        least_a = torch.minimum(ratio_a * advantages_a, clipped_a * advantages_a)
         (-least_a.sum() / sum(LENGTHS)).backward()
     torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
     optimizer.step()

@@ -14,7 +14,7 @@ from sortedrl.learner.torch import TorchLearner
 from sortedrl.records import Sample
 from sortedrl.run.checkpoint import Checkpoints, load_model
 from sortedrl.trainer import SortedTrainer
-from tests.learner.test_torch_learner import Settings, logprobs_of, make_batch, make_model, weights
+from tests.support.learners import Settings, logprobs_of, make_batch, make_model, weights
 from tests.support.tiny_models import tiny_model
 
 

@@ -15,8 +15,8 @@ from sortedrl.learner import native_layers as layers
 from sortedrl.learner import pack as packing
 from sortedrl.learner.pack import MicroBatch, pack
 from sortedrl.learner.torch import TorchLearner
-from tests.learner.test_pack import ADVANTAGES, MIXED, assert_same, make, weigh
-from tests.learner.test_torch_learner import Settings, make_batch, make_model, weights
+from tests.support.learners import Settings, assert_same, make_batch, make_model, weights
+from tests.support.packed_samples import MIXED, packed_gradients, samples_of
 from tests.support.tiny_models import needs_compiler, tiny_model
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
@@ -31,11 +31,11 @@ ALONE = [(number, 1, length) for number, length in enumerate((1, 2, 15, 16, 17, 
 
 
 def by_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "is_lean", lambda model, layout: False)
+    monkeypatch.setattr(packing, "can_use_compiled_layers", lambda model, layout: False)
 
 
 def micro_of(lengths: list[tuple[int, int, int]]) -> MicroBatch:
-    (micro,) = pack(make(lengths), ADVANTAGES[: len(lengths)], 1000)
+    (micro,) = pack(samples_of(lengths), range(len(lengths)), 1000)
     return micro
 
 
@@ -46,10 +46,10 @@ def test_it_gives_the_log_probs_and_gradients_of_the_modules(
     shape: str, lengths: list[tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, micro = tiny_model("llama", **SHAPES[shape]), micro_of(lengths)
-    assert llama.is_lean(model, micro.layout)
-    ours_a, ours = weigh(model, [micro])
+    assert llama.can_use_compiled_layers(model, micro.layout)
+    ours_a, ours = packed_gradients(model, [micro])
     by_modules(monkeypatch)
-    theirs_a, theirs = weigh(model, [micro])
+    theirs_a, theirs = packed_gradients(model, [micro])
     torch.testing.assert_close(ours_a, theirs_a, rtol=1e-5, atol=1e-5)
     assert_same(ours, theirs, 1e-5)
     assert float((ours["model.norm.weight"] - theirs["model.norm.weight"]).abs().max()) > 0  # it is another way
@@ -58,9 +58,9 @@ def test_it_gives_the_log_probs_and_gradients_of_the_modules(
 @needs_compiler
 def test_a_row_of_many_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     model, micro = tiny_model("llama-gqa"), micro_of([(0, 30, 400), (1, 5, 131)])
-    ours_a, ours = weigh(model, [micro])
+    ours_a, ours = packed_gradients(model, [micro])
     by_modules(monkeypatch)
-    theirs_a, theirs = weigh(model, [micro])
+    theirs_a, theirs = packed_gradients(model, [micro])
     torch.testing.assert_close(ours_a, theirs_a, rtol=1e-5, atol=1e-4)
     assert_same(ours, theirs, 1e-5)
 
@@ -70,9 +70,9 @@ def test_weights_that_are_not_trained_get_no_gradient(monkeypatch: pytest.Monkey
     model, micro = tiny_model("llama-gqa"), micro_of(MIXED)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("mlp.up" in name or "layers.1.self_attn.k" in name)
-    _, ours = weigh(model, [micro])
+    _, ours = packed_gradients(model, [micro])
     by_modules(monkeypatch)
-    _, theirs = weigh(model, [micro])
+    _, theirs = packed_gradients(model, [micro])
     assert len(ours) == 3
     assert_same(ours, theirs, 1e-5)
 
@@ -103,7 +103,7 @@ def test_which_models_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     def taken(kind: str = "llama", change: Callable[[Any], object] = lambda model: None, **changes: Any) -> bool:
         model = tiny_model(kind, **changes)
         change(model)
-        return llama.is_lean(model, layout)
+        return llama.can_use_compiled_layers(model, layout)
 
     assert taken()
     assert not taken("qwen2")
@@ -128,10 +128,10 @@ def test_without_a_compiler_the_modules_run(monkeypatch: pytest.MonkeyPatch, cap
     monkeypatch.setenv("CC", "no-such-compiler")
     layers.load_layers.cache_clear()
     try:
-        found_a, _ = weigh(model, [micro])
+        found_a, _ = packed_gradients(model, [micro])
         assert "no C compiler found: updates run on torch" in caplog.text
         assert layers.load_layers() is None
     finally:
         layers.load_layers.cache_clear()
     by_modules(monkeypatch)
-    assert torch.equal(found_a, weigh(model, [micro])[0])
+    assert torch.equal(found_a, packed_gradients(model, [micro])[0])

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from sortedrl.learner.algorithms import ALGORITHMS, Objective
 from sortedrl.learner.loss import (
-    Moved,
-    Tokens,
+    PolicyRatios,
+    TokenInputs,
     answer_logprobs,
     divergence,
     entropy_bonus,
@@ -32,9 +32,9 @@ PLAIN = Objective(
 )
 
 
-def tokens_of(behaviour_a: Tensor, advantages: list[float], **more: Any) -> Tokens:
+def tokens_of(behaviour_a: Tensor, advantages: list[float], **more: Any) -> TokenInputs:
     given = {"sample_a": torch.arange(len(advantages)), "staleness_a": torch.zeros(len(advantages))} | more
-    return Tokens(behaviour_a=behaviour_a, advantages_a=torch.tensor(advantages), **given)
+    return TokenInputs(behaviour_a=behaviour_a, advantages_a=torch.tensor(advantages), **given)
 
 
 def surrogate(
@@ -43,7 +43,7 @@ def surrogate(
     objective: Objective = PLAIN,
     divisor: float | None = None,
     **more: Any,
-) -> tuple[float, list[float], Moved]:
+) -> tuple[float, list[float], PolicyRatios]:
     """Loss, gradients by log-prob and what moved, at behaviour probability 1/2 for each token."""
     behaviour_a = torch.full((len(ratios),), math.log(0.5))
     logprobs_a = (behaviour_a + torch.tensor(ratios).log()).requires_grad_()

@@ -18,7 +18,7 @@ import torch
 from sortedrl.config.sections import LearnerSection
 from sortedrl.engine.sampling.noise import gumbel_scalar
 from sortedrl.learner.algorithms import objective_of
-from sortedrl.learner.loss import Tokens, policy_loss
+from sortedrl.learner.loss import TokenInputs, policy_loss
 from sortedrl.records import FinishReason, sample_seed
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -151,7 +151,7 @@ def test_loss_gives_each_token_that_factor(name: str, drawn: Drawn) -> None:
     is_token_nl = drawn.answers.is_token_nl
     rows_a = np.nonzero(is_token_nl)[0]
     logprobs_a = torch.from_numpy(drawn.answers.logprobs(TARGET)[is_token_nl])
-    tokens = Tokens(
+    tokens = TokenInputs(
         sample_a=torch.from_numpy(rows_a),
         behaviour_a=torch.from_numpy(drawn.behaviour_nl[is_token_nl]),
         advantages_a=torch.from_numpy((drawn.rewards_n - toy_policy.exact(TARGET)[0])[rows_a]),

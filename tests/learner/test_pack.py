@@ -30,18 +30,17 @@ from transformers import (
 from sortedrl.errors import DataError, ModelError
 from sortedrl.learner import attention
 from sortedrl.learner import pack as packing
-from sortedrl.learner.pack import MicroBatch, check_packing, pack, packed_attention, packed_logits
-from sortedrl.records import Prompt, Sample, Segment
+from sortedrl.learner.pack import check_packing, pack
+from tests.support.learners import assert_same
+from tests.support.packed_samples import (
+    MIXED,
+    SHAPE,
+    VOCABULARY,
+    gradients_one_by_one,
+    packed_gradients,
+    samples_of,
+)
 
-VOCABULARY = 23
-SHAPE: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 128,
-}
 WINDOW: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 MODELS: dict[str, Callable[[], Any]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, num_key_value_heads=4, tie_word_embeddings=True)),
@@ -53,86 +52,14 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
-def make(lengths: list[tuple[int, int, int]]) -> list[Sample]:
-    """Samples of (prompt id, prompt length, answer length), with random tokens that depend on their place alone."""
-    samples: list[Sample] = []
-    for index, (prompt, prompt_length, length) in enumerate(lengths):
-        prompt_noise = torch.Generator().manual_seed(1000 + prompt)
-        noise = torch.Generator().manual_seed(index)
-        tokens = torch.randint(0, VOCABULARY, (length,), generator=noise).tolist()
-        logprobs = (-3 * torch.rand(length, generator=noise)).tolist()
-        half = length // 2
-        samples.append(
-            Sample(
-                id=index,
-                prompt=Prompt(
-                    id=str(prompt),
-                    tokens=tuple(torch.randint(0, VOCABULARY, (prompt_length,), generator=prompt_noise).tolist()),
-                    content="",
-                ),
-                index=index,
-                epoch=0,
-                cohort=0,
-                seed=index,
-                budget=64,
-                segments=[
-                    Segment(version=0, tokens=tokens[:half], logprobs=logprobs[:half]),
-                    Segment(version=1, tokens=tokens[half:], logprobs=logprobs[half:]),
-                ],
-            )
-        )
-    return samples
-
-
-MIXED = [(0, 4, 9), (1, 3, 1), (0, 4, 30), (2, 7, 12), (1, 3, 8), (0, 4, 2), (3, 1, 25), (2, 7, 11)]
-ADVANTAGES = [1.0, -0.5, 0.7, 2.0, -1.5, 0.3, -0.2, 0.9]
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    found = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
-    model.zero_grad()
-    return found
-
-
-def weigh(model: nn.Module, micros: list[MicroBatch]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Advantage-weighted log-probs of all micro-batches, in order, and their gradient."""
-    values: list[Tensor] = []
-    with packed_attention(model):
-        for micro in micros:
-            logprobs_av = packed_logits(model, micro).log_softmax(-1)
-            logprobs_a = logprobs_av.gather(-1, micro.targets_a[:, None])[:, 0]
-            (logprobs_a * micro.mark_a).sum().backward()
-            values.append(logprobs_a.detach())
-    return torch.cat(values), gradients(model)
-
-
-def weigh_alone(model: nn.Module, samples: list[Sample], advantages: list[float]) -> dict[str, Tensor]:
-    for sample, advantage in zip(samples, advantages, strict=True):
-        if sample.num_tokens == 0:
-            continue
-        tokens = torch.tensor([*sample.prompt.tokens, *sample.tokens])
-        logprobs = model(tokens[None], use_cache=False).logits[0].log_softmax(-1)
-        picked = logprobs[:-1].gather(-1, tokens[1:, None])[len(sample.prompt.tokens) - 1 :, 0]
-        (picked.sum() * advantage).backward()
-    return gradients(model)
-
-
-def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float) -> None:
-    assert ours.keys() == theirs.keys()
-    scale = max(float(gradient.norm()) for gradient in theirs.values())
-    assert scale > 0
-    for name, gradient in theirs.items():
-        assert float((ours[name] - gradient).norm()) <= tolerance * scale, name
-
-
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("micro_tokens", [1000, 40])
 def test_packed_gradients_equal_those_of_one_sample_at_a_time(name: str, micro_tokens: int) -> None:
     torch.manual_seed(0)
     model = MODELS[name]().eval()
-    samples = make(MIXED)
-    _, packed = weigh(model, pack(samples, ADVANTAGES, micro_tokens))
-    assert_same(packed, weigh_alone(model, samples, ADVANTAGES), 1e-5)
+    samples = samples_of(MIXED)
+    _, packed = packed_gradients(model, pack(samples, range(len(samples)), micro_tokens))
+    assert_same(packed, gradients_one_by_one(model, samples), 1e-5)
 
 
 def plain_varlen(query: Tensor, key: Tensor, value: Tensor, edges: Tensor, *_: Any, **options: Any) -> Tensor:
@@ -156,80 +83,82 @@ def plain_varlen(query: Tensor, key: Tensor, value: Tensor, edges: Tensor, *_: A
 @pytest.mark.parametrize("name", ["llama-gqa", "qwen2-window", "gpt-neox"])
 def test_attention_by_edges_is_that_of_one_sample_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # GPUs take this way; the kernel is theirs, what it is given is checked here.
-    monkeypatch.setattr(packing, "is_lean", lambda model, layout: False)
+    monkeypatch.setattr(packing, "can_use_compiled_layers", lambda model, layout: False)
     monkeypatch.setattr(attention, "varlen_attn", plain_varlen)
     monkeypatch.setattr(
         attention,
-        "_attend_by_bucket",
-        lambda query, key, value, packing, scaling, dropout, window: attention._attend_by_edges(
+        "_attend_in_buckets",
+        lambda query, key, value, packing, scaling, dropout, window: attention._attend_without_padding(
             query, key, value, packing, scaling, window
         ),
     )
     torch.manual_seed(0)
     model = MODELS[name]().eval()
-    samples = make(MIXED)
-    _, packed = weigh(model, pack(samples, ADVANTAGES, 60))
-    assert_same(packed, weigh_alone(model, samples, ADVANTAGES), 1e-5)
+    samples = samples_of(MIXED)
+    _, packed = packed_gradients(model, pack(samples, range(len(samples)), 60))
+    assert_same(packed, gradients_one_by_one(model, samples), 1e-5)
 
 
 def test_packed_logprobs_do_not_depend_on_what_else_is_packed() -> None:
     torch.manual_seed(0)
     model = MODELS["llama"]().eval()
-    samples = make(MIXED)
-    together, _ = weigh(model, pack(samples, ADVANTAGES, 1000))
+    samples = samples_of(MIXED)
+    together, _ = packed_gradients(model, pack(samples, range(len(samples)), 1000))
     by_target: list[float] = []
-    for micro in pack(samples, ADVANTAGES, 1):  # each alone, families in the order of their length
-        by_target.extend(weigh(model, [micro])[0].tolist())
+    for micro in pack(samples, range(len(samples)), 1):  # each alone, families in the order of their length
+        by_target.extend(packed_gradients(model, [micro])[0].tolist())
     assert sorted(together.tolist()) == pytest.approx(sorted(by_target), abs=1e-5)
 
 
 def test_layout_by_hand() -> None:
     # Siblings of prompt (p q) with answers of 3 and 2 tokens: p q a b c -> the last token of an answer is never input.
-    first, second = make([(0, 2, 3), (0, 2, 2)])
-    (micro,) = pack([first, second], [0.5, -1.0], 100)
+    first, second = samples_of([(0, 2, 3), (0, 2, 2)])
+    (micro,) = pack([first, second], range(2), 100)
     prompt, answers = list(first.prompt.tokens), (first.tokens, second.tokens)
     assert micro.tokens_n.tolist() == [*prompt, *answers[0][:2], *answers[1][:1]]
     assert micro.positions_n.tolist() == [0, 1, 2, 3, 2]
     assert micro.targets_a.tolist() == [*answers[0], *answers[1]]
     assert micro.predictor_a.tolist() == [1, 2, 3, 1, 4]
     assert micro.behaviour_a.tolist() == pytest.approx([*first.logprobs, *second.logprobs])
-    assert micro.mark_a.tolist() == [0.5, 0.5, 0.5, -1.0, -1.0]
+    assert micro.sample_a.tolist() == [0, 0, 0, 1, 1]
+    assert (micro.indices, micro.lengths) == ([0, 1], [3, 2])
     # Rows of 4 and 3 tokens are not similar enough to share a bucket.
     assert micro.layout.shapes == ((1, 4), (1, 3))
-    assert micro.layout.index_p.tolist() == [0, 1, 2, 3, 0, 1, 4]
-    assert micro.layout.index_p[micro.layout.slot_n].tolist() == [0, 1, 2, 3, 4]
+    assert micro.layout.padded_p.tolist() == [0, 1, 2, 3, 0, 1, 4]
+    assert micro.layout.padded_p[micro.layout.in_padded_n].tolist() == [0, 1, 2, 3, 4]
     assert micro.layout.edges.tolist() == [0, 4, 7]
-    assert micro.layout.index_t.tolist() == [0, 1, 2, 3, 0, 1, 4]
-    assert micro.layout.index_t[micro.layout.place_n].tolist() == [0, 1, 2, 3, 4]
+    assert micro.layout.unpadded_t.tolist() == [0, 1, 2, 3, 0, 1, 4]
+    assert micro.layout.unpadded_t[micro.layout.in_unpadded_n].tolist() == [0, 1, 2, 3, 4]
 
 
 def test_budget_is_kept_and_every_answer_token_is_there_once() -> None:
-    samples = make(MIXED)
+    samples = samples_of(MIXED)
     for micro_tokens in (34, 40, 64, 1000):
-        micros = pack(samples, ADVANTAGES, micro_tokens)
+        micros = pack(samples, range(len(samples)), micro_tokens)
         assert all(micro.num_tokens <= micro_tokens for micro in micros)
         targets = sorted(token for micro in micros for token in micro.targets_a.tolist())
         assert targets == sorted(token for sample in samples for token in sample.tokens)
     # Shared prompts: 4 + 8 + 29 + 1, 3 + 0 + 7, 7 + 11 + 10, 1 + 24.
-    (whole,) = pack(samples, ADVANTAGES, 1000)
+    (whole,) = pack(samples, range(len(samples)), 1000)
     assert whole.num_tokens == 42 + 10 + 28 + 25
 
 
 def test_a_sample_over_the_budget_goes_alone() -> None:
-    micros = pack(make([(0, 4, 30), (0, 4, 3), (1, 4, 3)]), [1.0, 1.0, 1.0], 12)
+    micros = pack(samples_of([(0, 4, 30), (0, 4, 3), (1, 4, 3)]), range(3), 12)
     assert sorted(micro.num_tokens for micro in micros) == [12, 33]
 
 
 def test_nothing_to_learn_from_is_not_computed() -> None:
-    samples = make([(0, 4, 5), (0, 4, 0), (1, 4, 6), (2, 4, 7)])
-    (micro,) = pack(samples, [1.0, 1.0, 0.0, -1.0], 1000)
+    samples = samples_of([(0, 4, 5), (0, 4, 0), (1, 4, 6), (2, 4, 7)])
+    (micro,) = pack(samples, [0, 1, 3], 1000)
     assert micro.num_tokens == (4 + 4) + (4 + 6)
-    assert pack(samples, [0.0] * 4, 1000) == []
+    assert pack(samples, [], 1000) == []
+    assert pack(samples, [1], 1000) == []
 
 
 def test_a_prompt_without_tokens_is_refused() -> None:
     with pytest.raises(DataError, match="no tokens"):
-        pack(make([(0, 0, 3)]), [1.0], 100)
+        pack(samples_of([(0, 0, 3)]), [0], 100)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -256,5 +185,5 @@ def test_check_packing_refuses_what_it_cannot_pack() -> None:
     torch.manual_seed(0)
     with pytest.raises(ModelError, match="softcap"):
         check_packing(Gemma2ForCausalLM(Gemma2Config(**SHAPE, num_key_value_heads=4, head_dim=8)))
-    with pytest.raises(ModelError, match="Linear is no transformers model"):
+    with pytest.raises(ModelError, match="Linear is not a transformers model"):
         check_packing(nn.Linear(2, 2))

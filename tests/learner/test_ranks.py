@@ -17,11 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from sortedrl.errors import LearnerError
 from sortedrl.learner.pack import pack
-from sortedrl.learner.sharded.rank import RankLearner, deal
+from sortedrl.learner.sharded.rank import RankLearner, split_evenly
 from sortedrl.learner.sharded.shards import skeleton_of, weights_of
 from sortedrl.learner.torch import TorchLearner
-from tests.learner.test_torch_learner import make_model
 from tests.support.forked_process import ForkedProcess
+from tests.support.learners import make_model
 from tests.support.rank_cases import (
     CASES,
     NUM_RANKS,
@@ -142,16 +142,15 @@ def test_a_skeleton_has_no_weights_and_keeps_ties() -> None:
     assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
 
 
-def test_micro_batches_are_dealt_evenly() -> None:
+def test_micro_batches_are_split_evenly() -> None:
     samples = batch_of(0).samples
-    marks = [place + 1.0 for place in range(len(samples))]
-    (all_in_one,) = pack(samples, marks, 1000)
-    dealt = deal(samples, marks, 1000, 2, "cpu")
-    sizes = [micro.num_tokens for micro in dealt]
-    assert len(dealt) == 2
-    assert max(sizes) <= 0.7 * all_in_one.num_tokens
-    assert sorted(torch.cat([micro.mark_a for micro in dealt]).unique().tolist()) == marks
-    assert deal(samples, [0.0] * len(samples), 1000, 2, "cpu") == []
+    indices = range(len(samples))
+    (all_in_one,) = pack(samples, indices, 1000)
+    micros = split_evenly(samples, indices, 1000, 2, "cpu")
+    assert len(micros) == 2
+    assert max(micro.num_tokens for micro in micros) <= 0.7 * all_in_one.num_tokens
+    assert sorted(index for micro in micros for index in micro.indices) == list(indices)
+    assert split_evenly(samples, [], 1000, 2, "cpu") == []
 
 
 @pytest.fixture

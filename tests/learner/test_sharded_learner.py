@@ -24,7 +24,7 @@ from sortedrl.learner.torch import TorchLearner
 from sortedrl.learner.unscored import SkippingLearner
 from sortedrl.run.checkpoint import load_state, save_checkpoint
 from tests.cli.test_cli import QUICKSTART, SCRIPT, SMALL, WAIT_S, script
-from tests.learner.test_torch_learner import Settings, make_model
+from tests.support.learners import Settings, make_model
 from tests.support.rank_cases import batch_of, run_updates
 
 SETTINGS = Settings(micro_tokens=40, weight_decay=0.1)
@@ -110,7 +110,7 @@ def test_ranks_listen_on_loopback(sharded: tuple[ShardedLearner, Any]) -> None:
     _, ranks = sharded
     addresses = {
         connection.laddr.ip
-        for _, process in ranks.seats
+        for _, process in ranks.locations
         for connection in psutil.Process(process).net_connections()
         if connection.status == psutil.CONN_LISTEN
     }
@@ -122,7 +122,7 @@ def test_a_rank_that_is_killed_in_the_update(sharded: tuple[ShardedLearner, Any]
     """The last of those that share the ranks."""
     learner, ranks = sharded
     before = {name: parameter.clone() for name, parameter in learner.model.named_parameters()}
-    pids = [process for _, process in ranks.seats]
+    pids = [process for _, process in ranks.locations]
     os.kill(pids[1], signal.SIGSTOP)  # so that the update cannot be over when it is killed
     threading.Timer(0.2, os.kill, (pids[1], signal.SIGKILL)).start()
     with pytest.raises(LearnerError, match=rf"rank 1 of 2 \(process {pids[1]} on .*has died.*resume"):
@@ -148,7 +148,7 @@ def test_more_ranks_than_processors() -> None:
 @pytest.mark.slow
 def test_a_rank_that_hangs(cluster: None) -> None:
     learner, ranks = start_ranks(make_model(), timeout_s=5.0)
-    os.kill(ranks.seats[1][1], signal.SIGSTOP)
+    os.kill(ranks.locations[1][1], signal.SIGSTOP)
     with pytest.raises(LearnerError, match=r"rank 0 of 2 .* failed .*; rank 1 of 2 .* did not answer.*rank_timeout_s"):
         learner.start(batch_of(0))
     learner.close()
@@ -159,7 +159,7 @@ def test_an_error_of_one_rank_names_it(cluster: None) -> None:
     learner, _ = start_ranks(make_model())
     state = learner.state_dict()
     state["optimizer"] = {"no.such.weight/exp_avg": torch.zeros(3)}
-    with pytest.raises(LearnerError, match=r"rank [01] of 2 \(process \d+ on .*\): the optimiser state names 'no.such"):
+    with pytest.raises(LearnerError, match=r"rank [01] of 2 \(process \d+ on .*\): the optimizer state names 'no.such"):
         learner.load_state_dict(state)
     learner.close()
 

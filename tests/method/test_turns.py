@@ -22,7 +22,7 @@ from sortedrl.ledger.verify import verify
 from sortedrl.records import Batch, FinishReason, Mode, Prompt, Sample, Segment, State
 from sortedrl.simulate.answers import TraceAnswers
 from sortedrl.telemetry.batch_event import batch_taken
-from tests.learner.test_torch_learner import (
+from tests.support.learners import (
     Settings,
     assert_same,
     caught_gradients,

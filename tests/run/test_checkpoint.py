@@ -168,7 +168,7 @@ def test_optimiser_state_of_another_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_no_model_is_named(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="is no folder"):
+    with pytest.raises(ModelError, match="is not a folder"):
         load_model(tmp_path / "absent")
     with pytest.raises(ModelError, match=r"config\.json is missing"):
         load_model(tmp_path)
@@ -184,7 +184,7 @@ def test_weights_that_are_missing_or_unreadable_are_named(folder: Path) -> None:
     with pytest.raises(ModelError, match="cannot be loaded"):
         load_model(folder)
     weights.unlink()
-    with pytest.raises(ModelError, match="no weights in safetensors"):
+    with pytest.raises(ModelError, match="no safetensors weights"):
         load_model(folder)
     (folder / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(ModelError, match="convert"):

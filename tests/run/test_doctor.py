@@ -106,7 +106,7 @@ def test_bounds_that_are_not_there_are_named(tmp_path: Path) -> None:
         ('[schedule]\nstrategy = "async"\nmax_staleness = 0\n', "config", "cannot be kept"),
         ('[task]\nname = "chess"\n', "task", "'chess' is not known: the tasks are"),
         ("[task]\npeople = { 9 = 1.0 }\n", "task", "numbers of people from 2 to 5"),
-        ('[model]\npath = "nowhere"\n', "model", "'nowhere' is no folder"),
+        ('[model]\npath = "nowhere"\n', "model", "'nowhere' is not a folder"),
         ("[engine]\nmax_new_tokens = 5000\n", "model", "lower the token budget"),
     ],
 )

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from sortedrl.learner.sharded.rank import RankLearner
-from sortedrl.learner.sharded.shards import skeleton_of, weights_of
+from sortedrl.learner.sharded.shards import shard_like, skeleton_of, weights_of
 from sortedrl.learner.torch import TorchLearner
 from sortedrl.records import Batch
 from sortedrl.weights import tensor_of
-from tests.learner.test_torch_learner import Settings, make_batch, make_model
+from tests.support.learners import Settings, make_batch, make_model
 
 NUM_RANKS = 2
 NUM_UPDATES = 5
@@ -139,7 +139,5 @@ def run_rank(rank: int, folder: Path) -> None:
 
 @torch.no_grad()
 def load_whole(learner: RankLearner, weights: dict[str, Tensor]) -> None:
-    from sortedrl.learner.sharded.shards import cut_like
-
     for name, parameter in learner.model.named_parameters():
-        parameter.copy_(cut_like(weights[name], parameter))
+        parameter.copy_(shard_like(weights[name], parameter))

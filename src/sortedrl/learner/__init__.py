@@ -1,1 +1,1 @@
-"""Learners behind one protocol (`base.py`). Import the concrete ones from their own modules."""
+"""Learners behind one protocol (`base.py`). Import a concrete learner from its module."""

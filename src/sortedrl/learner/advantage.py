@@ -1,12 +1,14 @@
-"""From rewards to advantages: one number per sample, which the loss gives to each of its tokens.
+"""From rewards to advantages: one number per sample, which the loss applies to each of the sample's tokens.
 
-`learner/torch.py` calls `AdvantageEstimator.estimate` once per update, over the whole batch and before mini-batches are
-cut, so that cutting never splits a group. No torch. What it keeps true:
-- GRPO compares siblings with each other and nothing else, so `advantage_scope` does not touch it;
-- REINFORCE++ whitens rewards over its scope. Sorted batches hold answers of one length, so the scope matters: `batch`
-  sees this batch only, `cohort` all samples trained so far of the cohorts in the batch, `running` all samples so far,
-  the older the less. The samples at hand always count;
-- where rewards do not differ there is nothing to learn: the advantage is exactly 0, and the case is counted.
+`learner/torch.py` calls `AdvantageEstimator.estimate` once per update, on the whole batch, before it is split into
+mini-batches. So no group is ever split. This module does not import torch.
+
+Guarantees:
+- GRPO compares siblings only, so `advantage_scope` has no effect on it;
+- REINFORCE++ whitens rewards over its scope. Sorted batches hold answers of similar length, so the scope matters:
+  `batch` is this batch only; `cohort` is all samples trained so far from the cohorts in the batch; `running` is all
+  samples so far, with decaying weights. The current batch always counts;
+- if rewards do not differ, the advantages are exactly 0 and the case is counted in the metrics.
 """
 
 from __future__ import annotations
@@ -21,18 +23,17 @@ import numpy as np
 from sortedrl.errors import ConfigError
 from sortedrl.records import SAME_REWARD, FinishReason, Sample, is_flat
 
-EPSILON = SAME_REWARD  # a spread below this is none, and it keeps divisions finite
-RUNNING_HORIZON = (
-    1024.0  # samples after which a reward counts 1/e in `running`: several cohorts, so all lengths are seen
-)
-COHORTS_KEPT = 64  # cohorts whose statistics are kept; one is consumed long before as many others are loaded
+EPSILON = SAME_REWARD  # a smaller standard deviation counts as 0; also keeps divisions finite
+# In the scope `running`, a reward's weight falls to 1/e after this many samples: several cohorts, so all lengths count.
+RUNNING_HORIZON = 1024.0
+COHORTS_KEPT = 64  # statistics of older cohorts are dropped; a cohort is used up long before 64 others are loaded
 
 SCOPES = ("batch", "cohort", "running")
 
 
 @dataclass(slots=True, kw_only=True)
 class Moments:
-    """Weighted count, mean and sum of squared deviations, merged without loss of precision."""
+    """Weighted count, mean and sum of squared deviations, which can be merged without loss of precision."""
 
     weight: float = 0.0
     mean: float = 0.0
@@ -52,7 +53,7 @@ class Moments:
         self.weight = weight
 
     def forget(self, factor: float) -> None:
-        """Let what was seen count `factor` of what it did; mean and spread stay."""
+        """Scale the weight of everything seen so far by `factor`; mean and standard deviation stay."""
         self.weight *= factor
         self.deviation *= factor
 
@@ -74,41 +75,42 @@ class Moments:
 
 
 def whiten(rewards: np.ndarray, moments: Moments) -> np.ndarray:
-    """Rewards in units of the spread around the mean; all 0 where there is no spread."""
+    """Rewards minus the mean, in standard deviations; all 0 if the standard deviation is 0."""
     if moments.std < EPSILON:
         return np.zeros_like(rewards)
     return (rewards - moments.mean) / (moments.std + EPSILON)
 
 
-# ---- one function per estimator: rewards, their groups, and the scope's statistics, to advantages ------------------
+# ---- advantage functions ---------------------------------------------------------------------------------------------
 
 Scope = Callable[[np.ndarray], Moments]
-"""Takes the batch's values into what the scope remembers, and gives the statistics to whiten them with."""
+"""Adds the batch's values to the scope's statistics and returns these."""
 
 AdvantageFunction = Callable[[np.ndarray, Sequence[Hashable], Scope], np.ndarray]
+"""From rewards, the group of each sample, and the scope, to advantages."""
 
 
-def against_scope(rewards: np.ndarray, _groups: Sequence[Hashable], scope: Scope) -> np.ndarray:
-    """Each reward against all of its scope, in units of the scope's spread."""
+def whitened_over_scope(rewards: np.ndarray, _groups: Sequence[Hashable], scope: Scope) -> np.ndarray:
+    """Each reward minus the scope's mean, in the scope's standard deviations (REINFORCE++)."""
     return whiten(rewards, scope(rewards))
 
 
-def centred_against_scope(rewards: np.ndarray, groups: Sequence[Hashable], scope: Scope) -> np.ndarray:
-    """Each reward less its siblings' mean, then against all of its scope."""
-    centred = against_mean(rewards, groups, scope)
+def centred_and_whitened(rewards: np.ndarray, groups: Sequence[Hashable], scope: Scope) -> np.ndarray:
+    """Each reward minus its siblings' mean, then whitened over the scope (REINFORCE++-baseline)."""
+    centred = centred_on_siblings(rewards, groups, scope)
     return whiten(centred, scope(centred))
 
 
-def against_siblings(rewards: np.ndarray, groups: Sequence[Hashable], _scope: Scope) -> np.ndarray:
-    """Each reward against its siblings' mean, in units of their spread."""
+def whitened_over_siblings(rewards: np.ndarray, groups: Sequence[Hashable], _scope: Scope) -> np.ndarray:
+    """Each reward minus its siblings' mean, in their standard deviations (GRPO)."""
     advantages = np.zeros_like(rewards)
     for members in _members(groups):
         advantages[members] = whiten(rewards[members], Moments.of(rewards[members]))
     return advantages
 
 
-def against_mean(rewards: np.ndarray, groups: Sequence[Hashable], _scope: Scope) -> np.ndarray:
-    """Each reward less its siblings' mean; 0 where they do not differ."""
+def centred_on_siblings(rewards: np.ndarray, groups: Sequence[Hashable], _scope: Scope) -> np.ndarray:
+    """Each reward minus its siblings' mean; 0 if they do not differ (Dr. GRPO)."""
     advantages = np.zeros_like(rewards)
     for members in _members(groups):
         if not is_flat(rewards[members].tolist()):
@@ -116,8 +118,8 @@ def against_mean(rewards: np.ndarray, groups: Sequence[Hashable], _scope: Scope)
     return advantages
 
 
-def against_others(rewards: np.ndarray, groups: Sequence[Hashable], _scope: Scope) -> np.ndarray:
-    """Each reward less the mean of its siblings without it; 0 where they do not differ, and for a sample alone."""
+def leave_one_out(rewards: np.ndarray, groups: Sequence[Hashable], _scope: Scope) -> np.ndarray:
+    """Each reward minus the mean of its other siblings; 0 if they do not differ, and without siblings (RLOO)."""
     advantages = np.zeros_like(rewards)
     for members in _members(groups):
         if not is_flat(rewards[members].tolist()):
@@ -126,24 +128,24 @@ def against_others(rewards: np.ndarray, groups: Sequence[Hashable], _scope: Scop
     return advantages
 
 
-def against_others_so_far(rewards: np.ndarray, _groups: Sequence[Hashable], scope: Scope) -> np.ndarray:
-    """Each reward less the mean of all others of its scope; 0 where none differ, and for the very first alone."""
+def leave_one_out_over_scope(rewards: np.ndarray, _groups: Sequence[Hashable], scope: Scope) -> np.ndarray:
+    """Each reward minus the mean of all others in the scope; 0 if none differ, and for the very first sample."""
     seen = scope(rewards)
     if seen.std < EPSILON:
         return np.zeros_like(rewards)
     return rewards - (seen.weight * seen.mean - rewards) / (seen.weight - 1)
 
 
-def by_critic(rewards: np.ndarray, _groups: Sequence[Hashable], _scope: Scope) -> np.ndarray:
-    """The rewards as they are: a critic turns them into advantages token by token (`critic.py`)."""
+def raw_rewards(rewards: np.ndarray, _groups: Sequence[Hashable], _scope: Scope) -> np.ndarray:
+    """The rewards unchanged: a critic turns them into advantages token by token (PPO, `critic.py`)."""
     return rewards
 
 
-# ---- what becomes of rewards before -------------------------------------------------------------------------------
+# ---- rewards before advantages ---------------------------------------------------------------------------------------
 
 
 def overlong_penalty(num_tokens: int, budget: int, buffer: float) -> float:
-    """DAPO's soft punishment: 0 until the last `buffer` share of the budget, from there linearly down to -1."""
+    """DAPO's soft length penalty: 0 until the last `buffer` share of the budget, then linearly down to -1."""
     room = buffer * budget
     return -min(max(num_tokens - (budget - room), 0.0) / room, 1.0)
 
@@ -153,7 +155,7 @@ def is_truncated(sample: Sample) -> bool:
 
 
 def flat_groups(samples: Sequence[Sample]) -> list[bool]:
-    """Of each sample, whether it has siblings that were all rewarded alike: DAPO leaves such groups out."""
+    """For each sample, whether it has siblings and all of them got the same reward: DAPO leaves such groups out."""
     rewards = np.array([reward_of(sample) for sample in samples])
     flags = [False] * len(samples)
     for members in _members([sample.group for sample in samples]):
@@ -164,7 +166,7 @@ def flat_groups(samples: Sequence[Sample]) -> list[bool]:
 
 
 class AdvantageEstimator:
-    """An advantage function with the statistics that its scope remembers from earlier batches."""
+    """An advantage function with its scope's statistics of earlier batches."""
 
     def __init__(self, function: AdvantageFunction, scope: str = "batch", *, horizon: float = RUNNING_HORIZON) -> None:
         if scope not in SCOPES:
@@ -178,9 +180,9 @@ class AdvantageEstimator:
     def estimate(
         self, samples: Sequence[Sample], rewards: Sequence[float] | None = None
     ) -> tuple[list[float], dict[str, float]]:
-        """Advantages in the samples' order, and metrics on the batch. Remembers the batch: call once per update.
+        """Advantages in the samples' order, and metrics of the batch. Call it once per update: it keeps statistics.
 
-        `rewards` are what the samples' own became by shaping or a penalty; the metrics tell of the samples' own.
+        `rewards` replace the samples' rewards, after shaping or a penalty. The metrics use the samples' rewards.
         """
         given = np.array([reward_of(sample) for sample in samples], dtype=np.float64)
         shaped = given if rewards is None else np.array(rewards, dtype=np.float64)
@@ -198,7 +200,7 @@ class AdvantageEstimator:
         self._cohorts = {int(cohort): Moments.from_list(values) for cohort, values in state["cohorts"].items()}
 
     def _moments(self, cohorts: Sequence[int], values: np.ndarray) -> Moments:
-        """Take the batch into what the scope remembers, and return the statistics to whiten it with."""
+        """Add the batch to the scope's statistics and return those to whiten it with."""
         batch = Moments.of(values)
         match self.scope:
             case "running":
@@ -211,7 +213,7 @@ class AdvantageEstimator:
                 return batch
 
     def _cohort_moments(self, cohorts: Sequence[int], values: np.ndarray) -> Moments:
-        # A batch may mix cohorts, and the first samples of one have no spread yet: what is known of all is pooled.
+        # Pooled, because a batch may mix cohorts, and the first rewards of a cohort may not differ yet.
         pooled = Moments()
         for members in _members(cohorts):
             cohort = cohorts[members[0]]
@@ -225,9 +227,9 @@ class AdvantageEstimator:
     def _metrics(
         self, samples: Sequence[Sample], rewards: np.ndarray, groups: Sequence[Hashable], advantages: np.ndarray
     ) -> dict[str, float]:
-        without_spread = is_flat(rewards.tolist())
+        is_flat_batch = is_flat(rewards.tolist())
         truncated = [is_truncated(sample) for sample in samples]
-        families = [rewards[members] for members in _members(groups) if len(members) > 1]
+        groups_with_siblings = [rewards[members] for members in _members(groups) if len(members) > 1]
         return {
             "reward_mean": float(rewards.mean()),
             "reward_std": float(rewards.std()),
@@ -236,15 +238,15 @@ class AdvantageEstimator:
             "advantage_max": float(np.abs(advantages).max()),
             "zero_advantage_fraction": float((advantages == 0).mean()),
             "truncated_fraction": float(np.mean(truncated)),
-            "degenerate_all_right": float(without_spread and rewards[0] > 0),
-            "degenerate_all_wrong": float(without_spread and rewards[0] <= 0),
+            "degenerate_all_right": float(is_flat_batch and rewards[0] > 0),
+            "degenerate_all_wrong": float(is_flat_batch and rewards[0] <= 0),
             "degenerate_all_truncated": float(all(truncated)),
-            "degenerate_groups": float(sum(is_flat(family.tolist()) for family in families)),
+            "degenerate_groups": float(sum(is_flat(group.tolist()) for group in groups_with_siblings)),
         }
 
 
 def reward_of(sample: Sample) -> float:
-    assert sample.reward is not None, f"sample {sample.id} is in a batch without a reward"
+    assert sample.reward is not None, f"sample {sample.id} is in a batch but has no reward"
     return sample.reward
 
 

@@ -1,8 +1,8 @@
-"""The algorithms as a table, and the objective that an algorithm and the `learner` section make together.
+"""The table of algorithms, and the objective that an algorithm and the `learner` section define together.
 
-`config.py` asks which algorithms there are and which compare siblings; `learner/torch.py` asks for the objective once,
-when it is built. A key that the section leaves open is the algorithm's, one that it sets overrides it, so that a
-variant is a setting and never a branch. docs/learning.md has the formulas. No torch.
+`config/config.py` asks which algorithms exist and which compare siblings. `learner/torch.py` asks for the objective
+once. A key that the section leaves open takes the algorithm's value; a key that it sets overrides it. So a variant of
+an algorithm is a setting, never a branch in code. docs/learning.md has the formulas. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any, Literal
 from sortedrl.errors import ConfigError
 from sortedrl.learner.advantage import (
     AdvantageFunction,
-    against_mean,
-    against_others,
-    against_others_so_far,
-    against_scope,
-    against_siblings,
-    by_critic,
-    centred_against_scope,
+    centred_and_whitened,
+    centred_on_siblings,
+    leave_one_out,
+    leave_one_out_over_scope,
+    raw_rewards,
+    whitened_over_scope,
+    whitened_over_siblings,
 )
 
 Level = Literal["token", "sequence"]
@@ -34,41 +34,41 @@ FlatGroups = Literal["keep", "zero", "replace"]
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Algorithm:
-    """What tells one algorithm from another; the section can override all but advantages, siblings and critic."""
+    """The defaults of an algorithm. The section can override all except advantage functions, siblings and critic."""
 
     advantage: AdvantageFunction
-    alone: AdvantageFunction | None = None  # in its place for samples without siblings; it takes the running scope
+    without_siblings: AdvantageFunction | None = None  # replaces `advantage` if group_size is 1; scope "running"
     ratio: Level = "token"  # what is clipped: each token's ratio, or the geometric mean over its sample
-    loss_mean: Mean = "token"  # over tokens, over samples of their means, or over as many tokens as the budget allows
+    loss_mean: Mean = "token"  # over tokens, over the samples' means, or over the tokens that the budget allows
     clip_low: float = 0.2
     clip_high: float = 0.28
-    overlong: Overlong = "keep"  # what truncated answers are: like any other, without gradient, or punished smoothly
-    flat_groups: FlatGroups = "keep"  # siblings that were all rewarded alike: in the mean, in none, or made up for
+    overlong: Overlong = "keep"  # truncated answers: like any other, without gradient, or with a length penalty
+    flat_groups: FlatGroups = "keep"  # if all siblings score the same: count them in means, do not, or replace them
     needs_siblings: bool = False
     has_critic: bool = False
 
 
 # fmt: off
 ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType({
-    "reinforce++":          Algorithm(advantage=against_scope),
-    "reinforce++-baseline": Algorithm(advantage=centred_against_scope, needs_siblings=True),
-    "grpo":                 Algorithm(advantage=against_siblings, needs_siblings=True),
-    "dr_grpo":              Algorithm(advantage=against_mean, needs_siblings=True,
+    "reinforce++":          Algorithm(advantage=whitened_over_scope),
+    "reinforce++-baseline": Algorithm(advantage=centred_and_whitened, needs_siblings=True),
+    "grpo":                 Algorithm(advantage=whitened_over_siblings, needs_siblings=True),
+    "dr_grpo":              Algorithm(advantage=centred_on_siblings, needs_siblings=True,
                                       loss_mean="constant", clip_high=0.2),
-    "rloo":                 Algorithm(advantage=against_others, alone=against_others_so_far, needs_siblings=True,
-                                      loss_mean="constant", clip_high=0.2),
-    "dapo":                 Algorithm(advantage=against_siblings, needs_siblings=True,
+    "rloo":                 Algorithm(advantage=leave_one_out, without_siblings=leave_one_out_over_scope,
+                                      needs_siblings=True, loss_mean="constant", clip_high=0.2),
+    "dapo":                 Algorithm(advantage=whitened_over_siblings, needs_siblings=True,
                                       overlong="shape", flat_groups="zero"),
-    "gspo":                 Algorithm(advantage=against_siblings, needs_siblings=True,
+    "gspo":                 Algorithm(advantage=whitened_over_siblings, needs_siblings=True,
                                       ratio="sequence", loss_mean="sequence", clip_low=3e-4, clip_high=4e-4),
-    "ppo":                  Algorithm(advantage=by_critic, has_critic=True, clip_high=0.2),
+    "ppo":                  Algorithm(advantage=raw_rewards, has_critic=True, clip_high=0.2),
 })
 # fmt: on
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Objective:
-    """What is optimised: the algorithm with the section's keys in place of its own."""
+    """What is optimised: the algorithm's values, overridden by the section's keys."""
 
     algorithm: Algorithm
     ratio: Level
@@ -104,7 +104,7 @@ class Objective:
 
     @property
     def learns_from_all(self) -> bool:
-        """Whether samples without an advantage move the weights too."""
+        """Whether samples whose advantage is 0 give a gradient too."""
         return self.algorithm.has_critic or self.has_loss_kl or self.entropy_coef > 0
 
 
@@ -120,20 +120,20 @@ def is_grouped(name: str, group_size: int) -> bool:
 
 
 def needs_more_siblings(name: str, group_size: int) -> bool:
-    """Whether the algorithm has nothing to compare a sample with."""
+    """Whether the algorithm compares siblings and `group_size` gives it none."""
     algorithm = find_algorithm(name)
-    return algorithm.needs_siblings and algorithm.alone is None and group_size < 2
+    return algorithm.needs_siblings and algorithm.without_siblings is None and group_size < 2
 
 
-def estimator_of(algorithm: Algorithm, group_size: int, scope: str) -> tuple[AdvantageFunction, str]:
-    """The advantage function, and what it takes statistics over."""
-    if group_size > 1 or algorithm.alone is None:
+def advantage_function_of(algorithm: Algorithm, group_size: int, scope: str) -> tuple[AdvantageFunction, str]:
+    """The advantage function and its scope."""
+    if group_size > 1 or algorithm.without_siblings is None:
         return algorithm.advantage, scope
-    return algorithm.alone, "running"
+    return algorithm.without_siblings, "running"
 
 
 def objective_of(settings: Any) -> Objective:
-    """The objective that a `learner` section describes; a key that it lacks or leaves open has its default."""
+    """The objective that a `learner` section describes. Keys that it lacks or leaves open take their defaults."""
     algorithm = find_algorithm(settings.algorithm)
     values: dict[str, Any] = {}
     for field in fields(Objective):

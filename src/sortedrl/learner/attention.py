@@ -1,12 +1,13 @@
-"""Attention over packed samples that keeps them apart, registered with transformers under the name `PACKED`.
+"""Attention that keeps packed samples apart, registered with transformers under the name `PACKED`.
 
-`pack.py` lays a micro-batch out (`lay_rows`); models attend by it within `packed_attention`. A row is a sample with its
-prompt, gathered from the packed tokens; rows attend causally within themselves, and results are put back. Rows of
-similar length make one call, a bucket: padding at the end of a row comes after every real token, so causality alone
-keeps it out. On GPUs in half precision rows need no padding at all. Neither way makes a mask over all tokens: time and
-memory go with the rows' own lengths.
+`pack.py` makes the layout of a micro-batch (`make_layout`); models use it within `packed_attention`. A row is one
+sample with its prompt, gathered from the packed tokens. Rows attend causally within themselves, and the results are
+scattered back to the packed tokens. On CPUs, rows of similar length share a bucket and one call: padding is at the end
+of a row, after every real token, so causality keeps it out. On GPUs in half precision no padding is needed. Guarantees:
+no mask over all packed tokens is ever made, so time and memory grow with the rows' own lengths.
 
-Shapes: n packed tokens, t tokens of all rows, p row slots (b rows of l tokens over all buckets), h heads, d head size.
+Shapes: n packed tokens, t tokens of all rows, p padded positions (b rows of l tokens over all buckets), h heads, d head
+size.
 """
 
 from __future__ import annotations
@@ -26,32 +27,36 @@ from sortedrl.errors import ModelError
 
 try:
     from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # of an older torch
+except ImportError:  # an older torch
     varlen_attn = None
 
 PACKED = "sortedrl_packed"
 SIMILAR = 0.8  # rows share a bucket while the shortest is at least this share of the longest
-UNSUPPORTED = ("softcap", "s_aux", "position_bias")  # what some architectures ask of attention and ours does not give
+UNSUPPORTED = ("softcap", "s_aux", "position_bias")  # attention options of some architectures that we do not implement
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Layout:
-    """How packed tokens are laid out as rows for attention, and found again."""
+    """Where the tokens of each row are among the packed tokens, with padding (buckets) and without."""
 
-    index_p: Tensor  # the packed token in each row slot; padding repeats token 0
-    slot_n: Tensor  # a row slot of each packed token
-    shapes: tuple[tuple[int, int], ...]  # (b, l) of each bucket
-    index_t: Tensor  # the packed token of each row's token: as `index_p`, without padding
-    place_n: Tensor  # where in those each packed token is
-    edges: Tensor  # where rows begin and end in those, [rows + 1]
+    padded_p: Tensor  # the packed token at each padded position; padding repeats token 0
+    in_padded_n: Tensor  # the padded position whose result each packed token takes
+    shapes: tuple[tuple[int, int], ...]  # (b, l) of each bucket, the longest rows first
+    unpadded_t: Tensor  # the packed token of each row's token, rows end to end without padding
+    in_unpadded_n: Tensor  # the position there whose result each packed token takes
+    edges: Tensor  # where rows begin and end there, [rows + 1]
+
+    @property
+    def longest_row(self) -> int:
+        return self.shapes[0][1]
 
 
-def lay_rows(rows: Sequence[np.ndarray], num_tokens: int, device: torch.device | str) -> Layout:
-    """Buckets of rows of similar length, the longest first."""
+def make_layout(rows: Sequence[np.ndarray], num_tokens: int, device: torch.device | str) -> Layout:
+    """Sort the rows into buckets of similar length, the longest first. A row holds indices of packed tokens."""
     ordered = sorted(rows, key=lambda row: -len(row))
-    index: list[np.ndarray] = []
+    padded: list[np.ndarray] = []
     shapes: list[tuple[int, int]] = []
-    slot, place = np.zeros(num_tokens, dtype=np.int64), np.zeros(num_tokens, dtype=np.int64)
+    in_padded, in_unpadded = np.zeros(num_tokens, dtype=np.int64), np.zeros(num_tokens, dtype=np.int64)
     edges = np.cumsum([0, *map(len, ordered)])
     start = 0
     while start < len(ordered):
@@ -60,28 +65,28 @@ def lay_rows(rows: Sequence[np.ndarray], num_tokens: int, device: torch.device |
         while stop < len(ordered) and len(ordered[stop]) >= SIMILAR * length:
             stop += 1
         block = np.zeros((stop - start, length), dtype=np.int64)
-        base = sum(block.size for block in index)
-        for row, members in enumerate(ordered[start:stop]):
-            block[row, : len(members)] = members
-            # Siblings compute the same thing on their prompt, so it does not matter whose result is kept.
-            slot[members] = base + row * length + np.arange(len(members))
-            place[members] = edges[start + row] + np.arange(len(members))
-        index.append(block.reshape(-1))
+        base = sum(block.size for block in padded)
+        for row, tokens in enumerate(ordered[start:stop]):
+            block[row, : len(tokens)] = tokens
+            # Siblings compute the same results on their shared prompt, so the last row's may be the one that is read.
+            in_padded[tokens] = base + row * length + np.arange(len(tokens))
+            in_unpadded[tokens] = edges[start + row] + np.arange(len(tokens))
+        padded.append(block.reshape(-1))
         shapes.append((stop - start, length))
         start = stop
     return Layout(
-        index_p=torch.from_numpy(np.concatenate(index)).to(device),
-        slot_n=torch.from_numpy(slot).to(device),
+        padded_p=torch.from_numpy(np.concatenate(padded)).to(device),
+        in_padded_n=torch.from_numpy(in_padded).to(device),
         shapes=tuple(shapes),
-        index_t=torch.from_numpy(np.concatenate(ordered)).to(device),
-        place_n=torch.from_numpy(place).to(device),
+        unpadded_t=torch.from_numpy(np.concatenate(ordered)).to(device),
+        in_unpadded_n=torch.from_numpy(in_unpadded).to(device),
         edges=torch.from_numpy(edges.astype(np.int32)).to(device),
     )
 
 
 @contextmanager
 def packed_attention(model: Any) -> Iterator[None]:
-    """Let the model attend by row; whoever else uses the module gets its own attention back afterwards."""
+    """Make the model use packed attention inside the block, and restore its own attention afterwards."""
     before = model.config._attn_implementation
     model.config._attn_implementation = PACKED
     try:
@@ -106,23 +111,25 @@ def _attend(
     """Attention with the signature that transformers calls: [1, h, n, d] in, [1, n, h, d] out."""
     for name in UNSUPPORTED:
         if kwargs.get(name) is not None:
-            raise ModelError(f"{type(module).__name__} wants {name} in attention, which packed training lacks")
+            raise ModelError(
+                f"{type(module).__name__} needs {name} in attention, which packed training does not support: use "
+                "another model"
+            )
     if query.is_cuda and varlen_attn is not None and dropout == 0:
         lower = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else query.dtype
         if lower != torch.float32:
             query, key, value = query.to(lower), key.to(lower), value.to(lower)
-            return _attend_by_edges(query, key, value, packing, scaling, sliding_window), None
-    return _attend_by_bucket(query, key, value, packing, scaling, dropout, sliding_window), None
+            return _attend_without_padding(query, key, value, packing, scaling, sliding_window), None
+    return _attend_in_buckets(query, key, value, packing, scaling, dropout, sliding_window), None
 
 
-def _attend_by_edges(
+def _attend_without_padding(
     query: Tensor, key: Tensor, value: Tensor, packing: Layout, scaling: float | None, sliding_window: int | None
 ) -> Tensor:
-    """By flash attention over rows of any length, without padding."""
-    assert varlen_attn is not None, "this torch has no attention over rows of any length"
-    longest = packing.shapes[0][1]
+    """Flash attention over rows of any length."""
+    assert varlen_attn is not None, "this torch has no varlen_attn"
     query_t, key_t, value_t = (
-        states[0].transpose(0, 1).index_select(0, packing.index_t) for states in (query, key, value)
+        states[0].transpose(0, 1).index_select(0, packing.unpadded_t) for states in (query, key, value)
     )
     output_thd = varlen_attn(
         query_t,
@@ -130,17 +137,17 @@ def _attend_by_edges(
         value_t,
         packing.edges,
         packing.edges,
-        longest,
-        longest,
+        packing.longest_row,
+        packing.longest_row,
         scale=scaling,
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    assert isinstance(output_thd, Tensor), "nothing but the output was asked for"
-    return output_thd.index_select(0, packing.place_n)[None]
+    assert isinstance(output_thd, Tensor), "varlen_attn returned more than its output"
+    return output_thd.index_select(0, packing.in_unpadded_n)[None]
 
 
-def _attend_by_bucket(
+def _attend_in_buckets(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -149,9 +156,9 @@ def _attend_by_bucket(
     dropout: float,
     sliding_window: int | None,
 ) -> Tensor:
-    """By torch's own attention, on rows of similar length at once."""
+    """torch's scaled_dot_product_attention, one call per bucket."""
     sizes = [num_rows * length for num_rows, length in packing.shapes]
-    query_p, key_p, value_p = (_spread(states, packing.index_p, sizes) for states in (query, key, value))
+    query_p, key_p, value_p = (_gather_rows(states, packing.padded_p, sizes) for states in (query, key, value))
     outputs: list[Tensor] = []
     for shape, query_bl, key_bl, value_bl in zip(packing.shapes, query_p, key_p, value_p, strict=True):
         length = shape[1]
@@ -170,14 +177,14 @@ def _attend_by_bucket(
             enable_gqa=query.shape[1] != key.shape[1],
         )
         outputs.append(output_bhld.transpose(1, 2).flatten(0, 1).flatten(1))
-    output_n = torch.cat(outputs).index_select(0, packing.slot_n)
+    output_n = torch.cat(outputs).index_select(0, packing.in_padded_n)
     return output_n.view(1, query.shape[2], query.shape[1], -1)
 
 
-def _spread(states: Tensor, index_p: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
-    """[1, h, n, d] -> per bucket [b * l, h, d]."""
+def _gather_rows(states: Tensor, padded_p: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+    """[1, h, n, d] to one tensor [b * l, h, d] per bucket."""
     _, h, n, d = states.shape
-    states_p = states[0].transpose(0, 1).reshape(n, h * d).index_select(0, index_p)
+    states_p = states[0].transpose(0, 1).reshape(n, h * d).index_select(0, padded_p)
     return states_p.view(-1, h, d).split(sizes)
 
 

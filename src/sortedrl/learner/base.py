@@ -1,7 +1,7 @@
-"""The protocol between the controller and whatever turns a batch into new weights.
+"""The protocol between the controller and a learner, which turns batches into new weights.
 
-`start` hands over a batch and returns at once with an `Update` to wait on; a learner that works in the caller's thread
-may as well have finished by then. The weights that result are published by the controller, through `source`.
+`start` takes a batch and returns an `Update` to wait for. A learner that works in the caller's thread has finished the
+update when `start` returns. The controller publishes the new weights to the engines, through `source`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class UpdateResult:
 
 
 class Update(Protocol):
-    """An update under way."""
+    """An update that was started."""
 
     def done(self) -> bool: ...
 
@@ -29,7 +29,7 @@ class Update(Protocol):
 class Learner(Protocol):
     @property
     def source(self) -> Any:
-        """Where engines get the current weights from (see `weights.py`)."""
+        """The object from which engines read the current weights (see `weights.py`)."""
         ...
 
     def start(self, batch: Batch) -> Update: ...

@@ -1,14 +1,16 @@
-"""A Llama's layers with their gradients written out, for updates on one thread of a CPU.
+"""A Llama's layers with hand-written gradients, for updates on one CPU thread.
 
-`pack.py` takes it where `is_lean` says so. There a small model's update is mostly passes over memory and calls; here
-products are torch's, and all that lies between them is compiled (`learner/native_layers.py`). Elsewhere the model's own
-modules run: with hooks, adapters, shards or recomputed activations, in another precision, on other devices and several
-threads, without a C compiler. What it keeps true: hidden states and gradients are those of the modules, up to rounding.
+`pack.py` uses it where `can_use_compiled_layers` allows. On a CPU, a small model's update spends most of its time on
+memory traffic and Python calls. Here torch computes the matrix products, and compiled code (`native_layers.py`) does
+everything between them. The model's own modules run in all other cases: with hooks, adapters, shards or recomputed
+activations, in another precision, on other devices, with several threads, or without a C compiler. Guarantees: hidden
+states and gradients equal those of the model's own modules, up to rounding.
 
-A layer is two steps, each of which adds to the hidden states what it makes of their norm.
+A layer is two steps, attention and feed-forward. Each reads the norm of the hidden states and adds its output to them.
+Gradients are named `by_`: by_x_nm is the gradient of the loss by x_nm.
 
-Shapes: n packed tokens, m model size, f feed-forward size, j numbers of a token's queries, keys and values; i, o are
-those of a product that reads and writes.
+Shapes: n packed tokens, m model size, f feed-forward size, j numbers of a token's queries, keys and values; i and o are
+the input and output size of a projection.
 """
 
 from __future__ import annotations
@@ -24,22 +26,22 @@ from transformers.models.llama import modeling_llama
 from sortedrl.learner.attention import Layout
 from sortedrl.learner.native_layers import RowAttention, gate, gate_backward, load_layers, norm, norm_backward
 
-MAX_LENGTH = 2048  # of a row: the backward pass holds two squares of it
-VECTOR = 8  # sizes are whole vectors of the compiled code
-KNOWN = {
+MAX_LENGTH = 2048  # of a row: the backward pass holds two square matrices of this size
+VECTOR = 8  # the compiled code works on vectors of this size
+PLAIN_MODULES = {
     *(nn.Embedding, nn.Linear, nn.ModuleList, nn.SiLU, SiLUActivation),
     *(modeling_llama.LlamaModel, modeling_llama.LlamaDecoderLayer, modeling_llama.LlamaAttention),
     *(modeling_llama.LlamaMLP, modeling_llama.LlamaRMSNorm, modeling_llama.LlamaRotaryEmbedding),
 }
 
 
-def is_lean(model: Any, layout: Layout) -> bool:
-    """Whether `hidden_states` gives what the model's own modules do, and sooner."""
+def can_use_compiled_layers(model: Any, layout: Layout) -> bool:
+    """Whether `llama_hidden_states` works for this model and layout, and is faster than the model's own modules."""
     return (
         type(model) is LlamaForCausalLM
         and torch.get_num_threads() == 1
         and not torch.is_autocast_enabled("cpu")
-        and layout.shapes[0][1] <= MAX_LENGTH
+        and layout.longest_row <= MAX_LENGTH
         and _has_plain_sizes(model.config)
         and all(_is_plain(module) for module in model.model.modules())
         and load_layers() is not None
@@ -58,9 +60,9 @@ def _has_plain_sizes(config: Any) -> bool:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether nobody has changed what calling the module does, and its weights are as compiled code reads them."""
+    """Whether the module is unmodified (no hooks, no replaced forward) and its weights are float32 on the CPU."""
     return (
-        type(module) in KNOWN
+        type(module) in PLAIN_MODULES
         and "forward" not in module.__dict__
         and not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
         and not module._backward_pre_hooks
@@ -71,26 +73,26 @@ def _is_plain(module: nn.Module) -> bool:
     )
 
 
-def hidden_states(tower: Any, tokens_n: Tensor, positions_n: Tensor, layout: Layout) -> Tensor:
-    """What a LlamaModel gives for packed tokens, [n, m]."""
-    x_nm = tower.embed_tokens(tokens_n)
-    cosines_1nd, sines_1nd = tower.rotary_emb(x_nm, positions_n[None])
+def llama_hidden_states(llama: Any, tokens_n: Tensor, positions_n: Tensor, layout: Layout) -> Tensor:
+    """The last hidden states of a LlamaModel for packed tokens, [n, m]."""
+    x_nm = llama.embed_tokens(tokens_n)
+    cosines_1nd, sines_1nd = llama.rotary_emb(x_nm, positions_n[None])
     attention = RowAttention(
         layout,
         cosines_1nd[0],
         sines_1nd[0],
-        heads=tower.config.num_attention_heads,
-        kv_heads=tower.config.num_key_value_heads,
-        scale=tower.layers[0].self_attn.scaling,
+        heads=llama.config.num_attention_heads,
+        kv_heads=llama.config.num_key_value_heads,
+        scale=llama.layers[0].self_attn.scaling,
     )
-    for layer in tower.layers:
+    for layer in llama.layers:
         norm_before, attend = layer.input_layernorm, layer.self_attn
         weights = (attend.q_proj.weight, attend.k_proj.weight, attend.v_proj.weight, attend.o_proj.weight)
         x_nm = _Attend.apply(x_nm, norm_before.weight, *weights, norm_before.variance_epsilon, attention)
         norm_before, mlp = layer.post_attention_layernorm, layer.mlp
         weights = (mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight)
         x_nm = _FeedForward.apply(x_nm, norm_before.weight, *weights, norm_before.variance_epsilon)
-    return tower.norm(x_nm)
+    return llama.norm(x_nm)
 
 
 class _Attend(torch.autograd.Function):
@@ -144,7 +146,7 @@ class _FeedForward(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x_nm, gain_m, factor_n, normed_nm, gate_fm, up_fm, down_mf, gate_nf, up_nf = ctx.saved_tensors
         by_nm = gradients[0].contiguous()
-        inner_nf = by_nm @ down_mf  # its gradient first, and then what it was
+        inner_nf = by_nm @ down_mf  # the gradient of the gated values; gate_backward overwrites it with the values
         by_gate_nf, by_up_nf = gate_backward(gate_nf, up_nf, inner_nf)
         by_x_nm = (by_gate_nf @ gate_fm).addmm_(by_up_nf, up_fm)
         by_gain_m = norm_backward(x_nm, gain_m, factor_n, by_nm, by_x_nm)

@@ -1,14 +1,14 @@
-"""Log-probs and entropy of packed answers, without a row of the vocabulary for every token at once.
+"""Log-probs and entropy of packed answers, without holding the logits of all tokens at once.
 
-`learner/torch.py` and `sft.py` call `Scorer.score` on each micro-batch. Where logits would be large, the model's output
-layer is run for a few hundred tokens at a time. Of the first pieces the log-probs stay, as many as fit in a fixed room,
-of all others nothing but two numbers per token: the backward pass computes the logits of a piece again when it needs
-them. The model itself is called as always, with its output layer replaced for the call, so that hooks on either (those
-of adapters, of a critic, of sharded weights) work.
+`learner/torch.py` and `sft.py` call `LogprobScorer.score` on each micro-batch. If the logits would be large, the
+model's output layer runs on pieces of a few hundred tokens. The log-probs of the first pieces are kept for the backward
+pass, up to a fixed size; for the other pieces two numbers per token are kept, and the backward pass computes the logits
+again. The model is called as usual, with the forward of its output layer replaced during the call, so hooks on the
+model and on the layer (of adapters, a critic, sharded weights) still run.
 
-What it keeps true: values and gradients, those of the output layer's weights included, are those of the whole; small
-logits are computed as a whole, bit by bit as `loss.py` does, and so are those of a model whose output layer is not
-plain or which changes logits afterwards.
+Guarantees: values and gradients, also those of the output layer's weights, equal those computed from all logits at
+once. Small logits are computed at once, bit by bit as in `loss.py`. So are those of a model whose output layer is not a
+plain nn.Linear, or which changes the logits afterwards.
 
 Shapes: n packed tokens, a answer tokens, r answer tokens of a piece, h hidden size, v vocabulary.
 """
@@ -28,29 +28,30 @@ from torch.nn import functional
 from sortedrl.learner.loss import answer_logprobs, entropy_bonus
 from sortedrl.learner.pack import MicroBatch, packed_logits
 
-WHOLE_ELEMENTS = 1 << 22  # logits up to this size are computed as a whole
-PIECE_ELEMENTS = 1 << 22  # and larger ones in pieces of about this size
-KEPT_ELEMENTS = 1 << 26  # of which so much, 256 MB, is kept for the backward pass and not computed again
+WHOLE_ELEMENTS = 1 << 22  # logits up to this size are computed at once
+PIECE_ELEMENTS = 1 << 22  # larger ones are computed in pieces of about this size
+KEPT_ELEMENTS = 1 << 26  # this many, 256 MB, are kept for the backward pass; the rest is computed again
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Scores:
     logprobs_a: Tensor
-    entropy: Tensor  # summed over positions; it has a gradient only where that was asked for
+    entropy: Tensor  # summed over positions; it has a gradient only if one was asked for
 
 
-class Scorer:
-    """`temperature` is the one that answers are sampled with; 0, greedy sampling, has the log-probs of 1."""
+class LogprobScorer:
+    """`temperature` is the sampling temperature. 0 is greedy sampling; its log-probs are those of temperature 1."""
 
     def __init__(self, temperature: float) -> None:
         self._temperature = temperature
-        self._changes_logits = False  # whether a model was seen to do so
+        self._changes_logits = False  # whether the model changes what its output layer returns; seen at the first call
 
     def score(self, model: Any, micro: MicroBatch, *, has_entropy_gradient: bool = False) -> Scores:
-        """Call it, and backward, within `packed_attention(model)`."""
-        head = model.get_output_embeddings()
-        if not self._changes_logits and self._is_worth_it(head, micro):
-            scores = self._score_in_pieces(model, head, micro, has_entropy_gradient)
+        """Score the answer tokens. Call it, and the backward pass, within `packed_attention(model)`."""
+        output_layer = model.get_output_embeddings()
+        is_linear = isinstance(output_layer, nn.Linear)
+        if is_linear and not self._changes_logits and _num_logits(output_layer, micro) > WHOLE_ELEMENTS:
+            scores = self._score_in_pieces(model, output_layer, micro, has_entropy_gradient)
             if scores is not None:
                 return scores
             self._changes_logits = True
@@ -60,24 +61,23 @@ class Scorer:
             entropy = entropy_bonus(logits_av, self._temperature)
         return Scores(logprobs_a=logprobs_a, entropy=entropy)
 
-    def _is_worth_it(self, head: Any, micro: MicroBatch) -> bool:
-        return isinstance(head, nn.Linear) and micro.targets_a.numel() * head.out_features > WHOLE_ELEMENTS
-
     def _score_in_pieces(
-        self, model: Any, head: nn.Linear, micro: MicroBatch, has_entropy_gradient: bool
+        self, model: Any, output_layer: nn.Linear, micro: MicroBatch, has_entropy_gradient: bool
     ) -> Scores | None:
-        """None where the model does something to what its output layer returns."""
+        """The scores, or None if the model changes what its output layer returns."""
         scale = 1.0 if self._temperature in (0.0, 1.0) else 1 / self._temperature
         returned: list[Tensor] = []
 
         def forward(hidden_ah: Tensor) -> Tensor:
-            logprobs_a, entropy_a = _Pieces.apply(hidden_ah[0], head.weight, head.bias, micro.targets_a, scale)
+            logprobs_a, entropy_a = _LogprobsInPieces.apply(
+                hidden_ah[0], output_layer.weight, output_layer.bias, micro.targets_a, scale
+            )
             if not has_entropy_gradient:
                 entropy_a = entropy_a.detach()
             returned.append(torch.stack((logprobs_a, entropy_a), -1)[None])
             return returned[-1]
 
-        with _replaced(head, forward):
+        with _replaced_forward(output_layer, forward):
             output_a2 = packed_logits(model, micro)
         if output_a2.data_ptr() != returned[0].data_ptr() or output_a2.dtype != returned[0].dtype:
             return None
@@ -85,9 +85,13 @@ class Scorer:
         return Scores(logprobs_a=output_a2[:, 0], entropy=entropy if has_entropy_gradient else entropy.detach())
 
 
+def _num_logits(output_layer: nn.Linear, micro: MicroBatch) -> int:
+    return micro.targets_a.numel() * output_layer.out_features
+
+
 @contextmanager
-def _replaced(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Let calls of a module, its hooks included, go through another function."""
+def _replaced_forward(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Replace a module's forward inside the block; its hooks still run."""
     before = module.__dict__.get("forward")
     module.forward = forward
     try:
@@ -99,8 +103,8 @@ def _replaced(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterato
             module.forward = before
 
 
-class _Pieces(torch.autograd.Function):
-    """Hidden states to log-probs of the targets and entropies, [a] each, in float32."""
+class _LogprobsInPieces(torch.autograd.Function):
+    """From hidden states to the log-probs of the targets and the entropies, [a] each, in float32."""
 
     @staticmethod
     def forward(
@@ -110,9 +114,9 @@ class _Pieces(torch.autograd.Function):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_ah.dtype
         logprobs_a, entropy_a = (hidden_ah.new_empty(len(hidden_ah), dtype=torch.float32) for _ in range(2))
         kept: list[Tensor] = []
-        room = KEPT_ELEMENTS if ctx.needs_input_grad[0] else -1  # hidden states of a pass without gradients need none
+        room = KEPT_ELEMENTS if ctx.needs_input_grad[0] else -1  # nothing is kept in a pass without gradients
         with torch.autocast(device, enabled=False):
-            logprobs_of = _logprobs(hidden_ah, weight_vh, bias_v, scale, dtype)
+            logprobs_of = _make_logprobs(hidden_ah, weight_vh, bias_v, scale, dtype)
             for piece in _pieces(len(hidden_ah), len(weight_vh)):
                 logprobs_rv = logprobs_of(piece)
                 logprobs_a[piece] = logprobs_rv.gather(1, targets_a[piece, None])[:, 0]
@@ -131,13 +135,13 @@ class _Pieces(torch.autograd.Function):
         hidden_ah, weight_vh, bias_v, targets_a, entropy_a = ctx.saved_tensors
         scale, dtype = ctx.scale, ctx.dtype
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        # In float32: they are sums over all pieces.
+        # In float32, because they are sums over all pieces.
         by_weight_vh = torch.zeros_like(weight_vh, dtype=torch.float32) if needs_weight else None
         by_bias_v = torch.zeros_like(bias_v, dtype=torch.float32) if needs_bias else None
         by_hidden_ah = torch.empty_like(hidden_ah) if needs_hidden else None
-        logprobs_of = _logprobs(hidden_ah, weight_vh, bias_v, scale, dtype)
+        logprobs_of = _make_logprobs(hidden_ah, weight_vh, bias_v, scale, dtype)
         lower_vh = weight_vh.to(dtype)
-        kept, ctx.kept = ctx.kept[::-1], []  # written over below, and free piece by piece
+        kept, ctx.kept = ctx.kept[::-1], []  # overwritten below, and freed piece by piece
         for piece in _pieces(len(hidden_ah), len(weight_vh)):
             by_logits_rv = _by_logits(
                 kept.pop() if kept else logprobs_of(piece),
@@ -178,10 +182,10 @@ def _by_logits(
     return gradient_rv.scatter_add_(1, targets_r[:, None], weight_r1)
 
 
-def _logprobs(
+def _make_logprobs(
     hidden_ah: Tensor, weight_vh: Tensor, bias_v: Tensor | None, scale: float, dtype: torch.dtype
 ) -> Callable[[slice], Tensor]:
-    """The log-probs of a piece over the vocabulary, in float32; the caller may write into them."""
+    """A function from a piece to its log-probs over the vocabulary, in float32; the caller may overwrite them."""
     weight_vh = weight_vh.to(dtype)
     bias_v = None if bias_v is None else bias_v.to(dtype)
 
@@ -193,7 +197,7 @@ def _logprobs(
 
 
 def _pieces(num_tokens: int, vocabulary: int) -> list[slice]:
-    """Pieces of about equal size, none larger than `PIECE_ELEMENTS` unless a single token is."""
+    """Pieces of about equal size. None is larger than `PIECE_ELEMENTS`, unless a single token is."""
     num_pieces = -(-num_tokens // max(PIECE_ELEMENTS // vocabulary, 1))
     edges = [num_tokens * number // num_pieces for number in range(num_pieces + 1)]
     return [slice(start, stop) for start, stop in pairwise(edges)]

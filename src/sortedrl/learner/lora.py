@@ -1,7 +1,8 @@
-"""Adapters in place of full fine-tuning, through peft: only they are trained, the base model stays as it is.
+"""LoRA adapters through peft: only the adapters are trained, and the base model stays unchanged.
 
-`build/parts.py` puts them on a model, by the configuration's `lora` section or a peft configuration of the user's, and
-takes them back from a checkpoint. How engines come to sample from both together is told in `weights.py`.
+`run/build/parts.py` adds them to a model, from the configuration's `lora` section or from the user's peft
+configuration, and restores them from a checkpoint. `weights.py` explains how engines sample from base and adapters
+together.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class LoraSettings(Protocol):
-    """What is read of the configuration's `lora` section."""
+    """The keys of the configuration's `lora` section that are read here."""
 
     @property
     def rank(self) -> int: ...
@@ -44,7 +45,7 @@ def import_peft() -> Any:
 
 
 def peft_config_of(settings: LoraSettings) -> Any | None:
-    """The peft configuration that the settings describe; None when all weights are to be trained."""
+    """The peft configuration that the settings describe, or None if all weights are trained."""
     if not settings.rank:
         return None
     return import_peft().LoraConfig(
@@ -56,11 +57,11 @@ def peft_config_of(settings: LoraSettings) -> Any | None:
 
 
 def check_peft_config(peft_config: Any) -> None:
-    """Refuse what cannot be trained and sampled from, before a model is loaded."""
+    """Raise ConfigError for a configuration that cannot be used, before a model is loaded."""
     peft = import_peft()
     if not isinstance(peft_config, peft.PeftConfig):
         raise ConfigError(
-            f"peft_config is a {type(peft_config).__name__}: pass one of peft's, such as LoraConfig(r=16)"
+            f"peft_config is a {type(peft_config).__name__}: pass a configuration of peft, such as LoraConfig(r=16)"
         )
     if peft_config.is_prompt_learning:
         raise ConfigError(
@@ -68,45 +69,48 @@ def check_peft_config(peft_config: Any) -> None:
             "from: use LoraConfig"
         )
     if getattr(peft_config, "lora_dropout", 0.0):
-        log.warning("lora_dropout has no effect: answers are sampled without it, and are learned from as sampled")
+        log.warning("lora_dropout has no effect: answers are sampled and trained without dropout")
 
 
 def adapt(model: Any, peft_config: Any, *, checkpoint: Path | None = None) -> Any:
-    """Put adapters on a model: fresh ones, or those of a checkpoint. The model's own weights take no gradients."""
+    """Add adapters to a model: new ones, or those of a checkpoint. The base weights get no gradients."""
     peft = import_peft()
     if is_adapted(model):
         raise ConfigError(
-            "the model has adapters and peft_config asks for others: pass the base model, or leave it out"
+            "the model has adapters already and peft_config asks for more: pass the base model, or no peft_config"
         )
     try:
         if checkpoint is None:
             return peft.get_peft_model(model, peft_config).eval()
         folder = checkpoint / ADAPTER_FOLDER
-        if not (folder / _WEIGHTS_FILE).is_file():  # peft would go on to look for a pickle, and then online
-            raise ModelError(f"{checkpoint} has no {ADAPTER_FOLDER}/{_WEIGHTS_FILE}: it is of a run without adapters")
+        if not (folder / _WEIGHTS_FILE).is_file():  # peft would look for a pickle next, and then online
+            raise ModelError(
+                f"{checkpoint} has no {ADAPTER_FOLDER}/{_WEIGHTS_FILE}, because its run had no adapters: leave out "
+                "lora.rank and peft_config"
+            )
         return peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True, local_files_only=True).eval()
     except (ValueError, RuntimeError, KeyError) as error:
         if isinstance(error, ModelError):
             raise
         why = " ".join(str(error).split())[:200]
-        raise ModelError(f"the adapters do not fit the model ({why}): see lora.target_modules") from error
+        raise ModelError(f"the adapters do not fit the model ({why}): correct lora.target_modules") from error
 
 
 def restore_adapters(model: Any, checkpoint: Path) -> None:
-    """Give a model that came with adapters those of a checkpoint."""
+    """Load a checkpoint's adapters into a model that has adapters."""
     peft = import_peft()
     weights = peft.load_peft_weights(str(checkpoint / ADAPTER_FOLDER), device="cpu")
     peft.set_peft_model_state_dict(model, weights)
 
 
 def check_base(model: Any, checkpoint: Path) -> None:
-    """Refuse a base model that is not the one which a checkpoint's adapters were trained on."""
+    """Raise ModelError if the checkpoint's adapters were trained on another base model."""
     merged = merged_copy(model).state_dict()
     for path in checkpoint.glob("model*.safetensors"):
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  (it is no dict)
+            for name in file.keys():  # noqa: SIM118  (not a dict)
                 ours, saved = merged.get(name), file.get_tensor(name)
-                # Up to rounding: they may have been merged on another device.
+                # Up to rounding, because they may have been merged on another device.
                 if ours is None or ours.shape != saved.shape or not allclose(ours.cpu(), saved, 1e-3, 1e-4):
                     raise ModelError(
                         f"base model and adapters do not give the weights of {checkpoint} (at {name}): resume with the "
@@ -115,6 +119,6 @@ def check_base(model: Any, checkpoint: Path) -> None:
 
 
 def save_adapted(model: Any, folder: Path) -> None:
-    """Write the merged model, for `from_pretrained`, and the adapters beside it, for `PeftModel.from_pretrained`."""
+    """Save the merged model for `from_pretrained`, and the adapters for `PeftModel.from_pretrained`."""
     merged_copy(model).save_pretrained(folder)
     model.save_pretrained(folder / ADAPTER_FOLDER, safe_serialization=True, save_embedding_layers=False)

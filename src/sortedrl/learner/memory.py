@@ -1,7 +1,7 @@
-"""Telling that memory ran out from everything else that torch raises, and what becomes of memory that nobody holds.
+"""Recognises out-of-memory errors and returns free memory to the system.
 
-`learner/torch.py` asks for all of it: it tries smaller pieces when memory ran out, makes room for what stays, and lets
-the allocator keep the little that a small model's passes take again and again.
+`learner/torch.py` calls it: it retries with smaller micro-batches when memory runs out, frees memory before it
+allocates the optimizer state, and makes malloc keep the small blocks that every pass of a small model uses again.
 """
 
 from __future__ import annotations
@@ -12,48 +12,48 @@ import sys
 
 import torch
 
-# What allocators other than CUDA's say in a plain RuntimeError, or libraries under it when they could not allocate.
-MEMORY_WORDS = ("can't allocate memory", "Cannot allocate memory", "out of memory", "bad_alloc", "ALLOC_FAILED")
+# Messages of plain RuntimeErrors that CPU allocators, or libraries that could not allocate, raise.
+OUT_OF_MEMORY_MESSAGES = (
+    "can't allocate memory",
+    "Cannot allocate memory",
+    "out of memory",
+    "bad_alloc",
+    "ALLOC_FAILED",
+)
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
-LARGE_BYTES = 1 << 25  # the most that glibc takes for a block to keep
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
+MAX_MMAP_THRESHOLD = 1 << 25  # the largest that glibc accepts
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error of torch means that memory ran out, on whichever device."""
+    """Whether an error means that memory ran out, on any device."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in MEMORY_WORDS)
+    return isinstance(error, RuntimeError) and any(message in str(error) for message in OUT_OF_MEMORY_MESSAGES)
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of an error; allocators write many."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+def keep_freed_blocks() -> None:
+    """Let glibc keep up to 64 MB of freed memory.
 
-
-def keep_small_blocks() -> None:
-    """Let glibc keep up to 64 MB that are free, as it comes to do by itself with a larger model.
-
-    It begins with less, and every pass then gives its memory back and asks for it again, page by page.
+    By default it starts with less, so each pass would return its memory to the system and fault it in again.
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if set_option is not None:
-        set_option(M_MMAP_THRESHOLD, LARGE_BYTES)
-        set_option(M_TRIM_THRESHOLD, 2 * LARGE_BYTES)
+        set_option(M_MMAP_THRESHOLD, MAX_MMAP_THRESHOLD)
+        set_option(M_TRIM_THRESHOLD, 2 * MAX_MMAP_THRESHOLD)
 
 
-def free_unused() -> None:
-    """Give back what nobody holds, cycles included: a pass that failed may have left some."""
+def collect_and_release() -> None:
+    """Collect garbage, since a failed pass may leave reference cycles, and release what is free."""
     gc.collect()
-    give_back()
+    release_free_memory()
 
 
-def give_back() -> None:
-    """Give back what is free: behind a pass, allocators keep as much as the pass has used."""
+def release_free_memory() -> None:
+    """Return free memory to the system. After a pass, allocators keep as much as the pass has used."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc alone
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
         if trim is not None:
             trim(0)

@@ -1,7 +1,7 @@
-"""A batch whose steps were not finite, written down for inspection before the run stops.
+"""Saves a batch whose loss or gradients were not finite, for inspection, before the run stops.
 
-`learner/torch.py` calls it where `inspect_dir` is set. Tokens, log-probs and versions are one safetensors file, all
-samples end to end; what is known of each sample, with where its tokens begin, is JSON beside it.
+`learner/torch.py` calls it if the learner has an `inspect_dir`. Tokens, log-probs and versions go into one safetensors
+file, all samples end to end. A JSON file beside it describes each sample and says where its tokens begin.
 """
 
 from __future__ import annotations
@@ -24,21 +24,20 @@ SAMPLES_FILE = "batch.json"
 log = logging.getLogger(__name__)
 
 
-def try_to_save(folder: Path | None, batch: Batch, advantages: Sequence[float], reason: str) -> Path | None:
-    """Where the batch was saved, if anywhere: the run stops for the better reason when it cannot be."""
-    if folder is None:
-        return None
+def try_to_save(inspect_dir: Path, batch: Batch, advantages: Sequence[float], reason: str) -> Path | None:
+    """Write `inspect_dir`/rejected-<update>/ and return it, or None if it cannot be written.
+
+    A failed write is only logged: the run then stops with the error about the batch, which matters more.
+    """
     try:
-        return save_rejected(folder, batch, advantages, reason)
+        return _save(inspect_dir / f"rejected-{batch.update}", batch, advantages, reason)
     except OSError as error:
-        log.warning("the batch that stopped the run could not be saved in %s: %s", folder, error)
+        log.warning("the batch that stopped the run could not be saved in %s: %s", inspect_dir, error)
         return None
 
 
-def save_rejected(folder: Path, batch: Batch, advantages: Sequence[float], reason: str) -> Path:
-    """Write `folder`/rejected-<update>/ and return it; what an earlier try left there is replaced."""
-    target = folder / f"rejected-{batch.update}"
-    target.mkdir(parents=True, exist_ok=True)
+def _save(folder: Path, batch: Batch, advantages: Sequence[float], reason: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
     samples = batch.samples
     tensors = {
         "prompt_tokens": torch.tensor([token for sample in samples for token in sample.prompt.tokens]),
@@ -46,7 +45,7 @@ def save_rejected(folder: Path, batch: Batch, advantages: Sequence[float], reaso
         "logprobs": torch.tensor([value for sample in samples for value in sample.logprobs], dtype=torch.float64),
         "versions": torch.tensor([version for sample in samples for version in sample.versions]),
     }
-    save_file(tensors, target / TENSORS_FILE)
+    save_file(tensors, folder / TENSORS_FILE)
     described: list[dict[str, Any]] = []
     prompt_start = start = 0
     for sample, advantage in zip(samples, advantages, strict=True):
@@ -66,10 +65,10 @@ def save_rejected(folder: Path, batch: Batch, advantages: Sequence[float], reaso
         prompt_start += len(sample.prompt.tokens)
         start += sample.num_tokens
     page = {"update": batch.update, "version": batch.version, "reason": reason, "samples": described}
-    (target / SAMPLES_FILE).write_text(json.dumps(page, indent=1), encoding="utf-8")
-    return target
+    (folder / SAMPLES_FILE).write_text(json.dumps(page, indent=1), encoding="utf-8")
+    return folder
 
 
 def _json_number(value: float | None) -> float | str | None:
-    """JSON has no NaN and no infinity: they are written as words."""
+    """The number, or its name as a string if it is NaN or infinite, which JSON cannot hold."""
     return value if value is None or math.isfinite(value) else str(value)

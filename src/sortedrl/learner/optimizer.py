@@ -1,4 +1,4 @@
-"""The optimiser of an update and its rate, and the settings that `learner/torch.py` reads for them and for itself."""
+"""The optimizer and its learning rate, and the settings that a learner reads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sortedrl.learner.precision import Dtype
 
 
 class LearnerSettings(Protocol):
-    """What the learner reads of the configuration's `learner` section, beside what `objective_of` does."""
+    """What the learner reads from the configuration's `learner` section; `objective_of` reads the other keys."""
 
     @property
     def algorithm(self) -> str: ...
@@ -45,9 +45,9 @@ class LearnerSettings(Protocol):
 
 
 def learning_rate(settings: LearnerSettings, progress: float, num_samples: int) -> float:
-    """Linear from the peak to `lr_final` of it as the run progresses, after a linear warm-up.
+    """The rate after a linear warm-up, falling linearly with the run's progress to `lr_final` times the peak.
 
-    `num_samples` includes the batch at hand, so that the first step is not one of rate 0.
+    `num_samples` includes the current batch, so that the first step's rate is not 0.
     """
     decay = 1 - (1 - settings.lr_final) * min(max(progress, 0.0), 1.0)
     warmup = min(1.0, num_samples / settings.warmup_samples) if settings.warmup_samples else 1.0
@@ -55,15 +55,15 @@ def learning_rate(settings: LearnerSettings, progress: float, num_samples: int) 
 
 
 def make_optimizer(model: Any, critic: Critic | None, settings: LearnerSettings) -> torch.optim.AdamW:
-    """AdamW that decays matrices only; fused, since a small model is many tiny tensors."""
+    """AdamW with weight decay on matrices only. It is fused, because a small model has many tiny tensors."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trainable:
-        raise ModelError("the model has no parameter that requires a gradient: call model.requires_grad_(True)")
+        raise ModelError("no parameter of the model requires a gradient: call model.requires_grad_(True)")
     groups: list[dict[str, Any]] = [
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": settings.weight_decay, "rate": 1.0},
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0, "rate": 1.0},
     ]
-    if critic is not None:  # `rate`: in units of the model's
+    if critic is not None:  # `rate` is relative to the model's learning rate
         rate = (getattr(settings, "critic_lr", None) or settings.lr) / settings.lr
         groups.append({"params": list(critic.parameters()), "weight_decay": 0.0, "rate": rate})
     groups = [group for group in groups if group["params"]]

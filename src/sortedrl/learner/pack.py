@@ -1,20 +1,18 @@
-"""Samples packed end to end into micro-batches of a token budget.
+"""Pack samples end to end into micro-batches of a token budget, and run a model on them.
 
-`learner/torch.py` packs a mini-batch and runs the model on each micro-batch. There is no padding between samples, and a
-prompt that siblings share is packed once: their answers follow it, each with the positions that it would have alone.
-Every layer but attention works token by token, so only attention has to know who belongs to whom (`attention.py`, or
-`llama.py` where its layers run in place of the model's own).
+`learner/torch.py` and `sft.py` call it. There is no padding between samples. A prompt that siblings share is packed
+once; their answers follow it, each with the positions it would have alone. Every layer except attention works token by
+token, so only attention must keep samples apart (`attention.py`, or `llama.py` where compiled layers run).
 
-What it keeps true: log-probs and gradients equal those of one sample at a time; every answer token that the policy
-sampled is predicted exactly once, and those that were fed into the answer are context alone; what cannot be learned
-from (no answer tokens, or mark 0) is not computed.
+Guarantees: log-probs and gradients equal those of one sample at a time; each sampled answer token is predicted exactly
+once; injected tokens of an answer are context only; samples that were not asked for are not computed.
 
 Shapes: n packed tokens, a sampled answer tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any
@@ -24,123 +22,140 @@ import torch
 from torch import Tensor
 
 from sortedrl.errors import DataError, ModelError
-from sortedrl.learner.attention import Layout, lay_rows, packed_attention
-from sortedrl.learner.llama import hidden_states, is_lean
+from sortedrl.learner.attention import Layout, make_layout, packed_attention
+from sortedrl.learner.llama import can_use_compiled_layers, llama_hidden_states
 from sortedrl.records import Prompt, Sample, Segment
 
-ROUNDING = 3e-5  # largest difference between packed and alone, relative to the largest logit, in fp32
-COARSE_ROUNDING = 3e-2  # and in shorter formats
+# Largest accepted difference between logits computed packed and alone, relative to the largest logit.
+FLOAT32_TOLERANCE = 3e-5
+HALF_PRECISION_TOLERANCE = 3e-2
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class MicroBatch:
-    """What one forward pass takes, and what the loss needs at the answer positions."""
+    """The inputs of one forward pass, and what the loss needs at the answer tokens."""
 
+    indices: list[int]  # of its samples in the batch, in the order of their tokens
+    lengths: list[int]  # the number of sampled answer tokens of each
     tokens_n: Tensor
     positions_n: Tensor
     layout: Layout
     predictor_a: Tensor  # the packed token whose logits predict each answer token
     targets_a: Tensor
-    behaviour_a: Tensor
-    mark_a: Tensor  # the number that came with each token's sample
+    behaviour_a: Tensor  # log-probs under the policy that sampled the token
+    sample_a: Tensor  # the index of each token's sample in the batch
 
     @property
     def num_tokens(self) -> int:
         return self.tokens_n.numel()
 
+    @property
+    def num_samples(self) -> int:
+        return len(self.indices)
+
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class _Family:
-    """Samples that share one packed prompt."""
+class _PromptGroup:
+    """Samples that share one packed prompt, by their indices in the batch."""
 
     prompt: tuple[int, ...]
-    members: list[tuple[Sample, float]]  # with their marks
+    indices: list[int]
     num_tokens: int
 
 
 def pack(
-    samples: Sequence[Sample], marks: Sequence[float], micro_tokens: int, device: torch.device | str = "cpu"
+    samples: Sequence[Sample], indices: Iterable[int], micro_tokens: int, device: torch.device | str = "cpu"
 ) -> list[MicroBatch]:
-    """Micro-batches of at most `micro_tokens` tokens; a sample longer than that goes alone."""
-    families = _families(samples, marks, micro_tokens)
-    bins: list[list[_Family]] = []
+    """Pack the samples at `indices` into micro-batches of at most `micro_tokens` tokens.
+
+    A sample longer than that gets a micro-batch for itself. Samples without sampled tokens are left out.
+    """
+    bins: list[list[_PromptGroup]] = []
     room: list[int] = []
-    for family in sorted(families, key=lambda family: -family.num_tokens):  # first fit, longest first
-        place = next((i for i, free in enumerate(room) if family.num_tokens <= free), None)
-        if place is None:
-            place = len(bins)
+    groups = _prompt_groups(samples, indices, micro_tokens)
+    for group in sorted(groups, key=lambda group: -group.num_tokens):  # first fit, longest first
+        chosen = next((i for i, free in enumerate(room) if group.num_tokens <= free), None)
+        if chosen is None:
+            chosen = len(bins)
             bins.append([])
             room.append(micro_tokens)
-        bins[place].append(family)
-        room[place] -= family.num_tokens
-    return [_lay_out(families, device) for families in bins]
+        bins[chosen].append(group)
+        room[chosen] -= group.num_tokens
+    return [_make_micro_batch(samples, groups, device) for groups in bins]
 
 
-def _families(samples: Sequence[Sample], marks: Sequence[float], micro_tokens: int) -> list[_Family]:
-    """Group what is to be learned from by prompt, no family larger than the budget unless a single sample is."""
-    by_prompt: dict[tuple[int, ...], list[tuple[Sample, float]]] = {}
-    for sample, mark in zip(samples, marks, strict=True):
-        if sample.num_sampled == 0 or mark == 0:
+def _prompt_groups(samples: Sequence[Sample], indices: Iterable[int], micro_tokens: int) -> list[_PromptGroup]:
+    """Group samples by prompt. No group exceeds the token budget, unless it is a single sample."""
+    by_prompt: dict[tuple[int, ...], list[int]] = {}
+    for index in indices:
+        sample = samples[index]
+        if sample.num_sampled == 0:
             continue
         if not sample.prompt.tokens:
             raise DataError(f"prompt {sample.prompt.id!r} has no tokens: give it at least a begin-of-text token")
-        by_prompt.setdefault(sample.prompt.tokens, []).append((sample, mark))
-    families: list[_Family] = []
-    for prompt, members in by_prompt.items():
-        kept: list[tuple[Sample, float]] = []
+        by_prompt.setdefault(sample.prompt.tokens, []).append(index)
+    groups: list[_PromptGroup] = []
+    for prompt, siblings in by_prompt.items():
+        kept: list[int] = []
         size = len(prompt)
-        for member in members:
-            length = member[0].num_tokens - 1  # nothing is predicted from the last token
+        for index in siblings:
+            length = samples[index].num_tokens - 1  # the last token predicts nothing
             if kept and size + length > micro_tokens:
-                families.append(_Family(prompt=prompt, members=kept, num_tokens=size))
+                groups.append(_PromptGroup(prompt=prompt, indices=kept, num_tokens=size))
                 kept, size = [], len(prompt)
-            kept.append(member)
+            kept.append(index)
             size += length
-        families.append(_Family(prompt=prompt, members=kept, num_tokens=size))
-    return families
+        groups.append(_PromptGroup(prompt=prompt, indices=kept, num_tokens=size))
+    return groups
 
 
-def _lay_out(families: Sequence[_Family], device: torch.device | str) -> MicroBatch:
+def _make_micro_batch(
+    samples: Sequence[Sample], groups: Sequence[_PromptGroup], device: torch.device | str
+) -> MicroBatch:
     tokens: list[int] = []
     targets: list[int] = []
     behaviour: list[float] = []
     rows: list[np.ndarray] = []
     positions: list[np.ndarray] = []
     predictors: list[np.ndarray] = []
-    marks: list[float] = []
-    repeats: list[int] = []
-    for family in families:
-        prompt_range = np.arange(len(tokens), len(tokens) + len(family.prompt))
-        tokens.extend(family.prompt)
-        positions.append(np.arange(len(family.prompt)))
-        for sample, mark in family.members:
+    lengths: list[int] = []
+    indices = [index for group in groups for index in group.indices]
+    for group in groups:
+        prompt_range = np.arange(len(tokens), len(tokens) + len(group.prompt))
+        tokens.extend(group.prompt)
+        positions.append(np.arange(len(group.prompt)))
+        for sample in (samples[index] for index in group.indices):
             answer, logprobs = sample.tokens, sample.logprobs
             assert len(answer) == len(logprobs), f"sample {sample.id}: {len(answer)} tokens, {len(logprobs)} log-probs"
             answer_range = np.arange(len(tokens), len(tokens) + len(answer) - 1)
             tokens.extend(answer[:-1])
-            positions.append(np.arange(len(family.prompt), len(family.prompt) + len(answer) - 1))
+            positions.append(np.arange(len(group.prompt), len(group.prompt) + len(answer) - 1))
             rows.append(np.concatenate((prompt_range, answer_range)))
             is_sampled = np.array(sample.is_sampled)
             predictors.append(np.concatenate((prompt_range[-1:], answer_range))[is_sampled])
             targets.extend(compress(answer, is_sampled))
             behaviour.extend(compress(logprobs, is_sampled))
-            marks.append(mark)
-            repeats.append(int(is_sampled.sum()))
+            lengths.append(int(is_sampled.sum()))
     return MicroBatch(
+        indices=indices,
+        lengths=lengths,
         tokens_n=torch.tensor(tokens, device=device),
         positions_n=torch.from_numpy(np.concatenate(positions)).to(device),
-        layout=lay_rows(rows, len(tokens), device),
+        layout=make_layout(rows, len(tokens), device),
         predictor_a=torch.from_numpy(np.concatenate(predictors)).to(device),
         targets_a=torch.tensor(targets, device=device),
         behaviour_a=torch.tensor(behaviour, dtype=torch.float32, device=device),
-        mark_a=torch.from_numpy(np.repeat(np.array(marks, dtype=np.float32), repeats)).to(device),
+        sample_a=torch.from_numpy(np.repeat(np.array(indices, dtype=np.int64), lengths)).to(device),
     )
 
 
 def packed_logits(model: Any, micro: MicroBatch) -> Tensor:
-    """Logits at the answer positions only, [a, vocabulary]. Call it, and backward, within `packed_attention(model)`."""
-    if is_lean(model, micro.layout):
-        hidden_nm = hidden_states(model.model, micro.tokens_n, micro.positions_n, micro.layout)
+    """Logits at the answer positions only, [a, vocabulary].
+
+    Call it, and the backward pass, within `packed_attention(model)`.
+    """
+    if can_use_compiled_layers(model, micro.layout):
+        hidden_nm = llama_hidden_states(model.model, micro.tokens_n, micro.positions_n, micro.layout)
         return model.lm_head(hidden_nm.index_select(0, micro.predictor_a)[None])[0]
     output = model(
         input_ids=micro.tokens_n[None],
@@ -154,10 +169,10 @@ def packed_logits(model: Any, micro: MicroBatch) -> Tensor:
 
 @torch.no_grad()
 def check_packing(model: Any) -> None:
-    """Refuse a model whose layers mix packed samples, by comparing two of them packed and alone."""
+    """Raise ModelError if the model's layers mix packed samples: compare two samples packed and alone."""
     name = type(model).__name__
     if not (hasattr(model, "config") and hasattr(model, "_can_set_attn_implementation")):
-        raise ModelError(f"{name} is no transformers model: load one with AutoModelForCausalLM")
+        raise ModelError(f"{name} is not a transformers model: load one with AutoModelForCausalLM")
     if not model._can_set_attn_implementation():
         raise ModelError(
             f"{name} does not take attention from transformers' AttentionInterface: use another architecture"
@@ -171,25 +186,28 @@ def check_packing(model: Any) -> None:
         samples.append(
             Sample(id=index, prompt=prompt, index=index, epoch=0, cohort=0, seed=0, budget=3, segments=[segment])
         )
-    (micro,) = pack(samples, [1.0, 1.0], 100, model.device)
+    (micro,) = pack(samples, range(2), 100, model.device)
     was_training = model.training
     model.eval()
     try:
         with packed_attention(model):
             packed_av = packed_logits(model, micro).float()
-        alone_av = torch.cat([_alone(model, sample) for sample in samples])
+        alone_av = torch.cat([_logits_alone(model, sample) for sample in samples])
     except TypeError as error:
-        raise ModelError(f"{name} refuses what packed training passes to it ({error}): use another model") from error
+        raise ModelError(
+            f"{name} rejects an argument that packed training passes ({error}): use another model"
+        ) from error
     finally:
         model.train(was_training)
     error = float((packed_av - alone_av).abs().max() / alone_av.abs().max())
-    if error > (ROUNDING if model.dtype == torch.float32 else COARSE_ROUNDING):
+    if error > (FLOAT32_TOLERANCE if model.dtype == torch.float32 else HALF_PRECISION_TOLERANCE):
         raise ModelError(
-            f"{name} mixes samples packed in one row: its layers are not attention alone, use another model"
+            f"{name} mixes samples that are packed in one row, because a layer other than attention looks at several "
+            "tokens: use another model"
         )
 
 
-def _alone(model: Any, sample: Sample) -> Tensor:
+def _logits_alone(model: Any, sample: Sample) -> Tensor:
     """Logits at the answer positions of one sample, [a, vocabulary]."""
     tokens = torch.tensor([[*sample.prompt.tokens, *sample.tokens]], device=model.device)
     return model(tokens, use_cache=False).logits[0, len(sample.prompt.tokens) - 1 : -1].float()

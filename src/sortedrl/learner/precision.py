@@ -1,7 +1,7 @@
-"""In what precision the learner's passes run; weights, gradients and optimiser state are float32 all the same.
+"""The precision of the learner's passes. Weights, gradients and optimizer state are always float32.
 
-`learner/torch.py` opens `passes_in` around every pass. In bfloat16 the matrix products and what torch's autocast counts
-with them are computed in that format from float32 weights, and norms, log-probs and losses stay in float32.
+`learner/torch.py` opens `pass_precision` around every pass. With bfloat16, torch's autocast computes matrix products in
+that format from float32 weights; norms, log-probs and losses stay in float32.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 Dtype = Literal["auto", "float32", "bfloat16"]
 
 
-def passes_in(dtype: Dtype, device: torch.device) -> AbstractContextManager[object]:
-    """`auto` is bfloat16 on a GPU that multiplies in it, and float32 elsewhere, as exact as engines are there."""
+def pass_precision(dtype: Dtype, device: torch.device) -> AbstractContextManager[object]:
+    """The context for one pass. `auto` is bfloat16 on a GPU with native bfloat16, and float32 elsewhere."""
     if dtype == "auto":
         has_units = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         dtype = "bfloat16" if has_units else "float32"

@@ -1,7 +1,8 @@
-"""The model that a KL penalty keeps the policy near: what it was when the run began.
+"""The reference model of the KL penalty: the policy as it was when the run began.
 
-`learner/torch.py` has one where `learner.kl_coef` asks for it. A peft model is its own reference with the adapter off;
-any other is copied, and the copy is saved with the learner's state, since a resumed run begins with trained weights.
+`learner/torch.py` makes one if `learner.kl_coef` is not 0. A peft model with its adapter disabled is the reference
+itself. Any other model is copied, and the copy is saved with the learner's state, because a resumed run starts from
+trained weights.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ class Reference:
 
     @contextmanager
     def module(self) -> Iterator[Any]:
+        """Give the reference model; a peft model has its adapter disabled inside the block."""
         if self._adapted is None:
             yield self._frozen
         else:
@@ -31,5 +33,5 @@ class Reference:
                 yield self._adapted
 
     def tensors(self) -> dict[str, Tensor]:
-        """The copy's weights, tied ones once; nothing where there is no copy."""
+        """The copy's weights, tied ones once; empty for a peft model."""
         return {} if self._frozen is None else {name: value.data for name, value in self._frozen.named_parameters()}

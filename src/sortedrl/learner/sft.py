@@ -1,12 +1,12 @@
-"""Supervised fine-tuning: the cold start that gives a model the skill which reinforcement then puts to use.
+"""Supervised fine-tuning: gives a model the basic skill before reinforcement learning starts (cold start).
 
-`tasks/tiny.py` calls it to build the embedded checkpoint, `run/sft_run.py` to tune any causal model; any stream of
-(prompt, answer) token lists will do. Matrices learn by Muon and the rest by AdamW, or all by AdamW. Batches hold
-answers of about the same length. They are padded, or packed as in reinforcement, which a large vocabulary wants: logits
-are then computed where an answer is predicted, and nowhere else.
+`tasks/tiny.py` calls it to build the embedded checkpoint, and `run/sft_run.py` to fine-tune any causal model, from a
+stream of (prompt, answer) token lists. Muon trains the matrices and AdamW the rest, or AdamW trains all. Batches hold
+answers of similar length. They are padded, or packed as in reinforcement learning; packing suits large vocabularies,
+because logits are then computed only where an answer token is predicted.
 
-What it keeps true: the loss covers answer tokens only; batches, and on one machine and one thread the weights, depend
-on the arguments alone. Progress goes to an injected callback.
+Guarantees: the loss covers answer tokens only; the batches depend only on the arguments, and so do the weights on one
+machine with one thread.
 
 Shapes: n batch row, l position, g matrix of a group of one shape, r its shorter side, c its longer side, v vocabulary.
 """
@@ -25,18 +25,18 @@ import torch
 from torch import Tensor, nn
 
 from sortedrl.errors import DataError, RunDirError
-from sortedrl.learner.logprobs import Scorer
+from sortedrl.learner.logprobs import LogprobScorer
 from sortedrl.learner.pack import pack, packed_attention
 from sortedrl.records import Prompt, Sample, Segment
 
 Example = tuple[Sequence[int], Sequence[int]]
-"""Tokens of a prompt and of its answer, end token included."""
+"""Tokens of a prompt and of its answer, with the end token."""
 
 OnStep = Callable[[int, float], None]
-"""Called after each step with the steps done so far and the loss."""
+"""Called after each step with the number of steps so far and the loss."""
 
-IGNORED = -100  # label of a position without loss
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Muon's quintic: pulls singular values to about 1 in five rounds
+IGNORED = -100  # the label of a position without loss
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Muon's quintic: moves singular values to about 1 in five rounds
 NEWTON_SCHULZ_ROUNDS = 5
 
 
@@ -49,9 +49,9 @@ class SftResult:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class SftRates:
-    """Peak rates, and the schedule that both optimisers share: linear warm-up, then linear decay.
+    """Peak rates, and the schedule of both optimizers: linear warm-up, then linear decay.
 
-    Without a rate of Muon's, AdamW moves the matrices too.
+    If `muon` is None, AdamW trains the matrices too.
     """
 
     muon: float | None = 8e-3
@@ -77,10 +77,10 @@ def cold_start(
     on_step: OnStep | None = None,
 ) -> SftResult:
     """Train a Hugging Face model and save it with its tokenizer (safetensors)."""
-    try:  # before the work: transformers only logs that it cannot save
+    try:  # before training, because transformers only logs that it cannot save
         Path(out_dir).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RunDirError(f"cannot write the model folder {out_dir}: {error.strerror}; name another") from error
+        raise RunDirError(f"cannot write the model folder {out_dir}: {error.strerror}; choose another") from error
     result = finetune(
         model, examples, steps=steps, seed=seed, batch_tokens=batch_tokens, rates=rates or SftRates(), on_step=on_step
     )
@@ -100,7 +100,7 @@ def finetune(
     is_packed: bool = False,
     on_step: OnStep | None = None,
 ) -> SftResult:
-    """Train for `steps` batches; the stream of examples must last that long."""
+    """Train for `steps` batches. Raises DataError if the stream has too few examples."""
     muon, adamw = _optimizers(model, has_muon=rates.muon is not None)
     losses: list[float] = []
     num_tokens = 0
@@ -130,22 +130,22 @@ def finetune(
 def length_batches(
     examples: Iterable[Example], *, batch_tokens: int, seed: int, pool_size: int = 256
 ) -> Iterator[list[Example]]:
-    """Batches of at most `batch_tokens` padded tokens: pools are sorted by length and cut, then the cuts shuffled."""
+    """Batches of at most `batch_tokens` padded tokens. Each pool is sorted by length, split and shuffled."""
     rng = random.Random(seed)
     stream = iter(examples)
     while pool := list(islice(stream, pool_size)):
-        cuts: list[list[Example]] = [[]]
+        batches: list[list[Example]] = [[]]
         for example in sorted(pool, key=_length):
             if _length(example) > batch_tokens:
                 raise DataError(
                     f"an example has {_length(example)} tokens, more than a batch of {batch_tokens}; "
                     "leave it out or raise batch_tokens"
                 )
-            if _length(example) * (len(cuts[-1]) + 1) > batch_tokens:
-                cuts.append([])
-            cuts[-1].append(example)
-        rng.shuffle(cuts)
-        yield from cuts
+            if _length(example) * (len(batches[-1]) + 1) > batch_tokens:
+                batches.append([])
+            batches[-1].append(example)
+        rng.shuffle(batches)
+        yield from batches
 
 
 def _length(example: Example) -> int:
@@ -153,7 +153,7 @@ def _length(example: Example) -> int:
 
 
 def pad_batch(batch: Sequence[Example]) -> tuple[Tensor, Tensor]:
-    """Tokens and labels, padded on the right; what follows a sequence cannot change it under causal attention."""
+    """Tokens and labels, padded on the right, where causal attention keeps the padding out."""
     num_positions = max(_length(example) for example in batch)
     tokens_nl = torch.zeros(len(batch), num_positions, dtype=torch.long)
     labels_nl = torch.full_like(tokens_nl, IGNORED)
@@ -173,7 +173,7 @@ def answer_loss(model: nn.Module, tokens_nl: Tensor, labels_nl: Tensor) -> Tenso
 
 
 def packed_loss(model: Any, batch: Sequence[Example]) -> Tensor:
-    """The same, without padding, and with logits of the labelled tokens only; within `packed_attention(model)`."""
+    """The same loss without padding, with logits of answer tokens only. Call it within `packed_attention(model)`."""
     samples = [
         Sample(
             id=number,
@@ -187,14 +187,14 @@ def packed_loss(model: Any, batch: Sequence[Example]) -> Tensor:
         )
         for number, (prompt, answer) in enumerate(batch)
     ]
-    (micro,) = pack(samples, [1.0] * len(samples), sum(_length(example) for example in batch), model.device)
-    return -Scorer(1.0).score(model, micro).logprobs_a.mean()
+    (micro,) = pack(samples, range(len(samples)), sum(_length(example) for example in batch), model.device)
+    return -LogprobScorer(1.0).score(model, micro).logprobs_a.mean()
 
 
 def _optimizers(model: nn.Module, *, has_muon: bool) -> tuple[GroupedMuon, torch.optim.AdamW]:
-    """Muon for the matrices inside the network, if at all, AdamW for embeddings, gains and what else there is."""
-    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    matrices = [p for p in model.parameters() if p.ndim == 2 and id(p) not in tables] if has_muon else []
+    """Muon for the matrices inside the network if `has_muon`, AdamW for everything else."""
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    matrices = [p for p in model.parameters() if p.ndim == 2 and id(p) not in embeddings] if has_muon else []
     inner = {id(p) for p in matrices}
     rest = [p for p in model.parameters() if id(p) not in inner]
     return GroupedMuon(matrices), torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0.0)
@@ -203,8 +203,8 @@ def _optimizers(model: nn.Module, *, has_muon: bool) -> tuple[GroupedMuon, torch
 class GroupedMuon:
     """Muon with Nesterov momentum, its step scaled to the RMS of AdamW's.
 
-    Matrices of one shape are orthogonalised together in fp32: for a tiny model on a CPU that is many times faster than
-    `torch.optim.Muon`, which takes them one by one in bfloat16.
+    It orthogonalises matrices of one shape together in float32. For a tiny model on a CPU that is many times faster
+    than `torch.optim.Muon`, which takes them one by one in bfloat16.
     """
 
     def __init__(self, matrices: Iterable[nn.Parameter], momentum: float = 0.95) -> None:
@@ -219,25 +219,25 @@ class GroupedMuon:
     @torch.no_grad()
     def step(self, lr: float) -> None:
         for shape, group, momentum_grc in self._groups:
-            grad_grc = torch.stack([_lying(_gradient(matrix)) for matrix in group])
+            grad_grc = torch.stack([_short_side_first(_gradient(matrix)) for matrix in group])
             momentum_grc.lerp_(grad_grc, 1 - self._momentum)
             update_grc = orthogonalise(grad_grc.lerp(momentum_grc, self._momentum))
             for matrix, update_rc in zip(group, update_grc, strict=True):
-                _lying(matrix).add_(update_rc, alpha=-lr * 0.2 * shape[1] ** 0.5)
+                _short_side_first(matrix).add_(update_rc, alpha=-lr * 0.2 * shape[1] ** 0.5)
 
 
 def _gradient(matrix: nn.Parameter) -> Tensor:
-    assert matrix.grad is not None, "a matrix without a gradient took part in no loss"
+    assert matrix.grad is not None, "a matrix has no gradient, because the loss does not depend on it"
     return matrix.grad
 
 
-def _lying(matrix: Tensor) -> Tensor:
+def _short_side_first(matrix: Tensor) -> Tensor:
     """A view with the shorter side first."""
     return matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
 
 
 def orthogonalise(matrices_grc: Tensor) -> Tensor:
-    """Singular values pulled to about 1, by Newton-Schulz."""
+    """Move singular values to about 1, by Newton-Schulz iterations."""
     a, b, c = NEWTON_SCHULZ
     x_grc = matrices_grc / (matrices_grc.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(NEWTON_SCHULZ_ROUNDS):

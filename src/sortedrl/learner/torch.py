@@ -1,21 +1,23 @@
-"""The learner on PyTorch: a batch becomes advantages, packed micro-batches, gradients and AdamW steps.
+"""The learner on PyTorch: turns a batch into advantages, packed micro-batches, gradients and AdamW steps.
 
-The controller calls `start`; without overlap the update is done when it returns, with overlap one worker thread does it
-while engines go on, and `source` hands out snapshots so that nobody samples from half-updated weights. What it keeps
-true:
-- advantages come from the whole batch, mini-batches are cut in the batch's order, and micro-batches change nothing;
-- a sample of 0 tokens counts in its group's statistics and nowhere else;
-- a step whose loss or gradient is not finite is not taken; three such in a row stop the run, the batch saved;
-- gradients that do not fit in memory are computed again in micro-batches of half the size, before any weight has moved;
-- the module's train or eval mode and its attention are as they were, whatever happens.
+The controller calls `start`. Without overlap the update is finished when `start` returns. With overlap a worker thread
+runs it while engines continue, and `source` returns snapshots, so that engines never sample from half-updated weights.
+
+Guarantees:
+- advantages come from the whole batch, mini-batches follow the batch's order, and the size of micro-batches changes no
+  result;
+- a sample without tokens counts in its group's statistics and nowhere else;
+- a step whose loss or gradient is not finite is not taken; after three in a row the batch is saved and the run stops;
+- if gradients do not fit in memory, they are computed again in micro-batches of half the size, before any weight moves;
+- the module's train or eval mode and its attention are restored after every update, also after a failed one.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,76 +26,83 @@ import torch
 from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from sortedrl.errors import ConfigError, LearnerError
+from sortedrl.errors import ConfigError, LearnerError, first_line
 from sortedrl.learner.advantage import AdvantageEstimator
-from sortedrl.learner.algorithms import estimator_of, needs_more_siblings, objective_of
+from sortedrl.learner.algorithms import advantage_function_of, needs_more_siblings, objective_of
 from sortedrl.learner.base import UpdateResult
 from sortedrl.learner.critic import Critic, value_loss
-from sortedrl.learner.logprobs import Scorer, Scores
+from sortedrl.learner.logprobs import LogprobScorer, Scores
 from sortedrl.learner.loss import divergence, policy_loss
 from sortedrl.learner.loss_inputs import (
-    ByPlace,
-    Terms,
-    add_values,
-    by_place,
-    cut,
+    LossInputs,
+    PerToken,
     kl_penalties,
-    make_terms,
-    marks,
+    mini_batches,
     shaped_rewards,
+    split_by_sample,
 )
-from sortedrl.learner.memory import first_line, free_unused, give_back, is_out_of_memory, keep_small_blocks
+from sortedrl.learner.memory import collect_and_release, is_out_of_memory, keep_freed_blocks, release_free_memory
 from sortedrl.learner.nonfinite_dump import try_to_save
 from sortedrl.learner.optimizer import LearnerSettings, learning_rate, make_optimizer
 from sortedrl.learner.pack import MicroBatch, check_packing, pack, packed_attention
-from sortedrl.learner.precision import passes_in
+from sortedrl.learner.precision import pass_precision
 from sortedrl.learner.reference import Reference
-from sortedrl.learner.update_metrics import Found, Tally
+from sortedrl.learner.update_metrics import StepMetrics, UpdateMetrics
+from sortedrl.learner.update_runner import UpdateRunner
 from sortedrl.records import Batch, Sample
 from sortedrl.weights import ModuleWeights
 
-MAX_SKIPPED = 3  # steps in a row that are not finite before training stops
-
-__all__ = ["LearnerSettings", "TorchLearner", "cut", "is_out_of_memory", "learning_rate"]
+MAX_SKIPPED = 3  # training stops after this many consecutive steps that are not finite
 
 log = logging.getLogger(__name__)
 
 
 class TorchLearner:
-    """Trains a transformers causal language model in place. `temperature` is the one that answers are sampled with."""
+    """Trains a transformers causal language model in place.
 
-    def __init__(self, model: Any, settings: LearnerSettings, *, temperature: float, overlap: bool = False) -> None:
+    `temperature` is the sampling temperature. If a batch stops the run, it is saved in `inspect_dir`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        settings: LearnerSettings,
+        *,
+        temperature: float,
+        overlap: bool = False,
+        inspect_dir: Path | None = None,
+    ) -> None:
         self.objective = objective_of(settings)
         if needs_more_siblings(settings.algorithm, settings.group_size):
             raise ConfigError(
-                f"learner.group_size is {settings.group_size}: {settings.algorithm} compares siblings, "
-                "set it to 2 or more or use reinforce++"
+                f"learner.group_size is {settings.group_size}, but {settings.algorithm} compares siblings: "
+                "set it to 2 or more, or use reinforce++"
             )
         self._check_model(model)
-        keep_small_blocks()
+        keep_freed_blocks()
         self.model = model
         self.settings = settings
         self.temperature = temperature
-        self._scorer = Scorer(temperature)
+        self.inspect_dir = inspect_dir
+        self._scorer = LogprobScorer(temperature)
         self.advantages = AdvantageEstimator(
-            *estimator_of(self.objective.algorithm, settings.group_size, settings.advantage_scope)
+            *advantage_function_of(self.objective.algorithm, settings.group_size, settings.advantage_scope)
         )
         self.critic = Critic(model) if self.objective.algorithm.has_critic else None
         self.reference = Reference(model) if self.objective.has_reference else None
         self._place_weights()
         self.optimizer = make_optimizer(model, self.critic, settings)
-        self.inspect_dir: Path | None = None  # where a batch that stops the run is saved
         self.num_samples = 0  # trained so far
         self.num_steps = 0
         self.num_skipped = 0
         self._skipped_in_row = 0
-        self._micro_tokens = settings.micro_tokens  # less once memory has run out
+        self._micro_tokens = settings.micro_tokens  # lowered when memory runs out
         if settings.recompute:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self._live = ModuleWeights(model)
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="sortedrl-learner") if overlap else None
+        self._has_overlap = overlap
         self._source = self._live.snapshot() if overlap else self._live
-        self._update: Future[UpdateResult] | None = None
+        self._runner = UpdateRunner(overlap=overlap)
 
     @property
     def source(self) -> ModuleWeights:
@@ -102,26 +111,19 @@ class TorchLearner:
 
     def start(self, batch: Batch) -> Future[UpdateResult]:
         assert batch.samples, f"update {batch.update} has no samples"
-        assert self._update is None or self._update.done(), "an update is under way: wait for its result first"
-        if self._worker is not None:
-            self._update = self._worker.submit(self._work, batch)
-        else:
-            self._update = Future()
-            self._update.set_result(self._work(batch))
-        return self._update
+        return self._runner.start(lambda: self._update(batch))
 
     def close(self) -> None:
-        if self._worker is not None:
-            self._worker.shutdown()
+        self._runner.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but the weights: tensors under "optimizer", plain JSON values elsewhere."""
-        assert self._update is None or self._update.done(), "an update is under way: its state cannot be saved"
+        """Everything except the model's weights: tensors under "optimizer", plain JSON values elsewhere."""
+        self._runner.assert_idle()
         tensors: dict[str, Tensor] = {}
         for name, parameter in self._parameters().items():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 tensors[f"{name}/{key}"] = value
-        for name, value in self._own_tensors().items():
+        for name, value in self._extra_tensors().items():
             tensors[f"{name}/value"] = value
         counters = {
             "num_samples": self.num_samples,
@@ -134,20 +136,24 @@ class TorchLearner:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         parameters = self._parameters()
         loaded: dict[str, dict[str, Tensor]] = {}
-        own: dict[str, Tensor] = {}
+        extra: dict[str, Tensor] = {}
         for path, value in state["optimizer"].items():
             name, _, key = path.rpartition("/")
             if key == "value":
-                own[name] = value
+                extra[name] = value
                 continue
             if name not in parameters:
                 raise LearnerError(
-                    f"the optimiser state names {name!r}, which the model lacks: load the model it is of"
+                    f"the optimizer state names {name!r}, which the model does not have: load the model that it was "
+                    "saved with"
                 )
             if key != "step" and value.shape != parameters[name].shape:
-                raise LearnerError(f"the optimiser state of {name!r} has another shape: load the model it is of")
+                raise LearnerError(
+                    f"the optimizer state of {name!r} has another shape than the model's: load the model that it was "
+                    "saved with"
+                )
             loaded.setdefault(name, {})[key] = value
-        self._load_own(own)
+        self._load_extra(extra)
         self.optimizer.state.clear()
         for name, values in loaded.items():
             device = parameters[name].device
@@ -156,46 +162,49 @@ class TorchLearner:
         counters = state["counters"]
         self.num_samples, self.num_steps = counters["num_samples"], counters["num_steps"]
         self.num_skipped, self._skipped_in_row = counters["num_skipped"], counters["skipped_in_row"]
-        if self._worker is not None:
+        self._renew_snapshot()
+
+    def _renew_snapshot(self) -> None:
+        if self._has_overlap:
             self._source = self._live.snapshot()
 
     def _check_model(self, model: Any) -> None:
         check_packing(model)
 
     def _place_weights(self) -> None:
-        """Comes before the optimiser takes them: for learners that keep weights elsewhere."""
+        """A hook for learners that move the weights elsewhere before the optimizer is made."""
 
     def _parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Everything that is trained, by name."""
+        """All parameters of the model and the critic, by name."""
         named = dict(self.model.named_parameters())
         if self.critic is not None:
             named |= {f"critic.{name}": parameter for name, parameter in self.critic.named_parameters()}
         return named
 
-    def _own_tensors(self) -> dict[str, Tensor]:
-        """Weights that are no part of the model, by name."""
+    def _extra_tensors(self) -> dict[str, Tensor]:
+        """The weights of critic and reference model, by name: they are saved with the state, not with the model."""
         tensors = {} if self.critic is None else {f"critic.{k}": v.data for k, v in self.critic.named_parameters()}
         if self.reference is not None:
             tensors |= {f"reference.{name}": value for name, value in self.reference.tensors().items()}
         return tensors
 
     @torch.no_grad()
-    def _load_own(self, loaded: dict[str, Tensor]) -> None:
-        mine = self._own_tensors()
-        if {name: value.shape for name, value in mine.items()} != {name: v.shape for name, v in loaded.items()}:
+    def _load_extra(self, loaded: dict[str, Tensor]) -> None:
+        own = self._extra_tensors()
+        if {name: value.shape for name, value in own.items()} != {name: v.shape for name, v in loaded.items()}:
             raise LearnerError(
-                "the saved critic or reference does not fit: resume with the model, learner.algorithm and "
-                "learner.kl_coef that the run began with"
+                "the saved critic or reference model does not fit: resume with the model, learner.algorithm and "
+                "learner.kl_coef that the run was started with"
             )
-        for name, value in mine.items():
+        for name, value in own.items():
             value.copy_(loaded[name])
 
-    def _work(self, batch: Batch) -> UpdateResult:
-        """One update, in whichever thread."""
+    def _update(self, batch: Batch) -> UpdateResult:
+        """Train on the batch, with the model set up for training and restored afterwards."""
         was_training = self.model.training
-        self.model.eval()  # dropout would move log-probs away from those sampled with
+        self.model.eval()  # with dropout, log-probs would differ from those at sampling
         for module in self.model.modules():
-            if isinstance(module, GradientCheckpointingLayer):  # recomputed in train mode only; what it holds stays
+            if isinstance(module, GradientCheckpointingLayer):  # it recomputes activations in train mode only
                 module.training = module.gradient_checkpointing
         try:
             with packed_attention(self.model):
@@ -203,35 +212,34 @@ class TorchLearner:
         finally:
             self.model.train(was_training)
             self.optimizer.zero_grad()
-        if self._worker is not None:
-            self._source = self._live.snapshot()
+        self._renew_snapshot()
         return result
 
     def _train(self, batch: Batch) -> UpdateResult:
-        terms, metrics = self._prepare(batch)
+        inputs, metrics = self._prepare(batch)
         self.num_samples += len(batch.samples)
         rate = learning_rate(self.settings, batch.progress, self.num_samples)
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["rate"]
-        tally = Tally()
+        totals = UpdateMetrics()
         for _ in range(self.settings.inner_epochs):
-            for start, stop in cut(len(batch.samples), self.settings.inner_steps):
-                self._step(batch, terms, range(start, stop), tally)
-        self.num_steps += tally.num_steps
-        self.num_skipped += tally.num_skipped
+            for indices in mini_batches(len(batch.samples), self.settings.inner_steps):
+                self._step(batch, inputs, indices, totals)
+        self.num_steps += totals.num_steps
+        self.num_skipped += totals.num_skipped
         num_tokens = float(sum(sample.num_tokens for sample in batch.samples))
         is_degenerate = any(value for name, value in metrics.items() if name.startswith("degenerate_all"))
         metrics |= {
             "lr": rate,
             "num_tokens": num_tokens,
-            "degenerate_learned": float(is_degenerate and tally.num_steps > 0),
-            "degenerate_passed_over": float(is_degenerate and tally.num_steps == 0),
-            **tally.metrics(),
+            "degenerate_learned": float(is_degenerate and totals.num_steps > 0),
+            "degenerate_passed_over": float(is_degenerate and totals.num_steps == 0),
+            **totals.metrics(),
         }
-        return UpdateResult(optimizer_steps=tally.num_steps, metrics=metrics)
+        return UpdateResult(optimizer_steps=totals.num_steps, metrics=metrics)
 
-    def _prepare(self, batch: Batch) -> tuple[Terms, dict[str, float]]:
-        """Everything that the steps need beside the policy of the moment; the weights have not moved yet."""
+    def _prepare(self, batch: Batch) -> tuple[LossInputs, dict[str, float]]:
+        """Compute the loss inputs that stay fixed during the update, before any weight moves; with metrics."""
         objective, samples = self.objective, batch.samples
         reference = self._score_reference(samples) if self.reference is not None else None
         rewards = shaped_rewards(samples, objective)
@@ -239,169 +247,182 @@ class TorchLearner:
         if self.critic is None:
             rewards = [r - float(penalties[i].sum()) if i in penalties else r for i, r in enumerate(rewards)]
         advantages, metrics = self.advantages.estimate(samples, rewards)
-        terms = make_terms(batch, objective, advantages, reference)
+        inputs = LossInputs.of(batch, objective, advantages, reference)
         if self.critic is not None or objective.importance != "none":
-            old, values = self._score(self.model, samples, terms.learned(range(len(samples))))
-            terms.old = old if objective.importance != "none" else None
+            old, values = self._score(self.model, samples, inputs.learned(range(len(samples))))
+            inputs.old = old if objective.importance != "none" else None
             if self.critic is not None:
-                add_values(terms, objective, values, rewards, penalties)
-        metrics["masked_samples"] = float(sum(terms.is_masked))
-        metrics["filtered_samples"] = float(sum(terms.is_filtered))
-        return terms, metrics
+                inputs.add_values(objective, values, rewards, penalties)
+        metrics["masked_samples"] = float(sum(inputs.is_masked))
+        metrics["filtered_samples"] = float(sum(inputs.is_filtered))
+        return inputs, metrics
 
-    def _score_reference(self, samples: Sequence[Sample]) -> ByPlace:
-        assert self.reference is not None, "there is no reference"
-        answered = [place for place, sample in enumerate(samples) if sample.num_sampled]
+    def _score_reference(self, samples: Sequence[Sample]) -> PerToken:
+        assert self.reference is not None, "the learner has no reference model"
+        answered = [index for index, sample in enumerate(samples) if sample.num_sampled]
         with self.reference.module() as module, packed_attention(module):
             return self._score(module, samples, answered, is_policy=False)[0]
 
     @torch.no_grad()
     def _score(
-        self, module: Any, samples: Sequence[Sample], places: Sequence[int], *, is_policy: bool = True
-    ) -> tuple[ByPlace, ByPlace]:
-        """Log-probs of the answers under a module, and the critic's values if it is the policy and there is one."""
+        self, module: Any, samples: Sequence[Sample], indices: Sequence[int], *, is_policy: bool = True
+    ) -> tuple[PerToken, PerToken]:
+        """Log-probs of the answers under a module; and the critic's values, if the module is the policy."""
         logprobs: dict[int, Tensor] = {}
         values: dict[int, Tensor] = {}
 
-        def visit(micro: MicroBatch) -> None:
+        def score(micro: MicroBatch) -> None:
             scores, values_a = self._forward(module, micro, has_values=is_policy)
-            logprobs.update(by_place(micro, scores.logprobs_a))
+            logprobs.update(split_by_sample(micro, scores.logprobs_a))
             if values_a is not None:
-                values.update(by_place(micro, values_a))
+                values.update(split_by_sample(micro, values_a))
 
-        self._visit(samples, places, visit, begin=logprobs.clear)
+        self._run_micro_batches(samples, indices, score, begin=logprobs.clear)
         return logprobs, values
 
     def _forward(self, module: Any, micro: MicroBatch, *, has_values: bool) -> tuple[Scores, Tensor | None]:
-        """Scores of a micro-batch's answer tokens under a module, and values where there are such."""
-        is_bonus = self.objective.entropy_coef > 0
-        with self.critic.listening() if self.critic is not None and has_values else nullcontext():
-            with passes_in(self.settings.dtype, self.model.device):
-                scores = self._scorer.score(module, micro, has_entropy_gradient=is_bonus)
-            return scores, self.critic.values() if self.critic is not None and has_values else None
+        """Scores of a micro-batch's answer tokens under a module; and the critic's values, if they are asked for."""
+        critic = self.critic if has_values else None
+        with critic.capturing() if critic is not None else nullcontext():
+            with pass_precision(self.settings.dtype, self.model.device):
+                scores = self._scorer.score(module, micro, has_entropy_gradient=self.objective.entropy_coef > 0)
+            return scores, critic.values() if critic is not None else None
 
-    def _step(self, batch: Batch, terms: Terms, places: range, tally: Tally) -> None:
-        learned = terms.learned(places)
+    def _step(self, batch: Batch, inputs: LossInputs, indices: range, totals: UpdateMetrics) -> None:
+        """Take one optimizer step on a mini-batch."""
+        learned = inputs.learned(indices)
         if not learned:
-            return  # nothing to learn from: momentum alone must not move the weights
-        found = self._gradients(terms, places, learned)
-        tally.num_computed += found.num_computed
-        norm = self._clip()
-        loss_value, norm_value = torch.stack((found.loss, norm.to(found.loss.dtype))).tolist()
+            return  # momentum alone must not move the weights
+        step = self._gradients(inputs, indices, learned)
+        totals.num_computed += step.num_computed
+        norm = self._clip_gradients()
+        loss_value, norm_value = torch.stack((step.loss, norm.to(step.loss.dtype))).tolist()
         if math.isfinite(loss_value) and math.isfinite(norm_value):
             self._move_weights()
             self._skipped_in_row = 0
-            tally.add(loss_value, norm_value, found)
+            totals.add(loss_value, norm_value, step)
         else:
-            self._skip(batch, terms, f"loss {loss_value}, gradient norm {norm_value}", tally)
+            totals.num_skipped += 1
+            self._count_skipped(batch, inputs, f"loss {loss_value}, gradient norm {norm_value}")
 
-    def _clip(self) -> Tensor:  # the norm that it was
+    def _clip_gradients(self) -> Tensor:
+        """Clip the gradients and return the norm that they had before."""
         return torch.nn.utils.clip_grad_norm_(self._parameters().values(), self.settings.grad_clip)
 
-    def _gradients(self, terms: Terms, places: range, learned: Sequence[int]) -> Found:
-        """Leave a mini-batch's gradients in the parameters."""
-        divisor, num_tokens = terms.divisor(places), terms.num_tokens(places)
-        found = Found.zeros(self.model.device)
+    def _gradients(self, inputs: LossInputs, indices: range, learned: Sequence[int]) -> StepMetrics:
+        """Compute a mini-batch's gradients into the parameters; `learned` are the samples that give one."""
+        divisor, num_tokens = inputs.divisor(indices), inputs.num_tokens(indices)
+        step = StepMetrics.zeros(self.model.device)
 
         def begin() -> None:
-            nonlocal found
+            nonlocal step
             self.optimizer.zero_grad()
-            found = Found.zeros(self.model.device)
+            step = StepMetrics.zeros(self.model.device)
 
-        def visit(micro: MicroBatch) -> None:
-            self._backward(micro, terms, divisor, num_tokens, found)
+        def backward(micro: MicroBatch) -> None:
+            self._backward(micro, inputs, divisor, num_tokens, step)
 
-        self._visit(terms.samples, learned, visit, begin=begin)
-        return found
+        self._run_micro_batches(inputs.samples, learned, backward, begin=begin)
+        return step
 
-    def _visit(
+    def _run_micro_batches(
         self,
         samples: Sequence[Sample],
-        places: Sequence[int],
-        visit: Callable[[MicroBatch], None],
+        indices: Sequence[int],
+        run: Callable[[MicroBatch], None],
         *,
         begin: Callable[[], None],
     ) -> None:
-        """Call `visit` on the samples at some places, in as many micro-batches as memory asks for.
+        """Call `run` on micro-batches that hold the samples at `indices`.
 
-        Where memory runs out all of them are visited again in smaller ones, after another call of `begin`.
+        If memory runs out, start over with smaller micro-batches. `begin` is called before each attempt.
         """
         while True:
             begin()
-            size = num_rows = 0
+            size = num_samples = 0
             try:
-                for micro in pack(samples, marks(len(samples), places), self._micro_tokens, self.model.device):
-                    size, num_rows = micro.num_tokens, sum(rows for rows, _ in micro.layout.shapes)
-                    visit(micro)
+                for micro in self._micro_batches(samples, indices):
+                    size, num_samples = micro.num_tokens, micro.num_samples
+                    run(micro)
                 return
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-                if num_rows < 2:
-                    raise LearnerError(
-                        f"an update does not fit in memory even one sample at a time ({size} tokens: "
-                        f"{first_line(error)}): "
-                        "lower engine.max_new_tokens, or take a smaller model or a larger machine"
-                    ) from error
                 reason = first_line(error)
-            self._shrink(size, num_rows, reason)  # out of the except clause: the traceback keeps the graph alive
+                failure = self._out_of_memory(size, num_samples, reason)
+                if failure is not None:
+                    raise failure from error
+            # Outside of the except clause, because the traceback keeps the graph of the failed pass alive.
+            self._micro_tokens = size // 2
+            collect_and_release()
+            log.warning(
+                "out of memory in a micro-batch of %d samples, %d tokens (%s): continuing with learner.micro_tokens = "
+                "%d, which changes no result; set it in the configuration to save the failed attempt",
+                num_samples,
+                size,
+                reason,
+                self._micro_tokens,
+            )
 
-    def _shrink(self, size: int, num_rows: int, reason: str) -> None:
-        """Halve the micro-batches of this and later updates, after one of `num_rows` samples did not fit."""
-        self._micro_tokens = size // 2
-        free_unused()
-        log.warning(
-            "out of memory in a micro-batch of %d samples, %d tokens (%s): going on with learner.micro_tokens = %d, "
-            "which changes no result; set it from the start to save the second try",
-            num_rows,
-            size,
-            reason,
-            self._micro_tokens,
+    def _micro_batches(self, samples: Sequence[Sample], indices: Sequence[int]) -> Iterable[MicroBatch]:
+        return pack(samples, indices, self._micro_tokens, self.model.device)
+
+    def _out_of_memory(self, size: int, num_samples: int, reason: str) -> LearnerError | None:
+        """The error to raise after a micro-batch did not fit in memory, or None to try smaller ones."""
+        if num_samples > 1:
+            return None
+        return LearnerError(
+            f"an update does not fit in memory even one sample at a time ({size} tokens: {reason}): "
+            "lower engine.max_new_tokens, or use a smaller model or a larger machine"
         )
 
-    def _backward(self, micro: MicroBatch, terms: Terms, divisor: float, num_tokens: float, found: Found) -> None:
-        """Add one micro-batch's gradients; what it needs besides is free when it returns."""
-        objective, tokens = self.objective, terms.tokens(micro)
+    def _backward(
+        self, micro: MicroBatch, inputs: LossInputs, divisor: float, num_tokens: float, step: StepMetrics
+    ) -> None:
+        """Add one micro-batch's gradients and metrics. Its activations are free when this returns."""
+        objective, tokens = self.objective, inputs.tokens(micro)
         scores, values_a = self._forward(self.model, micro, has_values=True)
-        loss, moved = policy_loss(objective, tokens, scores.logprobs_a, divisor=divisor)
+        loss, ratios = policy_loss(objective, tokens, scores.logprobs_a, divisor=divisor)
         sums = {"entropy": scores.entropy.detach()}
         if objective.entropy_coef > 0:
             loss = loss - objective.entropy_coef * scores.entropy / num_tokens
         if tokens.reference_a is not None:
-            apart_a = divergence(scores.logprobs_a.detach(), tokens.reference_a, objective.kl_estimator)
-            sums["kl_reference"] = apart_a.sum()
+            kl_a = divergence(scores.logprobs_a.detach(), tokens.reference_a, objective.kl_estimator)
+            sums["kl_reference"] = kl_a.sum()
         if values_a is not None:
-            assert tokens.values_a is not None, "a critic without the values of the start"
-            assert tokens.returns_a is not None, "a critic without returns"
+            assert tokens.values_a is not None, "the critic's values at the start of the update are missing"
+            assert tokens.returns_a is not None, "the critic's returns are missing"
             error = value_loss(values_a, tokens.values_a, tokens.returns_a, clip=objective.value_clip)
             loss = loss + objective.value_coef * error / num_tokens
             sums["value_loss"] = error.detach()
         loss.backward()
-        found.add(loss.detach(), tokens, moved, **sums)
-        found.num_computed += micro.num_tokens
+        step.add(loss.detach(), tokens, ratios, **sums)
+        step.num_computed += micro.num_tokens
 
     def _move_weights(self) -> None:
         if not self.optimizer.state:
-            give_back()  # the first step takes memory for good: not on top of what activations have left free
+            release_free_memory()  # the first step allocates the optimizer state, which stays
         try:
             self.optimizer.step()
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            # Not tried again: some of the weights may have moved, and smaller micro-batches would not help.
+            # No second attempt: some weights may have moved already, and smaller micro-batches would not help.
             raise LearnerError(
-                f"the optimiser's state does not fit in memory ({first_line(error)}): take a smaller model "
+                f"the optimizer state does not fit in memory ({first_line(error)}): use a smaller model "
                 "or more memory, and resume from the last checkpoint"
             ) from error
 
-    def _skip(self, batch: Batch, terms: Terms, reason: str, tally: Tally) -> None:
-        tally.num_skipped += 1
+    def _count_skipped(self, batch: Batch, inputs: LossInputs, reason: str) -> None:
+        """Count a step that was not finite; stop the run if there were too many in a row."""
         self._skipped_in_row += 1
         if self._skipped_in_row < MAX_SKIPPED:
             return
-        folder = try_to_save(self.inspect_dir, batch, terms.advantages, reason)
+        folder = None
+        if self.inspect_dir is not None:
+            folder = try_to_save(self.inspect_dir, batch, inputs.advantages, reason)
         saved = "" if folder is None else f", the batch is in {folder}"
         raise LearnerError(
             f"{MAX_SKIPPED} steps in a row were not finite ({reason}{saved}): "
-            "lower learner.lr, or go on from an earlier checkpoint"
+            "lower learner.lr, or resume from an earlier checkpoint"
         )

@@ -1,24 +1,27 @@
-"""Samples whose reward is not known, and a learner that leaves them out.
+"""Samples without a reward, and a learner that leaves them out of its updates.
 
-`build/learner.py` makes the learner; the scorer tells it which samples those are (`reward.on_error = "skip"`). For
-ledger and schedule they are trained like any other, but they have no weight: neither a gradient nor a say in the
-statistics of siblings or batch. What is to be left out is saved with the learner's state, since such a sample may wait
-over a checkpoint.
+`run/build/learner.py` makes the learner. With `reward.on_error = "skip"`, the scorer tells it which samples could not
+be scored. The ledger and the schedule treat such samples like any other, but they have no effect on training: they give
+no gradient and do not count in the statistics of their siblings or of the batch. The list of such samples is saved with
+the learner's state, because a sample may wait in the buffer when a checkpoint is written.
 """
 
 from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from sortedrl.learner.base import UpdateResult
-from sortedrl.learner.torch import LearnerSettings, TorchLearner
+from sortedrl.learner.optimizer import LearnerSettings
+from sortedrl.learner.torch import TorchLearner
+from sortedrl.learner.update_runner import finished_update
 from sortedrl.records import Batch
 
 
-class LeftOut:
-    """The attempts that could not be scored, one per sample at most."""
+class UnscoredSamples:
+    """The attempts that could not be scored; at most the latest one of each sample."""
 
     def __init__(self) -> None:
         self._attempts: dict[int, int] = {}
@@ -26,8 +29,8 @@ class LeftOut:
     def add(self, sample: int, attempt: int) -> None:
         self._attempts[sample] = attempt
 
-    def kept(self, batch: Batch) -> Batch | None:
-        """The batch without them, which are then forgotten; None if nothing is left of it."""
+    def remove_from(self, batch: Batch) -> Batch | None:
+        """The batch without its unscored samples, or None if no sample is left. The samples are then forgotten."""
         samples = tuple(s for s in batch.samples if self._attempts.pop(s.id, None) != s.attempt)
         return replace(batch, samples=samples) if samples else None
 
@@ -38,29 +41,35 @@ class LeftOut:
         self._attempts = {pair[0]: pair[1] for pair in state}
 
 
-def nothing_done() -> Future[UpdateResult]:
-    """The update by a batch of which nothing is left."""
-    update: Future[UpdateResult] = Future()
-    update.set_result(UpdateResult(optimizer_steps=0))
-    return update
+def empty_update() -> Future[UpdateResult]:
+    """The result of an update without samples."""
+    return finished_update(UpdateResult(optimizer_steps=0))
 
 
 class SkippingLearner(TorchLearner):
-    def __init__(self, model: Any, settings: LearnerSettings, *, temperature: float, overlap: bool = False) -> None:
-        super().__init__(model, settings, temperature=temperature, overlap=overlap)
-        self._left_out = LeftOut()
+    def __init__(
+        self,
+        model: Any,
+        settings: LearnerSettings,
+        *,
+        temperature: float,
+        overlap: bool = False,
+        inspect_dir: Path | None = None,
+    ) -> None:
+        super().__init__(model, settings, temperature=temperature, overlap=overlap, inspect_dir=inspect_dir)
+        self._unscored = UnscoredSamples()
 
     def skip(self, sample: int, attempt: int) -> None:
-        """Leave a sample out of its update; if it is answered anew before, that attempt counts."""
-        self._left_out.add(sample, attempt)
+        """Leave this attempt of a sample out of its update. A later attempt of the sample counts again."""
+        self._unscored.add(sample, attempt)
 
     def start(self, batch: Batch) -> Future[UpdateResult]:
-        kept = self._left_out.kept(batch)
-        return nothing_done() if kept is None else super().start(kept)
+        scored = self._unscored.remove_from(batch)
+        return empty_update() if scored is None else super().start(scored)
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "left_out": self._left_out.state()}
+        return {**super().state_dict(), "left_out": self._unscored.state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self._left_out.load(state.get("left_out", []))
+        self._unscored.load(state.get("left_out", []))

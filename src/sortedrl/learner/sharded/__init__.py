@@ -1,1 +1,1 @@
-"""The learner over several processes (FSDP2), each holding a share of the weights."""
+"""The learner on several processes (FSDP2). Each process holds a share of the weights."""

@@ -1,17 +1,17 @@
-"""The learner whose work is done by ranks: the controller's end of it, which looks like any other learner.
+"""The learner whose updates run on several ranks; to the controller it is a learner like any other.
 
-`build/learner.py` makes it where `learner.ranks` asks for more than one. The model that it is given stays whole in this
-process, on the CPU: after each update the trained weights come back from rank 0 and are written into it in place, so
-that engines, checkpoints and exports take it as they take a model that is trained here. Its state is that of one
-process: a run that was saved by so many ranks goes on with another number, or with none.
+`run/build/learner.py` makes it if `learner.ranks` is more than one. The driver keeps the whole model on the CPU. After
+each update, rank 0 returns the trained weights, which are copied into the model in place. So engines, checkpoints and
+exports treat it like a model that is trained in this process. The state is that of one process: a run can resume with
+another number of ranks, or with none.
 
-What it keeps true: the model changes only at the end of an update, never while engines read it; a rank that fails ends
-them all, and the run, with an error that says which.
+Guarantees: the model changes only at the end of an update, never while engines read it; if a rank fails, all ranks end
+and the run stops with an error that names the rank.
 """
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,37 +22,44 @@ from sortedrl.learner.base import UpdateResult
 from sortedrl.learner.optimizer import LearnerSettings
 from sortedrl.learner.pack import check_packing
 from sortedrl.learner.sharded.shards import skeleton_of, weights_of
-from sortedrl.learner.unscored import LeftOut, nothing_done
+from sortedrl.learner.unscored import UnscoredSamples, empty_update
+from sortedrl.learner.update_runner import UpdateRunner
 from sortedrl.records import Batch
 from sortedrl.weights import ModuleWeights, array_of, tensor_of
 
 
 class Ranks(Protocol):
-    """Processes that do the same thing at the same time, such as `ray_ranks.RayRanks`."""
+    """Processes that all run the same method at the same time, such as `ray_ranks.RayRanks`."""
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of every rank; what they return, by rank. What one of them raises is raised."""
+        """Call a method on every rank and return their results by rank. Raises if a rank raises."""
         ...
 
     def close(self) -> None: ...
 
 
 class ShardedLearner:
-    """Trains a transformers causal language model over ranks, which it owns from then on."""
+    """Trains a transformers causal language model on ranks. `close` ends the ranks."""
 
-    optimizer = None  # every rank has a share of it
+    optimizer = None  # it is sharded over the ranks
 
     def __init__(
-        self, model: Any, settings: LearnerSettings, *, temperature: float, ranks: Ranks, overlap: bool = False
+        self,
+        model: Any,
+        settings: LearnerSettings,
+        *,
+        temperature: float,
+        ranks: Ranks,
+        overlap: bool = False,
+        inspect_dir: Path | None = None,
     ) -> None:
         check_packing(model)
         self.model: nn.Module = model
-        self.inspect_dir: Path | None = None  # where a batch that stops the run is saved
+        self.inspect_dir = inspect_dir  # a batch that stops the run is saved there
         self._ranks = ranks
         self._source = ModuleWeights(model)
-        self._left_out = LeftOut()
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="sortedrl-learner") if overlap else None
-        self._update: Future[UpdateResult] | None = None
+        self._unscored = UnscoredSamples()
+        self._runner = UpdateRunner(overlap=overlap)
         ranks.call("build", skeleton_of(model), weights_of(model), settings, temperature)
 
     @property
@@ -60,41 +67,31 @@ class ShardedLearner:
         return self._source
 
     def skip(self, sample: int, attempt: int) -> None:
-        """Leave a sample out of its update; if it is answered anew before, that attempt counts."""
-        self._left_out.add(sample, attempt)
+        """Leave this attempt of a sample out of its update. A later attempt of the sample counts again."""
+        self._unscored.add(sample, attempt)
 
     def start(self, batch: Batch) -> Future[UpdateResult]:
-        assert self._update is None or self._update.done(), "an update is under way: wait for its result first"
-        kept = self._left_out.kept(batch)
-        if kept is None:
-            return nothing_done()
-        if self._worker is not None:
-            self._update = self._worker.submit(self._work, kept)
-        else:
-            result = self._work(kept)
-            self._update = Future()
-            self._update.set_result(result)
-        return self._update
+        scored = self._unscored.remove_from(batch)
+        return empty_update() if scored is None else self._runner.start(lambda: self._update(scored))
 
     def close(self) -> None:
-        if self._worker is not None:
-            self._worker.shutdown()
+        self._runner.close()
         self._ranks.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """As `TorchLearner` has it."""
-        assert self._update is None or self._update.done(), "an update is under way: its state cannot be saved"
+        """As of `TorchLearner.state_dict`."""
+        self._runner.assert_idle()
         state = self._ranks.call("state")[0]
         tensors = {name: tensor_of(array, is_floating=True) for name, array in state["optimizer"].items()}
-        return {**state, "optimizer": tensors, "left_out": self._left_out.state()}
+        return {**state, "optimizer": tensors, "left_out": self._unscored.state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The weights are those that the ranks were built with."""
+        """Load everything except the weights: the ranks already have those of the model they were built with."""
         arrays = {name: array_of(tensor) for name, tensor in state["optimizer"].items()}
         self._ranks.call("load", {**state, "optimizer": arrays})
-        self._left_out.load(state.get("left_out", []))
+        self._unscored.load(state.get("left_out", []))
 
-    def _work(self, batch: Batch) -> UpdateResult:
+    def _update(self, batch: Batch) -> UpdateResult:
         inspect_dir = None if self.inspect_dir is None else self.inspect_dir.absolute()
         result, arrays = self._ranks.call("update", batch, inspect_dir)[0]
         parameters = dict(self.model.named_parameters())

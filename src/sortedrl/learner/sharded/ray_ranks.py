@@ -1,12 +1,12 @@
-"""Ranks in Ray actors, on this machine or on those of a cluster.
+"""Ranks in Ray actors, on this machine or on the machines of a cluster.
 
-`build/learner.py` connects to Ray, makes a `RayRanks` and gives it to a `ShardedLearner`. Whatever the ranks are called
-with goes into Ray's object store once, and all ranks of a machine read it there. Among each other they talk by gloo, or
-by nccl where they have GPUs. A machine of the cluster needs this package, and no copy of the model.
+`run/build/learner.py` connects to Ray, makes a `RayRanks` and gives it to a `ShardedLearner`. The arguments of a call
+go into Ray's object store once, and all ranks of a machine read them there. Ranks communicate by gloo, or by nccl if
+they have GPUs. Each machine of the cluster needs this package, but no copy of the model.
 
-What it keeps true: ranks on one machine listen on loopback only; a call never waits for a rank that is gone: Ray tells
-of a process that has died, and one that hangs makes the others give up after `timeout_s`; after a failure no rank is
-left, and later calls fail as that one did.
+Guarantees: ranks that are all on one machine listen on loopback only; a call never waits for a dead rank, because Ray
+reports a process that died, and a rank that hangs makes the others time out after `timeout_s`; after a failure all
+ranks are ended, and later calls raise the same error.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from ray.exceptions import (
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from sortedrl.errors import LearnerError, SortedRLError
+from sortedrl.errors import LearnerError, SortedRLError, first_line
 
 LOOPBACK = "127.0.0.1"
-PLACE_S = 120.0  # a cluster may have to start machines
-GRACE_S = 10.0  # how long a failure that may be the consequence of another waits for that one to show
+PLACEMENT_S = 120.0  # how long to wait for resources: a cluster may have to start machines
+GRACE_S = 10.0  # how long to wait after a failure for another rank's failure that may have caused it
 DIED = (RayActorError, WorkerCrashedError, NodeDiedError)
 
 
 class _RankActor:
-    """What runs in a rank's process. The driver calls the same method of all ranks, and waits for all of them."""
+    """Runs in a rank's process. The driver calls the same method on all ranks and waits for all of them."""
 
     def __init__(self, rank: int, size: int, threads: int) -> None:
-        # Here, ahead of torch, and not by Ray's runtime_env, for which it would start a process anew.
+        # Set here, before torch is imported; Ray's runtime_env would start a new process for it.
         os.environ["OMP_NUM_THREADS"] = str(threads)
         self._rank = rank
         self._size = size
@@ -50,11 +50,12 @@ class _RankActor:
         self._mesh: Any = None
         self._learner: Any = None
 
-    def where(self) -> tuple[str, int]:
+    def location(self) -> tuple[str, int]:
+        """The address of the rank's machine, and its process id."""
         return ray.util.get_node_ip_address(), os.getpid()
 
     def listen(self, host: str) -> int:
-        """Open the port at which the ranks meet; the first rank only."""
+        """Open the port at which the ranks meet; only rank 0 does."""
         if self._rank != 0:
             return 0
         self._listening = socket.create_server((host, 0))
@@ -67,7 +68,7 @@ class _RankActor:
 
         torch.set_num_threads(self._threads)
         has_gpu = bool(ray.get_gpu_ids()) and torch.cuda.is_available()
-        if host == LOOPBACK:  # gloo would listen at the machine's name otherwise
+        if host == LOOPBACK:  # otherwise gloo would listen on the address of the machine's name
             names = [name for _, name in socket.if_nameindex()]
             os.environ["GLOO_SOCKET_IFNAME"] = "lo" if "lo" in names else "lo0"
         timeout = timedelta(seconds=timeout_s)
@@ -109,7 +110,7 @@ class _RankActor:
 
 
 class RayRanks:
-    """`size` ranks, started and connected; `ray_cluster.connect` comes first."""
+    """`size` ranks, started and connected. Call `ray_cluster.connect` first."""
 
     def __init__(
         self,
@@ -124,19 +125,19 @@ class RayRanks:
         self.size = size
         self._on_close = on_close
         self._actors: list[Any] = []
-        self._seats: list[tuple[str, int]] = []
+        self._locations: list[tuple[str, int]] = []
         self._failure: str | None = None
-        room = {"CPU": num_cpus} | ({"GPU": num_gpus} if num_gpus else {})
-        self._places = placement_group([room] * size, strategy="PACK")
+        resources = {"CPU": num_cpus} | ({"GPU": num_gpus} if num_gpus else {})
+        self._placement = placement_group([resources] * size, strategy="PACK")
         try:
-            if not self._places.wait(PLACE_S):
+            if not self._placement.wait(PLACEMENT_S):
                 raise LearnerError(
-                    f"Ray has no room for {size} ranks of {num_cpus:g} processors and {num_gpus:g} GPUs each: lower "
+                    f"Ray has no resources for {size} ranks of {num_cpus:g} CPUs and {num_gpus:g} GPUs each: lower "
                     "learner.ranks, learner.rank_cpus or learner.rank_gpus, or add machines"
                 )
             self._actors = [self._launch(rank, num_cpus, num_gpus, threads) for rank in range(size)]
-            self._seats = self.call("where")
-            host = LOOPBACK if len({node for node, _ in self._seats}) == 1 else self._seats[0][0]
+            self._locations = self.call("location")
+            host = LOOPBACK if len({node for node, _ in self._locations}) == 1 else self._locations[0][0]
             port = self.call("listen", host)[0]
             self.call("join", host, port, timeout_s)
         except BaseException:
@@ -144,9 +145,9 @@ class RayRanks:
             raise
 
     @property
-    def seats(self) -> list[tuple[str, int]]:
-        """The machine and process of each rank."""
-        return self._seats
+    def locations(self) -> list[tuple[str, int]]:
+        """The address of the machine and the process id of each rank."""
+        return self._locations
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         if self._failure is not None:
@@ -158,11 +159,11 @@ class RayRanks:
         while pending:
             ready, _ = ray.wait(list(pending), num_returns=1, timeout=GRACE_S if failures else None)
             if not ready:
-                break  # the others wait for one that has failed
+                break  # the others are waiting for a rank that has failed
             rank = pending.pop(ready[0])
             try:
                 results[rank] = ray.get(ready[0])
-            except Exception as error:  # whatever it is, the ranks are no longer in step
+            except Exception as error:  # after any error the ranks are out of step
                 failures[rank] = error
                 if _is_cause(error):
                     break
@@ -171,7 +172,7 @@ class RayRanks:
         return results
 
     def close(self) -> None:
-        """End the ranks; the connection to Ray goes with whoever opened it."""
+        """End the ranks. `on_close` ends the connection to Ray if it was opened for them."""
         self._end()
         self._failure = self._failure or "the ranks of the learner have been closed"
         if self._on_close is not None:
@@ -184,7 +185,7 @@ class RayRanks:
             num_gpus=num_gpus,
             max_restarts=0,
             max_task_retries=0,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(self._places, placement_group_bundle_index=rank),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=rank),
         )
         return actor_class.remote(rank, self.size, threads)
 
@@ -194,7 +195,7 @@ class RayRanks:
         except (ObjectStoreFullError, OutOfDiskError) as error:
             raise LearnerError(
                 "the weights do not fit into Ray's object store: start Ray with a larger --object-store-memory, or "
-                "give its machine more shared memory and disk"
+                "use a machine with more shared memory and disk"
             ) from error
 
     def _end(self) -> None:
@@ -203,10 +204,10 @@ class RayRanks:
         for actor in self._actors:
             ray.kill(actor, no_restart=True)
         self._actors = []
-        remove_placement_group(self._places)
+        remove_placement_group(self._placement)
 
     def _failed(self, failures: dict[int, Exception], silent: list[int]) -> LearnerError:
-        """The error that tells of the rank with which it began; all ranks are ended."""
+        """End all ranks and return the error that names the rank that failed first."""
         self._end()
         rank, error = next(((r, e) for r, e in failures.items() if _is_cause(e)), next(iter(failures.items())))
         name = self._name(rank)
@@ -215,29 +216,24 @@ class RayRanks:
             self._failure = f"{name}: {cause}"
         elif isinstance(error, DIED):
             self._failure = (
-                f"{name} has died ({_first_line(error)}): it was killed, its machine ran out of memory (lower "
-                "learner.micro_tokens or raise learner.ranks), or lacks this package; see to that and resume"
+                f"{name} has died ({first_line(error)}): it was killed, its machine ran out of memory (lower "
+                "learner.micro_tokens or raise learner.ranks), or its machine lacks this package; fix that and resume"
             )
         else:
             others = f"; {', '.join(self._name(other) for other in silent)} did not answer" if silent else ""
             self._failure = (
-                f"{name} failed ({type(cause).__name__}: {_first_line(cause)}){others}: see to that and resume; "
+                f"{name} failed ({type(cause).__name__}: {first_line(cause)}){others}: fix that and resume; "
                 "learner.rank_timeout_s is how long ranks wait for each other"
             )
         return LearnerError(self._failure)
 
     def _name(self, rank: int) -> str:
-        if rank >= len(self._seats):
+        if rank >= len(self._locations):
             return f"rank {rank} of {self.size}"
-        node, process = self._seats[rank]
+        node, process = self._locations[rank]
         return f"rank {rank} of {self.size} (process {process} on {node})"
 
 
 def _is_cause(error: Exception) -> bool:
-    """Whether a failure is no consequence of another rank's: a process that died, or an error raised on purpose."""
+    """Whether no other rank caused this failure: a process died, or this package raised an error."""
     return isinstance(error, DIED) or (isinstance(error, RayTaskError) and isinstance(error.cause, SortedRLError))
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -1,9 +1,9 @@
-"""A model cut over ranks: every parameter is shared out by rows, and put together layer by layer where it is computed.
+"""Shards a model over ranks with FSDP2 (`torch.distributed.fsdp`).
 
-This is FSDP2 (`torch.distributed.fsdp`). The driver makes a skeleton, the model without its weights, which is cheap to
-send; each rank fills it in, layer by layer, with its own rows of weights that all ranks of a machine read in one place,
-so that no rank ever holds the whole model. Gradients are added up over the ranks, never averaged: losses are divided by
-what a whole mini-batch holds, and ranks are to it what micro-batches are.
+Each parameter is split by rows, and gathered layer by layer where it is computed. The driver makes a skeleton, which is
+the model without its weights and is cheap to send. Each rank fills it layer by layer and keeps only its own rows. The
+ranks of a machine read the weights from one shared place, so no rank ever holds the whole model. Gradients are summed
+over the ranks and never averaged, because losses are already divided by numbers of the whole mini-batch.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ META = torch.device("meta")
 
 
 def check_torch() -> None:
-    """Refuse a torch that cannot add gradients up over gloo."""
+    """Raise ConfigError if this torch cannot sum gradients over gloo."""
     if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
-        raise ConfigError(f"learner.ranks needs a later torch than {torch.__version__}: upgrade it, or set it to 1")
+        raise ConfigError(
+            f"learner.ranks needs a newer torch than {torch.__version__}: upgrade torch, or set learner.ranks = 1"
+        )
 
 
 def skeleton_of(model: nn.Module) -> Any:
-    """A copy of the model whose parameters have shape, type and ties, and no memory."""
+    """A copy of the model whose parameters keep shape, dtype and ties, but have no memory."""
     bare: dict[int, Any] = {
         id(parameter): nn.Parameter(torch.empty_like(parameter, device=META), requires_grad=parameter.requires_grad)
         for parameter in model.parameters()
@@ -40,40 +42,40 @@ def skeleton_of(model: nn.Module) -> Any:
 
 
 def weights_of(model: nn.Module) -> dict[str, Any]:
-    """The model's parameters as arrays by name, tied ones once."""
+    """The model's parameters as arrays by name; tied parameters occur once."""
     return {name: array_of(parameter) for name, parameter in model.named_parameters()}
 
 
 def shard_model(model: nn.Module, mesh: DeviceMesh, weights: Mapping[str, Any] | None = None) -> None:
-    """Keep this rank's rows of a model, in place. `weights`: what a skeleton is filled with, by name."""
+    """Shard a model in place, so that this rank keeps its rows only. `weights` fill a skeleton, by name."""
     for name, block in _blocks(model):
         if weights is not None:
             _fill(block, weights, f"{name}.")
         fully_shard(block, mesh=mesh, reshard_after_forward=True)
     if weights is not None:
         _fill(model, weights, "")
-    # The root too: whoever asks for parameters after a pass is to get what the rank keeps.
+    # The root is resharded after a pass too: otherwise its parameters would stay gathered, and be read as such.
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale on the way
+            module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it reduces
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """All rows of what is cut over the ranks; every rank has to ask."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """All rows of a sharded tensor. Every rank must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def cut_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """This rank's rows of a tensor that every rank has whole, cut as another one is."""
+def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """This rank's rows of a full tensor, sharded in the same way as `like`."""
     if not isinstance(like, DTensor) or tensor.ndim != like.ndim:
         return tensor
     return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
 def _blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The layers that transformers says must not be split, outermost only; they are computed one after another."""
+    """The layers that transformers marks as not to be split, the outermost only."""
     names = {name for module in model.modules() for name in (getattr(module, "_no_split_modules", None) or ())}
     found: list[tuple[str, nn.Module]] = []
     for name, module in model.named_modules():
@@ -85,7 +87,7 @@ def _blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 @torch.no_grad()
 def _fill(module: nn.Module, weights: Mapping[str, Any], prefix: str) -> None:
-    """Give every parameter that has no memory its weights; tied ones stay tied."""
+    """Give its weights to every parameter that has no memory; tied parameters stay tied."""
     filled: dict[int, nn.Parameter] = {}
     for part_name, part in module.named_modules():
         for key, parameter in list(part.named_parameters(recurse=False, remove_duplicate=False)):
@@ -94,7 +96,9 @@ def _fill(module: nn.Module, weights: Mapping[str, Any], prefix: str) -> None:
             if id(parameter) not in filled:
                 name = f"{prefix}{part_name}.{key}" if part_name else f"{prefix}{key}"
                 if name not in weights:
-                    raise ModelError(f"there are no weights for {name}: model and skeleton differ")
+                    raise ModelError(
+                        f"there are no weights for {name}: send those of the model that the skeleton was made from"
+                    )
                 value = tensor_of(weights[name], is_floating=parameter.is_floating_point()).clone()
                 filled[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
             setattr(part, key, filled[id(parameter)])

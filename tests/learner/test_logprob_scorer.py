@@ -10,20 +10,20 @@ from torch import Tensor, nn
 from transformers import CohereConfig, CohereForCausalLM
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXAttention
 
-import sortedrl.learner.logprobs as head_module
-from sortedrl.learner.logprobs import Scorer
+from sortedrl.learner import logprobs
+from sortedrl.learner.logprobs import LogprobScorer
 from sortedrl.learner.pack import pack, packed_attention
 from sortedrl.learner.torch import TorchLearner
-from tests.learner.test_pack import MIXED, SHAPE, make
-from tests.learner.test_torch_learner import Settings, assert_same, caught_gradients, make_batch, make_model
+from tests.support.learners import Settings, assert_same, caught_gradients, make_batch, make_model
+from tests.support.packed_samples import MIXED, SHAPE, samples_of
 from tests.support.tiny_models import tiny_model
 
 
 @pytest.fixture
 def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even the smallest logits are large, and a piece is two or three tokens of the tiny vocabularies."""
-    monkeypatch.setattr(head_module, "WHOLE_ELEMENTS", 0)
-    monkeypatch.setattr(head_module, "PIECE_ELEMENTS", 60)
+    monkeypatch.setattr(logprobs, "WHOLE_ELEMENTS", 0)
+    monkeypatch.setattr(logprobs, "PIECE_ELEMENTS", 60)
 
 
 def plain_scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float) -> Any:
@@ -38,7 +38,7 @@ def plain_scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: T
 def test_values_and_gradients_are_those_of_the_whole(
     has_bias: bool, temperature: float, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(head_module, "KEPT_ELEMENTS", kept)
+    monkeypatch.setattr(logprobs, "KEPT_ELEMENTS", kept)
     generator = torch.Generator().manual_seed(0)
     shapes = {"hidden": (13, 8), "weight": (23, 8), "bias": (23,)}
     inputs = {name: torch.randn(shape, generator=generator, requires_grad=True) for name, shape in shapes.items()}
@@ -48,7 +48,9 @@ def test_values_and_gradients_are_those_of_the_whole(
     found: list[tuple[Tensor, Tensor, list[Tensor]]] = []
     for is_ours in (True, False):
         if is_ours:
-            values = head_module._Pieces.apply(inputs["hidden"], inputs["weight"], bias, targets, 1 / temperature)
+            values = logprobs._LogprobsInPieces.apply(
+                inputs["hidden"], inputs["weight"], bias, targets, 1 / temperature
+            )
         else:
             values = plain_scores(inputs["hidden"], inputs["weight"], bias, targets, temperature)
         ((values[0] * by_logprob).sum() + (values[1] * by_entropy).sum()).backward()
@@ -63,32 +65,32 @@ def test_values_and_gradients_are_those_of_the_whole(
 @pytest.mark.usefixtures("in_pieces")
 def test_kept_pieces_are_used_up_and_computed_again_for_a_second_backward() -> None:
     hidden, weight = (torch.randn(shape, requires_grad=True) for shape in ((13, 8), (23, 8)))
-    logprobs, _ = head_module._Pieces.apply(hidden, weight, None, torch.arange(13), 1.0)
-    node = logprobs.grad_fn
+    logprobs_a, _ = logprobs._LogprobsInPieces.apply(hidden, weight, None, torch.arange(13), 1.0)
+    node = logprobs_a.grad_fn
     assert len(node.kept) == 7  # all pieces
-    first = torch.autograd.grad(logprobs.sum(), (hidden, weight), retain_graph=True)
+    first = torch.autograd.grad(logprobs_a.sum(), (hidden, weight), retain_graph=True)
     assert node.kept == []
-    second = torch.autograd.grad(logprobs.sum(), (hidden, weight))
+    second = torch.autograd.grad(logprobs_a.sum(), (hidden, weight))
     torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
 @pytest.mark.usefixtures("in_pieces")
 def test_a_pass_without_gradients_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[int] = []
-    forward = head_module._Pieces.forward
+    forward = logprobs._LogprobsInPieces.forward
 
     def spy(ctx: Any, *args: Any) -> Any:
         returned = forward(ctx, *args)
         found.append(len(ctx.kept))
         return returned
 
-    monkeypatch.setattr(head_module._Pieces, "forward", staticmethod(spy))
-    (micro,) = pack(make(MIXED), [1.0] * len(MIXED), 1000)
+    monkeypatch.setattr(logprobs._LogprobsInPieces, "forward", staticmethod(spy))
+    (micro,) = pack(samples_of(MIXED), range(len(MIXED)), 1000)
     model = tiny_model("llama")
     with packed_attention(model):
         with torch.no_grad():
-            Scorer(1.0).score(model, micro)
-        Scorer(1.0).score(model, micro)
+            LogprobScorer(1.0).score(model, micro)
+        LogprobScorer(1.0).score(model, micro)
     assert found[0] == 0
     assert found[1] > 0
 
@@ -104,9 +106,9 @@ def test_an_update_in_pieces_is_that_of_the_whole(
     metrics: list[dict[str, float]] = []
     for is_in_pieces in (False, True):
         if is_in_pieces:
-            monkeypatch.setattr(head_module, "WHOLE_ELEMENTS", 0)
-            monkeypatch.setattr(head_module, "PIECE_ELEMENTS", 60)
-            monkeypatch.setattr(head_module, "KEPT_ELEMENTS", 200)
+            monkeypatch.setattr(logprobs, "WHOLE_ELEMENTS", 0)
+            monkeypatch.setattr(logprobs, "PIECE_ELEMENTS", 60)
+            monkeypatch.setattr(logprobs, "KEPT_ELEMENTS", 200)
         model = tiny_model(kind)
         batch = make_batch(model, off_policy=0.3, temperature=0.7)
         learner = TorchLearner(model, Settings(lr=1e-3, **changes), temperature=0.7)
@@ -123,9 +125,9 @@ def test_no_logits_of_all_tokens_are_made(monkeypatch: pytest.MonkeyPatch) -> No
     sizes: list[int] = []
     linear = nn.functional.linear
     monkeypatch.setattr(nn.functional, "linear", lambda *args: sizes.append(linear(*args).numel()) or linear(*args))
-    (micro,) = pack(make(MIXED), [1.0] * len(MIXED), 1000)
+    (micro,) = pack(samples_of(MIXED), range(len(MIXED)), 1000)
     with packed_attention(model):
-        scores = Scorer(1.0).score(model, micro)
+        scores = LogprobScorer(1.0).score(model, micro)
         scores.logprobs_a.sum().backward()
     rows_of_vocabulary = [size for size in sizes if size % 23 == 0]
     assert max(rows_of_vocabulary) <= 60 < micro.targets_a.numel() * 23
@@ -139,10 +141,10 @@ def test_a_model_that_scales_its_logits_is_computed_as_a_whole() -> None:
         **SHAPE, num_key_value_heads=4, logit_scale=0.25, pad_token_id=0, bos_token_id=1, eos_token_id=2
     )
     model = CohereForCausalLM(config).eval()
-    (sample,) = make([(0, 4, 9)])
-    (micro,) = pack([sample], [1.0], 1000)
+    (sample,) = samples_of([(0, 4, 9)])
+    (micro,) = pack([sample], [0], 1000)
     with packed_attention(model):
-        found = Scorer(1.0).score(model, micro)
+        found = LogprobScorer(1.0).score(model, micro)
     tokens = torch.tensor([[*sample.prompt.tokens, *sample.tokens]])
     table = model(tokens, use_cache=False).logits[0, 3:-1].log_softmax(-1)
     expected = table[torch.arange(9), torch.tensor(sample.tokens)]
@@ -157,9 +159,9 @@ def test_adapters_on_the_output_layer_are_not_left_out() -> None:
         if "lora_B" in name:
             nn.init.normal_(parameter)
     (sample,) = make_batch(make_model()).samples[1:2]
-    (micro,) = pack([sample], [1.0], 1000)
+    (micro,) = pack([sample], [0], 1000)
     with packed_attention(model), torch.no_grad():
-        found = Scorer(1.0).score(model, micro).logprobs_a
+        found = LogprobScorer(1.0).score(model, micro).logprobs_a
         tokens = torch.tensor([*sample.prompt.tokens, *sample.tokens])
     with torch.no_grad():
         table = model(tokens[None], use_cache=False).logits[0, 2:-1].log_softmax(-1)
@@ -169,7 +171,7 @@ def test_adapters_on_the_output_layer_are_not_left_out() -> None:
 @pytest.mark.parametrize("is_in_pieces", [False, True])
 def test_bfloat16_passes_keep_float32_weights(is_in_pieces: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if is_in_pieces:
-        monkeypatch.setattr(head_module, "WHOLE_ELEMENTS", 0)
+        monkeypatch.setattr(logprobs, "WHOLE_ELEMENTS", 0)
     gradients: list[dict[str, Tensor]] = []
     for dtype in ("float32", "bfloat16"):
         model = make_model()
