@@ -190,7 +190,7 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         make_trainer(make_config(tmp_path, rank=0), peft_config={"r": 2}).train()
     with pytest.raises(ConfigError, match="adds prompts, which cannot be merged"):
         check_peft_config(peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
-    with pytest.raises(ModelError, match=r"do not fit the model.*see lora\.target_modules"):
+    with pytest.raises(ModelError, match=r"do not fit the model.*correct lora\.target_modules"):
         adapt(base_model(), peft.LoraConfig(r=2, target_modules=["nothing"]))
     with pytest.raises(ConfigError, match="the model has adapters"):
         adapt(adapted_model(), peft.LoraConfig(r=2))
