@@ -162,7 +162,7 @@ def test_a_sample_that_does_not_fit_alone_stops_the_run(done: dict[str, Done]) -
     assert message.startswith(
         "sortedrl.errors.LearnerError: an update does not fit in memory even one sample at a time (4007 tokens: "
     )
-    assert message.endswith("lower engine.max_new_tokens, or take a smaller model or a larger machine")
+    assert message.endswith("lower engine.max_new_tokens, or use a smaller model or a larger machine")
     assert not alone.result.exists()
 
 
