@@ -233,7 +233,7 @@ BAD_INPUT = {
     "no such model": ([*TRAIN, "model.path=nowhere"], ["'nowhere' is not a folder", "knights-tiny"]),
     "model is a file": ([*TRAIN, "model.path=file"], ["'file' is not a folder", "from_pretrained"]),
     "model folder is empty": ([*TRAIN, "model.path=empty"], ["empty is not a model folder", "config.json is missing"]),
-    "model without weights": ([*TRAIN, "model.path=config-only"], ["config-only has no safetensors weights", "save the weights"]),
+    "model without weights": ([*TRAIN, "model.path=config-only"], ["has no safetensors weights", "save its weights"]),
     "model is garbage": ([*TRAIN, "model.path=garbage"], ["in garbage cannot be loaded"]),
     "budget beyond the model": (
         [*TRAIN, "engine.max_new_tokens=9999"],
