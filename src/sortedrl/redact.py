@@ -1,10 +1,10 @@
-"""What must not be written down or shown as it is: secrets, and characters that steer a terminal.
+"""Removes secrets, and characters that control a terminal, from what is saved, logged or shown.
 
-`redact` is for trees that are saved (the resolved configuration), `redact_text` for lines, and `SafeText` applies both
-rules to every log record of a handler. Standard library only.
+`redact` is for trees that are saved (the resolved configuration) and `redact_text` for lines. `SafeText` makes every
+log record of a handler safe.
 
-What it keeps true: a string under a name that looks like a secret is never passed on, nor the value of an environment
-variable with such a name, wherever it stands; numbers, truth values and all other text stay as they are.
+Guarantees: a string under a name that looks like a secret is replaced, and so is the value of an environment variable
+with such a name wherever it occurs; numbers, booleans and all other text stay as they are.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from sortedrl.reward.caller import looks_secret
 from sortedrl.reward.worker import printable
 
 REDACTED = "<redacted>"
-MIN_SECRET = 6  # characters: shorter values, such as "1" or "true", stand everywhere and hide nothing
+MIN_SECRET = 6  # characters: shorter values, such as "1" or "true", occur everywhere and are no secrets
 _WORDS = r"key|token|secret|passw(?:or)?d|passphrase|credentials?"
-# A name must end in the word here: `max_new_tokens=512` and `KeyError: 'x'` are no secrets. Names in quotes are JSON's.
-# Names are bounded, since a log line may quote text that was made to keep a regular expression busy.
+# A name must end in one of the words: `max_new_tokens=512` and `KeyError: 'x'` are no secrets. Names in quotes are
+# keys of JSON. The length of names is bounded, since a log line may quote text that would make the match slow.
 _PAIR = re.compile(
     rf"""(\b[\w.-]{{0,64}}(?:{_WORDS})\s?=\s?|["'][\w.-]{{0,64}}(?:{_WORDS})["']:\s?)("[^"]*"|'[^']*'|[^\s"',;&)}}\]]+)""",
     re.IGNORECASE,
@@ -33,19 +33,19 @@ _PLAIN_VALUE = re.compile(r"[+-]?[\d._]+(?:e[+-]?\d+)?|true|false|none|null", re
 
 
 def redact(tree: Any) -> Any:
-    """A copy of a tree of mappings, lists and plain values without its secrets."""
+    """A copy of a tree of mappings, lists and plain values, with secrets replaced."""
     return _redact(tree, _secret_values(), is_secret=False)
 
 
 def redact_text(text: str) -> str:
-    """The same text without the values of secrets in the environment, of `name=value` pairs, and of logins."""
+    """The text with secrets replaced: values of the environment, `name=value` pairs, and passwords in addresses."""
     return _redact_text(text, _secret_values())
 
 
 class SafeText(logging.Filter):
-    """For a handler that writes to a terminal or a file: records carry neither secrets nor control characters.
+    """A filter for log handlers: replaces secrets and escapes control characters.
 
-    It changes the record, so that handlers further on get the safe text too.
+    It changes the record, so that later handlers get the safe text too.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -72,7 +72,7 @@ def _redact(tree: Any, values: list[str], *, is_secret: bool) -> Any:
 
 
 def _secret_values() -> list[str]:
-    """Longest first: a secret may be part of another."""
+    """Secret values of the environment, longest first because one may be part of another."""
     found = {value for name, value in os.environ.items() if looks_secret(name) and len(value) >= MIN_SECRET}
     return sorted(found, key=len, reverse=True)
 

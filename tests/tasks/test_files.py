@@ -100,7 +100,7 @@ def test_a_column_can_be_inside_another_and_a_prompt_a_chat(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.jsonl", '{"prompt": "a"}\n{"prompt": \n', r"line 2 of .*a\.jsonl is not valid JSON .*mend or remove it"),
+        ("a.jsonl", '{"prompt": "a"}\n{"prompt": \n', r"line 2 of .*a\.jsonl is not valid JSON .*correct or remove it"),
         ("a.jsonl", '{"prompt": "a"}\n[1]\n', r"line 2 of .*is a list, not an object with columns"),
         ("a.jsonl", "\n\n", r"a\.jsonl has no rows; give it at least one"),
         ("a.jsonl", "", r"a\.jsonl has no rows"),
@@ -140,7 +140,7 @@ def test_missing_files_and_names_of_the_hub_are_named(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"has no file ending in \.jsonl"):
         read_rows(tmp_path / "empty")
-    with pytest.raises(DataError, match=r"could not be had from the hub .*hf download --repo-type dataset nobody/none"):
+    with pytest.raises(DataError, match=r"could not be loaded from the hub .*hf download .* nobody/none"):
         read_rows("nobody/none:main")
 
 

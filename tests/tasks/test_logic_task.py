@@ -130,7 +130,7 @@ def test_no_adversarial_output_is_rewarded() -> None:
     "text", ["", "(", "1", "(('lying', 5),)", "(('maybe', 0),)", "__import__('os')", "(('lying', 'a'),)"]
 )
 def test_statements_that_are_none_are_refused(text: str) -> None:
-    with pytest.raises(DataError, match="mend or leave out"):
+    with pytest.raises(DataError, match="correct or"):
         parse_statements(text)
 
 

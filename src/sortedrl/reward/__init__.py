@@ -1,1 +1,1 @@
-"""Rewards: functions called in worker processes under limits, while the engine goes on generating."""
+"""Rewards: reward functions run in worker processes under limits, while the engine continues to generate."""

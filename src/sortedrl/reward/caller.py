@@ -1,9 +1,10 @@
-"""Two ways to call a reward function under a time limit: in a process of its own, or in a thread.
+"""Two ways to call a reward function under a time limit: in a worker process, or in a thread.
 
-Each scoring thread of `reward/pool.py` owns one caller. A caller that fails, by time-out or death, can be called again
-at once: its process is killed and another started, its thread is abandoned and another takes over. Nothing is pickled:
-processes get names to import and rows as JSON. A process has a memory limit, and of the environment it gets what is on
-a list: paths, languages, numbers of threads, never what looks like a secret.
+Each scoring thread of `reward/pool.py` owns one caller.
+
+Guarantees: after a call that timed out or died, the next call works, because the process is killed and replaced, or the
+thread abandoned and replaced; nothing is pickled: processes get names to import and rows as JSON; a process has a
+memory limit and gets only listed environment variables, none of which looks like a secret.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from sortedrl.errors import RewardError
 from sortedrl.reward import worker as reward_worker
 from sortedrl.reward.worker import CallFailed, FailureKind, Row, call_reward
 
-START_TIMEOUT_S = 120.0  # imports of heavy modules are no fault of a sample, so `timeout_s` does not count them
+START_TIMEOUT_S = 120.0  # for imports of the functions' modules, which `timeout_s` does not include
 START_TRIES = 3
 EXIT_TIMEOUT_S = 1.0
 MEMORY_BYTES = 4 << 30
 SECRET_NAME = re.compile(r"KEY|TOKEN(?!I[SZ])|SECRET|PASSW|PASSPHRASE|CREDENTIAL", re.IGNORECASE)
-# What a reward function may need of its parent's environment: where things are, how to print, how many threads, and
-# where large files are cached. Patterns of fnmatch.
+# Environment variables that reward functions may need: paths, languages, numbers of threads and caches of large files.
+# The names are patterns of fnmatch.
 KEPT_VARIABLES = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "TEMP", "TMP", "TZ", "PWD"),
     *("LANG", "LANGUAGE", "LC_*", "PYTHON*", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH", "DYLD_*", "XDG_*"),
@@ -49,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class RewardFunction:
-    """A reward function; `module` and `qualname` are empty when it cannot be imported by them."""
+    """A reward function. `module` and `qualname` are empty if another process cannot import it."""
 
     index: int
     name: str
@@ -64,22 +65,22 @@ class RewardFunction:
 
 class RewardCaller(Protocol):
     def start(self) -> None:
-        """Get ready; raises RewardError when that cannot be."""
+        """Prepare for calls; raises RewardError if that is impossible."""
         ...
 
     def call(self, function: RewardFunction, rows: Sequence[Row], lines: Sequence[str]) -> list[float | str | None]:
-        """Rewards of `rows` (`lines` is their JSON), as of `call_reward`; raises CallFailed when there are none."""
+        """Return the rewards of `rows` (`lines` is their JSON) as `call_reward` does; raises CallFailed."""
         ...
 
     def stop(self) -> None:
-        """Make a call under way fail, and every later one; any thread may do this."""
+        """Make the current call and every later one fail. Any thread may call this."""
         ...
 
     def close(self) -> None: ...
 
 
 def find_function(function: Callable[..., Any], index: int) -> RewardFunction:
-    """Look up by which name another process would import the same object, if by any."""
+    """Find the name under which another process would import this function, if there is one."""
     module = getattr(function, "__module__", None) or ""
     qualname = getattr(function, "__qualname__", None) or type(function).__qualname__
     name = f"{module}.{qualname}" if module else qualname
@@ -96,7 +97,7 @@ def _resolves(module: str, qualname: str, function: Callable[..., Any]) -> bool:
 
 
 def _is_on_path(module: str) -> bool:
-    """Whether an import in another process would load this very file: a module may also be made or loaded by hand."""
+    """Whether an import in another process would load the same file; a module may have been created at run time."""
     package = sys.modules.get(module.rpartition(".")[0])
     path = getattr(package, "__path__", None)
     for finder in sys.meta_path:
@@ -108,7 +109,7 @@ def _is_on_path(module: str) -> bool:
 
 
 def clean_environment(keep: Sequence[str] = ()) -> dict[str, str]:
-    """The variables that workers get: those on the list, unless they look like secrets, and those named in `keep`."""
+    """The environment of workers: the listed variables unless they look like secrets, and those named in `keep`."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -117,7 +118,7 @@ def clean_environment(keep: Sequence[str] = ()) -> dict[str, str]:
 
 
 class ProcessCaller:
-    """Calls functions in a worker process, started at need and killed past the limit."""
+    """Calls functions in a worker process, which starts at the first call and is killed when a call takes too long."""
 
     def __init__(
         self,
@@ -155,14 +156,14 @@ class ProcessCaller:
                     raise
                 if num_failures == START_TRIES:
                     raise RewardError(
-                        f"a reward worker for {names} did not start ({failed}): see whether a plain Python process can "
-                        "import their modules, within reward.memory_mb"
+                        f"a reward worker for {names} did not start ({failed}): check that a plain Python process can "
+                        "import their modules within reward.memory_mb"
                     ) from failed
                 continue
             if "error" in reply:
                 raise RewardError(
                     f"a reward worker could not import {names}: {reply['error']}. Make their modules importable by "
-                    "another process, or pass a lambda, which is called in a thread of this one"
+                    "another process, or pass a lambda, which runs in a thread of this process"
                 )
 
     def call(self, function: RewardFunction, rows: Sequence[Row], lines: Sequence[str]) -> list[float | str | None]:
@@ -171,12 +172,12 @@ class ProcessCaller:
         reply = self._exchange(request, self._timeout_s)
         if "kind" in reply:
             if reply["kind"] == FailureKind.MEMORY:
-                self._end()  # perhaps it was earlier calls that filled it
+                self._end()  # earlier calls may have filled its memory
             raise CallFailed(FailureKind(reply["kind"]), reply["detail"])
         rewards = reply.get("rewards")
         if not isinstance(rewards, list) or len(rewards) != len(rows):
             self._end()
-            raise CallFailed(FailureKind.DIED, "a reply that is none: the function wrote to the worker's channel")
+            raise CallFailed(FailureKind.DIED, "its reply is malformed: the function wrote to the worker's channel")
         return rewards
 
     def stop(self) -> None:
@@ -190,7 +191,7 @@ class ProcessCaller:
         self._end(EXIT_TIMEOUT_S)
 
     def _spawn(self) -> None:
-        # By path and with -P: nothing of this package is imported, and the parent's __main__ is not run again.
+        # Run by path and with -P: the worker imports nothing of this package and does not run the parent's __main__.
         command = [sys.executable, "-P", reward_worker.__file__]
         ours, theirs = socket.socketpair()
         with theirs:
@@ -204,9 +205,9 @@ class ProcessCaller:
                 )
             except OSError as error:
                 ours.close()
-                raise RewardError(f"a reward worker could not be started: {error}. Lower reward.workers") from error
+                raise RewardError(f"a reward worker could not be started ({error}): lower reward.workers") from error
         self._channel = ours
-        if self._is_stopped:  # a stop that came before the channel was there
+        if self._is_stopped:  # `stop` was called before there was a channel to shut down
             ours.shutdown(socket.SHUT_RDWR)
 
     def _exchange(self, message: str, timeout_s: float) -> dict[str, Any]:
@@ -230,7 +231,7 @@ class ProcessCaller:
             raise CallFailed(FailureKind.DIED, f"exit code {self._end(EXIT_TIMEOUT_S)}") from error
 
     def _end(self, grace_s: float = 0.0) -> int | None:
-        """Close the channel, which a worker takes as its end, and kill what is left after `grace_s`."""
+        """Close the channel, upon which the worker exits, and kill its process group after `grace_s`."""
         channel, process = self._channel, self._process
         self._channel = self._process = None
         if channel is not None:
@@ -240,12 +241,12 @@ class ProcessCaller:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(grace_s)
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)  # the whole group: what functions started goes too
+            os.killpg(process.pid, signal.SIGKILL)  # the group includes processes that functions started
         return process.wait()
 
 
 class ThreadCaller:
-    """Calls functions in a thread, which is left to itself when a call takes too long: threads cannot be killed."""
+    """Calls functions in a thread. Threads cannot be killed, so one whose call takes too long is abandoned."""
 
     def __init__(self, *, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -266,7 +267,7 @@ class ThreadCaller:
     def call(self, function: RewardFunction, rows: Sequence[Row], lines: Sequence[str]) -> list[float | str | None]:
         self.start()
         assert self._inbox is not None, "no thread to call in"
-        # An outbox per call: what an abandoned thread returns in the end is nobody's reward.
+        # One outbox per call, so that what an abandoned thread returns later is never taken for another call's reward.
         outbox: SimpleQueue[list[float | str | None] | CallFailed] = SimpleQueue()
         self._outbox = outbox
 
@@ -290,8 +291,8 @@ class ThreadCaller:
 
     def _abandon(self, function: RewardFunction) -> None:
         logger.warning(
-            "reward function %s took longer than %g s in a thread, which cannot be killed and goes on behind: "
-            "define it at the top level of a module, and it is called in a process, which can",
+            "reward function %s took longer than %g s in a thread, which cannot be killed and keeps running: "
+            "define the function at the top level of a module, so that it runs in a process, which can be killed",
             function.name,
             self._timeout_s,
         )
@@ -308,5 +309,5 @@ class ThreadCaller:
 
 
 def looks_secret(name: str) -> bool:
-    """Whether a key or an environment variable of this name should be taken for a secret."""
+    """Whether a configuration key or environment variable of this name probably holds a secret."""
     return SECRET_NAME.search(name) is not None

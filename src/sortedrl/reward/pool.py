@@ -1,14 +1,14 @@
-"""Scores finished answers while the engine goes on.
+"""Scores complete answers in the background, while the engine continues to generate.
 
-The controller submits answers as they finish and polls for scores; `build/parts.py` makes the pool. Reward functions
-have TRL's signature, `fn(prompts, completions, **columns) -> list[float]`; they meet text that a model wrote, so a call
-can hang, crash or return nonsense. Functions that can be imported by name are called in worker processes, others in
-threads (`reward/caller.py`).
+`SampleScorer` submits answers as they complete and polls for scores; `run/build` makes the pool. Reward functions have
+TRL's signature, `fn(prompts, completions, **columns) -> list[float]`. They read text that a model wrote, so a call can
+hang, crash or return nonsense. Functions that can be imported by name run in worker processes, others in threads
+(`reward/caller.py`).
 
-What the pool keeps true: every submission comes back from `poll` once, in no fixed order, unless failures are to stop
-the run; a sample on which a function fails has reward 0 and an error, and no other sample suffers for it; failures are
-counted by function and kind; no call lasts longer than `timeout_s`; a worker process that dies or runs out of memory is
-replaced, and what it was scoring is scored again, one by one.
+Guarantees: `poll` returns every submission once, in no fixed order, unless failures stop the run; a sample on which a
+function fails gets reward 0 and an error, and no other sample is affected; failures are counted by function and kind;
+no call lasts longer than `timeout_s`; a worker process that dies or runs out of memory is replaced, and the samples it
+was scoring are scored again, one by one.
 """
 
 from __future__ import annotations
@@ -36,22 +36,30 @@ from sortedrl.reward.caller import (
 )
 from sortedrl.reward.worker import CallFailed, FailureKind
 
-Key = tuple[int, int]  # sample, attempt
-Row = tuple[str | list[dict[str, str]], str, Mapping[str, object], Sequence[int], Mapping[str, float]]
-"""Prompt, completion, columns, the completion's tokens, and how far training was."""
+MAX_BATCH = 64  # samples in one call
+MIN_MEMORY_BYTES = 64 << 20  # what a bare Python process needs
+MAX_CALLS = 4096  # finished calls that are kept until `take_calls`
+
+_Key = tuple[int, int]  # sample, attempt
+_Row = tuple[str | list[dict[str, str]], str, Mapping[str, object], Sequence[int], Mapping[str, float]]
+"""Prompt, completion, columns, tokens of the completion, and the progress of training at submission."""
+OnError = Literal["zero", "skip", "stop"]
+"""What happens to an answer that could not be scored, see `RewardPool`."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class RewardScore:
-    key: Key
+    key: _Key
     reward: float
     error: str | None = None
-    is_skipped: bool = False  # it is to be trained with no weight
+    is_skipped: bool = False  # the sample must have no weight in training
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class RewardCall:
-    """One call of a reward function that is over, for whoever watches the workers."""
+    """One finished call of a reward function, for telemetry."""
 
     worker: int
     seconds: float
@@ -60,54 +68,54 @@ class RewardCall:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class Failure:
+class _Failure:
     kind: FailureKind
     function: str
     message: str
 
     @property
     def name(self) -> str:
-        """What failures are counted by."""
+        """The name under which such failures are counted."""
         return f"{self.function}: {self.kind}"
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Ticket:
+class _Ticket:
     """A submission on its way through the stages."""
 
-    key: Key
-    row: Row
-    line: str  # the row as JSON, where a worker process is to read it
-    values: dict[int, float | None] = field(default_factory=dict)  # by function
-    failure: Failure | None = None
-    is_alone: bool = False  # a call with it failed: it is not to spoil another one's
+    key: _Key
+    row: _Row
+    line: str  # the row as JSON, for worker processes; empty if there are none
+    values: dict[int, float | None] = field(default_factory=dict)  # by index of the function
+    failure: _Failure | None = None
+    is_alone: bool = False  # a call with it failed: call it alone, so that no other sample fails with it
 
-    def take(self, function: RewardFunction, outcome: float | str | CallFailed | None, timeout_s: float) -> None:
+    def record(self, function: RewardFunction, outcome: float | str | CallFailed | None, timeout_s: float) -> None:
         if outcome is None or isinstance(outcome, float | int):
             self.values[function.index] = outcome
             return
         failed = outcome if isinstance(outcome, CallFailed) else CallFailed(FailureKind.NOT_A_NUMBER, outcome)
-        message = f"reward function {function.name} {_what(failed, timeout_s)}"
-        self.failure = Failure(kind=failed.kind, function=function.name, message=message)
+        message = f"reward function {function.name} {_explain(failed, timeout_s)}"
+        self.failure = _Failure(kind=failed.kind, function=function.name, message=message)
 
-    def reward(self, functions: Sequence[RewardFunction], weights: Sequence[float]) -> float | Failure:
-        """The weighted sum over the functions that had a say."""
+    def reward(self, functions: Sequence[RewardFunction], weights: Sequence[float]) -> float | _Failure:
+        """The weighted sum over the functions that did not return None."""
         if self.failure is not None:
             return self.failure
         given = [(weight, self.values[index]) for index, weight in enumerate(weights)]
         if all(value is None for _, value in given):
             names = ", ".join(function.name for function in functions)
-            message = f"reward function {names} gave None as a reward: make one of them return a number for each answer"
-            return Failure(kind=FailureKind.NO_REWARD, function=names, message=message)
+            message = f"reward function {names} returned None: make one of them return a number for each answer"
+            return _Failure(kind=FailureKind.NO_REWARD, function=names, message=message)
         return float(sum(weight * value for weight, value in given if value is not None))
 
 
-def _what(failed: CallFailed, timeout_s: float) -> str:
+def _explain(failed: CallFailed, timeout_s: float) -> str:
     match failed.kind:
         case FailureKind.TIMEOUT:
             return f"took longer than {timeout_s:g} s: make it quicker on such answers, or raise reward.timeout_s"
         case FailureKind.DIED:
-            return f"ended its worker process ({failed.detail}): see whether it exits, crashes or runs out of memory"
+            return f"ended its worker process ({failed.detail}): check whether it exits, crashes or runs out of memory"
         case FailureKind.MEMORY:
             return f"ran out of memory ({failed.detail}): make it need less on such answers, or raise reward.memory_mb"
         case FailureKind.RAISED:
@@ -115,23 +123,11 @@ def _what(failed: CallFailed, timeout_s: float) -> str:
         case FailureKind.MALFORMED:
             return f"{failed.detail}: make it return a list with one number per completion"
         case FailureKind.NOT_A_NUMBER | FailureKind.NO_REWARD:
-            return f"gave {failed.detail} as a reward: make it return finite numbers, 0.0 or None where none applies"
-
-
-__all__ = ["OnError", "RewardPool", "RewardScore"]
-
-MAX_BATCH = 64  # samples in one call
-MIN_MEMORY_BYTES = 64 << 20  # an interpreter with little else
-MAX_CALLS = 4096  # that are remembered for whoever asks
-
-logger = logging.getLogger(__name__)
-
-OnError = Literal["zero", "skip", "stop"]
-"""What becomes of an answer that could not be scored, see `RewardPool`."""
+            return f"returned {failed.detail} as a reward: make it return a finite number, or None if it does not apply"
 
 
 class _Stage:
-    """A queue of tickets, the functions to call on them, and threads that do it, each with a caller of its own."""
+    """A queue of tickets and the threads that call a set of functions on them, each thread with its own caller."""
 
     def __init__(
         self,
@@ -139,7 +135,7 @@ class _Stage:
         callers: Sequence[RewardCaller],
         *,
         timeout_s: float,
-        forward: Callable[[Ticket], None],
+        forward: Callable[[_Ticket], None],
         fail: Callable[[BaseException], None],
         calls: deque[RewardCall],
         first_worker: int,
@@ -150,7 +146,7 @@ class _Stage:
         self._timeout_s = timeout_s
         self._forward = forward
         self._fail = fail
-        self._waiting: deque[Ticket] = deque()
+        self._waiting: deque[_Ticket] = deque()
         self._changed = threading.Condition()
         self._max_batch = MAX_BATCH
         self._is_closed = False
@@ -168,7 +164,7 @@ class _Stage:
         for event in self._ready:
             event.wait()
 
-    def put(self, ticket: Ticket) -> None:
+    def put(self, ticket: _Ticket) -> None:
         with self._changed:
             self._waiting.append(ticket)
             self._changed.notify()
@@ -190,28 +186,28 @@ class _Stage:
             ready.set()
             while batch := self._take():
                 self._score(caller, batch, worker)
-        except BaseException as error:  # whatever ends this thread must reach the caller of `poll`
+        except BaseException as error:  # `poll` raises it: otherwise the run would wait for ever
             if not self._is_closed:
                 self._fail(error)
         finally:
             ready.set()
             caller.close()
 
-    def _take(self) -> list[Ticket]:
-        """What the next call scores: one ticket that must be alone, or a fair share of those that wait."""
+    def _take(self) -> list[_Ticket]:
+        """The tickets of the next call: one that must be alone, or an equal share of the waiting ones."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._is_closed)
             if self._is_closed:
                 return []
             if self._waiting[0].is_alone:
                 return [self._waiting.popleft()]
-            batch: list[Ticket] = []
+            batch: list[_Ticket] = []
             size = min(self._max_batch, math.ceil(len(self._waiting) / len(self._callers)))
             while len(batch) < size and self._waiting and not self._waiting[0].is_alone:
                 batch.append(self._waiting.popleft())
             return batch
 
-    def _score(self, caller: RewardCaller, batch: list[Ticket], worker: int) -> None:
+    def _score(self, caller: RewardCaller, batch: list[_Ticket], worker: int) -> None:
         for function in self._functions:
             tickets = [ticket for ticket in batch if ticket.failure is None and function.index not in ticket.values]
             if not tickets:
@@ -233,17 +229,17 @@ class _Stage:
                     RewardCall(worker=worker, seconds=ended - start, ended=ended, num_samples=len(tickets))
                 )
             for ticket, outcome in zip(tickets, outcomes, strict=True):
-                ticket.take(function, outcome, self._timeout_s)
+                ticket.record(function, outcome, self._timeout_s)
         for ticket in batch:
             self._forward(ticket)
 
-    def _retry(self, tickets: list[Ticket], failed: CallFailed) -> bool:
-        """Put tickets back to be called one by one, unless it is known that the only one is to blame."""
-        # Someone else may have killed the worker, or filled it.
+    def _retry(self, tickets: list[_Ticket], failed: CallFailed) -> bool:
+        """Queue tickets again, to be called one by one; False if the failure is certainly that of the only ticket."""
+        # Another process may have killed the worker, or earlier calls may have filled its memory.
         is_accident = failed.kind in (FailureKind.DIED, FailureKind.MEMORY) and not tickets[0].is_alone
         if len(tickets) == 1 and not is_accident:
             return False
-        if failed.kind is FailureKind.TIMEOUT:  # perhaps none hung and they were too many
+        if failed.kind is FailureKind.TIMEOUT:  # perhaps no answer hangs and the batch was too large
             self._max_batch = max(1, len(tickets) // 2)
         with self._changed:
             for ticket in reversed(tickets):
@@ -254,15 +250,15 @@ class _Stage:
 
 
 class RewardPool:
-    """Scores answers by the weighted sum of reward functions, in the background.
+    """Scores answers in the background by the weighted sum of reward functions.
 
-    `on_error`, for answers on which a function fails or none has a say: `zero` gives them reward 0; `skip` does too,
-    and marks the score, so that they are trained with no weight; `stop` gives them no score and sets `failure`, upon
-    which the caller ends the run: when it is resumed they are scored again.
+    `on_error` applies to answers on which a function fails or all return None. `zero` gives them reward 0. `skip` does
+    too and marks the score, so that they get no weight in training. `stop` gives them no score and sets `failure`: the
+    caller must stop the run, and a resumed run scores them again.
 
-    Columns reach functions in worker processes as JSON carries them: tuples as lists, keys as text. Each worker may use
-    `memory_bytes` of data, None for no limit. It sees the usual environment variables and none that look like secrets;
-    `keep_env` names others that a function needs.
+    Functions in worker processes get columns as JSON has them: tuples become lists, keys become text. Each worker may
+    use `memory_bytes` of data (None: no limit). It gets the usual environment variables and none that look like
+    secrets; `keep_env` names further ones that a function needs.
     """
 
     def __init__(
@@ -282,17 +278,17 @@ class RewardPool:
             raise RewardError(f"reward.timeout_s ({timeout_s}) must be above 0, reward.workers ({workers}) at least 1")
         if memory_bytes is not None and memory_bytes < MIN_MEMORY_BYTES:
             raise RewardError(f"reward workers need at least {MIN_MEMORY_BYTES >> 20} MiB: raise reward.memory_mb")
-        self.errors: Counter[str] = Counter()  # by function and kind of failure, of scores that were polled
-        self.failure: RewardError | None = None  # the first one, where failures are to stop the run
-        self.progress: dict[str, float] = {}  # what functions see as `trainer_state`; whoever trains keeps it
+        self.errors: Counter[str] = Counter()  # polled failures by function and kind
+        self.failure: RewardError | None = None  # the first failure, with on_error = stop
+        self.progress: dict[str, float] = {}  # `trainer_state` of the functions; the trainer updates it
         self._on_error: OnError = on_error
         self._calls: deque[RewardCall] = deque(maxlen=MAX_CALLS)
-        self._done: SimpleQueue[Ticket | None] = SimpleQueue()
+        self._done: SimpleQueue[_Ticket | None] = SimpleQueue()
         self._num_waiting = 0
         self._fatal: BaseException | None = None
         self._is_started = self._is_closed = False
         self._stages: list[_Stage] = []
-        # A ticket goes through the processes first, then through the threads; built from the last stage back.
+        # A ticket passes the worker processes first, then the threads. Stages are built from the last to the first.
         local = [function for function in functions if not function.is_importable]
         remote = [function for function in functions if function.is_importable]
         self._needs_json = bool(remote)
@@ -306,7 +302,7 @@ class RewardPool:
     def _add_stage(self, functions: list[RewardFunction], callers: Sequence[RewardCaller], timeout_s: float) -> None:
         after = self._stages[0] if self._stages else None
 
-        def forward(ticket: Ticket) -> None:
+        def forward(ticket: _Ticket) -> None:
             if after is None or ticket.failure is not None:
                 self._done.put(ticket)
             else:
@@ -325,7 +321,7 @@ class RewardPool:
         self._stages.insert(0, stage)
 
     def start(self) -> None:
-        """Start the workers and wait until they are ready; without it they start at the first `submit`."""
+        """Start the workers and wait until they are ready. Without this they start at the first `submit`."""
         self._start_threads()
         for stage in self._stages:
             stage.wait_ready()
@@ -334,7 +330,7 @@ class RewardPool:
 
     def submit(
         self,
-        key: Key,
+        key: _Key,
         prompt: str | list[dict[str, str]],
         completion: str,
         columns: Mapping[str, object],
@@ -346,17 +342,17 @@ class RewardPool:
         line = _to_json(row) if self._needs_json else ""
         self._start_threads()
         self._num_waiting += 1
-        self._stages[0].put(Ticket(key=key, row=row, line=line))
+        self._stages[0].put(_Ticket(key=key, row=row, line=line))
 
     def poll(self, timeout: float = 0) -> list[RewardScore]:
-        """Scores that are there, waiting up to `timeout` seconds for the first while any is outstanding."""
-        tickets: list[Ticket | None] = []
+        """Return the scores that are ready, waiting up to `timeout` seconds for the first if any is outstanding."""
+        tickets: list[_Ticket | None] = []
         if timeout > 0 and self._num_waiting and self._fatal is None:
             try:
                 tickets.append(self._done.get(timeout=timeout))
             except Empty:
                 return []
-        while not self._done.empty():  # nobody else takes from it
+        while not self._done.empty():  # no other thread takes from this queue
             tickets.append(self._done.get())
         if self._fatal is not None:
             raise self._fatal
@@ -364,7 +360,7 @@ class RewardPool:
         return [score for score in scores if score is not None]
 
     def take_calls(self) -> list[RewardCall]:
-        """The calls that ended since this was last asked, at most the last `MAX_CALLS`."""
+        """Return the calls that ended since the last time, at most `MAX_CALLS`."""
         return [self._calls.popleft() for _ in range(len(self._calls))]
 
     @property
@@ -373,7 +369,7 @@ class RewardPool:
         return self._num_waiting
 
     def close(self) -> None:
-        """Stop all workers; what is still waiting is not scored."""
+        """Stop all workers. Waiting answers are not scored."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -401,18 +397,18 @@ class RewardPool:
         self._fatal = error
         self._done.put(None)  # wakes a poll
 
-    def _count(self, ticket: Ticket) -> RewardScore | None:
+    def _count(self, ticket: _Ticket) -> RewardScore | None:
         self._num_waiting -= 1
         outcome = ticket.reward(self._functions, self._weights)
-        if not isinstance(outcome, Failure):
+        if not isinstance(outcome, _Failure):
             return RewardScore(key=ticket.key, reward=outcome)
         if outcome.name not in self.errors:
-            became = {"zero": "gets reward 0", "skip": "is trained with no weight", "stop": "stops the run"}
-            text = "%s (sample %d %s; counted from here on)"
-            logger.warning(text, outcome.message, ticket.key[0], became[self._on_error])
+            effect = {"zero": "gets reward 0", "skip": "gets no weight in training", "stop": "stops the run"}
+            text = "%s (sample %d %s; further failures of this kind are counted, not logged)"
+            logger.warning(text, outcome.message, ticket.key[0], effect[self._on_error])
         self.errors[outcome.name] += 1
         if self._on_error == "stop":
-            remedy = "set reward.on_error to zero or skip to go on without such answers"
+            remedy = "set reward.on_error to zero or skip to continue without such answers"
             self.failure = self.failure or RewardError(f"{outcome.message}; {remedy}")
             return None
         return RewardScore(key=ticket.key, reward=0.0, error=outcome.message, is_skipped=self._on_error == "skip")
@@ -421,10 +417,10 @@ class RewardPool:
 def _check_functions(given: Callable[..., Any] | Sequence[Callable[..., Any]]) -> list[RewardFunction]:
     functions = [given] if callable(given) else list(given)
     if not functions:
-        raise RewardError("no reward function is given: pass at least one, fn(prompts, completions, **columns)")
+        raise RewardError("no reward function is given: pass at least one fn(prompts, completions, **columns)")
     for function in functions:
         if not callable(function):
-            raise RewardError(f"reward function {function!r} cannot be called: pass a function, not its name or value")
+            raise RewardError(f"reward function {function!r} cannot be called: pass a function, not its name or result")
     return [find_function(function, index) for index, function in enumerate(functions)]
 
 
@@ -436,19 +432,19 @@ def _check_weights(weights: Sequence[float] | None, functions: list[RewardFuncti
     return list(weights)
 
 
-def _to_json(row: Row) -> str:
+def _to_json(row: _Row) -> str:
     prompt, completion, columns, tokens, progress = row
     try:
         return json.dumps((prompt, completion, dict(columns), list(tokens), progress), default=_as_plain)
     except (TypeError, ValueError) as error:
         raise RewardError(
             f"a column among {sorted(columns)} cannot be sent to a reward worker ({error}): keep to text, numbers, "
-            "lists and dicts, or wrap the reward function in a lambda, which is called in a thread here"
+            "lists and dicts, or wrap the reward function in a lambda, which runs in a thread of this process"
         ) from error
 
 
 def _as_plain(value: Any) -> Any:
-    """Arrays and scalars of numpy and the like, as plain numbers."""
+    """Convert arrays and scalars of numpy and the like to plain numbers."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"{type(value).__name__} is not JSON")

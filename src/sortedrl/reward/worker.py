@@ -1,12 +1,12 @@
-"""Calls reward functions: the program of a scoring worker, and the one place that knows their signature.
+"""The program of a scoring worker. This is the only module that knows the signature of reward functions.
 
-`reward/pool.py` runs this file as a process and talks to it in JSON lines; for callables that cannot be imported by
-name it imports `call_reward` and stays in its own process. Standard library only: the file is run by its path, so that
-a worker loads nothing but the modules of its reward functions.
+`reward/caller.py` runs this file as a process and exchanges JSON lines with it. For functions that cannot be imported
+by name, it imports `call_reward` instead. The file uses the standard library only and is run by its path, so that a
+worker loads nothing but the modules of its reward functions.
 
-What a worker keeps true: one reply per request; what reward functions print goes to stderr, and like the text of their
-errors it carries no control characters, since it may quote a model; data past the memory limit cannot be allocated; it
-ends when its parent does, also in the middle of a call.
+Guarantees: one reply per request; output of reward functions goes to stderr, and neither it nor the text of their
+errors holds control characters, since both may quote a model; no more data than the memory limit can be allocated; a
+worker exits when its parent does, even in the middle of a call.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any, BinaryIO
 
-MAX_DETAIL = 500  # characters of an exception's text that are passed on
+MAX_DETAIL = 500  # characters of an exception's text that are reported
 EXIT_GRACE_S = 0.5  # for exit handlers of the reward functions' modules
-CPU_SPARE_S = 5.0
+CPU_SPARE_S = 5.0  # added to the processor time limit of a call
 NOT_COLUMNS = frozenset({"prompt", "completion", "prompts", "completions", "completion_ids"})
 
-Row = Sequence[Any]  # prompt, completion, columns, and, where they are known, tokens of the completion and progress
+Row = Sequence[Any]  # prompt, completion, columns, and optionally tokens of the completion and training progress
 
 
 class FailureKind(StrEnum):
@@ -50,7 +50,7 @@ class FailureKind(StrEnum):
 
 
 class CallFailed(Exception):
-    """A call that gave no rewards at all."""
+    """A call that returned no rewards."""
 
     def __init__(self, kind: FailureKind, detail: str = "") -> None:
         super().__init__(f"{kind}: {detail}")
@@ -59,9 +59,9 @@ class CallFailed(Exception):
 
 
 def printable(text: str, keep: str = "") -> str:
-    """The text with characters that could steer a terminal as escapes; those in `keep`, and spaces, stay.
+    """The text with every character that could control a terminal escaped, except spaces and those in `keep`.
 
-    Defined here because a worker loads nothing else of the package; `redact.py` has it for the main process.
+    It is defined here because a worker loads no other module of the package.
     """
     if text.isprintable():
         return text
@@ -77,14 +77,14 @@ def _escape(char: str) -> str:
 
 
 def call_reward(function: Callable[..., Any], rows: Sequence[Row]) -> list[float | str | None]:
-    """One reward per row, None where the function has no say; a string stands for a bad one and shows it.
+    """Call a reward function: one number per row, None where it does not apply, a text that shows an invalid reward.
 
-    Raises CallFailed when there is no such list.
+    Raises CallFailed if the function does not return such a list.
     """
     try:
         result = function(**_arguments(function, rows))
         if inspect.iscoroutine(result):
-            import asyncio  # few reward functions are coroutines, and it would double the start-up time
+            import asyncio  # imported only if needed: it would double the start-up time of workers
 
             result = asyncio.run(result)
         if hasattr(result, "tolist"):  # an array or a tensor
@@ -101,7 +101,7 @@ def call_reward(function: Callable[..., Any], rows: Sequence[Row]) -> list[float
 
 
 def _arguments(function: Callable[..., Any], rows: Sequence[Row]) -> dict[str, Any]:
-    """Keyword arguments, one list each; a function without `**kwargs` gets only those that it names."""
+    """One list per keyword argument. A function without `**kwargs` gets only the arguments that it names."""
     names = {name for row in rows for name in row[2]} - NOT_COLUMNS
     arguments: dict[str, Any] = {name: [row[2].get(name) for row in rows] for name in sorted(names)}
     arguments["prompts"] = [row[0] for row in rows]
@@ -111,7 +111,7 @@ def _arguments(function: Callable[..., Any], rows: Sequence[Row]) -> dict[str, A
     if all(len(row) > 4 for row in rows):
         arguments["completion_ids"] = [list(row[3]) for row in rows]
         arguments["trainer_state"] = SimpleNamespace(**rows[-1][4])
-        arguments["log_extra"] = arguments["log_metric"] = _not_kept
+        arguments["log_extra"] = arguments["log_metric"] = _discard_log
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # some builtins have none
@@ -121,8 +121,8 @@ def _arguments(function: Callable[..., Any], rows: Sequence[Row]) -> dict[str, A
     return {name: values for name, values in arguments.items() if name in parameters}
 
 
-def _not_kept(name: str, value: object) -> None:
-    """TRL's functions may log by these; there is no table here for what they log."""
+def _discard_log(name: str, value: object) -> None:
+    """TRL passes logging callbacks to reward functions. This accepts such calls and ignores them."""
 
 
 def _number(value: object) -> float | str:
@@ -149,7 +149,7 @@ def _describe(error: BaseException) -> str:
 
 
 def serve(lines: SimpleQueue[bytes | None], out: BinaryIO) -> None:
-    """Answer set-up and requests until None comes."""
+    """Answer the set-up message and requests until None arrives."""
 
     def reply(message: dict[str, Any]) -> None:
         out.write(json.dumps(message).encode() + b"\n")
@@ -178,10 +178,10 @@ def serve(lines: SimpleQueue[bytes | None], out: BinaryIO) -> None:
 
 
 def _limit_memory(num_bytes: int | None) -> None:
-    """Make allocations past so much data fail, in this process and in each that it starts.
+    """Limit the memory of this process and of each process that it starts.
 
-    Linux counts as data what a process can write to, so that a module with large libraries, or one that reserves
-    address space which it does not use, as CUDA does, is not refused for that. Elsewhere the address space is limited.
+    On Linux the limit counts writable memory only. Large libraries and reserved address space (CUDA reserves much) do
+    not count. On other systems the address space is limited.
     """
     if num_bytes is None:
         return
@@ -195,10 +195,10 @@ def _limit_memory(num_bytes: int | None) -> None:
 
 
 def _limit_cpu(seconds: float) -> None:
-    """Have the kernel end this process once a call has used so much processor time; 0 lifts the limit.
+    """Have the kernel end this process once a call has used this much processor time; 0 removes the limit.
 
-    The parent keeps the time limit. This one is for a call that holds the interpreter lock, such as a regular
-    expression gone wild, in a worker whose parent is gone: no thread could end it.
+    The parent enforces `timeout_s`. This limit is for a worker whose parent is gone, in a call that holds the
+    interpreter lock, such as a slow regular expression: no thread could end it.
     """
     with contextlib.suppress(OSError, ValueError):
         signal.setitimer(signal.ITIMER_PROF, seconds)
@@ -216,7 +216,7 @@ def _read_lines(source: BinaryIO, lines: SimpleQueue[bytes | None]) -> None:
 
 
 class _PlainOutput(io.TextIOWrapper):
-    """A stream to the console through which no control characters pass."""
+    """A stream to the console that escapes control characters."""
 
     def write(self, text: str, /) -> int:
         super().write(printable(text, keep="\n\t"))
@@ -226,15 +226,15 @@ class _PlainOutput(io.TextIOWrapper):
 def main() -> None:
     channel = os.dup(0)
     null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)  # reward functions that read stdin must not eat requests
+    os.dup2(null, 0)  # reward functions that read stdin must not take requests
     os.close(null)
     sys.stdout = sys.stderr = _PlainOutput(sys.stderr.buffer, "utf-8", "backslashreplace", line_buffering=True)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # when memory runs out, this process goes first, not the trainer
+        file.write("1000")  # when memory runs out, the kernel ends this process before the trainer
     lines: SimpleQueue[bytes | None] = SimpleQueue()
     threading.Thread(target=_read_lines, args=(os.fdopen(channel, "rb"), lines), daemon=True).start()
-    # Reward functions run in the main thread: some set alarms, which no other thread may do.
-    with contextlib.suppress(BrokenPipeError):  # whoever asked is gone
+    # Reward functions run in the main thread, because some set alarms, which only the main thread may do.
+    with contextlib.suppress(BrokenPipeError):  # the parent is gone
         serve(lines, os.fdopen(os.dup(channel), "wb"))
 
 

@@ -1,1 +1,1 @@
-"""Tasks: where prompts come from and how answers are scored. Import the modules; this file stays light."""
+"""Tasks: where prompts come from and how answers are scored."""

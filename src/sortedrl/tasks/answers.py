@@ -1,30 +1,37 @@
-r"""Where in a response its answer is: the last `\boxed{...}`, or between `<answer>` and `</answer>`.
+r"""Finds the answer in a response: the last `\boxed{...}`, or the text between `<answer>` and `</answer>`.
 
-The verifiers of math.py, logic.py and gym.py use it on text that a model wrote, so that every function here takes time
-linear in the text, whatever is in it. Standard library only.
+The verifiers in math.py, logic.py, gym.py and suites.py use it on text that a model wrote. Guarantees: every function
+takes time linear in the length of the text.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 OPEN, CLOSE = "<answer>", "</answer>"
 BOXED = "\\boxed"
 THOUGHT_END = "</think>"
 
 
+def completion_text(completion: Any) -> str:
+    """The text of a completion, which is a list of messages in chats."""
+    return completion if isinstance(completion, str) else completion[-1]["content"]
+
+
 def after_thought(text: str) -> str:
-    """What follows the model's thinking, or all of it when there is no end of that."""
+    """The text after the last `</think>`, or the whole text without one."""
     return text.rpartition(THOUGHT_END)[2]
 
 
 def tagged(text: str) -> str | None:
-    """What the last pair of answer tags encloses."""
+    """The text between the last pair of answer tags, if there is one."""
     end = text.rfind(CLOSE)
     start = text.rfind(OPEN, 0, end) if end >= 0 else -1
     return text[start + len(OPEN) : end].strip() if start >= 0 else None
 
 
 def only_tagged(text: str) -> str | None:
-    """What the one pair of answer tags encloses; None when there is another tag, or text behind it."""
+    """The text between the only pair of answer tags; None if there are more tags, or text after them."""
     if text.count(OPEN) != 1 or text.count(CLOSE) != 1:
         return None
     rest = text.partition(OPEN)[2]
@@ -33,7 +40,7 @@ def only_tagged(text: str) -> str | None:
 
 
 def boxed(text: str) -> str | None:
-    r"""What the last complete `\boxed{...}` encloses, braces counted; `\boxed 5` gives its word."""
+    r"""The content of the last complete `\boxed{...}`, nested braces included; `\boxed 5` gives the next word."""
     start = text.rfind(BOXED)
     if start < 0:
         return None
@@ -47,4 +54,4 @@ def boxed(text: str) -> str | None:
             depth += 1 if char == "{" else -1
             if depth == 0:
                 return rest[1:place].strip()
-    return None  # cut off by the token budget
+    return None  # cut off by the token limit

@@ -1,10 +1,10 @@
-"""The contract between tasks and the rest: rows with a prompt, reward functions, and the stream that makes prompts.
+"""What a task provides (rows with a prompt, reward functions, held-out rows), and the stream of prompts made from it.
 
-A row is a dict with `prompt` (text, or a list of chat messages) and further columns, as TRL datasets have them. The
-controller draws from a `PromptStream`, scoring calls `reward_funcs`, evaluation asks for `heldout` rows.
+A row is a dict with `prompt` (text, or a list of chat messages) and further columns, as in TRL datasets. The loader
+takes prompts from a `PromptStream`, scoring calls `reward_funcs`, evaluation uses `heldout` rows.
 
-What this module keeps true: the n-th prompt of a stream depends on task, seed and n alone, so that a saved cursor
-resumes exactly; within an epoch every row of a finite dataset comes once; prompt ids name the row, not the epoch.
+Guarantees: the n-th prompt of a stream depends on task, seed and n only, so a saved cursor resumes exactly; within an
+epoch every row of a finite dataset occurs once; the id of a prompt names its row, not the epoch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RewardFunc = Callable[..., list[float]]
 
 
 class Rows(Protocol):
-    """Rows by number. `size` is None when there is no end: the task makes them on demand."""
+    """Rows by number. `size` is None if the task generates rows on demand without end."""
 
     @property
     def size(self) -> int | None: ...
@@ -43,11 +43,11 @@ class Task(Protocol):
 
     @property
     def group_column(self) -> str | None:
-        """The column by which accuracy is broken down, if any."""
+        """The column by which accuracy is reported in groups, if any."""
         ...
 
     def heldout(self, num: int) -> list[Row]:
-        """At most `num` rows that training never sees, the same ones at every call."""
+        """Return at most `num` rows that training never uses, the same ones at every call."""
         ...
 
 
@@ -61,7 +61,7 @@ class RowSequence(Protocol):
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class DatasetRows:
-    """A finite dataset in its own order; a stream shuffles it anew for every epoch."""
+    """A finite dataset in the order of its file. A stream shuffles it for every epoch."""
 
     name: str
     rows: RowSequence
@@ -72,7 +72,7 @@ class DatasetRows:
 
     @property
     def numbers(self) -> Sequence[int]:
-        """What each row is called: its place in its file, also when only some of them are used."""
+        """The number of each row in its file, even if only some rows are used."""
         return getattr(self.rows, "indices", range(len(self.rows)))
 
     def row(self, index: int) -> Row:
@@ -83,7 +83,7 @@ class DatasetRows:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class DatasetTask:
-    """A task from any sequence of rows, a `datasets.Dataset` among them, and plain reward functions."""
+    """A task from a sequence of rows, such as a list of dicts or a `datasets.Dataset`, and reward functions."""
 
     rows: RowSequence
     reward_funcs: Sequence[RewardFunc]
@@ -111,7 +111,7 @@ class DatasetTask:
 
 
 def check_row(row: Mapping[str, Any], where: str) -> None:
-    """Refuse a row without a usable prompt."""
+    """Raise DataError for a row without a usable prompt."""
     if "prompt" not in row:
         columns = ", ".join(repr(column) for column in row) or "none"
         raise DataError(f"row {where} has no column 'prompt' (it has: {columns}); rename the column with the question")
@@ -131,17 +131,17 @@ def _is_message(message: object) -> bool:
 
 @dataclass(slots=True, kw_only=True)
 class PromptStream:
-    """Prompts of a task, tokenized, from a cursor on. `tokenizer` is a Hugging Face tokenizer."""
+    """The tokenized prompts of a task, one after the other. `tokenizer` is a Hugging Face tokenizer."""
 
     task: Task
     tokenizer: Any
     seed: int
     max_prompt_tokens: int
     cursor: int = 0  # prompts taken so far
-    _order: tuple[int, list[int]] | None = field(default=None, repr=False)  # the epoch last used and its order
+    _order: tuple[int, list[int]] | None = field(default=None, repr=False)  # the last epoch and its order of rows
 
     def take(self, num_prompts: int) -> list[tuple[int, Prompt]]:
-        """The next prompts, each with the epoch that it belongs to."""
+        """Return the next prompts, each with its epoch."""
         taken = [self._at(position) for position in range(self.cursor, self.cursor + num_prompts)]
         self.cursor += num_prompts
         return taken
@@ -175,27 +175,29 @@ class PromptStream:
 
 
 def make_prompt(row: Row, tokenizer: Any, *, prompt_id: str, max_tokens: int) -> Prompt:
-    """A row as a record. Also what evaluation uses on held-out rows."""
+    """Check and tokenize a row."""
     check_row(row, prompt_id)
     tokens = tuple(encode_prompt(row["prompt"], tokenizer, prompt_id))
     if len(tokens) > max_tokens:
         raise DataError(
             f"the prompt of row {prompt_id} has {len(tokens)} tokens, more than the limit of {max_tokens}; "
-            "shorten or leave out that row, or raise the limit"
+            "shorten or leave out that row, or raise task.max_prompt_tokens"
         )
     columns = {name: value for name, value in row.items() if name != "prompt"}
     return Prompt(id=prompt_id, tokens=tokens, content=row["prompt"], columns=columns)
 
 
 def encode_prompt(prompt: str | list[dict[str, str]], tokenizer: Any, where: str) -> list[int]:
-    """Token ids that an answer can follow."""
+    """Tokenize a prompt so that an answer can follow it."""
     try:
         return _encode(prompt, tokenizer, where)
     except DataError:
         raise
-    except Exception as error:  # of any kind: tokenizers and chat templates have their own
+    except Exception as error:  # tokenizers and chat templates raise errors of many kinds
         why = " ".join(str(error).split())[:160]
-        raise DataError(f"the prompt of row {where} cannot be encoded ({why}); mend or leave out that row") from error
+        raise DataError(
+            f"the prompt of row {where} cannot be encoded ({why}); correct or leave out that row"
+        ) from error
 
 
 def _encode(prompt: str | list[dict[str, str]], tokenizer: Any, where: str) -> list[int]:
@@ -207,7 +209,7 @@ def _encode(prompt: str | list[dict[str, str]], tokenizer: Any, where: str) -> l
             )
         return list(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"])
     tokens = list(tokenizer(prompt, add_special_tokens=True)["input_ids"])
-    if len(tokens) > 1 and tokens[-1] == tokenizer.eos_token_id:  # some tokenizers close a text; the answer goes on
+    if len(tokens) > 1 and tokens[-1] == tokenizer.eos_token_id:  # some tokenizers end every text with it
         tokens.pop()
     if tokenizer.unk_token_id is not None and 2 * tokens.count(tokenizer.unk_token_id) > len(tokens):
         raise DataError(

@@ -1,10 +1,11 @@
-"""Rows from files: JSONL, JSON, CSV, Parquet, folders of them, datasets saved to disk, and names on the hub.
+"""Reads rows from JSONL, JSON, CSV and Parquet files, folders of them, saved datasets, and the Hugging Face hub.
 
-`build/task.py` and the commands read a task's rows here, training and held-out alike. Nothing of what is read is run,
-and whatever is wrong with it is a DataError that names file, line or row, and column.
+`run/build/task.py`, `run/sft_run.py` and the suites read rows here. JSON and CSV need no package, Parquet and datasets
+need the extra `data`.
 
-What this module keeps true: rows come in the order of the files, files in the order of their names; `columns` maps this
-package's name of a column to the file's; the columns that are asked for are in every row, each of one type.
+Guarantees: rows come in the order of the files, and files in the order of their names; required columns are in every
+row, each with one type; nothing that is read is executed; a mistake in a file is a DataError that names the file, the
+line or row, and the column.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from sortedrl.errors import DataError
 from sortedrl.tasks.base import Row, RowSequence
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
-SMALL_TABLE = 1 << 28  # bytes; a larger one stays on disk and gives its rows one by one, ten times as slowly
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")  # a configuration of a dataset comes after the colon
+SMALL_TABLE = 1 << 28  # bytes; a larger one stays on disk and yields rows one by one, ten times as slowly
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")  # the name of a dataset, and its configuration after a colon
 KINDS = {str: "text", bool: "true or false", int: "a number", float: "a number", list: "a list", NoneType: "nothing"}
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class FileRows:
-    """Rows under this package's column names, made when they are asked for."""
+    """Rows with their columns renamed. Each row is made when it is read."""
 
     name: str
     rows: RowSequence
-    columns: Mapping[str, str] = field(default_factory=dict)  # our name -> the file's, with dots into nested columns
+    columns: Mapping[str, str] = field(default_factory=dict)  # our name -> name in the file; dots: nested columns
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -51,7 +52,7 @@ class FileRows:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class TableRows:
-    """The rows of an Arrow table, one at a time."""
+    """The rows of an Arrow table, converted one at a time."""
 
     table: Any
 
@@ -64,7 +65,7 @@ class TableRows:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class ChosenRows:
-    """Some rows of others, in a given order."""
+    """A selection of rows, in a given order."""
 
     rows: RowSequence
     indices: Sequence[int]
@@ -86,10 +87,10 @@ def read_rows(
     split: str | None = None,
     required: Iterable[str] = ("prompt",),
 ) -> FileRows:
-    """Rows of a file, a folder or a dataset of the hub; those that are `required` are checked in every row.
+    """Read the rows of a file, a folder or a dataset on the hub, and check the `required` columns in every row.
 
-    `split` chooses the files of a folder whose names begin with it, or the part of a dataset; left out, it is `train`
-    where there is one.
+    `split` selects the files of a folder whose names begin with it, or the split of a dataset. Default: `train` if
+    there is one.
     """
     rows = FileRows(name=str(source), rows=_read(str(source), split or None), columns=dict(columns or {}))
     if len(rows) == 0:
@@ -99,7 +100,7 @@ def read_rows(
 
 
 def check_columns(rows: FileRows, required: Iterable[str]) -> None:
-    """Refuse rows without these columns, and columns of several types."""
+    """Raise DataError if a row lacks one of these columns, or a column has several types."""
     for column in sorted(required):
         kinds: dict[str, int] = {}
         for index in range(len(rows)):
@@ -108,17 +109,19 @@ def check_columns(rows: FileRows, required: Iterable[str]) -> None:
                 raise DataError(_missing(rows, column, index, row))
             kind = KINDS.get(type(row[column]), "an object")
             if kind == "nothing":
-                raise DataError(f"row {index} of {rows.name} has nothing in column {column!r}; fill it or leave it out")
+                raise DataError(
+                    f"row {index} of {rows.name} has nothing in column {column!r}; fill it or leave out the row"
+                )
             kinds.setdefault(kind, index)
             if len(kinds) > 1:
-                told = " and ".join(f"{kind} in row {first}" for kind, first in kinds.items())
-                raise DataError(f"column {column!r} of {rows.name} is {told}; make it one type")
+                both = " and ".join(f"{kind} in row {first}" for kind, first in kinds.items())
+                raise DataError(f"column {column!r} of {rows.name} is {both}; make it one type")
 
 
 def split_off(rows: RowSequence, share: float) -> tuple[list[int], list[int]]:
-    """The numbers of training rows and of held-out ones: a share of the distinct prompts, chosen by a hash of them.
+    """Hold out a share of the distinct prompts, chosen by hash: the numbers of training rows and of held-out rows.
 
-    Rows with the same prompt stay together, and which prompts are held out does not depend on their order.
+    Rows with the same prompt stay together. Which prompts are held out does not depend on the order of rows.
     """
     digests = [
         hashlib.blake2b(json.dumps(rows[i]["prompt"]).encode(), digest_size=8).digest() for i in range(len(rows))
@@ -187,8 +190,8 @@ def _read_saved(folder: Path) -> RowSequence:
     datasets = _import_datasets(str(folder))
     try:
         return datasets.load_from_disk(str(folder))
-    except Exception as error:  # of any kind: Arrow, the file system and datasets have their own
-        raise DataError(f"{folder} is no dataset that can be read ({_brief(error)}); save it again") from error
+    except Exception as error:  # Arrow, the file system and datasets raise errors of many kinds
+        raise DataError(f"the dataset in {folder} cannot be read ({_brief(error)}); save it again") from error
 
 
 def _read_hub(name: str, split: str | None) -> RowSequence:
@@ -196,11 +199,11 @@ def _read_hub(name: str, split: str | None) -> RowSequence:
     path, _, configuration = name.partition(":")
     try:
         return datasets.load_dataset(path, configuration or None, split=split or "train")
-    except Exception as error:  # of any kind: no connection, no such name, no such split
+    except Exception as error:  # no connection, no such name, no such split, and others
         raise DataError(
-            f"{name!r} is no local file or folder, and could not be had from the hub ({_brief(error)}); to use local "
-            f"files, fetch it where there is a connection (hf download --repo-type dataset {path} --local-dir DIR) and "
-            "give the path of DIR"
+            f"{name!r} is no local file or folder, and could not be loaded from the hub ({_brief(error)}); to use "
+            f"local files, download it where there is a connection (hf download --repo-type dataset {path} --local-dir "
+            "DIR) and give the path of DIR"
         ) from error
 
 
@@ -250,16 +253,18 @@ def _json_row(line: bytes, where: str) -> Row:
     try:
         row = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where} is not valid JSON ({_brief(error)}); mend or remove it") from None
+        raise DataError(f"{where} is not valid JSON ({_brief(error)}); correct or remove it") from None
     if not isinstance(row, dict):
-        raise DataError(f"{where} is {KINDS.get(type(row), 'something else')}, not an object with columns; mend it")
+        raise DataError(f"{where} is {KINDS.get(type(row), 'something else')}, not an object with columns; correct it")
     return row
 
 
 def _read_json(path: Path) -> list[Row]:
     rows = _checked(path, json.loads)
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise DataError(f"{path} must hold a list of objects with columns; with one object a line, name it .jsonl")
+        raise DataError(
+            f"{path} must hold a list of objects with columns; if it has one object per line, name it .jsonl"
+        )
     return rows
 
 
@@ -275,7 +280,7 @@ def _csv_rows(text: str, path: Path) -> Iterator[Row]:
             continue
         if len(cells) != len(names):
             raise DataError(
-                f"line {reader.line_num} of {path} has {len(cells)} cells, the header {len(names)}; mend it"
+                f"line {reader.line_num} of {path} has {len(cells)} cells, the header {len(names)}; correct it"
             )
         yield dict(zip(names, cells, strict=True))
 
@@ -288,7 +293,7 @@ def _checked(path: Path, read: Any) -> Any:
     except DataError:
         raise
     except (ValueError, KeyError, TypeError, RecursionError, csv.Error) as error:
-        raise DataError(f"{path} cannot be read as {path.suffix} ({_brief(error)}); mend or remove it") from None
+        raise DataError(f"{path} cannot be read as {path.suffix} ({_brief(error)}); correct or remove it") from None
 
 
 def _read_parquet(paths: Sequence[Path]) -> RowSequence:
@@ -301,8 +306,8 @@ def _read_parquet(paths: Sequence[Path]) -> RowSequence:
         table = pyarrow.concat_tables(parquet.read_table(path, memory_map=True) for path in paths)
         return table.to_pylist() if table.nbytes < SMALL_TABLE else TableRows(table=table)
     except (pyarrow.ArrowException, OSError) as error:
-        told = paths[0] if len(paths) == 1 else paths[0].parent
-        raise DataError(f"{told} cannot be read as Parquet ({_brief(error)}); mend or remove it") from None
+        place = paths[0] if len(paths) == 1 else paths[0].parent
+        raise DataError(f"{place} cannot be read as Parquet ({_brief(error)}); correct or remove it") from None
 
 
 # ---- columns and messages --------------------------------------------------------------------------------------------
@@ -321,8 +326,8 @@ def _missing(rows: FileRows, column: str, index: int, row: Row) -> str:
     there = list(rows.rows[index])
     where = rows.name if index == 0 else f"row {index} of {rows.name}"
     near = difflib.get_close_matches(wanted, there, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else "; name the right one with"
-    advice = f"{hint} task.columns.{column}=NAME" if not near else f"{hint} Then set task.columns.{column}={near[0]}"
+    hint = f"did you mean {near[0]!r}? Then set" if near else "name the right one with"
+    advice = f"; {hint} task.columns.{column}={near[0] if near else 'NAME'}"
     return f"{where} has no column {wanted!r}; it has: {', '.join(map(repr, there)) or 'none'}{advice}"
 
 

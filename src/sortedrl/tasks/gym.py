@@ -1,11 +1,11 @@
-"""The generators of reasoning-gym as tasks: `task.name = "reasoning_gym:NAME"`, each with its own score as the reward.
+"""The generators of reasoning-gym as tasks: `task.name = "reasoning_gym:NAME"`. Their scores are the rewards.
 
-`build/task.py` makes the task, a reward worker imports `gym_reward`. A row does not carry the generator's data: it says
-which generator, options, seed and number it came from, and the worker makes it again, so that nothing is lost.
+`run/build/task.py` makes the task, reward workers import `gym_reward`. A row does not contain the generator's data,
+which JSON could not carry in full. It names generator, options, seed and number, and the worker generates it again.
 
-What this module keeps true: `row(i)` depends on name, options, seed and `i` alone; a question is held out or not by a
-hash of its text, so training never sees it; an answer that a scorer would evaluate as code reaches it only if it is a
-plain list or plain arithmetic.
+Guarantees: `row(i)` depends on name, options, seed and `i` only; a hash of its text decides whether a question is held
+out, so training never uses it; an answer that a scorer evaluates as code is passed on only if it is a plain list or
+plain arithmetic.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from functools import lru_cache
 from typing import Any
 
 from sortedrl.errors import ConfigError, DataError
-from sortedrl.tasks.answers import after_thought, tagged
+from sortedrl.tasks.answers import after_thought, completion_text, tagged
 from sortedrl.tasks.base import RewardFunc, Row, Rows
 from sortedrl.tasks.knights import HELDOUT_SEED
 from sortedrl.tasks.wording import Wording
 
-try:  # here, not at need: what a worker imports at its start does not count against an answer's time
-    import reasoning_gym  # noqa: F401  # fills the registry
+try:  # imported here so that workers load it at their start, which the time limit of calls does not include
+    import reasoning_gym  # noqa: F401  # registers the generators
     from reasoning_gym.factory import DATASETS
 except ImportError:
     raise ConfigError("reasoning_gym tasks need the package reasoning-gym: pip install 'sortedrl[gym]'") from None
 
 PREFIX = "reasoning_gym:"
 INSTRUCTION = "Give your final answer between <answer> and </answer>, and nothing else there."
-BLOCK = 64  # rows that come from one dataset: some generators make all of theirs at once
-TRIES = 8  # items for each row, of which the first that is not held out is taken
+BLOCK = 64  # rows per dataset, because some generators make a whole dataset at once
+TRIES = 8  # items per row; the first that is not held out is used
 HELDOUT_SHARE = 4  # one question in this many is held out
-CONSOLATION = 0.05  # what reasoning-gym gives for any answer that it can read, however wrong
+MAX_WRONG_SCORE = 0.05  # reasoning-gym gives up to this for any readable answer, even a wrong one
 MAX_ANSWER = 20_000  # characters
-# Where generators without an answer of their own keep one that is right.
+# Where generators that have no `answer` keep a right one.
 EXAMPLES = {
     "graph_color": "possible_answer",
     "propositional_logic": "example_answer",
@@ -53,9 +53,8 @@ def generator_names() -> list[str]:
 
 
 def gym_reward(prompts: Sequence[Any], completions: Sequence[Any], gym: Sequence[Any], **columns: Any) -> list[float]:
-    """The generator's own score of what stands between the last answer tags, 0.0 where there are none."""
-    texts = [given if isinstance(given, str) else given[-1]["content"] for given in completions]
-    return [score(text, origin) for text, origin in zip(texts, gym, strict=True)]
+    """Reward function: the generator's score of the text in the last answer tags, 0.0 without them."""
+    return [score(completion_text(given), origin) for given, origin in zip(completions, gym, strict=True)]
 
 
 def score(completion: str, origin: Mapping[str, Any]) -> float:
@@ -65,11 +64,11 @@ def score(completion: str, origin: Mapping[str, Any]) -> float:
     dataset, item = make_item(origin["name"], origin["seed"], json.dumps(origin["options"]), origin["item"])
     with contextlib.redirect_stdout(io.StringIO()):  # some scorers print
         found = float(dataset.score_answer(answer, item))
-    return found if found > CONSOLATION else 0.0
+    return found if found > MAX_WRONG_SCORE else 0.0
 
 
 def reference_answer(name: str, item: Mapping[str, Any]) -> str | None:
-    """An answer that is right, if the generator tells one."""
+    """A right answer, if the generator provides one."""
     answer = item["answer"] if item["answer"] is not None else item["metadata"].get(EXAMPLES.get(name, ""))
     return answer if answer is None or isinstance(answer, str) else json.dumps(answer)
 
@@ -87,33 +86,19 @@ ATTRIBUTE = re.compile(r"[A-Za-z)\d]\s*\.\s*[A-Za-z]")
 TALL_POWER = re.compile(r"\*\*[\s(-]*\d{3,}|\*\*[\s(-]*\w+[\s)]*\*\*|\d{40,}")
 FUNCTIONS = frozenset(
     (
-        "Abs",
-        "acos",
-        "asin",
-        "atan",
-        "cos",
-        "cosh",
-        "cot",
-        "csc",
-        "exp",
-        "ln",
-        "log",
-        "sec",
-        "sin",
-        "sinh",
-        "sqrt",
-        "tan",
+        *("Abs", "exp", "ln", "log", "sqrt"),
+        *("acos", "asin", "atan", "cos", "cosh", "cot", "csc", "sec", "sin", "sinh", "tan"),
     )
 )
 
 
 def is_harmless(name: str, answer: str) -> bool:
-    """Whether a scorer that evaluates text as Python can be given this answer: it names no function but a formula's."""
+    """Whether a scorer that evaluates text as Python may get this answer: it calls only known functions."""
     if name in LISTS:
         return PLAIN_LIST.fullmatch(answer) is not None and "__" not in answer
     if name in FORMULAS:
         calls = set(CALL.findall(answer)) - FUNCTIONS
-        has_names_only = all(len(call) == 1 for call in calls)  # x(y) is a product that was meant
+        has_names_only = all(len(call) == 1 for call in calls)  # x(y) is meant as a product
         return (
             PLAIN_FORMULA.fullmatch(answer) is not None
             and has_names_only
@@ -127,7 +112,7 @@ def is_harmless(name: str, answer: str) -> bool:
 
 
 def check_generator(name: str, options: Mapping[str, Any]) -> None:
-    """Refuse a name or an option that reasoning-gym does not have."""
+    """Raise ConfigError for a generator or an option that reasoning-gym does not have."""
     if name not in DATASETS:
         near = difflib.get_close_matches(name, DATASETS, n=1, cutoff=0.4)
         hint = f"did you mean {PREFIX}{near[0]}?" if near else "the names are in docs/tasks.md"
@@ -142,23 +127,25 @@ def check_generator(name: str, options: Mapping[str, Any]) -> None:
 
 @lru_cache(maxsize=64)
 def make_dataset(name: str, seed: str, options_json: str = "{}") -> Any:
-    """The items of one block."""
+    """Make the dataset of one block of rows."""
     cls, config_cls = DATASETS[name]
     number = int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=4).digest(), "little")
     options = {key: tuple(v) if isinstance(v, list) else v for key, v in json.loads(options_json).items()}
     try:
         config = config_cls(seed=number, size=BLOCK * TRIES, **options)
-        if hasattr(config, "validate"):  # some have no rules
+        if hasattr(config, "validate"):  # some generators have no such method
             config.validate()
         return cls(config=config)
     except (AssertionError, TypeError, ValueError) as error:
         why = " ".join(str(error).split())[:160] or type(error).__name__
-        raise ConfigError(f"reasoning-gym cannot make {name} with task.options {options}: {why}; mend them") from error
+        raise ConfigError(
+            f"reasoning-gym cannot make {name} with task.options {options}: {why}; change them"
+        ) from error
 
 
-@lru_cache(maxsize=1024)  # siblings are scored one by one, and some generators take seconds for an item
+@lru_cache(maxsize=1024)  # siblings share an item, and some generators take seconds to make one
 def make_item(name: str, seed: str, options_json: str, number: int) -> tuple[Any, Mapping[str, Any]]:
-    """An item of a block, with the dataset that scores it."""
+    """Return an item and the dataset that scores it."""
     dataset = make_dataset(name, seed, options_json)
     return dataset, dataset[number]
 
@@ -170,7 +157,7 @@ def is_heldout(question: str) -> bool:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class GymRows:
-    """Training questions without end."""
+    """Training questions, generated without end."""
 
     generator: str
     seed: int | str
@@ -200,7 +187,7 @@ class GymRows:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class GymTask:
-    """One generator. Held-out questions do not depend on the run's seed."""
+    """A task from one generator. Held-out questions do not depend on the run's seed."""
 
     generator: str
     seed: int = 0
@@ -225,7 +212,7 @@ class GymTask:
         return GymRows(generator=self.generator, seed=seed, options=self.options, wording=self.wording)
 
     def heldout(self, num: int) -> list[Row]:
-        """Distinct questions, as long as unseen ones turn up: small generators have fewer."""
+        """Return distinct questions, fewer than `num` if the generator has too few."""
         source = self._rows(HELDOUT_SEED)
         found: dict[str, Row] = {}
         for number in range(2 * HELDOUT_SHARE * num):

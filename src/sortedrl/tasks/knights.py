@@ -1,16 +1,16 @@
-"""Knights and Knaves: puzzles made on demand, their solver, their verifier, and teachers that write traces.
+"""Knights and Knaves: a puzzle generator, its solver and verifier, and teachers that write solution traces.
 
-Some people each make one claim; knights tell the truth, knaves lie; say who is who. An answer tries assignments one
-after the other and checks the claims of each until one is refuted, so answer lengths have a heavy tail by nature.
-`build/parts.py` makes the task, `tiny.py` draws demonstrations from the teachers. Standard library only.
+Each person makes one claim. Knights tell the truth and knaves lie; the answer says who is which. An answer tries
+assignments one after the other and checks the claims of each until one is refuted, so answer lengths have a heavy tail.
+`run/build/task.py` makes the task, `tiny.py` gets demonstrations from the teachers.
 
-What this module keeps true:
+Guarantees:
 - every puzzle has exactly one solution;
-- `row(i)` depends on the seed and `i` alone;
-- a prompt is held out or not by a hash of its text, so training and held-out puzzles never meet, whatever the seeds.
+- `row(i)` depends on the seed and `i` only;
+- a hash of its text decides whether a prompt is held out, so no held-out puzzle is in training under any seed.
 
-An assignment is an int: bit p is set when person p (in order of speech) is a knave. Tries count up from 0, all
-knights, so the first person flips fastest and a puzzle takes one try more than its solution's number.
+An assignment is an int: bit p is set if person p (in the order of claims) is a knave. Tries count up from 0 (all are
+knights), so a trace has one try more than the number of its solution.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ MAX_PEOPLE = 5
 DEFAULT_PEOPLE: Mapping[int, float] = {2: 4, 3: 3, 4: 2, 5: 1}
 HELDOUT_SHARE = 8  # one prompt in this many is held out
 HELDOUT_SEED = "heldout"  # fixed, so that runs of different seeds are measured on the same puzzles
-COMPOUND_SHARE = 0.4  # of the claims is about two people
-MAX_TRACE_WORDS = 400  # a longer patient trace might not fit a model's token budget, and would drown the short ones
-MAX_REDRAWS = 2000  # draws without an unseen held-out puzzle after which one is repeated
+COMPOUND_SHARE = 0.4  # share of claims about two people
+MAX_TRACE_WORDS = 400  # longer traces might not fit the token limit and would dominate the demonstrations
+MAX_REDRAWS = 2000  # after this many draws without a new held-out puzzle, one is repeated
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Claim:
-    """One literal, or `both` or `either` of two. A literal is (person's place in the puzzle, is a knave)."""
+    """One literal, or `both` or `either` of two. A literal is (index of the person, is a knave)."""
 
     literals: tuple[tuple[int, bool], ...]
-    operator: str = "both"  # of no effect with one literal
+    operator: str = "both"  # has no effect with one literal
 
     def holds(self, assignment: int) -> bool:
         truths = [bool(assignment >> person & 1) == is_knave for person, is_knave in self.literals]
@@ -68,12 +68,12 @@ class Puzzle:
         return " ".join([self.people[speaker], "says", *operator, *self.literal_words(speaker), "."])
 
     def write(self, assignment: int) -> str:
-        """An assignment in words, as tries and answers state it."""
+        """An assignment in the words of tries and answers."""
         return " ".join(f"{name}={ROLES[assignment >> p & 1]}" for p, name in enumerate(self.people))
 
 
 def _knave_sets(num_people: int) -> tuple[int, ...]:
-    """For each person, the set of assignments in which that person is a knave: bit a stands for assignment a."""
+    """For each person, the set of assignments (as bits) in which that person is a knave."""
     every = range(1 << num_people)
     return tuple(sum(1 << a for a in every if a >> person & 1) for person in range(num_people))
 
@@ -82,7 +82,7 @@ KNAVE_SETS = {num_people: _knave_sets(num_people) for num_people in range(1, len
 
 
 def solutions(puzzle: Puzzle) -> list[int]:
-    """Every assignment under which exactly the knights tell the truth, all of them tried at once as sets."""
+    """Every assignment under which exactly the knights tell the truth. Sets of assignments are bits of an int."""
     knaves = KNAVE_SETS[len(puzzle.people)]
     every = (1 << (1 << len(puzzle.people))) - 1
     left = every
@@ -94,7 +94,7 @@ def solutions(puzzle: Puzzle) -> list[int]:
 
 
 def parse(prompt: str) -> Puzzle:
-    """The puzzle that a prompt states."""
+    """Parse a prompt back into its puzzle."""
     try:
         sentences = [sentence.split() for sentence in prompt.removesuffix("?").split(".") if sentence.strip()]
         people = tuple(words[0] for words in sentences)
@@ -113,7 +113,7 @@ def _parse_claim(words: Sequence[str], people: Sequence[str]) -> Claim:
 
 
 def draw(rng: random.Random, num_people: int) -> Puzzle:
-    """A puzzle with exactly one solution that a patient trace reaches in good time, by rejection."""
+    """Draw a puzzle, and draw again until it has exactly one solution and a trace that is not too long."""
     while True:
         people = tuple(rng.sample(NAMES, num_people))
         puzzle = Puzzle(people=people, claims=tuple(_draw_claim(rng, p, num_people) for p in range(num_people)))
@@ -124,21 +124,21 @@ def draw(rng: random.Random, num_people: int) -> Puzzle:
 def _draw_claim(rng: random.Random, speaker: int, num_people: int) -> Claim:
     if rng.random() < COMPOUND_SHARE:
         about = rng.sample(range(num_people), 2)
-    else:  # about someone else: "I am a knight" says nothing and nobody can say "I am a knave"
+    else:  # about another person: "I am a knight" says nothing, and "I am a knave" is impossible
         about = [(speaker + rng.randrange(1, num_people)) % num_people]
     literals = tuple((person, rng.random() < 0.5) for person in about)
     return Claim(literals=literals, operator=rng.choice(("both", "either")) if len(about) == 2 else "both")
 
 
 def is_heldout(prompt: str) -> bool:
-    """On which side of the split a prompt is: a property of its text alone."""
+    """Whether a prompt is held out: a property of its text only."""
     return int.from_bytes(hashlib.blake2b(prompt.encode(), digest_size=8).digest(), "little") % HELDOUT_SHARE == 0
 
 
 def check(puzzle: Puzzle, assignment: int, rng: random.Random | None = None, overlook: float = 0.0) -> list[str]:
-    """The claims under an assignment, literal by literal, up to the first that its speaker cannot have made.
+    """The words that check the claims under an assignment, up to the first claim that contradicts it.
 
-    Ends with `bad` exactly when there is one, unless it is overlooked: each with that probability.
+    They end with `bad` if there is such a claim. Each is overlooked with probability `overlook`.
     """
     words = []
     for p, claim in enumerate(puzzle.claims):
@@ -154,10 +154,10 @@ def check(puzzle: Puzzle, assignment: int, rng: random.Random | None = None, ove
 
 
 def teach(puzzle: Puzzle, rng: random.Random | None = None, *, give_up: float = 0.0, overlook: float = 0.0) -> str:
-    """A trace: tries until one passes its check or, after each refuted try with probability `give_up`, no further.
+    """Write a trace that tries assignments until one passes its check, or until it gives up.
 
-    The patient and careful teacher (without `rng`, or with both probabilities 0) is always right. The impatient one
-    answers with a guess that it has just refuted, the careless one overlooks refutations.
+    Without `rng`, or with both probabilities 0, the trace is always right. After each refuted try it may give up
+    (probability `give_up`) and answer with that refuted guess. Refutations are overlooked with probability `overlook`.
     """
     words: list[str] = []
     for assignment in range(1 << len(puzzle.people)):
@@ -169,10 +169,10 @@ def teach(puzzle: Puzzle, rng: random.Random | None = None, *, give_up: float = 
 
 
 def verify(prompts: Sequence[str], completions: Sequence[str], answer: Sequence[str], **columns: object) -> list[float]:
-    """1.0 for a completion that ends with its only answer, complete, in order and right; else 0.0.
+    """Reward function: 1.0 if a completion ends with one answer that is complete, in order and right, else 0.0.
 
-    What comes before the word `answer` is the model's own affair. The word `done` closes an answer, so that one cut off
-    by the token budget can be told in text.
+    The text before the word `answer` is not checked. The word `done` must close the answer, so that an answer cut off
+    by the token limit is never right.
     """
     return [float(_is_right(completion, wanted)) for completion, wanted in zip(completions, answer, strict=True)]
 
@@ -191,7 +191,7 @@ def _row(puzzle: Puzzle) -> Row:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class KnightsRows:
-    """Training puzzles without end."""
+    """Training puzzles, generated without end."""
 
     seed: int | str
     people: Mapping[int, float]
@@ -205,7 +205,7 @@ class KnightsRows:
 
     def puzzle(self, index: int) -> Puzzle:
         rng = random.Random(f"{self.seed}/{index}")
-        num_people = _draw_num_people(rng, self.people)
+        num_people = draw_num_people(rng, self.people)
         while is_heldout((puzzle := draw(rng, num_people)).prompt):
             pass
         return puzzle
@@ -213,7 +213,7 @@ class KnightsRows:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class KnightsTask:
-    """The embedded default. `people` weighs the numbers of people; held-out puzzles do not depend on the seed."""
+    """The default task. `people` weights the numbers of people. Held-out puzzles do not depend on the seed."""
 
     seed: int = 0
     people: Mapping[int, float] = field(default_factory=lambda: dict(DEFAULT_PEOPLE))
@@ -222,30 +222,35 @@ class KnightsTask:
     reward_funcs: Sequence[RewardFunc] = (verify,)
 
     def __post_init__(self) -> None:
-        wrong = [num for num, weight in self.people.items() if not 2 <= num <= MAX_PEOPLE or weight < 0]
-        if wrong or sum(self.people.values()) <= 0:
-            raise ConfigError(
-                f"task.people is {dict(self.people)}; give numbers of people from 2 to {MAX_PEOPLE} with weights "
-                "of at least 0, one of them above 0"
-            )
+        check_people(self.people, MAX_PEOPLE)
 
     @property
     def train(self) -> Rows:
         return KnightsRows(seed=self.seed, people=self.people)
 
     def heldout(self, num: int) -> list[Row]:
-        """Distinct puzzles, as long as unseen ones of two people (506 are held out, 3,814 are not) turn up."""
+        """Return distinct puzzles, except that those with two people may repeat: only 506 of 4,320 are held out."""
         rng = random.Random(HELDOUT_SEED)
         seen: set[str] = set()
         rows = []
         for _ in range(num):
-            puzzle = _draw_heldout(rng, _draw_num_people(rng, self.people), seen)
+            puzzle = _draw_heldout(rng, draw_num_people(rng, self.people), seen)
             seen.add(puzzle.prompt)
             rows.append(_row(puzzle))
         return rows
 
 
-def _draw_num_people(rng: random.Random, people: Mapping[int, float]) -> int:
+def check_people(people: Mapping[int, float], most: int) -> None:
+    """Raise ConfigError unless `people` maps numbers of people, from 2 to `most`, to usable weights."""
+    wrong = [num for num, weight in people.items() if not 2 <= num <= most or weight < 0]
+    if wrong or sum(people.values()) <= 0:
+        raise ConfigError(
+            f"task.people is {dict(people)}; map numbers of people from 2 to {most} to weights of at least 0, one of "
+            "them above 0"
+        )
+
+
+def draw_num_people(rng: random.Random, people: Mapping[int, float]) -> int:
     nums = sorted(people)
     return rng.choices(nums, [people[num] for num in nums])[0]
 

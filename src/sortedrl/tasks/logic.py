@@ -1,13 +1,12 @@
-"""Knights and Knaves in words, for language models: puzzles of two to eight people, their solver and their verifier.
+"""Knights and Knaves in English, for language models: puzzles of two to eight people, their solver and verifier.
 
-`build/task.py` makes the task, a reward worker imports `logic_reward`. Statements are trees in the form in which
-Logic-RL's Parquet files have them, so that rows of those files and rows made here are solved and scored alike:
-("lying", 2) says of the third person to be a knave, ("telling-truth", 2) a knight; "not", "and", "or", "->" and "<=>"
-put them together.
+`run/build/task.py` makes the task, reward workers import `logic_reward`. Statements are trees in the form of Logic-RL's
+Parquet files, so that rows of those files and generated rows are solved and scored in the same way: ("lying", 2) says
+that the third person is a knave, ("telling-truth", 2) a knight; "not", "and", "or", "->" and "<=>" combine statements.
 
-What this module keeps true: every puzzle made here has exactly one solution; `row(i)` depends on the seed and `i`
-alone; a prompt is held out or not by a hash of its text, so training and held-out puzzles never meet; an answer is
-right only if it names every person once, with the right role, and says nothing else.
+Guarantees: every generated puzzle has exactly one solution; `row(i)` depends on the seed and `i` only; a hash of its
+text decides whether a prompt is held out, so no held-out puzzle is in training; an answer is right only if it names
+every person once, with the right role, and says nothing else.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sortedrl.errors import ConfigError, DataError
-from sortedrl.tasks.answers import only_tagged
+from sortedrl.errors import DataError
+from sortedrl.tasks.answers import completion_text, only_tagged
 from sortedrl.tasks.base import RewardFunc, Row, Rows
-from sortedrl.tasks.knights import HELDOUT_SEED, MAX_REDRAWS, is_heldout
+from sortedrl.tasks.knights import HELDOUT_SEED, MAX_REDRAWS, check_people, draw_num_people, is_heldout
 from sortedrl.tasks.wording import Wording
 
 NAMES = (
     *("Alice", "Boris", "Clara", "David", "Elena", "Felix", "Grace", "Henry"),
     *("Irene", "Jacob", "Karin", "Lucas", "Maria", "Nolan", "Olive", "Peter"),
 )
-MIN_PEOPLE, MAX_PEOPLE = 2, 8
+MAX_PEOPLE = 8
 DEFAULT_PEOPLE: Mapping[int, float] = dict.fromkeys(range(3, 8), 1.0)
 ROLES = ("knave", "knight")  # indexed by whether a person tells the truth
 FORMAT_REWARD = 0.1
@@ -86,23 +85,25 @@ def holds(statement: Statement, knights: Sequence[bool]) -> bool:
         case ("<=>", first, second):
             return holds(first, knights) == holds(second, knights)
         case _:
-            raise DataError(f"not a statement of a knight or knave: {statement!r:.80}; mend or leave out that puzzle")
+            raise DataError(
+                f"not a statement of a knight or knave: {statement!r:.80}; correct or leave out that puzzle"
+            )
 
 
 def solutions(statements: Sequence[Statement]) -> list[tuple[bool, ...]]:
-    """Every way of being knights and knaves under which exactly the knights speak the truth."""
+    """Every assignment of roles under which exactly the knights tell the truth."""
     num = len(statements)
     worlds = (tuple(bool(bits >> person & 1) for person in range(num)) for bits in range(1 << num))
     return [world for world in worlds if all(holds(s, world) == world[p] for p, s in enumerate(statements))]
 
 
 def parse_statements(text: str) -> tuple[Statement, ...]:
-    """The trees of a Logic-RL row, which writes them as a Python literal."""
+    """Parse the statements of a Logic-RL row, which are a Python literal."""
     try:
         statements = ast.literal_eval(text)
-        solutions(statements)  # every tree is one that `holds` knows, about people who are there
+        solutions(statements)  # fails for unknown statements and for persons that do not exist
     except (ValueError, SyntaxError, TypeError, IndexError, RecursionError, MemoryError) as error:
-        raise DataError(f"not the statements of a puzzle: {text!r:.80}; mend or leave out that row") from error
+        raise DataError(f"not the statements of a puzzle: {text!r:.80}; correct or leave out that row") from error
     return statements
 
 
@@ -125,7 +126,7 @@ def _in_words(statement: Statement, names: Sequence[str]) -> str:
 
 
 def draw(rng: random.Random, num_people: int) -> WordPuzzle:
-    """A puzzle with exactly one solution, by rejection."""
+    """Draw a puzzle, and draw again until it has exactly one solution."""
     while True:
         statements = tuple(_draw_statement(rng, speaker, num_people) for speaker in range(num_people))
         if len(solutions(statements)) == 1:
@@ -155,9 +156,9 @@ BETWEEN = re.compile(r"[ \t]*(?:[.,;]?[ \t]*\n\s*|[,;.][ \t]*(?:and )?|and (?=[^
 def logic_reward(
     prompts: Sequence[Any], completions: Sequence[Any], answer: Sequence[str], **columns: Any
 ) -> list[float]:
-    """1.0 for the right answer, 0.1 for a wrong one that is well formed, 0.0 for what is not."""
+    """Reward function: 1.0 for a right answer, 0.1 for a wrong one that is well formed, 0.0 for a malformed one."""
     return [
-        _score(completion if isinstance(completion, str) else completion[-1]["content"], wanted, prompt)
+        _score(completion_text(completion), wanted, prompt)
         for prompt, completion, wanted in zip(prompts, completions, answer, strict=True)
     ]
 
@@ -168,7 +169,7 @@ def is_right(completion: str, answer: str, prompt: str = "") -> bool:
 
 def _score(completion: str, answer: str, prompt: object) -> float:
     wanted = read_roles(answer)
-    assert wanted is not None, f"a reference that is none: {answer!r:.80}"
+    assert wanted is not None, f"the reference has no roles: {answer!r:.80}"
     starts_thinking = isinstance(prompt, str) and prompt.rstrip().endswith("<think>")
     content = only_tagged(f"<think>{completion}" if starts_thinking else completion)
     given = None if content is None or not _is_thought_closed(completion, starts_thinking) else read_roles(content)
@@ -178,7 +179,7 @@ def _score(completion: str, answer: str, prompt: object) -> float:
 
 
 def _is_thought_closed(completion: str, has_begun: bool) -> bool:
-    """No thinking at all, or one piece of it that ends before the answer begins."""
+    """Whether there is no thinking, or one block of it that ends before the answer begins."""
     begun, ended = completion.count("<think>") + has_begun, completion.count("</think>")
     if begun == ended == 0:
         return True
@@ -187,7 +188,7 @@ def _is_thought_closed(completion: str, has_begun: bool) -> bool:
 
 
 def read_roles(text: str) -> dict[str, str] | None:
-    """Who is what, if the text says that of each person once, numbered from 1 or not at all, and nothing else."""
+    """The role of each person, or None unless the text is a list of roles, each person once, numbered or not."""
     text = text.strip()
     text = text.removesuffix(".")
     roles: dict[str, str] = {}
@@ -216,9 +217,9 @@ def puzzle_row(puzzle: WordPuzzle) -> Row:
 
 
 def logic_rl_row(row: Mapping[str, Any]) -> Row:
-    """A row of Logic-RL's files as it is: its prompt holds the model's chat marks already, so it is taken as text.
+    """Convert a row of Logic-RL's files. Its prompt already has the model's chat marks, so it is used as text.
 
-    With the puzzle alone for a prompt (task.columns.prompt=quiz) it is worded like ours.
+    With `task.columns.prompt=quiz` the prompt is the puzzle only, and gets this package's wording.
     """
     prompt = row["prompt"]
     if isinstance(prompt, list) and len(prompt) == 1 and "<|im_start|>" in str(prompt[0].get("content")):
@@ -228,7 +229,7 @@ def logic_rl_row(row: Mapping[str, Any]) -> Row:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class LogicRlRows:
-    """Rows of Logic-RL's files with the columns of ours."""
+    """Rows of Logic-RL's files with the columns that this package uses."""
 
     rows: Any
 
@@ -241,7 +242,7 @@ class LogicRlRows:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class LogicRows:
-    """Training puzzles without end."""
+    """Training puzzles, generated without end."""
 
     seed: int | str
     people: Mapping[int, float]
@@ -253,7 +254,7 @@ class LogicRows:
 
     def row(self, index: int) -> Row:
         rng = random.Random(f"logic/{self.seed}/{index}")
-        num_people = _draw_num_people(rng, self.people)
+        num_people = draw_num_people(rng, self.people)
         while is_heldout((puzzle := draw(rng, num_people)).text):
             pass
         return self.wording.apply(puzzle_row(puzzle))
@@ -261,7 +262,7 @@ class LogicRows:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class LogicTask:
-    """Puzzles made on demand. `people` weighs the numbers of people; held-out puzzles do not depend on the seed."""
+    """Generated puzzles. `people` weights the numbers of people. Held-out puzzles do not depend on the seed."""
 
     seed: int = 0
     people: Mapping[int, float] = field(default_factory=lambda: dict(DEFAULT_PEOPLE))
@@ -271,32 +272,22 @@ class LogicTask:
     reward_funcs: Sequence[RewardFunc] = (logic_reward,)
 
     def __post_init__(self) -> None:
-        wrong = [n for n, weight in self.people.items() if not MIN_PEOPLE <= n <= MAX_PEOPLE or weight < 0]
-        if wrong or sum(self.people.values()) <= 0:
-            raise ConfigError(
-                f"task.people is {dict(self.people)}; give numbers of people from {MIN_PEOPLE} to {MAX_PEOPLE} with "
-                "weights of at least 0, one of them above 0"
-            )
+        check_people(self.people, MAX_PEOPLE)
 
     @property
     def train(self) -> Rows:
         return LogicRows(seed=self.seed, people=self.people, wording=self.wording)
 
     def heldout(self, num: int) -> list[Row]:
-        """Distinct puzzles, as long as unseen ones turn up."""
+        """Return distinct puzzles, fewer than `num` if no new ones can be found."""
         rng = random.Random(f"logic/{HELDOUT_SEED}")
         seen: set[str] = set()
         rows: list[Row] = []
         for _ in range(num * MAX_REDRAWS):
             if len(rows) == num:
                 break
-            puzzle = draw(rng, _draw_num_people(rng, self.people))
+            puzzle = draw(rng, draw_num_people(rng, self.people))
             if is_heldout(puzzle.text) and puzzle.text not in seen:
                 seen.add(puzzle.text)
                 rows.append(self.wording.apply(puzzle_row(puzzle)))
         return rows
-
-
-def _draw_num_people(rng: random.Random, people: Mapping[int, float]) -> int:
-    nums = sorted(people)
-    return rng.choices(nums, [people[num] for num in nums])[0]

@@ -1,11 +1,10 @@
-r"""Math problems: the answer in `\boxed{...}` or `<answer>` tags, compared with the reference by math-verify.
+r"""Math problems: math-verify compares the answer in `\boxed{...}` or `<answer>` tags with the reference.
 
-A reward worker imports `math_reward`; evaluation uses `extract_answer` and `is_equal` too. What a model wrote is parsed
-by a grammar, never evaluated as code, and three fences stand around that: an answer has a longest length, it has no
-number that takes long to compute, and a timer ends the comparison. The pool's own limit (`reward.timeout_s`) is behind
-them, for what holds the interpreter.
+Reward workers import `math_reward`; suites use `extract_answer` and `is_equal`. A grammar parses the text of the model,
+which is never evaluated as code. Three limits apply: the length of an answer, the size of its numbers and powers, and
+the processor time of a comparison. `reward.timeout_s` covers code that holds the interpreter lock.
 
-What this module keeps true: a response gets 1.0 or 0.0, and 0.0 for whatever cannot be told to be right.
+Guarantees: a response gets 1.0 or 0.0, and 0.0 whenever it cannot be shown to be right.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from functools import lru_cache
 from typing import Any
 
 from sortedrl.errors import ConfigError
-from sortedrl.tasks.answers import after_thought, boxed, tagged
+from sortedrl.tasks.answers import after_thought, boxed, completion_text, tagged
 
 try:
     from math_verify import LatexExtractionConfig, parse, verify
@@ -30,17 +29,17 @@ except ImportError:
 
 MAX_ANSWER = 400  # characters; the longest reference of the usual suites has 200
 MAX_DIGITS = 60  # of one number
-MAX_POWER = 1000  # a larger exponent, or a power of powers, is not computed
-LIMIT_S = 2.0  # of processor time for one comparison: a busy machine makes no answer wrong
+MAX_POWER = 1000  # larger exponents and powers of powers are not computed
+LIMIT_S = 2.0  # of processor time per comparison; wall time would fail answers on a busy machine
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timer is off: ours runs
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timer is off, but ours is on
 
 
 def math_reward(
     prompts: Sequence[Any], completions: Sequence[Any], answer: Sequence[Any], **columns: Any
 ) -> list[float]:
     """1.0 for each completion whose answer equals the reference, else 0.0."""
-    return [float(is_right(text_of(given), wanted)) for given, wanted in zip(completions, answer, strict=True)]
+    return [float(is_right(completion_text(given), wanted)) for given, wanted in zip(completions, answer, strict=True)]
 
 
 def is_right(completion: str, reference: object) -> bool:
@@ -48,13 +47,8 @@ def is_right(completion: str, reference: object) -> bool:
     return given is not None and is_equal(given, reference_answer(reference))
 
 
-def text_of(completion: Any) -> str:
-    """A completion as text: chats give it as messages."""
-    return completion if isinstance(completion, str) else completion[-1]["content"]
-
-
 def extract_answer(text: str) -> str | None:
-    r"""The answer that a response ends on: of answer tags and `\boxed` what comes last, and the box within the tags."""
+    r"""The final answer of a response: the last of answer tags and `\boxed`, or the box inside the tags."""
     text = after_thought(text)
     inside = tagged(text)
     if inside is not None and text.rfind("</answer>") > text.rfind("\\boxed"):
@@ -63,7 +57,7 @@ def extract_answer(text: str) -> str | None:
 
 
 def reference_answer(reference: object) -> str:
-    r"""The answer of a dataset's own column: a number, a text, a solution that ends in `#### 18` or in a `\boxed`."""
+    r"""The answer in a dataset's column: a number, a text, or a solution that ends in `#### 18` or has a `\boxed`."""
     if isinstance(reference, float) and reference.is_integer():
         return str(int(reference))
     text = str(reference)
@@ -73,7 +67,7 @@ def reference_answer(reference: object) -> str:
 
 
 def is_equal(given: str, reference: str) -> bool:
-    """Whether two answers mean the same. In the main thread it takes two seconds of processor time at most."""
+    """Whether two answers are equal. In the main thread this takes at most LIMIT_S of processor time."""
     if len(given) > max(MAX_ANSWER, 2 * len(reference)):
         return False
     given, reference = _plain(given), _plain(reference)
@@ -90,7 +84,7 @@ def is_equal(given: str, reference: str) -> bool:
 
 
 def canonical(answer: str) -> str:
-    """A form that equal numbers, and texts that differ in their setting alone, have in common."""
+    """A normal form: the same for equal numbers, and for texts that differ only in typesetting."""
     text = _plain(answer)
     number = _number(text)
     return _squeezed(text) if number is None else str(number)
@@ -100,7 +94,7 @@ def canonical(answer: str) -> str:
 
 FENCES = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
 SPACES = re.compile(r"\\[,;:! ]|~|\\quad|\\qquad|\s+")
-# Digits are ASCII's: \d alone would take those of every script.
+# ASCII, because \d alone matches the digits of every script.
 NUMBER = re.compile(r"([-+]?)\$?(\d{1,3}(?:,\d{3})+|\d+)?(\.\d*)?(?:[eE]([-+]?\d{1,3}))?(?:\\?%)?", re.ASCII)
 TEN_TO = re.compile(r"\\(?:times|cdot)10\^\{?([-+]?\d{1,3})\}?$", re.ASCII)
 BASE = re.compile(r"\d+_(?:\{(\d+)\}|(\d+))", re.ASCII)
@@ -115,13 +109,13 @@ def _plain(text: str) -> str:
 
 
 def _squeezed(text: str) -> str:
-    """Without what only sets the type."""
+    """The text without typesetting commands and spaces."""
     text = text.replace("\\left", "").replace("\\right", "").replace("\\!", "").replace("dfrac", "frac")
     return SPACES.sub("", text.replace("tfrac", "frac"))
 
 
 def _number(text: str) -> Fraction | None:
-    """A decimal number, with commas between thousands or a power of ten, as it is written."""
+    """The exact value of a decimal number, which may have thousands separators or a power of ten."""
     plain = SPACES.sub("", text.replace("{,}", ",").replace("\\$", ""))
     match = NUMBER.fullmatch(TEN_TO.sub(r"e\1", plain))
     if match is None or not (match[2] or (match[3] or ".") != ".") or len(text) > MAX_DIGITS:
@@ -132,7 +126,7 @@ def _number(text: str) -> Fraction | None:
 
 
 def _is_other_base(given: str, reference: str) -> bool:
-    """Whether both are numbers of a base, such as 52_8, and not of the same: math-verify does not look at it."""
+    """Whether both are numbers of different bases, such as 52_8 and 52_9: math-verify ignores the base."""
     ours, theirs = BASE.fullmatch(_squeezed(given)), BASE.fullmatch(_squeezed(reference))
     return ours is not None and theirs is not None and (ours[1] or ours[2]) != (theirs[1] or theirs[2])
 
@@ -143,13 +137,13 @@ LONG_NUMBER = re.compile(rf"\d{{{MAX_DIGITS},}}")
 POWER = re.compile(r"(?:\^|\*\*)[\s{(\-+]*(\d*)")
 NEXT_POWER = re.compile(r"(?:\^|\*\*)[\s{(\-+]*[\d.]+[\s})]*(?:\^|\*\*|!)")
 FACTORIAL = re.compile(r"(\d+)[\s})]*!")
-MAX_NESTED = 8  # braces and brackets; the grammar takes exponential time on deeper ones
+MAX_NESTED = 8  # braces and brackets; the parser takes time exponential in their depth
 
 
 def _is_costly(text: str) -> bool:
-    """Whether an expression is better not computed: it may take long, or is not what it looks like."""
+    """Whether an expression must not be computed, because it may take long or has look-alike characters."""
     if not text.isascii():
-        return True  # look-alikes of digits and letters, which parsers may take for those
+        return True  # parsers may take look-alikes for digits and letters
     depth = deepest = 0
     for char in text:
         depth += (char in "{([") - (char in "})]")
@@ -169,33 +163,33 @@ def _parse(text: str) -> list[Any]:
     return parse(f"${text}$", extraction_config=[LatexExtractionConfig()], parsing_timeout=None)  # type: ignore[arg-type]
 
 
-_parsed = lru_cache(maxsize=4096)(_parse)  # references come again with every sibling and epoch
+_parsed = lru_cache(maxsize=4096)(_parse)  # the same reference comes with every sibling and epoch
 
 
 class _OutOfTime(BaseException):
-    """Not an Exception: what it ends catches those."""
+    """Not an Exception, because the code that it interrupts catches those."""
 
 
 def _in_time(compare: Callable[[], bool]) -> bool:
-    """What `compare` says, or False when it fails or takes too long."""
+    """The result of `compare`, or False if it fails or takes too long."""
     try:
         with _timer():
             return compare()
-    except (Exception, _OutOfTime):  # of any kind: sympy has many, and none of them makes an answer right
+    except (Exception, _OutOfTime):  # sympy raises errors of many kinds
         return False
 
 
 @contextmanager
 def _timer() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
-        yield  # no signals there: the caller's limit has to do
+        yield  # only the main thread gets signals; elsewhere the caller's limit applies
         return
 
     def ring(signum: int, frame: object) -> None:
         raise _OutOfTime
 
     before = signal.signal(signal.SIGVTALRM, ring)
-    signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT_S, LIMIT_S / 4)  # again, should the first be lost in a destructor
+    signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT_S, LIMIT_S / 4)  # repeated: a destructor may swallow the first
     try:
         yield
     finally:

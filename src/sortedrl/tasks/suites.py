@@ -1,11 +1,11 @@
-"""Test suites by name: where their problems are, how they are put to a model, and how an answer is marked.
+"""Test suites by name: where their problems are, how a prompt is worded, and how an answer is marked.
 
 `run/suite_eval.py` loads them for `sortedrl eval`. Problems come from local files in the usual layouts
-(DIR/gsm8k.jsonl, DIR/gsm8k/test.parquet, DIR/math/gsm8k.jsonl, DIR/kk/3ppl/test.parquet, ...) or by name from the hub.
-A reward worker imports `suite_mark`: what a model wrote is read there, under a time limit, and nowhere else.
+(DIR/gsm8k.jsonl, DIR/gsm8k/test.parquet, DIR/math/gsm8k.jsonl, DIR/kk/3ppl/test.parquet, ...) or from the Hugging Face
+hub. Reward workers import `suite_mark`, so that text of a model is parsed only there, under a time limit.
 
-What this module keeps true: problems come in the order of their files, so that `limit` takes the same ones every time;
-a row has the columns prompt, answer, suite and verifier, whatever names the file had for them.
+Guarantees: problems come in the order of their files, so that `limit` always takes the same ones; every row has the
+columns prompt, answer, suite and verifier, whatever the file calls them.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from typing import Any
 
 from sortedrl.errors import ConfigError, DataError
 from sortedrl.tasks import knights, logic
-from sortedrl.tasks.answers import only_tagged
+from sortedrl.tasks.answers import completion_text, only_tagged
 from sortedrl.tasks.base import Row
 from sortedrl.tasks.files import SUFFIXES, read_rows
 from sortedrl.tasks.wording import Wording
 
 MATH_INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
-QUESTIONS = ("problem", "question", "quiz", "prompt")  # the columns that files have it under, best first
+QUESTIONS = ("problem", "question", "quiz", "prompt")  # names of the column in files, best first
 ANSWERS = ("answer", "final_answer", "expected_answer", "solution_text_format", "solution")
 NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?(?:/\d+)?")
-OPERATOR = r"(?:[+/^×÷]|\*(?!\*)|\\(?:times|cdot|div))"  # two stars set a number in bold
+OPERATOR = r"(?:[+/^×÷]|\*(?!\*)|\\(?:times|cdot|div))"  # two stars mark bold text
 OPERAND_BEFORE, GOES_ON = re.compile(rf"[\d)}}\]]\s*{OPERATOR}\s*$"), re.compile(rf"\s*(?:=|{OPERATOR})")
 DATA_VARIABLE = "SORTEDRL_DATA"
-DATA_PLACES = ("data", "../data", "../shared/data")  # where suites are looked for before the hub is asked
-FINGERPRINT_BYTES = 6  # twice a number of 48 bits, plus one, is exact as a float
+DATA_PLACES = ("data", "../data", "../shared/data")  # searched before the hub
+FINGERPRINT_BYTES = 6  # a float holds twice a 48-bit number plus one exactly
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Suite:
-    """`stems` are the names of its files and folders; on the hub it is `split` of `hub`, dataset:configuration."""
+    """`stems` are names of its files and folders; `hub` is its dataset (`name:configuration`) on the hub."""
 
     name: str
     stems: tuple[str, ...]
@@ -68,14 +68,14 @@ SUITES = {
             verifier="logic",
             instruction=logic.INSTRUCTION,
         ),
-        # The puzzles of the embedded model, in its own words; they come with the package.
+        # The puzzles of the embedded model; they are generated, so there are no files.
         Suite(name="knights", stems=(), verifier="knights"),
     )
 }
 
 
 def find_suites(names: str) -> list[Suite]:
-    """Suites by their names, separated by commas."""
+    """Find suites by their names, separated by commas."""
     found: list[Suite] = []
     for name in [part.strip() for part in names.split(",") if part.strip()]:
         if name not in SUITES:
@@ -90,12 +90,12 @@ def find_suites(names: str) -> list[Suite]:
 
 
 def load_suite(suite: Suite, *, data: Path | None, limit: int | None, is_chat: bool) -> list[Row]:
-    """The first `limit` problems, or all; as chat messages where the model has a template for them."""
+    """Load the first `limit` problems, or all, as chat messages if `is_chat`."""
     if suite.verifier == "knights":
         rows = knights.KnightsTask().heldout(limit or 256)
         return [{**row, "suite": suite.name, "verifier": suite.verifier} for row in rows]
     if suite.verifier == "math":
-        math_verifier()  # says what to install, before anything is answered
+        _math_verifier()  # if its package is missing, fail before anything is generated
     source = _find_anywhere(suite) if data is None else find_files(suite, data)
     if source is None and data is not None:
         stems = " or ".join(suite.stems)
@@ -115,18 +115,18 @@ def load_suite(suite: Suite, *, data: Path | None, limit: int | None, is_chat: b
 
 
 def _find_anywhere(suite: Suite) -> Path | None:
-    """In the folder that the environment names, or in one where projects keep data."""
+    """Search the folder that SORTEDRL_DATA names, or else the usual folders."""
     named = os.environ.get(DATA_VARIABLE)
     places = (Path(named),) if named else tuple(map(Path, DATA_PLACES))
     return next((path for place in places if place.is_dir() and (path := find_files(suite, place))), None)
 
 
 def find_files(suite: Suite, data: Path) -> Path | None:
-    """The file or folder of a suite: under one of its names in `data`, or one folder further down."""
+    """Find the file or folder of a suite by its names, in `data` or one level below."""
     if data.is_file():
         return data
     if not data.is_dir():
-        raise DataError(f"there is no folder {data}: name one that has the suites' files")
+        raise DataError(f"there is no folder {data}: name one that has the files of the suites")
     for folder in (data, *sorted(entry for entry in data.iterdir() if entry.is_dir())):
         for path in _candidates(folder, suite.stems):
             if path.is_file() or (path.is_dir() and any(inner.suffix in SUFFIXES for inner in path.rglob("*"))):
@@ -141,7 +141,7 @@ def _candidates(folder: Path, stems: Sequence[str]) -> Iterator[Path]:
 
 
 def _split_of(source: Path) -> str | None:
-    """`test` in a folder that has such files; else all that is there."""
+    """`test` for a folder with files of that name, otherwise None."""
     if not source.is_dir():
         return None
     parts = [part for path in source.rglob("*") if path.suffix in SUFFIXES for part in path.relative_to(source).parts]
@@ -156,7 +156,7 @@ def _row(suite: Suite, row: Row, where: str) -> Row:
             raise DataError(
                 f"{where} has no {what}: it has the columns {', '.join(row)}; name one {' or '.join(names)}"
             )
-    if isinstance(answer, list):  # some list alternatives; the first is the one that is asked for
+    if isinstance(answer, list):  # some datasets list alternatives
         answer = answer[0]
     return {"prompt": question, "answer": answer, "suite": suite.name, "verifier": suite.verifier}
 
@@ -171,17 +171,16 @@ def _answers(suite: Suite) -> tuple[str, ...]:
 def suite_mark(
     prompts: Sequence[Any], completions: Sequence[Any], answer: Sequence[Any], verifier: Sequence[str], **columns: Any
 ) -> list[float]:
-    """One number for each answer, since a worker gives back numbers: odd for a right answer, even for a wrong one.
+    """Mark each answer by a number, since workers return numbers: odd if it is right, even if it is wrong.
 
-    Half of it is a fingerprint of what the answer says in the end, 0 where it says nothing: equal answers share it.
+    Half of the number is a fingerprint of the final answer, 0 if there is none. Equal answers have equal fingerprints.
     """
-    texts = [given if isinstance(given, str) else given[-1]["content"] for given in completions]
-    rows = zip(prompts, texts, answer, verifier, strict=True)
-    return [_mark(prompt, text, wanted, kind) for prompt, text, wanted, kind in rows]
+    rows = zip(prompts, completions, answer, verifier, strict=True)
+    return [_mark(prompt, completion_text(given), wanted, kind) for prompt, given, wanted, kind in rows]
 
 
 def read_mark(mark: float) -> tuple[bool, str | None]:
-    """Whether the answer is right, and its vote."""
+    """Decode a mark: whether the answer is right, and its vote for majority voting."""
     fingerprint, is_right = divmod(int(mark), 2)
     return bool(is_right), f"{fingerprint:x}" if fingerprint else None
 
@@ -189,7 +188,7 @@ def read_mark(mark: float) -> tuple[bool, str | None]:
 def _mark(prompt: Any, completion: str, wanted: Any, verifier: str) -> float:
     match verifier:
         case "math":
-            math = math_verifier()
+            math = _math_verifier()
             given = math.extract_answer(completion) or last_number(completion)
             is_right = given is not None and math.is_equal(given, math.reference_answer(wanted))
             vote = None if given is None else math.canonical(given)
@@ -204,17 +203,17 @@ def _mark(prompt: Any, completion: str, wanted: Any, verifier: str) -> float:
     return float(2 * (0 if vote is None else _fingerprint(vote)) + is_right)
 
 
-def math_verifier() -> ModuleType:
-    """Imported where it is needed: puzzles do without the package that it is made of."""
+def _math_verifier() -> ModuleType:
+    """Import the math verifier, which needs an optional package, only when a suite uses it."""
     from sortedrl.tasks import math
 
     return math
 
 
 def last_number(text: str) -> str | None:
-    """What a response without box or tags ends on. Rewards of training ask for more; a test asks what a model knows.
+    """The last number of a response without box or tags, which training would not accept but a test does.
 
-    A calculation that was cut off, such as "7 * 6 =", ends on no number.
+    There is none if the response ends in an unfinished calculation, such as "7 * 6 =".
     """
     found = [*NUMBER.finditer(text)]
     if not found:

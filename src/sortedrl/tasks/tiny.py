@@ -1,8 +1,8 @@
-"""knights-tiny: the word-level tokenizer, the tiny Llama and the cold start of the embedded default.
+"""knights-tiny, the embedded model: its word-level tokenizer, its tiny Llama and its supervised cold start.
 
-The checkpoint is package data in `knights_tiny/`; `rebuild` makes it again with the same arguments (the command
-`sortedrl sft` calls it). Both load with AutoTokenizer and AutoModelForCausalLM, also in vLLM, whose CPU kernels want
-heads of size 32. torch and transformers are imported where they are used, so that finding the path stays cheap.
+The checkpoint is package data in `knights_tiny/`. `sortedrl sft` calls `rebuild`, which makes the same checkpoint again
+with its defaults. It loads with AutoTokenizer and AutoModelForCausalLM, and in vLLM, whose CPU kernels need heads of
+size 32. torch and transformers are imported inside functions, so that `knights_tiny_path` stays cheap.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 WORDS = ("says", "both", "either", ".", "?", "try", "yes", "no", "bad", "answer", "done")
 MAX_POSITIONS = 1024
-STEPS = 4000  # with seed 0 and the lessons below: what made the shipped checkpoint
+STEPS = 4000  # the shipped checkpoint was made with these, seed 0 and the lessons below
 GIVE_UP = 0.9  # the impatient teacher's probability of giving up after a refuted try
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Lesson:
-    """A stretch of the cold start: which puzzles, and with which faults they are demonstrated."""
+    """A part of the cold start: which puzzles are demonstrated, and with which faults."""
 
-    num_examples: int | None  # None goes on for ever
+    num_examples: int | None  # None: no limit
     people: Mapping[int, float]
-    impatient_share: float = 0.0  # of the demonstrations come from the teacher that gives up
-    overlook: float = 0.0  # probability with which a refutation is overlooked
+    impatient_share: float = 0.0  # share of demonstrations by the teacher that gives up
+    overlook: float = 0.0  # probability that a refutation is overlooked
 
 
 LESSONS = (
@@ -44,10 +44,10 @@ LESSONS = (
     Lesson(num_examples=16_000, people={2: 1, 3: 2, 4: 3, 5: 4}),
     Lesson(num_examples=None, people={2: 3, 3: 3, 4: 2, 5: 2}, impatient_share=0.75, overlook=0.2),
 )
-"""Checking is learned from the patient and careful teacher, small puzzles first; then bad habits are laid over it.
+"""The model first learns to check from a patient and careful teacher, with small puzzles first, and then bad habits.
 
-The model can then persist and be careful, but seldom is both. That leaves to reinforcement what it is good at: to find
-out which of the things that a model can do pay. Errors of a merely undertrained model are systematic and stay.
+Afterwards it is able to persist and to be careful, but seldom does both. Reinforcement learning can then increase the
+behaviour that is rewarded. A model that is merely undertrained would make systematic errors, which stay.
 """
 
 
@@ -57,7 +57,7 @@ def knights_tiny_path() -> Path:
 
 
 def vocabulary() -> list[str]:
-    """Every word of the task. A claim (`Ann-knave`) and a guess (`Ann=knave`) are words of their own."""
+    """Every word of the task. A claim (`Ann-knave`) and a guess (`Ann=knave`) are one word each."""
     claims = [f"{name}-{role}" for name in NAMES for role in ROLES]
     guesses = [f"{name}={role}" for name in NAMES for role in ROLES]
     return [PAD, EOS, UNK, *WORDS, *NAMES, *claims, *guesses]
@@ -113,7 +113,7 @@ def make_model(seed: int) -> LlamaForCausalLM:
 def demonstrations(
     tokenizer: PreTrainedTokenizerFast, *, seed: int, lessons: Sequence[Lesson] = LESSONS
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Training puzzles with teachers' traces, in tokens, lesson after lesson."""
+    """Yield training puzzles and their solution traces as tokens, lesson by lesson."""
     for number, lesson in enumerate(lessons):
         rows = KnightsRows(seed=f"sft/{seed}/{number}", people=lesson.people)
         rng = random.Random(f"teachers/{seed}/{number}")
@@ -125,7 +125,7 @@ def demonstrations(
 
 
 def rebuild(out_dir: Path | str, *, seed: int = 0, steps: int = STEPS, on_step: OnStep | None = None) -> SftResult:
-    """Make knights-tiny again: with the defaults, the shipped checkpoint."""
+    """Train knights-tiny from scratch. The defaults give the shipped checkpoint."""
     from sortedrl.learner.sft import cold_start
 
     tokenizer = make_tokenizer()

@@ -1,7 +1,7 @@
-"""How a prompt is put to a model: text around it, a system message, chat or plain.
+"""The text around a prompt: template, instruction, system message, chat or plain text.
 
-Tasks hold one `Wording` and pass their rows through it. A prompt that is a chat already is left as it is; so is a text
-that says itself how to answer, as far as the task's own instruction goes.
+Tasks hold one `Wording` and apply it to their rows. A prompt that is already a chat stays as it is. The task's
+instruction is left out if the prompt itself says how to answer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ANSWER_MARKS = ("\\boxed", "<answer>")  # a prompt with one of these needs no fu
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Wording:
-    """`template` has `{prompt}` in it; empty, the prompt stays and `instruction` follows it."""
+    """`template` contains `{prompt}`. Without a template, `instruction` follows the prompt."""
 
     template: str = ""
     instruction: str = ""
@@ -26,7 +26,7 @@ class Wording:
     def apply(self, row: Row) -> Row:
         prompt = row.get("prompt")
         if not isinstance(prompt, str) or not prompt.strip():
-            return row  # a chat, or what `check_row` refuses
+            return row  # a chat, or a prompt that `check_row` refuses
         text = self._worded(prompt)
         if not self.is_chat and not self.system:
             return {**row, "prompt": text}
@@ -43,7 +43,7 @@ class Wording:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class WordedRows:
-    """Rows of a dataset, worded."""
+    """Rows of a dataset with a wording applied."""
 
     rows: RowSequence
     wording: Wording
