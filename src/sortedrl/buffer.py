@@ -1,10 +1,10 @@
-"""The rollout buffer: the ledger of every sample that is loaded and not yet trained.
+"""The rollout buffer: every sample that is loaded and not yet trained, with its state and its tokens.
 
-The controller tells it what happened; it alone changes samples, and refuses what the table of transitions in
-docs/scheduling.md does not allow. Pure: no clock, no I/O, no randomness, no torch.
+The controller reports what happened. Only the buffer changes samples, and it refuses any change that the table of
+transitions in docs/reference/guarantees.md does not allow. It is pure: no clock, no I/O, no randomness, no torch.
 
-What it keeps true: a sample is in exactly one state; a trained one is gone for good; an event of an attempt that is
-over changes nothing; tokens never exceed the sample's budget; tokens, log-probs and versions have one length.
+Guarantees: a sample is in exactly one state; a trained sample never comes back; an event of an attempt that is over
+changes nothing; tokens never exceed the sample's budget; tokens, log-probs and versions have the same length.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any
 from sortedrl.lengths import LengthEstimator
 from sortedrl.records import Cohort, FinishReason, Group, Mode, Sample, Segment, State, Unit, sample_from_dict
 
-# By names of their own: Python 3.11 finds a member on its class ten times as slowly, and every sample needs some.
+# Module names, because Python 3.11 looks up enum members ten times as slowly, and every sample needs some.
 PENDING, RUNNING, FINISHED, SCORED, TRAINED = State
 FRESH, RESUME = Mode.FRESH, Mode.RESUME
-_COUNTERS = ("version", "num_updates", "num_trained", "num_loaded", "next_cohort")  # of the durable form
+_COUNTERS = ("version", "num_updates", "num_trained", "num_loaded", "next_cohort")  # saved by `state_dict`
 
 
 class Buffer:
-    """`grouped`: whether the siblings of a prompt are trained together (GRPO), or each sample by itself."""
+    """`grouped`: whether siblings are trained together (GRPO), or each sample alone."""
 
     def __init__(self, *, grouped: bool = False) -> None:
         self.grouped = grouped
@@ -34,25 +34,25 @@ class Buffer:
         self.num_loaded = 0
         self.num_started = 0  # attempts started since the last batch was taken
         self.samples: dict[int, Sample] = {}  # in load order
-        self.cohorts: dict[int, Cohort] = {}  # those with samples left, oldest first
-        self.pending: dict[int, Sample] = {}  # samples by id and state: each is in one of these four
+        self.cohorts: dict[int, Cohort] = {}  # with samples left, oldest first
+        self.pending: dict[int, Sample] = {}  # each sample is in exactly one of these four
         self.running: dict[int, Sample] = {}
         self.finished: dict[int, Sample] = {}
         self.scored: dict[int, Sample] = {}
         held = (self.pending, self.running, self.finished, self.scored)
         self.in_state: dict[State, dict[int, Sample]] = dict(zip(State, held, strict=False))  # in the order of states
-        self.unstarted: dict[int, Sample] = {}  # the pending ones that never ran, in load order
-        self.waiting: dict[int, Sample] = {}  # the pending ones that have run before, with or without tokens
-        self.groups: dict[tuple[int, str], Group] = {}  # siblings, if these are trained together
+        self.unstarted: dict[int, Sample] = {}  # pending samples that never ran, in load order
+        self.waiting: dict[int, Sample] = {}  # pending samples that ran before, with or without tokens
+        self.groups: dict[tuple[int, str], Group] = {}  # siblings, if they are trained together
         self._ready_groups: dict[tuple[int, str], Group] = {}
-        # What could be trained now, whole groups or single samples; and how many samples that is.
+        # Groups (or single samples) that could be trained now, and how many samples they hold.
         self.ready: Mapping[Any, Unit] = self._ready_groups if grouped else self.scored
         self.num_ready = 0
-        self.attempt_version: dict[int, int] = {}  # of the weights with which a running attempt began
+        self.attempt_version: dict[int, int] = {}  # version of the weights with which a running attempt began
         self.lengths = LengthEstimator()
         self.next_cohort = 0
 
-    # ---- what the schedule asks -------------------------------------------------------------------------------------
+    # ---- queries of the schedule ------------------------------------------------------------------------------------
 
     @property
     def num_running(self) -> int:
@@ -60,11 +60,11 @@ class Buffer:
 
     @property
     def num_in_work(self) -> int:
-        """Samples that are on their way to being ready."""
+        """Samples that are not scored yet."""
         return len(self.pending) + len(self.running) + len(self.finished)
 
     def num_counted(self, flat_extra: int) -> int:
-        """Ready samples that make an update: up to `flat_extra` of groups without signal come on top."""
+        """Ready samples that count for a batch: up to `flat_extra` of groups with equal rewards do not."""
         if not flat_extra:
             return self.num_ready
         num_flat = sum(len(group.samples) for group in self.ready.values() if group.is_flat)
@@ -72,7 +72,7 @@ class Buffer:
 
     @property
     def num_ready_soon(self) -> int:
-        """Samples whose groups lack nothing but scores."""
+        """Samples whose groups are complete but for scores."""
         if not self.grouped:
             return len(self.finished)
         groups = {sample.group: self.groups[sample.group] for sample in self.finished.values()}
@@ -80,11 +80,11 @@ class Buffer:
         return sum(len(group.samples) for group in groups.values() if all(s.state in complete for s in group.samples))
 
     def group_of(self, sample: Sample) -> Unit:
-        """What is trained together with a sample: its siblings, or nothing but itself."""
+        """The unit that is trained with a sample: the group of its siblings, or the sample alone."""
         return self.groups[sample.group] if self.grouped else sample
 
     def oldest_version(self, sample: Sample) -> int | None:
-        """Version of the oldest token that the sample holds, or that its running attempt may have written."""
+        """Version of the oldest token that the sample holds or that its running attempt may have written."""
         if sample.state != RUNNING:
             return sample.oldest_version
         begun = self.attempt_version[sample.id]
@@ -96,17 +96,17 @@ class Buffer:
         return 0 if oldest is None else version - oldest
 
     def expected_length(self, sample: Sample) -> float:
-        """A guess from finished siblings and earlier epochs, never below what the sample is known to reach."""
+        """Estimate from finished siblings and earlier epochs, never below the length the sample has reached."""
         reached, finished = sample.known_length, self._finished_siblings(sample)
         return self.lengths.expected(sample.prompt.id, reached=reached, finished=finished)
 
     def counts(self) -> Counter[str]:
-        """Samples by state, the trained ones included."""
+        """Number of samples by state, including trained ones."""
         counts = Counter({state.value: len(held) for state, held in self.in_state.items()})
         counts[TRAINED.value] = self.num_trained
         return counts
 
-    # ---- what the controller tells ----------------------------------------------------------------------------------
+    # ---- changes by the controller ----------------------------------------------------------------------------------
 
     def load(self, samples: Sequence[Sample]) -> Cohort:
         """Add a cohort of pending samples."""
@@ -144,15 +144,15 @@ class Buffer:
         self.num_started += 1
 
     def find(self, sample_id: int, attempt: int) -> Sample | None:
-        """The running sample that an event speaks of, or None if that attempt is over."""
+        """The running sample of an event, or None if that attempt is over."""
         sample = self.running.get(sample_id)
         return sample if sample is not None and sample.attempt == attempt else None
 
     def append(self, sample: Sample, segment: Segment, *, start: int, verified: int = 0) -> int:
-        """Put tokens at position `start`, in place of what is there; returns how many tokens that threw away.
+        """Replace the answer from position `start` on by a segment; returns the number of discarded tokens.
 
-        The first `verified` of them repeat what is there: they were decoded once, and keep the slot time it took; those
-        that were fed stay masked.
+        The first `verified` tokens repeat tokens of the answer that replay accepted. They keep the slot time of their
+        first decoding, and injected tokens among them stay masked.
         """
         assert sample.state == RUNNING, f"sample {sample.id} gets tokens while {sample.state}"
         held, count, version = sample.num_tokens, len(segment.tokens), segment.version
@@ -179,9 +179,9 @@ class Buffer:
         return held - start - verified
 
     def extend(self, sample: Sample, segments: Sequence[Segment], *, start: int) -> None:
-        """Put what several versions wrote, each a segment, behind the `start` tokens that the sample holds.
+        """Append segments of one or several versions after the `start` tokens that the sample holds.
 
-        Does what an `append` for each would do. Only the last of them may grow later: the others may be shared.
+        The result is that of one `append` per segment. Only the last segment may grow later: others may be shared.
         """
         assert sample.state is RUNNING, f"sample {sample.id} gets tokens while {sample.state}"
         held = sample.segments
@@ -215,31 +215,31 @@ class Buffer:
         del self.attempt_version[number]
 
     def interrupt(self, sample: Sample) -> None:
-        """RUNNING -> PENDING; tokens are kept until `requeue` decides."""
+        """RUNNING -> PENDING; the tokens stay until `requeue` decides about them."""
         self.cut_off(sample)
         sample.num_interrupts += 1
 
     def fail(self, sample: Sample) -> None:
-        """RUNNING -> PENDING after a failed attempt; tokens are kept."""
+        """RUNNING -> PENDING after a failed attempt; the tokens stay."""
         self.cut_off(sample)
         sample.num_failures += 1
 
     def cut_off(self, sample: Sample) -> None:
-        """RUNNING -> PENDING, because whoever ran it ended; tokens are kept, and nobody is to blame."""
+        """RUNNING -> PENDING after the run itself ended: neither an interrupt nor a failure. The tokens stay."""
         self._move(sample, PENDING, self.running, self.pending)
         del self.attempt_version[sample.id]
         self.waiting[sample.id] = sample
 
     def give_up(self, sample: Sample) -> int:
-        """RUNNING -> FINISHED with an empty answer, after too many failures; returns discarded tokens."""
+        """RUNNING -> FINISHED with an empty answer, after too many failures; returns the number of discarded tokens."""
         Buffer.finish(self, sample, FinishReason.FAILED)
         sample.num_failures += 1
         return sample.clear()
 
     def feed(self, sample: Sample, tokens: Sequence[int]) -> None:
-        """FINISHED -> PENDING: what ended was a turn. These tokens, sampled by nobody, follow, and the answer goes on.
+        """FINISHED -> PENDING: a turn ended. Inject `tokens`, such as a tool's output; then the answer continues.
 
-        They count against the budget, and must leave room for a token; an answer without that room is complete.
+        Injected tokens are masked and count against the budget. They must leave room for at least one more token.
         """
         end = sample.num_tokens + len(tokens)
         assert tokens, f"sample {sample.id} is fed nothing"
@@ -252,13 +252,13 @@ class Buffer:
         sample.known_length = max(sample.known_length, end)
 
     def score(self, sample_id: int, attempt: int, reward: float) -> Sample | None:
-        """FINISHED -> SCORED; None if the answer that was scored is gone."""
+        """FINISHED -> SCORED; returns None if that answer is no longer there."""
         sample = self.finished.get(sample_id)
         if sample is None or sample.attempt != attempt:
             return None
         del self.finished[sample_id]
         sample.state, sample.reward, self.scored[sample_id] = SCORED, reward, sample
-        if not self.grouped:  # it is ready now that it is among the scored ones
+        if not self.grouped:  # a single sample is ready once it is scored
             self.num_ready += 1
             return sample
         group = self.groups[sample.group]
@@ -269,7 +269,7 @@ class Buffer:
         return sample
 
     def requeue(self, sample: Sample, mode: Mode) -> int:
-        """PENDING, FINISHED or SCORED -> PENDING, to be taken up again as `mode`; returns discarded tokens."""
+        """PENDING, FINISHED or SCORED -> PENDING, to continue as `mode`; returns the number of discarded tokens."""
         if sample.state is SCORED:
             self._unready(sample)
         if sample.state != PENDING:
@@ -306,14 +306,14 @@ class Buffer:
         return batch
 
     def publish(self, version: int) -> None:
-        """Weights of this version are in force."""
+        """Make `version` the current version of the weights."""
         assert version > self.version, f"version {version} is published after {self.version}"
         self.version = version
 
-    # ---- durable form -----------------------------------------------------------------------------------------------
+    # ---- saving and restoring ---------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything as plain data; running samples count as interrupted."""
+        """The whole buffer as plain data. Restoring it makes running samples pending."""
         return {
             "grouped": self.grouped,
             **{name: getattr(self, name) for name in _COUNTERS},
@@ -343,12 +343,12 @@ class Buffer:
         return buffer
 
     def find_ready(self) -> None:
-        """For a buffer that is read back: what is ready, in load order."""
+        """After restoring: find the groups and samples that are ready, in load order."""
         self._ready_groups.clear()
         self._ready_groups.update((key, group) for key, group in self.groups.items() if group.is_ready)
         self.num_ready = sum(len(unit.samples) for unit in self.ready.values())
 
-    # ---- inside -----------------------------------------------------------------------------------------------------
+    # ---- groups and states ------------------------------------------------------------------------------------------
 
     def _join_group(self, sample: Sample) -> Group:
         group = self.groups.setdefault(sample.group, Group())
@@ -356,7 +356,7 @@ class Buffer:
         return group
 
     def _retire_groups(self, batch: Sequence[Sample]) -> None:
-        """Forget the groups of samples that are trained: each must be in the batch as a whole."""
+        """Drop the groups of a trained batch. Each group must be in the batch as a whole."""
         for key in dict.fromkeys(sample.group for sample in batch):
             group = self.groups.pop(key)
             assert all(sibling.state is TRAINED for sibling in group.samples), f"half of group {key} is trained"
@@ -364,14 +364,14 @@ class Buffer:
             self.num_ready -= len(group.samples)
 
     def _finished_siblings(self, sample: Sample) -> list[int]:
-        """Lengths of the answers in its group that are complete."""
+        """Lengths of the complete answers among a sample's siblings."""
         if not self.grouped:
             return []
         complete = (FINISHED, SCORED)
         return [s.num_tokens for s in self.groups[sample.group].samples if s.state in complete and s is not sample]
 
     def _unready(self, sample: Sample) -> None:
-        """A scored sample is to be written again."""
+        """A scored sample is requeued: its group is no longer ready."""
         if not self.grouped:
             self.num_ready -= 1
             return
@@ -380,7 +380,7 @@ class Buffer:
         self.groups[sample.group].num_scored -= 1
 
     def _move(self, sample: Sample, to: State, source: dict[int, Sample], target: dict[int, Sample]) -> None:
-        """From one state's samples to another's."""
+        """Move a sample from one state to another."""
         number = sample.id
         found = source.pop(number, None)
         assert found is sample, f"sample {number} cannot go from {sample.state} to {to}"

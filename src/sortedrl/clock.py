@@ -1,6 +1,6 @@
-"""Time as the controller sees it: the machine's, or a virtual one that simulated parts share.
+"""Time as the controller sees it: wall time, or the virtual time that the parts of a simulation share.
 
-On a virtual clock nothing waits: a part that needs time sets a timer, and whoever would wait moves the clock on.
+Nothing waits on a virtual clock: a part that needs time sets a timer, and a part that would wait advances the clock.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Protocol
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Timing:
-    """Where a run's time went, in seconds of its clock."""
+    """How a run's time divides, in seconds of its clock."""
 
     rollout_s: float
     update_s: float
@@ -28,12 +28,12 @@ class Clock(Protocol):
     def now(self) -> float: ...
 
     def stopped(self) -> AbstractContextManager[None]:
-        """Time that passes inside is not the run's: an evaluation's, say."""
+        """Context in which the clock stands still, such as during an evaluation."""
         ...
 
 
 class WallClock:
-    """Seconds since it was made, but for those that it was stopped; `at` is what it shows at first."""
+    """Seconds since it was created, plus `at`, without the time in `stopped`."""
 
     def __init__(self, at: float = 0.0) -> None:
         self._start = time.perf_counter() - at
@@ -68,7 +68,7 @@ class VirtualClock:
         self._now = before
 
     def set_timer(self, at: float) -> None:
-        """Somebody wants to be asked again at this time."""
+        """Make `next_timer` return `at` before any later time."""
         heapq.heappush(self._timers, at)
 
     def next_timer(self) -> float | None:

@@ -1,18 +1,20 @@
-"""The controller: the loop that loads, admits, listens, harvests and settles.
+"""The controller: the loop that loads prompts, admits samples, collects answers, harvests batches and settles updates.
 
-    data --load--> buffer --admit--> engine --listen--> buffer --score--> scorer
-                     ^                                    |
+    data --load--> buffer --admit--> engine --collect--> buffer --submit--> scorer
+                     ^                                     |
                      +---- requeue <-- publish <-- learner <-- harvest
 
-It asks `schedule` what to do and is the only one to do it. It waits in three places: `engine.poll` while samples run,
-`scorer.poll` when all that is left is being scored, and the update's result (unless updates overlap rollout, when it
-waits only if nothing else is left to do). Time is the injected clock's, so a simulation runs this very code.
+It asks `schedule` what to do, and it alone changes the buffer, the engine and the learner. It runs in one thread and
+waits in three places: in `engine.poll` while samples run, in `scorer.poll` when only scores are missing, and for the
+result of an update. With `overlap` it waits for the update only when there is nothing else to do. All times come from
+the clock that is passed in, so a simulation runs this same code on virtual time.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from sortedrl import schedule
 from sortedrl.buffer import Buffer
@@ -21,117 +23,134 @@ from sortedrl.engine import base as engine_events
 from sortedrl.engine.base import Engine, InFlight, Request, Sampling, Span
 from sortedrl.errors import EngineError
 from sortedrl.learner.base import Learner, Update
-from sortedrl.protocols import Pause, Save, Score, Scorer
+from sortedrl.protocols import CheckpointHook, EvaluationHook, Score, Scorer
 from sortedrl.records import Batch, FinishReason, Mode, Sample, Segment, restart_seed
 from sortedrl.schedule import Knobs, RestartNoise
 from sortedrl.telemetry import events
 from sortedrl.telemetry.batch_event import EngineAccount, batch_taken
 from sortedrl.telemetry.events import Emit
 
-IDLE_POLL_S = 0.05  # how long to wait for one thing before looking at the others
-FRESH, FAILED = Mode.FRESH, FinishReason.FAILED  # every sample needs them, and Python 3.11 finds members slowly
-MAX_FAILED_UPDATES = 3  # in a row: more is no bad luck
-STOP_POLL_S = 0.5  # how long a request to stop may go unheard
-TOLD_WAIT_S = 1e-4  # a shorter wait for scores is not worth an event
-_KEPT = ("began", "update_s", "publish_s", "save_s", "num_failed_updates")  # over a resume
+IDLE_POLL_S = 0.05  # longest wait for one source of news while another one may have some
+STOP_POLL_S = 0.5  # longest wait before a request to stop is noticed
+MIN_TOLD_WAIT_S = 1e-4  # shorter waits for scores are not worth an event
+MAX_FAILED_UPDATES = 3  # updates in a row without one good answer before the run stops
+FRESH, FAILED = Mode.FRESH, FinishReason.FAILED  # module names, because Python 3.11 looks up enum members slowly
+_SAVED = ("began", "update_s", "publish_s", "save_s", "num_failed_updates")  # the loop's own state in a checkpoint
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class LoopParts:
+    """The parts that the controller calls.
+
+    `load_samples(cohort, count)` returns the next samples: fewer than asked for, or none, when the data ends.
+    """
+
+    engine: Engine
+    learner: Learner
+    scorer: Scorer
+    load_samples: Callable[[int, int], list[Sample]]
+    evaluation: EvaluationHook | None = None
+    checkpoints: CheckpointHook | None = None
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class LoopSettings:
+    """The numbers that the controller works with.
+
+    `follows_attempts`: whether to emit an event for every attempt and score. A simulation that needs only its summary
+    turns it off and runs a fifth faster; then only attempts that end without an answer are told.
+    """
+
+    knobs: Knobs
+    total_samples: int
+    sampling: Sampling
+    replay_tolerance: float = 0.0
+    in_flight: InFlight = InFlight.REPREFILL
+    score_grace_s: float = 0.25  # how long a batch that lacks only scores may wait for them
+    max_failures: int = 3  # failed attempts after which a sample is trained as an empty answer
+    follows_attempts: bool = True
 
 
 class Controller:
-    """`load_samples(cohort, count)` gives the next samples, fewer or none when the data is used up.
-
-    `follows_attempts`: whether anybody wants to hear of every attempt and every score. For a simulation that ends in a
-    summary nobody does; then, of these events, only those of attempts that end without an answer are made.
-    """
+    """Drives one run: call `run` once."""
 
     def __init__(
         self,
-        *,
         buffer: Buffer,
-        knobs: Knobs,
-        engine: Engine,
-        learner: Learner,
-        scorer: Scorer,
-        load_samples: Callable[[int, int], list[Sample]],
-        total_samples: int,
-        sampling: Sampling,
+        parts: LoopParts,
+        settings: LoopSettings,
+        *,
         clock: Clock,
         emit: Emit = events.ignore,
-        follows_attempts: bool = True,
-        replay_tolerance: float = 0.0,
-        in_flight: InFlight = InFlight.REPREFILL,
-        score_grace_s: float = 0.25,
-        max_failures: int = 3,
         should_stop: Callable[[], bool] = lambda: False,
-        pause: Pause | None = None,
-        save: Save | None = None,
     ) -> None:
         self.buffer = buffer
-        self.knobs = knobs
-        self.engine = engine
-        self.learner = learner
-        self.scorer = scorer
-        self.load_samples = load_samples
-        self.total_samples = total_samples
-        self.sampling = sampling
+        self.engine, self.learner, self.scorer = parts.engine, parts.learner, parts.scorer
+        self.load_samples = parts.load_samples
+        self.evaluation, self.checkpoints = parts.evaluation, parts.checkpoints
+        self.settings = settings
+        self.knobs = settings.knobs
+        self.follows_attempts = settings.follows_attempts
         self.clock = clock
         self.emit = emit
-        self.follows_attempts = follows_attempts
-        self.replay_tolerance = replay_tolerance
-        self.in_flight = in_flight
-        self.score_grace_s = score_grace_s
-        self.max_failures = max_failures
         self.should_stop = should_stop
-        self.pause = pause
-        self.save = save
-        self.began: float | None = None  # on the clock; a run that is resumed began before it was saved
+        self.began: float | None = None  # on the clock; for a resumed run, before its checkpoint
         self.update_s = self.publish_s = self.save_s = 0.0
-        self.slots = engine.capabilities.slots
+        self.slots = parts.engine.capabilities.slots
         self.has_data = True
         self.update: Update | None = None
         self.update_began = self.last_finish = 0.0
         self.last_error, self.num_failed_updates = "", 0
-        self.rows = list(range(self.slots))  # free rows of the timeline, a heap
+        self.free_rows = list(range(self.slots))  # rows of the slot timeline, a heap
         self.row_of: dict[int, int] = {}
 
     def run(self) -> bool:
-        """Train on everything; returns False if it was told to stop before."""
+        """Train on all samples. Returns False if it was asked to stop before the end."""
         if self.began is None:
             self.began = self.clock.now()
         self.account = EngineAccount(self.engine)
         for sample in self.buffer.finished.values():
-            self.scorer.submit(sample)  # of a buffer that was read back: nobody is scoring them
+            self.scorer.submit(sample)  # a restored buffer may hold answers that no scorer works on
         while self.has_data or self.buffer.samples or self.update is not None:
             self.load()
             self.admit()
-            self.listen()
+            self.collect()
             self.harvest()
             self.settle()
             if self.should_stop() and self.update is None:
                 break
         complete = not (self.has_data or self.buffer.samples)
         if not complete:
-            self.hear(self.engine.interrupt())
+            self.apply_events(self.engine.interrupt())
         return complete
 
     def timing(self) -> Timing:
-        """Where the time since `run` went; with overlap, rollout goes on during updates and the parts overlap too."""
+        """Where the time since `run` began went. With overlap, rollout and update times overlap too."""
         wall_s = 0.0 if self.began is None else self.clock.now() - self.began
         rollout_s = wall_s - self.publish_s - self.save_s - (0.0 if self.knobs.overlap else self.update_s)
         return Timing(
             rollout_s=rollout_s, update_s=self.update_s, publish_s=self.publish_s, save_s=self.save_s, wall_s=wall_s
         )
 
+    def state_dict(self) -> dict[str, float | int | None]:
+        """The loop's own state for a checkpoint; the ledger holds the buffer's."""
+        return {name: getattr(self, name) for name in _SAVED}
+
+    def load_state_dict(self, state: Mapping[str, float | int | None]) -> None:
+        for name in _SAVED:
+            setattr(self, name, state[name])
+
     # ---- the five steps ---------------------------------------------------------------------------------------------
 
     def load(self) -> None:
-        """Take in cohorts, as long as the schedule wants them and there is data."""
+        """Load cohorts while the schedule wants them and there is data."""
         while self.has_data and schedule.wants_cohort(self.buffer, self.knobs, self.slots):
             samples = self.load_samples(self.buffer.next_cohort, self.knobs.cohort_samples)
             if not samples:
                 self.has_data = False
                 return
             cohort = self.buffer.load(samples)
-            self.has_data = self.buffer.num_loaded < self.total_samples
+            self.has_data = self.buffer.num_loaded < self.settings.total_samples
             self.emit(
                 events.CohortLoaded(
                     t=self.clock.now(), cohort=cohort.id, update=cohort.loaded_update, samples=[s.id for s in samples]
@@ -140,55 +159,33 @@ class Controller:
 
     def admit(self) -> None:
         """Give free slots to pending samples."""
-        chosen = schedule.admit(self.buffer, self.knobs, self.slots)
-        requests = [self.start(sample) for sample in chosen]
+        requests = [self.start(sample) for sample in schedule.admit(self.buffer, self.knobs, self.slots)]
         if requests:
             self.engine.submit(requests)
 
-    def listen(self) -> None:
-        """Wait for the engine, or for scores when nothing runs, and write down what happened."""
+    def collect(self) -> None:
+        """Wait for the engine, or for scores when nothing runs, and record what they report in the buffer."""
         buffer = self.buffer
         if buffer.running:
-            is_expecting = self.update is not None or bool(buffer.finished)
-            self.hear(self.engine.poll(IDLE_POLL_S if is_expecting else STOP_POLL_S))
+            expects_other_news = self.update is not None or bool(buffer.finished)
+            self.apply_events(self.engine.poll(IDLE_POLL_S if expects_other_news else STOP_POLL_S))
         while True:
-            scores = self.await_scores(self.patience())
+            scores = self.poll_scores(self.score_timeout())
             for score in scores:
                 if buffer.score(*score.key, score.reward) is not None and self.follows_attempts:
                     self.emit(events.SampleScored(self.clock.now(), *score.key, score.reward))
-            if not scores or not (buffer.finished and self.hinges_on_scores()):
+            if not scores or not self.lacks_only_scores():
                 return
 
-    def await_scores(self, timeout: float) -> Sequence[Score]:
-        if timeout <= 0.0:
-            return self.scorer.poll(timeout)
-        began, scores = self.clock.now(), self.scorer.poll(timeout)
-        if (waited := self.clock.now() - began) > TOLD_WAIT_S:
-            num_paused = self.buffer.num_running if self.engine.capabilities.waits else 0
-            self.emit(events.ScoresAwaited(t=began + waited, seconds=waited, num_paused=num_paused))
-        return scores
-
-    def hinges_on_scores(self) -> bool:
-        return self.update is None and bool(self.buffer.finished) and schedule.hinges_on_scores(self.buffer, self.knobs)
-
-    def patience(self) -> float:
-        """How long to wait for scores.
-
-        A batch that only lacks scores is worth a short wait: quick rewards then never depend on timing, and slow ones
-        cost each answer at most that much.
-        """
-        idle = 0.0 if self.buffer.running or self.update else IDLE_POLL_S
-        return max(idle, self.last_finish + self.score_grace_s - self.clock.now()) if self.hinges_on_scores() else idle
-
     def harvest(self) -> None:
-        """Take an update batch if there is one, and start the update."""
+        """Take an update batch out of the buffer, if the schedule gives one, and start its update."""
         if self.update is not None:
             return
-        chosen = schedule.harvest(self.buffer, self.knobs, has_data=self.has_data)
+        chosen = schedule.choose_batch(self.buffer, self.knobs, has_data=self.has_data)
         if chosen is None:
             return
-        num_interrupted = 0 if self.knobs.overlap else self.halt()
-        progress = self.buffer.num_trained / self.total_samples
+        num_interrupted = 0 if self.knobs.overlap else self.pause_rollout()
+        progress = self.buffer.num_trained / self.settings.total_samples
         samples = tuple(self.buffer.take(chosen))
         batch = Batch(
             update=self.buffer.num_updates - 1, version=self.buffer.version, samples=samples, progress=progress
@@ -201,7 +198,7 @@ class Controller:
         self.update = self.learner.start(batch)
 
     def settle(self) -> None:
-        """When the update is done: publish its weights, and decide what becomes of the samples that waited."""
+        """When the update is done: publish its weights and decide how waiting samples continue."""
         if self.update is None or (self.knobs.overlap and self.buffer.num_running and not self.update.done()):
             return
         result = self.update.result()
@@ -219,39 +216,55 @@ class Controller:
                 metrics=result.metrics,
             )
         )
-        stopped = [s.id for s in schedule.interrupts_at_publication(self.buffer, self.knobs)]
-        if stopped:
-            self.hear(self.engine.interrupt(stopped))
+        interrupted = [s.id for s in schedule.interrupts_at_publication(self.buffer, self.knobs)]
+        if interrupted:
+            self.apply_events(self.engine.interrupt(interrupted))
         self.publish(version)
-        is_evaluation, is_save = self.due_pauses()
-        if self.buffer.num_running and (is_evaluation or is_save):
-            self.hear(self.engine.interrupt())
-        for sample, fate in schedule.fates(self.buffer, self.knobs):
+        evaluation, checkpoints = self.evaluation, self.checkpoints
+        is_evaluation = evaluation is not None and evaluation.is_due(self.buffer.num_trained)
+        is_checkpoint = checkpoints is not None and checkpoints.is_due(self.buffer.num_updates)
+        if self.buffer.num_running and (is_evaluation or is_checkpoint):
+            self.apply_events(self.engine.interrupt())
+        for sample, fate in schedule.decide_fates(self.buffer, self.knobs):
             discarded = self.buffer.requeue(sample, fate.mode)
             self.emit(events.SampleRequeued(self.clock.now(), sample.id, fate, discarded))
-        if is_evaluation:
-            self.evaluate()
-        if is_save:
-            self.make_checkpoint()
+        if evaluation is not None and is_evaluation:
+            self.evaluate(evaluation)
+        if checkpoints is not None and is_checkpoint:
+            self.save(checkpoints)
         if self.knobs.overlap and not self.should_stop():
-            self.harvest()  # what waited for this update must not wait for the engine's next word as well
+            self.harvest()  # a batch that waited for this update must not wait for the engine's next event too
             if self.update is not None and self.update.done():
-                self.settle()  # an update that takes no time, as a simulation may have them
+                self.settle()  # simulated updates may take no time
 
-    # ---- what they are made of --------------------------------------------------------------------------------------
+    # ---- scores -----------------------------------------------------------------------------------------------------
 
-    def halt(self) -> int:
-        """Stop rollout for an update; returns how many samples that interrupts.
+    def lacks_only_scores(self) -> bool:
+        """Whether the next batch is complete but for scores that are being computed."""
+        is_free = self.update is None and bool(self.buffer.finished)
+        return is_free and schedule.lacks_only_scores(self.buffer, self.knobs)
 
-        Those that simply go on under the next weights wait in their slots, if the engine can do that.
+    def score_timeout(self) -> float:
+        """How long to wait for scores.
+
+        A batch that lacks only scores waits a short time for them. So quick rewards never depend on timing, and slow
+        ones cost each answer at most `score_grace_s`.
         """
-        stopped = None
-        if self.engine.capabilities.waits:
-            stopped = [s.id for s in schedule.interrupts_at_publication(self.buffer, self.knobs)]
-        running = self.buffer.num_running
-        if running:
-            self.hear(self.engine.interrupt(stopped))  # be it of nobody: the engine stands still from here on
-        return running - self.buffer.num_running
+        idle = 0.0 if self.buffer.running or self.update else IDLE_POLL_S
+        if not self.lacks_only_scores():
+            return idle
+        return max(idle, self.last_finish + self.settings.score_grace_s - self.clock.now())
+
+    def poll_scores(self, timeout: float) -> Sequence[Score]:
+        if timeout <= 0.0:
+            return self.scorer.poll(timeout)
+        began, scores = self.clock.now(), self.scorer.poll(timeout)
+        if (waited := self.clock.now() - began) > MIN_TOLD_WAIT_S:
+            num_paused = self.buffer.num_running if self.engine.capabilities.waits else 0
+            self.emit(events.ScoresAwaited(t=began + waited, seconds=waited, num_paused=num_paused))
+        return scores
+
+    # ---- the engine -------------------------------------------------------------------------------------------------
 
     def start(self, sample: Sample) -> Request:
         """Mark a sample as running and make the request for its attempt."""
@@ -263,7 +276,7 @@ class Controller:
         number, attempt = sample.id, sample.attempt
         if self.follows_attempts:
             now, version = self.clock.now(), self.buffer.version
-            row = self.row_of[number] = heapq.heappop(self.rows)
+            row = self.row_of[number] = heapq.heappop(self.free_rows)
             self.emit(events.AttemptStarted(now, number, attempt, mode, len(cached), row, version))
         return Request(
             number,
@@ -271,33 +284,46 @@ class Controller:
             sample.prompt.tokens,
             sample.budget,
             self.seed_of(sample) if sample.num_restarts else sample.seed,
-            self.sampling,
+            self.settings.sampling,
             mode,
             cached,
             spans,
-            self.replay_tolerance,
+            self.settings.replay_tolerance,
         )
 
     def seed_of(self, sample: Sample) -> int:
-        """A sample's own seed, or, if restarts draw fresh noise, one for each restart."""
+        """The sample's own seed, or a new one for each restart if restarts draw fresh noise."""
         is_fresh = self.knobs.restart_noise == RestartNoise.FRESH and sample.num_restarts > 0
         return restart_seed(sample.seed, sample.num_restarts) if is_fresh else sample.seed
 
-    def hear(self, heard: Sequence[engine_events.EngineEvent]) -> None:
-        """Write engine events into the buffer; those of attempts that are over are ignored."""
+    def pause_rollout(self) -> int:
+        """Stop rollout for an update; returns the number of samples that were interrupted.
+
+        Samples that simply continue under the next weights keep their slots, if the engine can hold them there.
+        """
+        interrupted = None  # all
+        if self.engine.capabilities.waits:
+            interrupted = [s.id for s in schedule.interrupts_at_publication(self.buffer, self.knobs)]
+        num_before = self.buffer.num_running
+        if num_before:
+            self.apply_events(self.engine.interrupt(interrupted))  # an empty list still pauses decoding
+        return num_before - self.buffer.num_running
+
+    def apply_events(self, reported: Sequence[engine_events.EngineEvent]) -> None:
+        """Record engine events in the buffer. Events of attempts that are over are ignored."""
         buffer, running, now = self.buffer, self.buffer.running, self.clock.now()
         follows, extend, finish, submit = self.follows_attempts, buffer.extend, buffer.finish, self.scorer.submit
-        for event in heard:
+        for event in reported:
             sample = running.get(event.sample)
             if sample is None or sample.attempt != event.attempt:
                 continue
             match event:
-                case engine_events.Finished():  # first, as the most frequent in a simulation
+                case engine_events.Finished():  # first, because it is the most frequent in a simulation
                     if event.segments:
                         extend(sample, event.segments, start=event.start)
                     finish(sample, event.reason)
                     if follows:
-                        self.ended(sample, event.reason, now)
+                        self.tell_end(sample, event.reason, now)
                     submit(sample)
                     self.last_finish = now
                 case engine_events.Delta():
@@ -309,73 +335,59 @@ class Controller:
                     self.emit(events.AttemptVerified(now, sample.id, sample.attempt, cached, accepted))
                 case engine_events.Partial():
                     buffer.interrupt(sample)
-                    self.ended(sample, "interrupted", now)
+                    self.tell_end(sample, "interrupted", now)
                 case engine_events.Failed(error=error):
                     self.fail(sample, error, now)
                 case _:
                     raise AssertionError(f"unknown engine event {event}")
 
     def fail(self, sample: Sample, error: str, now: float) -> None:
-        """One failed sample is data: tried again, and in the end trained as an empty answer without reward."""
+        """Retry a failed sample; after `max_failures` attempts, train it as an empty answer with reward 0."""
         self.last_error = error
-        if sample.num_failures + 1 < self.max_failures:
+        if sample.num_failures + 1 < self.settings.max_failures:
             self.buffer.fail(sample)
-            self.ended(sample, "failed", now, error)
+            self.tell_end(sample, "failed", now, error)
             return
         discarded = self.buffer.give_up(sample)
-        self.ended(sample, "failed", now, error)
+        self.tell_end(sample, "failed", now, error)
         self.emit(events.SampleRequeued(now, sample.id, "give-up", discarded))
         self.buffer.score(sample.id, sample.attempt, 0.0)
         if self.follows_attempts:
             self.emit(events.SampleScored(now, sample.id, sample.attempt, 0.0))
 
-    def ended(self, sample: Sample, outcome: str, now: float, error: str = "") -> None:
+    def tell_end(self, sample: Sample, outcome: str, now: float, error: str = "") -> None:
         row = -1
         if self.follows_attempts:
             row = self.row_of.pop(sample.id)
-            heapq.heappush(self.rows, row)
+            heapq.heappush(self.free_rows, row)
         self.emit(events.AttemptEnded(now, sample.id, sample.attempt, outcome, sample.num_tokens, row, error))
 
+    # ---- updates ----------------------------------------------------------------------------------------------------
+
     def publish(self, version: int) -> None:
+        """Hand the learner's weights to the engine and make `version` the current one."""
         began = self.clock.now()
-        in_flight = self.in_flight if self.buffer.num_running else InFlight.ABORT
+        in_flight = self.settings.in_flight if self.buffer.num_running else InFlight.ABORT
         self.engine.publish(version, self.learner.source, in_flight).wait()
         self.buffer.publish(version)
         seconds = self.clock.now() - began
         self.publish_s += seconds
         self.emit(events.WeightsPublished(t=self.clock.now(), version=version, seconds=seconds))
 
-    def due_pauses(self) -> tuple[bool, bool]:
-        """Whether an evaluation, and whether a checkpoint, comes before anything runs again."""
-        is_evaluation = self.pause is not None and self.pause.is_due(self.buffer.num_trained)
-        return is_evaluation, self.save is not None and self.save.is_due(self.buffer.num_updates)
-
-    def evaluate(self) -> None:
-        """Let an evaluation have the engine; its time is not the run's."""
-        assert self.pause is not None, "there is no evaluation"
+    def evaluate(self, evaluation: EvaluationHook) -> None:
+        """Run an evaluation on the engine; its time and tokens do not count for the run."""
         with self.clock.stopped(), self.account.left_out():
-            self.pause.run(self.buffer.version, self.buffer.num_trained)
+            evaluation.run(self.buffer.version, self.buffer.num_trained)
 
-    def make_checkpoint(self) -> None:
-        """Save the run as it is: nothing runs, but whatever waits keeps its tokens."""
-        assert self.save is not None, "there is nothing to save to"
-        assert self.buffer.num_running == 0, "samples that run cannot be saved"
+    def save(self, checkpoints: CheckpointHook) -> None:
+        """Write a checkpoint. No sample runs, and waiting samples keep their tokens."""
+        assert self.buffer.num_running == 0, "running samples cannot be saved"
         began = self.clock.now()
-        self.save.run()
+        checkpoints.run(self.buffer, self.state_dict())
         self.save_s += self.clock.now() - began
 
-    # ---- durable form -----------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, float | int | None]:
-        """What the loop itself remembers; the buffer keeps its own."""
-        return {name: getattr(self, name) for name in _KEPT}
-
-    def load_state_dict(self, state: Mapping[str, float | int | None]) -> None:
-        for name in _KEPT:
-            setattr(self, name, state[name])
-
     def check(self, batch: Batch, taken: events.BatchTaken) -> None:
-        """The guarantees, once more, on what is about to be trained."""
+        """Check the guarantees again on the batch that is about to be trained."""
         bound = self.knobs.max_staleness
         assert bound is None or max(taken.staleness) <= bound, f"update {batch.update} has samples past the bound"
         assert min(taken.staleness) >= 0, f"update {batch.update} has tokens of a version that does not exist yet"

@@ -1,4 +1,4 @@
-"""Every error that a user can cause or mend, under one base class.
+"""All errors that a user can cause or fix, under one base class.
 
 Messages name the thing that is wrong and say what to do about it; the command line prints them as one line and exits
 with code 2. Broken invariants are asserts, never one of these.
@@ -10,7 +10,7 @@ class SortedRLError(Exception):
 
 
 class ConfigError(SortedRLError, ValueError):
-    """A configuration that is malformed or that cannot be kept."""
+    """A configuration that is malformed or contradicts itself."""
 
 
 class DataError(SortedRLError, ValueError):
@@ -30,7 +30,7 @@ class LedgerError(SortedRLError, OSError):
 
 
 class DamagedLedgerError(LedgerError):
-    """A ledger file that is not what was written: a copy of it can take its place."""
+    """A ledger file whose contents were damaged; the copy in a checkpoint can replace it."""
 
 
 class EngineError(SortedRLError, RuntimeError):
@@ -38,7 +38,7 @@ class EngineError(SortedRLError, RuntimeError):
 
 
 class LearnerError(SortedRLError, RuntimeError):
-    """An update that cannot be done: training stops."""
+    """An update that failed; training stops."""
 
 
 class RewardError(SortedRLError, RuntimeError):

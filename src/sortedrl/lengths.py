@@ -1,8 +1,8 @@
-"""How long an answer will be, guessed from what has been seen: siblings, earlier epochs, and all prompts together.
+"""Estimates how long an answer will be, from its siblings, from earlier epochs and from the mean of all answers.
 
-The buffer keeps one `LengthEstimator` and asks it for `longest-expected-first`. Pure: what it learned is all it knows,
-and a guess is never below what the sample has reached already. It keeps account of how good its guesses were: each one
-made when a sample first started is compared with the length at which that sample was trained.
+The buffer owns one `LengthEstimator`; the admission order `longest-expected-first` uses it. An estimate is never below
+the length that the sample has already reached. The estimator also measures itself: the estimate made when a sample
+first started is compared with the length at which the sample was trained.
 """
 
 from __future__ import annotations
@@ -12,28 +12,29 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-RESERVOIR = 256  # earlier guesses that a new one may be compared with
-PRIOR_WEIGHT = 1.0  # answers that the mean over all prompts counts for beside a prompt's own
+RESERVOIR = 256  # earlier estimates that a new one may be compared with
+PRIOR_WEIGHT = 1.0  # the mean over all prompts counts like this many answers of the prompt itself
 
 
 @dataclass(slots=True, kw_only=True)
 class Calibration:
-    """How guesses and true lengths agree. Memory stays constant: each is compared with one of a few earlier ones.
+    """How well estimates and true lengths agree, in constant memory.
 
-    These are an even choice of all that came before, not the latest: batches are sorted by length, and neighbours too
-    much alike. Only guesses that a prompt's own answers informed are counted: the others are all the same.
+    Each estimate is compared with one from a reservoir, a uniform sample of all earlier ones. The latest would not do:
+    batches are sorted by length, so neighbours are too much alike. Only estimates that use answers to the same prompt
+    count; all others are equal.
     """
 
     num_guesses: int = 0
-    num_pairs: int = 0  # comparisons in which both guesses and lengths differ
-    num_in_order: int = 0  # of those, the longer guess was the longer answer
+    num_pairs: int = 0  # comparisons in which both estimates and lengths differ
+    num_in_order: int = 0  # comparisons in which the larger estimate was the longer answer
     log_error_sum: float = 0.0
     earlier: list[tuple[float, int]] = field(default_factory=list)
 
     def add(self, guess: float, length: int) -> None:
         self.num_guesses += 1
         self.log_error_sum += abs(math.log(max(guess, 1.0) / max(length, 1)))
-        drawn = self.num_guesses * 0x9E3779B97F4A7C15 % 2**64 >> 32  # pure, yet as good as random
+        drawn = self.num_guesses * 0x9E3779B97F4A7C15 % 2**64 >> 32  # a hash in place of randomness, to stay deterministic
         if self.earlier:
             other_guess, other_length = self.earlier[drawn % len(self.earlier)]
             order = (guess - other_guess) * (length - other_length)
@@ -46,27 +47,27 @@ class Calibration:
 
     @property
     def in_order(self) -> float | None:
-        """Share of pairs in the right order: 1 is perfect, one half is chance."""
+        """Share of pairs in the right order: 1 is perfect, 0.5 is chance."""
         return self.num_in_order / self.num_pairs if self.num_pairs else None
 
     @property
     def log_error(self) -> float | None:
-        """Mean of |log(guess / length)|: 0.7 is off by a factor of two."""
+        """Mean of |log(estimate / length)|: 0.7 means off by a factor of two."""
         return self.log_error_sum / self.num_guesses if self.num_guesses else None
 
 
 @dataclass(slots=True, kw_only=True)
 class LengthEstimator:
-    """Means by prompt, drawn towards the mean over all; a prompt that was never seen is guessed at that."""
+    """Mean length by prompt, pulled towards the mean over all prompts. An unseen prompt gets that mean."""
 
     prompts: dict[str, tuple[int, int]] = field(default_factory=dict)  # id -> (tokens, answers)
     num_tokens: int = 0
     num_answers: int = 0
     calibration: Calibration = field(default_factory=Calibration)
-    _guesses: dict[int, float] = field(default_factory=dict)  # by sample, when it first started
+    _guesses: dict[int, float] = field(default_factory=dict)  # by sample, made when it first started
 
     def expected(self, prompt: str, *, reached: int = 0, finished: Iterable[int] = ()) -> float:
-        """The guess for an answer that has `reached` tokens and whose siblings `finished` with these lengths."""
+        """Estimate for an answer that has `reached` tokens and whose siblings `finished` with these lengths."""
         tokens, answers = self._own(prompt, finished)
         if not self.num_answers:
             guess = tokens / answers if answers else 0.0
@@ -76,13 +77,13 @@ class LengthEstimator:
         return max(float(reached), guess)
 
     def start(self, sample: int, prompt: str, finished: Iterable[int] = ()) -> None:
-        """A sample starts for the first time: note the guess, if its prompt's own answers inform it."""
+        """Record the estimate for a sample that starts for the first time, if answers to its prompt are known."""
         lengths = list(finished)
         if lengths or prompt in self.prompts:
             self._guesses[sample] = self.expected(prompt, finished=lengths)
 
     def learn(self, trained: Iterable[tuple[int, str, int]]) -> None:
-        """Samples are trained: of each its number, its prompt and its length."""
+        """Learn from trained samples, given as (sample id, prompt id, length)."""
         prompts, guesses = self.prompts, self._guesses
         for sample, prompt, length in trained:
             if sample in guesses:
@@ -98,10 +99,10 @@ class LengthEstimator:
             tokens, answers = tokens + length, answers + 1
         return tokens, answers
 
-    # ---- durable form -----------------------------------------------------------------------------------------------
+    # ---- saving and restoring ---------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What was learned; the account of guesses starts anew when it is read back."""
+        """What was learned; the calibration is not saved."""
         return {prompt: list(value) for prompt, value in self.prompts.items()}
 
     @classmethod

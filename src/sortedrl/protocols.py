@@ -1,17 +1,20 @@
-"""What the controller calls besides engine and learner: who scores answers, evaluates, and saves the run.
+"""Protocols of the parts that the controller calls besides the engine and the learner.
 
-Protocols only. `build/parts.py` and `trainer.py` put the parts in; the controller knows no more of them than this.
+`run/build/loop.py` passes the real ones in; the simulator and the conformance suite pass simpler ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
+from sortedrl.buffer import Buffer
 from sortedrl.records import Sample
 
 
 class Score(Protocol):
+    """The reward of one answer; `key` is (sample id, attempt)."""
+
     @property
     def key(self) -> tuple[int, int]: ...
 
@@ -20,24 +23,24 @@ class Score(Protocol):
 
 
 class Scorer(Protocol):
-    """Scores complete answers while the engine goes on."""
+    """Scores complete answers in the background while the engine generates others."""
 
     def submit(self, sample: Sample) -> None: ...
 
     def poll(self, timeout: float) -> Sequence[Score]: ...
 
 
-class Pause(Protocol):
-    """Something that needs the engine to itself between two updates, such as an evaluation."""
+class EvaluationHook(Protocol):
+    """An evaluation between two updates, while no training sample runs."""
 
     def is_due(self, num_trained: int) -> bool: ...
 
     def run(self, version: int, num_trained: int) -> None: ...
 
 
-class Save(Protocol):
-    """Makes a checkpoint between two updates, while nothing runs."""
+class CheckpointHook(Protocol):
+    """Writes a checkpoint between two updates, while no sample runs."""
 
     def is_due(self, num_updates: int) -> bool: ...
 
-    def run(self) -> None: ...
+    def run(self, buffer: Buffer, controller_state: Mapping[str, Any]) -> None: ...

@@ -1,8 +1,8 @@
-"""The nouns that every part shares: prompts, samples, their segments, cohorts, groups and update batches.
+"""The records that all parts share: prompts, samples and their segments, cohorts, groups and update batches.
 
-Standard library only, so that buffer, schedule and a user's own tools can hold them without torch. A sample lives
-through states and is mutable, and so are cohorts and groups, but only `buffer.py` changes them. What a simulation makes
-by the million can be made without keywords and is not frozen: Python makes such records several times as fast.
+Standard library only, so that buffer, schedule and users' own tools need no torch. Samples, cohorts and groups change
+over time, but only `buffer.py` changes them. Records that a simulation makes by the million are not frozen and take
+positional arguments, because Python creates such records several times as fast.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-SAME_REWARD = 1e-6  # rewards that differ by less are alike
+SAME_REWARD = 1e-6  # rewards that differ by less count as equal
 
 
 class State(StrEnum):
-    """Where a sample is on its way into an update."""
+    """Where a sample is between loading and training."""
 
     PENDING = "pending"  # waits for a slot; may hold tokens of an interrupted attempt
     RUNNING = "running"  # holds a slot
     FINISHED = "finished"  # the answer is complete, its reward is not known yet
-    SCORED = "scored"  # ready to be trained, once its siblings are
-    TRAINED = "trained"  # consumed; never leaves this state within an epoch
+    SCORED = "scored"  # can be trained, once its siblings can
+    TRAINED = "trained"  # final
 
 
-_SCORED = State.SCORED  # asked for by the thousand, and Python 3.11 finds members slowly
+_SCORED = State.SCORED  # a module name, because Python 3.11 looks up enum members slowly
 
 
 class Mode(StrEnum):
-    """How an engine takes up a sample: from nothing, from its cached tokens, or by checking them first."""
+    """How an engine starts an attempt: from the prompt, from the cached tokens, or by verifying the cached tokens."""
 
     FRESH = "fresh"
     RESUME = "resume"
@@ -40,12 +40,12 @@ class Mode(StrEnum):
 class FinishReason(StrEnum):
     STOP = "stop"  # the model ended the answer
     LENGTH = "length"  # the token budget ended it
-    FAILED = "failed"  # the engine failed on it too often; it is scored as it is
+    FAILED = "failed"  # the engine failed on it too often
 
 
 @dataclass(slots=True)
 class Prompt:
-    """One task instance, which nobody changes. `content` is what reward functions see: text, or chat messages."""
+    """One prompt, never changed. `content` is what reward functions get: text or chat messages."""
 
     id: str
     tokens: tuple[int, ...]
@@ -55,32 +55,31 @@ class Prompt:
 
 @dataclass(slots=True)
 class Segment:
-    """Consecutive answer tokens that one version of the weights sampled, or last verified by replay; never empty.
+    """A run of answer tokens that one version of the weights sampled, or last verified by replay; never empty.
 
-    Masked ones were sampled by nobody, but fed into the answer between two turns, as a tool's output is: they are
-    context, with log-prob 0, and nothing is learned from them. Their version is that in force when they were fed or
-    last replayed.
+    A masked segment holds tokens that were injected between two turns, such as a tool's output. They are context with
+    log-prob 0, and the loss ignores them. Their version is the one at which they were injected or last replayed.
     """
 
     version: int
     tokens: list[int]
     logprobs: list[float]
-    slot_s: float = 0.0  # slot-seconds spent on decoding these tokens
+    slot_s: float = 0.0  # slot-seconds spent decoding these tokens
     is_masked: bool = False
 
     def extend(self, more: Segment) -> None:
-        """Take in what the same version wrote next."""
-        self.tokens += more.tokens  # a simulation's stand-in for a list can do this too
+        """Append tokens that the same version wrote next."""
+        self.tokens += more.tokens  # += also works on the simulator's compact token lists
         self.logprobs += more.logprobs
         self.slot_s += more.slot_s
 
     def first(self, keep: int) -> Segment:
-        """A segment of its own with the first tokens only."""
+        """A new segment with the first `keep` tokens."""
         slot_s = self.slot_s * (keep / len(self.tokens))
         return Segment(self.version, self.tokens[:keep], self.logprobs[:keep], slot_s, self.is_masked)
 
     def parted(self, masked: Sequence[range]) -> list[Segment]:
-        """The same tokens, with those at these places, counted from its first, masked; slot time goes to the others."""
+        """Split the segment so that the tokens at the `masked` positions are masked; the others share the slot time."""
         if not masked:
             return [self]
         parts: list[Segment] = []
@@ -99,7 +98,7 @@ class Segment:
 
 @dataclass(slots=True)
 class Sample:
-    """One answer to a prompt, from load to training."""
+    """One answer to a prompt, from loading to training."""
 
     id: int
     prompt: Prompt
@@ -107,26 +106,26 @@ class Sample:
     epoch: int
     cohort: int
     seed: int
-    budget: int  # answer tokens in total, however often it is interrupted
+    budget: int  # most answer tokens in total, over all attempts
     state: State = State.PENDING
-    attempt: int = 0  # counts submissions; an event of an older attempt is ignored
-    mode: Mode = Mode.FRESH  # how it is submitted next
-    segments: list[Segment] = field(default_factory=list)  # versions only grow from one to the next
+    attempt: int = 0  # counts submissions; events of older attempts are ignored
+    mode: Mode = Mode.FRESH  # of the next attempt
+    segments: list[Segment] = field(default_factory=list)  # versions never decrease
     finish_reason: FinishReason | None = None
     reward: float | None = None
-    known_length: int = 0  # the longest answer seen in any attempt, complete or not
+    known_length: int = 0  # most tokens in any attempt so far
     num_interrupts: int = 0
     num_restarts: int = 0
     num_failures: int = 0
-    trained_version: int | None = None  # the version in force when it was trained
-    held: int | None = None  # tokens of its segments, as the buffer counted them; None: nobody has
+    trained_version: int | None = None  # current version when it was trained
+    held: int | None = None  # number of tokens in `segments`, if the buffer has counted them
 
     @property
     def group(self) -> tuple[int, str]:
-        """What siblings have in common."""
+        """Key of the group: siblings have the same."""
         return (self.epoch, self.prompt.id)
 
-    # Where siblings train apart, a sample is all that a Group is otherwise.
+    # The interface of `Group`, for samples that are trained alone.
 
     @property
     def samples(self) -> list[Sample]:
@@ -138,11 +137,11 @@ class Sample:
 
     @property
     def is_flat(self) -> bool:
-        return False  # it takes two to differ
+        return False  # a single reward has nothing to differ from
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the answer so far."""
+        """Number of answer tokens so far."""
         return sum(len(segment.tokens) for segment in self.segments) if self.held is None else self.held
 
     @property
@@ -162,7 +161,7 @@ class Sample:
 
     @property
     def is_sampled(self) -> list[bool]:
-        """Of each token, whether the policy wrote it: not so those that are masked."""
+        """For each token, whether the policy sampled it. Injected tokens are masked."""
         return [not segment.is_masked for segment in self.segments for _ in segment.tokens]
 
     @property
@@ -170,7 +169,7 @@ class Sample:
         return sum(len(segment.tokens) for segment in self.segments if not segment.is_masked)
 
     def masked(self, start: int, stop: int) -> list[range]:
-        """Where masked tokens stand between two positions, counted from the first of these."""
+        """Ranges of masked tokens between two positions, relative to `start`."""
         found: list[range] = []
         position = 0
         for segment in self.segments:
@@ -182,21 +181,21 @@ class Sample:
 
     @property
     def oldest_version(self) -> int | None:
-        """Version of the oldest token, or None before there is one."""
+        """Version of the oldest token; None without tokens."""
         return self.segments[0].version if self.segments else None
 
     def staleness(self, version: int) -> int:
-        """By how many versions the oldest token lags behind `version`."""
+        """Number of versions between the oldest token and `version`."""
         return version - self.segments[0].version if self.segments else 0
 
     def clear(self) -> int:
-        """Throw the answer away; returns how many tokens it had."""
+        """Discard the answer; returns its number of tokens."""
         discarded, self.held = self.num_tokens, 0
         self.segments.clear()
         return discarded
 
     def cut(self, start: int, again: int) -> float:
-        """Drop the tokens from `start` on; returns the slot time of the first `again` of them."""
+        """Drop the tokens from `start` on; returns the slot time of the first `again` dropped tokens."""
         slot_s, position = 0.0, 0
         kept: list[Segment] = []
         for segment in self.segments:
@@ -212,24 +211,23 @@ class Sample:
 
 @dataclass(slots=True, kw_only=True)
 class Cohort:
-    """Samples loaded together, and how many of them are still to be trained."""
+    """Samples that were loaded together."""
 
     id: int
     loaded_update: int  # updates started before it was loaded
     num_samples: int
-    num_left: int
+    num_left: int  # not trained yet
 
 
 @dataclass(slots=True)
 class Group:
-    """Siblings that must be trained together."""
+    """Siblings that must be trained together. Its id, seed and cohort are the first sample's."""
 
     samples: list[Sample] = field(default_factory=list)
     num_scored: int = 0
 
     @property
     def id(self) -> int:
-        """Of its first sample, and so are seed and cohort."""
         return self.samples[0].id
 
     @property
@@ -250,47 +248,47 @@ class Group:
 
     @property
     def num_tokens(self) -> int:
-        """Of its longest answer."""
+        """Number of tokens of the longest answer."""
         return max(sample.num_tokens for sample in self.samples)
 
     def staleness(self, version: int) -> int:
-        """Of its oldest answer."""
+        """Staleness of the oldest answer."""
         return max(sample.staleness(version) for sample in self.samples)
 
     @property
     def is_flat(self) -> bool:
-        """Whether it is siblings that were all rewarded alike."""
+        """Whether all answers got the same reward, so that comparing them teaches nothing."""
         rewards = [sample.reward for sample in self.samples if sample.reward is not None]
         return len(rewards) > 1 and is_flat(rewards)
 
 
 Unit = Sample | Group
-"""What is trained as a whole: siblings, where the algorithm compares them, or else each sample by itself."""
+"""What is trained as a whole: a group of siblings if the algorithm compares them, else a single sample."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Batch:
-    """What one update trains on: samples in the order in which mini-batches are cut."""
+    """The samples of one update, in the order in which mini-batches are cut."""
 
     update: int  # counts updates from 0
-    version: int  # in force when the batch was taken
+    version: int  # current when the batch was taken
     samples: tuple[Sample, ...]
     progress: float = 0.0  # share of the run's samples trained before this batch, for schedules
 
 
 def is_flat(rewards: Sequence[float]) -> bool:
-    """Whether rewards do not differ, so that comparing them teaches nothing."""
+    """Whether all rewards are equal."""
     return max(rewards) - min(rewards) < SAME_REWARD
 
 
 def sample_seed(run_seed: int, epoch: int, prompt_id: str, index: int) -> int:
-    """A 63-bit seed that depends on the sample's identity alone, never on when or where it runs."""
+    """A 63-bit seed that depends only on the sample's identity, never on when or where it runs."""
     text = f"{run_seed}/{epoch}/{index}/{prompt_id}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 def restart_seed(seed: int, num_restarts: int) -> int:
-    """The seed of a sample that draws fresh noise at its n-th restart."""
+    """The seed of a sample's n-th restart, if restarts draw fresh noise."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{num_restarts}".encode(), digest_size=8).digest(), "little") >> 1
 
 

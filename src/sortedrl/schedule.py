@@ -1,7 +1,9 @@
-"""The schedule: pure decisions over the buffer. What to load, whom to admit, when to harvest, what becomes of the rest.
+"""The schedule: its settings (`Knobs`), the presets behind strategy names, and its decisions as pure functions.
 
-Nothing here changes the buffer or knows a clock: the controller, the simulator and users of other frameworks call these
-functions and apply what they return. docs/scheduling.md has the table of transitions and the proofs of the guarantees.
+The decisions: `wants_cohort` (load more prompts?), `admit` (which samples get free slots), `choose_batch` (which samples
+make the next update, or keep waiting), `decide_fates` (how interrupted samples continue). Nothing here changes the
+buffer or reads a clock: the controller, the simulator and other trainers call these functions and apply the results.
+docs/reference/guarantees.md has the table of transitions and the proofs.
 """
 
 from __future__ import annotations
@@ -31,19 +33,21 @@ class Strategy(StrEnum):
 
 
 class Fate(StrEnum):
-    """What becomes of a sample that was not in the batch."""
+    """How a sample that was not in the batch continues after the update."""
 
     RESUME = "resume"
     REPLAY = "replay"
     RESTART = "restart"
-    WAIT = "wait"  # as `on_bound` only: the harvest waits for it instead
+    WAIT = "wait"  # only for `on_bound`: the next batch waits until the sample is ready
 
     @property
     def mode(self) -> Mode:
         return Mode.FRESH if self == Fate.RESTART else Mode(self.value)
 
 
-class Harvest(StrEnum):
+class HarvestRule(StrEnum):
+    """When a batch is taken: as soon as one is ready, or when the whole cohort is."""
+
     BATCH = "batch"
     DRAIN = "drain"
 
@@ -62,13 +66,13 @@ class Admission(StrEnum):
 
 
 class RestartNoise(StrEnum):
-    SEEDED = "seeded"  # the sample's own noise again: no length is favoured
-    FRESH = "fresh"  # new noise: a long answer gets another chance to be short
+    SEEDED = "seeded"  # the sample's own noise again, so that restarts favour no length
+    FRESH = "fresh"  # new noise, so that a long answer may come out short
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Knobs:
-    """The schedule's settings, fully resolved. None means unbounded."""
+    """The schedule's settings, all resolved. None means no bound."""
 
     update_batch: int
     cohort_batches: int = 4
@@ -76,12 +80,12 @@ class Knobs:
     max_staleness: int | None = 0
     interrupted: Fate = Fate.RESTART
     on_bound: Fate = Fate.RESTART
-    harvest: Harvest = Harvest.BATCH
+    harvest: HarvestRule = HarvestRule.BATCH
     order: Order = Order.SHORTEST_FIRST
     admission: Admission = Admission.LOAD_ORDER
     overlap: bool = False
     restart_noise: RestartNoise = RestartNoise.SEEDED
-    flat_extra: int = 0  # samples of groups without signal that an update waits beyond; 0: they count like any other
+    flat_extra: int = 0  # how many samples of groups with equal rewards a batch may hold on top; 0: none
 
     @property
     def cohort_samples(self) -> int:
@@ -89,7 +93,7 @@ class Knobs:
 
     @property
     def cohort_updates(self) -> int | None:
-        """Updates within which a cohort is consumed, or None if the strategy gives no such bound."""
+        """Number of updates within which a cohort is trained, or None without such a bound."""
         return None if self.lookahead is None else self.cohort_batches * (1 + self.lookahead)
 
     def __post_init__(self) -> None:
@@ -105,7 +109,7 @@ class Knobs:
                 "overlap = true with max_staleness = 0 and on_bound = wait cannot be kept: what is sampled during an "
                 "update is one version old when it ends; set max_staleness >= 1, or on_bound = replay or restart"
             )
-        elif self.harvest == Harvest.DRAIN and self.on_bound == Fate.WAIT:
+        elif self.harvest == HarvestRule.DRAIN and self.on_bound == Fate.WAIT:
             oldest = None if updates is None else updates - 1 + self.overlap  # of a drained cohort's last batch
             if oldest is None or bound < oldest:
                 raise ConfigError(
@@ -115,37 +119,37 @@ class Knobs:
                 )
         if self.admission == Admission.TAIL_LAST and (self.lookahead != 0 or self.cohort_batches < 2):
             raise ConfigError(
-                "admission = tail-last sets long samples aside within one cohort: it needs lookahead = 0 and "
+                "admission = tail-last postpones long samples to the end of their cohort: it needs lookahead = 0 and "
                 "cohort_batches >= 2"
             )
 
 
 _RESUME = {"interrupted": Fate.RESUME, "max_staleness": None, "on_bound": Fate.WAIT}
 _RESTART = {"interrupted": Fate.RESTART, "max_staleness": 0, "on_bound": Fate.RESTART}
-_DRAIN = {"harvest": Harvest.DRAIN, "lookahead": 0, "overlap": False, "interrupted": Fate.RESUME}
+_DRAIN = {"harvest": HarvestRule.DRAIN, "lookahead": 0, "overlap": False, "interrupted": Fate.RESUME}
 
-# What makes a strategy what it is. Knobs that are not named here stay open and keep the defaults of `Knobs`.
+# The knobs that define each strategy. All others keep the defaults of `Knobs` and may be changed.
 PRESETS: Mapping[Strategy, Mapping[str, Any]] = {
     Strategy.SYNC: {**_DRAIN, "cohort_batches": 1, "max_staleness": 0, "on_bound": Fate.RESTART},
     Strategy.SYNC_LARGE: {**_DRAIN, "max_staleness": None, "on_bound": Fate.WAIT},
-    Strategy.SORTED_ON_POLICY: {"harvest": Harvest.BATCH, **_RESTART},
-    Strategy.SORTED_PARTIAL: {"harvest": Harvest.BATCH, **_RESUME},
+    Strategy.SORTED_ON_POLICY: {"harvest": HarvestRule.BATCH, **_RESTART},
+    Strategy.SORTED_PARTIAL: {"harvest": HarvestRule.BATCH, **_RESUME},
     Strategy.SORTED_REPLAY: {
-        "harvest": Harvest.BATCH,
+        "harvest": HarvestRule.BATCH,
         "interrupted": Fate.REPLAY,
         "max_staleness": 0,
         "on_bound": Fate.REPLAY,
     },
-    Strategy.APRIL: {"harvest": Harvest.BATCH, "lookahead": None, **_RESUME},
+    Strategy.APRIL: {"harvest": HarvestRule.BATCH, "lookahead": None, **_RESUME},
     Strategy.TAIL_BATCHING: {
-        "harvest": Harvest.BATCH,
+        "harvest": HarvestRule.BATCH,
         "lookahead": 0,
         "admission": Admission.TAIL_LAST,
         **_RESTART,
     },
-    Strategy.ASYNC: {"harvest": Harvest.BATCH, "overlap": True, **_RESUME, "max_staleness": 2},
+    Strategy.ASYNC: {"harvest": HarvestRule.BATCH, "overlap": True, **_RESUME, "max_staleness": 2},
 }
-# Open knobs that a strategy would rather have otherwise than `Knobs` does.
+# Defaults of a strategy that differ from those of `Knobs`, and may be changed.
 _PREFERENCES: Mapping[Strategy, Mapping[str, Any]] = {
     Strategy.SYNC: {"order": Order.SHUFFLED},
     Strategy.SYNC_LARGE: {"order": Order.SHUFFLED},
@@ -154,7 +158,7 @@ _PREFERENCES: Mapping[Strategy, Mapping[str, Any]] = {
 
 
 def resolve_knobs(strategy: Strategy | str, update_batch: int, **explicit: Any) -> Knobs:
-    """The preset's knobs with explicit ones on top; the word "none" lifts a bound, None leaves a knob to the preset."""
+    """The knobs of a strategy with `explicit` ones on top. "none" removes a bound; None leaves a knob to the strategy."""
     names = {field.name for field in fields(Knobs)}
     unknown = sorted(set(explicit) - names)
     if unknown:
@@ -167,7 +171,7 @@ def resolve_knobs(strategy: Strategy | str, update_batch: int, **explicit: Any) 
     types: dict[str, Callable[[Any], Any]] = {
         "interrupted": Fate,
         "on_bound": Fate,
-        "harvest": Harvest,
+        "harvest": HarvestRule,
         "order": Order,
         "admission": Admission,
         "restart_noise": RestartNoise,
@@ -194,32 +198,32 @@ def _bound(name: str) -> Callable[[Any], int | None]:
     return parse
 
 
-# By names of their own, since every poll asks for some and Python 3.11 is slow at finding a member on its class.
-WAIT, RESUME, RESTART, DRAIN = Fate.WAIT, Fate.RESUME, Fate.RESTART, Harvest.DRAIN
+# Module names, because every poll needs them and Python 3.11 looks up enum members slowly.
+WAIT, RESUME, RESTART, DRAIN = Fate.WAIT, Fate.RESUME, Fate.RESTART, HarvestRule.DRAIN
 LOAD_ORDER, TAIL_LAST = Admission.LOAD_ORDER, Admission.TAIL_LAST
 
-# ---- the four decisions ---------------------------------------------------------------------------------------------
+# ---- the decisions --------------------------------------------------------------------------------------------------
 
 
 def wants_cohort(buffer: Buffer, knobs: Knobs, slots: int) -> bool:
-    """Load the next cohort when all is consumed, or when slots would idle and the lookahead allows it."""
+    """Whether to load the next cohort: all samples are trained, or slots would idle and the lookahead allows it."""
     if not buffer.cohorts:
         return True
     if len(buffer.pending) + len(buffer.running) >= slots:
         return False
     if knobs.flat_extra and not buffer.num_in_work and buffer.num_counted(knobs.flat_extra) < knobs.update_batch:
-        return True  # groups without signal are made up for, whatever the lookahead
+        return True  # groups with equal rewards are replaced, whatever the lookahead
     return knobs.lookahead is None or buffer.next_cohort - next(iter(buffer.cohorts)) <= knobs.lookahead
 
 
 def admit(buffer: Buffer, knobs: Knobs, slots: int) -> list[Sample]:
-    """The pending samples that get a slot now, in order."""
+    """The pending samples that get a free slot now, in order."""
     free = slots - len(buffer.running)
     if free <= 0 or not buffer.pending:
         return []
     is_due, room = _due(buffer, knobs), _room(buffer, knobs)
     if is_due is not None and not (buffer.grouped or knobs.admission == TAIL_LAST):
-        # Most often none of thousands is due, and then what follows gives the same at a fraction of the price.
+        # Usually none of thousands is due; then the code below gives the same result much faster.
         is_due = is_due if any(map(is_due, _may_be_due(buffer, knobs))) else None
     if is_due is not None:
         chosen = sorted(_arrange(buffer, knobs, buffer.pending.values()), key=lambda s: not is_due(s))[:free]
@@ -234,35 +238,35 @@ def admit(buffer: Buffer, knobs: Knobs, slots: int) -> list[Sample]:
     return _arrange(buffer, knobs, buffer.pending.values())[:free]
 
 
-def harvest(buffer: Buffer, knobs: Knobs, *, has_data: bool = False) -> list[Sample] | None:
-    """The next update batch, in training order, or None while there is reason to wait, be it for data still to load."""
+def choose_batch(buffer: Buffer, knobs: Knobs, *, has_data: bool = False) -> list[Sample] | None:
+    """The next update batch, in training order, or None while it has to wait for samples or for data to load."""
     if knobs.harvest == DRAIN:
-        return _deal(buffer, knobs)
+        return _drain_batch(buffer, knobs)
     if not buffer.ready:
         return None
     if buffer.num_ready < knobs.update_batch and buffer.running:
-        return None  # what follows says the same, but this is asked at every poll
+        return None  # the checks below would find the same, but this runs at every poll
     may_grow = buffer.num_in_work or (has_data and knobs.flat_extra)
     if may_grow and buffer.num_counted(knobs.flat_extra) < knobs.update_batch:
         return None
-    if _is_held_back(buffer, knobs):  # asked last: it looks at every sample
+    if _is_held_back(buffer, knobs):  # last, because it looks at every sample
         return None
     ready = list(buffer.ready.values())
     return _in_order(_at_most_a_batch(buffer, knobs, ready) if knobs.overlap else ready, knobs.order)
 
 
-def hinges_on_scores(buffer: Buffer, knobs: Knobs) -> bool:
-    """Whether the next batch lacks nothing but scores that are under way."""
+def lacks_only_scores(buffer: Buffer, knobs: Knobs) -> bool:
+    """Whether the next batch is complete but for scores that are being computed."""
     if not buffer.finished:
         return False
     if knobs.harvest == DRAIN:
         cohort = next(iter(buffer.cohorts.values()))
         if len(buffer.finished) + len(buffer.scored) < cohort.num_left:
-            return False  # asked at every poll: what follows looks at every sample
+            return False  # first, because the code below looks at every sample
         complete = sum(s.cohort == cohort.id for held in (buffer.finished, buffer.scored) for s in held.values())
         return complete == cohort.num_left
     if len(buffer.finished) + len(buffer.scored) < knobs.update_batch:
-        return False  # as what follows would find out, but this is asked at every poll
+        return False  # the code below would find the same, but this runs at every poll
     soon = buffer.num_ready_soon
     if soon == 0 or buffer.num_counted(knobs.flat_extra) + soon < knobs.update_batch:
         return False
@@ -272,7 +276,7 @@ def hinges_on_scores(buffer: Buffer, knobs: Knobs) -> bool:
 
 
 def interrupts_at_publication(buffer: Buffer, knobs: Knobs) -> list[Sample]:
-    """Running samples that cannot simply go on under the next version."""
+    """Running samples that cannot simply continue under the next version."""
     running = buffer.running.values()
     if knobs.interrupted != RESUME:
         return list(running)
@@ -281,8 +285,8 @@ def interrupts_at_publication(buffer: Buffer, knobs: Knobs) -> list[Sample]:
     return [sample for sample in running if _exceeds(buffer, knobs, sample, buffer.version + 1)]
 
 
-def fates(buffer: Buffer, knobs: Knobs) -> list[tuple[Sample, Fate]]:
-    """After a publication: what becomes of each sample that holds tokens. Those not named stay as they are."""
+def decide_fates(buffer: Buffer, knobs: Knobs) -> list[tuple[Sample, Fate]]:
+    """After new weights are published: how each sample that holds tokens continues. Others stay as they are."""
     decisions: list[tuple[Sample, Fate]] = []
     for sample in buffer.waiting.values():
         if sample.segments:
@@ -294,7 +298,7 @@ def fates(buffer: Buffer, knobs: Knobs) -> list[tuple[Sample, Fate]]:
     return decisions
 
 
-# ---- what they are made of ------------------------------------------------------------------------------------------
+# ---- which samples are due ------------------------------------------------------------------------------------------
 
 
 def _exceeds(buffer: Buffer, knobs: Knobs, sample: Sample, version: int) -> bool:
@@ -302,16 +306,16 @@ def _exceeds(buffer: Buffer, knobs: Knobs, sample: Sample, version: int) -> bool
 
 
 def _due(buffer: Buffer, knobs: Knobs) -> Callable[[Sample], bool] | None:
-    """Tells the samples that the next update must take; None if it need not take any.
+    """A test for the samples that the next update must take, or None if there are none.
 
-    It must take all that is left of a cohort whose last update it is, and, where the harvest waits for samples at the
-    staleness bound, those that would exceed it one version later, each with its siblings.
+    It must take the rest of a cohort whose last allowed update it is. With `on_bound = wait` it must also take samples
+    that would exceed the staleness bound one version later, each with its siblings.
     """
     bound = knobs.max_staleness if knobs.on_bound == WAIT else None
     cohorts = _due_cohorts(buffer, knobs)
     if bound is None:
         return (lambda s: s.cohort in cohorts) if cohorts else None
-    first_kept = buffer.version + 1 - bound  # what holds a token of an older version would exceed the bound
+    first_kept = buffer.version + 1 - bound  # a sample with an older token would exceed the bound
 
     def is_due_alone(sample: Sample) -> bool:
         oldest = buffer.oldest_version(sample)
@@ -321,21 +325,21 @@ def _due(buffer: Buffer, knobs: Knobs) -> Callable[[Sample], bool] | None:
 
 
 def _due_cohorts(buffer: Buffer, knobs: Knobs) -> set[int]:
-    """Those whose last update is the next one."""
+    """Cohorts whose last allowed update is the next one."""
     updates = knobs.cohort_updates or math.inf
     return {c.id for c in buffer.cohorts.values() if buffer.num_updates >= c.loaded_update + updates - 1}
 
 
 def _may_be_due(buffer: Buffer, knobs: Knobs) -> Iterable[Sample]:
-    """The pending samples among which due ones can be: where none has siblings, what never ran has its cohort alone."""
+    """The pending samples that can be due. Samples that never ran are due only through their cohort or siblings."""
     return (buffer.pending if buffer.grouped or _due_cohorts(buffer, knobs) else buffer.waiting).values()
 
 
 def _room(buffer: Buffer, knobs: Knobs) -> int | None:
-    """How many samples that are not due may start; None: as many as there are slots.
+    """How many samples that are not due may start now; None: as many as there are free slots.
 
-    Once a batch is ready, no more than the updates that the bound leaves them can take in batches of that size: any
-    other would make one larger. At staleness 0 that is none, since whatever started would have to be waited for.
+    Once a batch is ready, no more samples start than the updates within the staleness bound can train in batches of
+    that size; more would make a batch larger. At staleness 0 none starts, since the update would have to wait for it.
     """
     bound = knobs.max_staleness
     if bound is None or knobs.harvest == DRAIN or not (knobs.overlap or (bound == 0 and knobs.on_bound == WAIT)):
@@ -347,7 +351,7 @@ def _room(buffer: Buffer, knobs: Knobs) -> int | None:
 
 
 def _is_held_back(buffer: Buffer, knobs: Knobs) -> bool:
-    """Whether a sample that this update must take is not ready yet."""
+    """Whether the update must take a sample that is not ready yet."""
     is_due = _due(buffer, knobs)
     if is_due is None:
         return False
@@ -359,7 +363,7 @@ def _is_held_back(buffer: Buffer, knobs: Knobs) -> bool:
 
 
 def _admit_in_load_order(buffer: Buffer, knobs: Knobs, free: int) -> list[Sample]:
-    """Restarts come last, the shortest known first; whatever holds work comes before what never ran."""
+    """Samples that hold tokens come first, then those that never ran. Restarts come last, the shortest known first."""
     holds_work = knobs.interrupted != RESTART
     if not holds_work and len(buffer.unstarted) >= free:
         return list(islice(buffer.unstarted.values(), free))
@@ -369,27 +373,27 @@ def _admit_in_load_order(buffer: Buffer, knobs: Knobs, free: int) -> list[Sample
 
 
 def _admit_tail_last(buffer: Buffer, knobs: Knobs, free: int) -> list[Sample]:
-    """Short rounds start a share more than they train; what they interrupt waits until nothing else is left."""
+    """Short rounds start somewhat more samples than they train. Interrupted ones wait for the last round of the cohort."""
     if not buffer.unstarted:
         return _admit_in_load_order(buffer, knobs, free)
     round_size = math.ceil(knobs.cohort_samples / (knobs.cohort_batches - 1))
     room = min(free, max(round_size - buffer.num_started, 0))
     if room == 0 and buffer.num_running == 0:
-        room = free  # failures used up the round
+        room = free  # failed attempts used up the round
     if room < len(buffer.unstarted):
         return list(islice(buffer.unstarted.values(), room))
-    # With the last of them, slots that are still free go to the tail at once: a decision must not hang on being asked
-    # a second time.
+    # Slots left over after the last unstarted sample go to the tail at once: the decision must not depend on being
+    # asked a second time.
     return [*buffer.unstarted.values(), *_shortest_known_first(buffer)][:free]
 
 
 def _shortest_known_first(buffer: Buffer) -> list[Sample]:
-    """The pending samples that have run before."""
+    """Pending samples that have run before, the shortest known first."""
     return sorted(buffer.waiting.values(), key=lambda s: (buffer.group_of(s).known_length, s.id))
 
 
 def _arrange(buffer: Buffer, knobs: Knobs, samples: Iterable[Sample]) -> list[Sample]:
-    """Pending samples in the order of admission."""
+    """Pending samples in the order of `knobs.admission`."""
     if knobs.admission == Admission.LONGEST_EXPECTED_FIRST:
         return sorted(samples, key=lambda s: (-buffer.expected_length(s), s.id))
     restarts = knobs.interrupted == RESTART
@@ -398,22 +402,22 @@ def _arrange(buffer: Buffer, knobs: Knobs, samples: Iterable[Sample]) -> list[Sa
     )
 
 
-def _deal(buffer: Buffer, knobs: Knobs) -> list[Sample] | None:
-    """The next batch of the oldest cohort, once all of it is scored."""
+def _drain_batch(buffer: Buffer, knobs: Knobs) -> list[Sample] | None:
+    """The next batch of the oldest cohort, once the whole cohort is scored (`harvest = drain`)."""
     cohort: Cohort | None = next(iter(buffer.cohorts.values()), None)
     if cohort is None or buffer.num_ready < cohort.num_left:
-        return None  # asked at every poll: what follows looks at every sample
+        return None  # first, because the code below looks at every sample
     groups = [group for group in buffer.ready.values() if group.cohort == cohort.id]
     if sum(len(group.samples) for group in groups) < cohort.num_left:
         return None
-    return _in_order(_dealt(groups, knobs), knobs.order)
+    return _in_order(_one_batch(groups, knobs), knobs.order)
 
 
 def _at_most_a_batch(buffer: Buffer, knobs: Knobs, ready: list[Unit]) -> list[Unit]:
-    """As many ready groups as make an update batch, the oldest tokens first.
+    """As many ready groups as make one update batch, those with the oldest tokens first.
 
-    More only where it must be: all that is left of a cohort whose last update it is, and what would exceed the bound
-    one version later.
+    It takes more only where it must: the rest of a cohort whose last allowed update it is, and samples that would
+    exceed the staleness bound one version later.
     """
     num_wanted = knobs.update_batch + buffer.num_ready - buffer.num_counted(knobs.flat_extra)
     if buffer.num_ready <= num_wanted:
@@ -433,8 +437,8 @@ def _at_most_a_batch(buffer: Buffer, knobs: Knobs, ready: list[Unit]) -> list[Un
     return taken
 
 
-def _dealt(groups: list[Unit], knobs: Knobs) -> list[Unit]:
-    """As many groups of a drained cohort as make up one update batch."""
+def _one_batch(groups: list[Unit], knobs: Knobs) -> list[Unit]:
+    """As many groups of a drained cohort as make one update batch."""
     if knobs.order == Order.INTERLEAVED:
         num_batches = max(1, round(sum(len(group.samples) for group in groups) / knobs.update_batch))
         return _ranked(groups, knobs.order)[::num_batches]
@@ -442,7 +446,7 @@ def _dealt(groups: list[Unit], knobs: Knobs) -> list[Unit]:
 
 
 def _first(groups: list[Unit], num_samples: int, order: Order) -> list[Unit]:
-    """The first groups in an order that hold so many samples."""
+    """The first groups in `order` that hold `num_samples` samples."""
     first: list[Unit] = []
     for group in _ranked(groups, order):
         if num_samples <= 0:
@@ -453,8 +457,8 @@ def _first(groups: list[Unit], num_samples: int, order: Order) -> list[Unit]:
 
 
 def _ranked(groups: list[Unit], order: Order) -> list[Unit]:
-    """Groups by length, or in an order that has nothing to do with it."""
-    ranked = sorted(groups, key=attrgetter("id"))  # sorting twice makes no pairs: thousands wake the garbage collector
+    """Groups sorted by length, or shuffled by their seeds."""
+    ranked = sorted(groups, key=attrgetter("id"))  # two sorts, because key pairs would be thousands of objects
     if order == Order.SHUFFLED:
         ranked.sort(key=attrgetter("seed"))
     else:

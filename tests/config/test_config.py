@@ -10,7 +10,7 @@ import pytest
 
 from sortedrl.config.config import SortedConfig, reference
 from sortedrl.errors import ConfigError
-from sortedrl.schedule import Fate, Harvest, Strategy
+from sortedrl.schedule import Fate, HarvestRule, Strategy
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 
@@ -76,7 +76,7 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
 
 def test_a_strategy_chosen_later_is_really_that_strategy() -> None:
     knobs = SortedConfig.load(QUICKSTART, ["schedule.strategy=sync"]).knobs
-    assert (knobs.cohort_batches, knobs.lookahead, knobs.harvest) == (1, 0, Harvest.DRAIN)
+    assert (knobs.cohort_batches, knobs.lookahead, knobs.harvest) == (1, 0, HarvestRule.DRAIN)
     replaced = SortedConfig.load(QUICKSTART).with_strategy("april", seed=3).knobs
     assert (replaced.lookahead, replaced.interrupted) == (None, Fate.RESUME)
 

@@ -6,7 +6,7 @@ import pytest
 
 from sortedrl.errors import ConfigError
 from sortedrl.records import FinishReason, State
-from sortedrl.schedule import Fate, Order, Strategy, hinges_on_scores, resolve_knobs
+from sortedrl.schedule import Fate, Order, Strategy, lacks_only_scores, resolve_knobs
 from sortedrl.telemetry import events
 from tests.support.scripted_runs import ScriptedPolicy, ScriptedRun, scripted_run
 
@@ -350,4 +350,4 @@ def test_a_drain_hinges_on_scores_only_when_all_has_ended(finished: list[int], h
     for number in finished:
         buffer.start(buffer.samples[number])
         buffer.finish(buffer.samples[number], FinishReason.STOP)
-    assert hinges_on_scores(buffer, run.controller.knobs) == hinges
+    assert lacks_only_scores(buffer, run.controller.knobs) == hinges

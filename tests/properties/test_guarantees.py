@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sortedrl.engine.base import Request
 from sortedrl.errors import ConfigError
 from sortedrl.records import Sample
-from sortedrl.schedule import Admission, Harvest, Order, Strategy, resolve_knobs
+from sortedrl.schedule import Admission, HarvestRule, Order, Strategy, resolve_knobs
 from sortedrl.telemetry import events
 from tests.support.scripted_runs import ScriptedPolicy, ScriptedRun, scripted_run, uniform
 
@@ -106,7 +106,7 @@ def assert_batch_sizes(run: ScriptedRun) -> None:
     """With overlap a batch exceeds U, by more than siblings that are taken whole, only for what cannot wait."""
     knobs = run.controller.knobs
     loaded_at = {e.cohort: e.update for e in run.events if isinstance(e, events.CohortLoaded)}
-    for batch in run.learner.batches if knobs.overlap and knobs.harvest == Harvest.BATCH else ():
+    for batch in run.learner.batches if knobs.overlap and knobs.harvest == HarvestRule.BATCH else ():
         groups: dict[object, list[Sample]] = {}
         for sample in batch.samples:
             groups.setdefault(sample.group if run.controller.buffer.grouped else sample.id, []).append(sample)

@@ -119,7 +119,7 @@ class Ledger(RuleBasedStateMachine):
         if buffer.in_state[State.FINISHED]:
             choices["score"] = lambda: self.score(0, which / 7)
             choices["late-score"] = lambda: self.score(1, which / 7)
-        if not self.is_updating and schedule.harvest(buffer, self.knobs):
+        if not self.is_updating and schedule.choose_batch(buffer, self.knobs):
             choices["train"] = self.train
         if self.is_updating:
             choices["publish"] = self.publish
@@ -178,7 +178,7 @@ class Ledger(RuleBasedStateMachine):
         for sample in list(self.buffer.in_state[State.RUNNING].values()):
             self.buffer.interrupt(sample)
         version = self.buffer.version
-        for sample in self.buffer.take(schedule.harvest(self.buffer, self.knobs) or []):
+        for sample in self.buffer.take(schedule.choose_batch(self.buffer, self.knobs) or []):
             assert sample.id not in self.trained, f"sample {sample.id} is trained twice"
             self.trained[sample.id] = version - min(sample.versions, default=version)
         self.is_updating = True
@@ -187,7 +187,7 @@ class Ledger(RuleBasedStateMachine):
         for sample in schedule.interrupts_at_publication(self.buffer, self.knobs):
             self.buffer.interrupt(sample)
         self.buffer.publish(self.buffer.version + 1)
-        for sample, fate in schedule.fates(self.buffer, self.knobs):
+        for sample, fate in schedule.decide_fates(self.buffer, self.knobs):
             self.buffer.requeue(sample, fate.mode)
         self.is_updating = False
 

@@ -36,7 +36,7 @@ from sortedrl.config.sections import (
 from sortedrl.errors import ConfigError
 from sortedrl.learner.algorithms import is_grouped, needs_more_siblings, objective_of
 from sortedrl.redact import redact
-from sortedrl.schedule import PRESETS, Harvest, Knobs, Strategy, resolve_knobs
+from sortedrl.schedule import PRESETS, HarvestRule, Knobs, Strategy, resolve_knobs
 
 # The key that an override means when it names only the section: `engine=local` is short for `engine.kind=local`.
 _MAIN_KEYS = {"engine": "kind", "task": "name", "model": "path", "schedule": "strategy", "learner": "algorithm"}
@@ -122,7 +122,7 @@ class SortedConfig(Section):
             raise ValueError(f"schedule.update_batch {batch} must be a multiple of learner.group_size {group}")
         if self.engine.kind == "vllm" and self.engine.dtype == "int16":
             raise ValueError("engine.dtype = int16 needs engine.kind = local: for vllm set auto, float32 or bfloat16")
-        if self.knobs.flat_extra and self.knobs.harvest == Harvest.DRAIN:
+        if self.knobs.flat_extra and self.knobs.harvest == HarvestRule.DRAIN:
             raise ValueError(
                 "learner.flat_groups = replace needs schedule.harvest = batch, because a drained cohort has no other "
                 "groups to wait for: choose a sorted strategy, or set learner.flat_groups = zero"

@@ -1,4 +1,4 @@
-"""The event of a harvest, made by the controller from its batch and from what the engine did for it."""
+"""`BatchTaken`, the event of a harvest: the batch, and what the engine did since the harvest before."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from sortedrl.engine.base import Engine, EngineStats
 from sortedrl.records import Batch, FinishReason
 from sortedrl.telemetry import events
 
-LENGTH = FinishReason.LENGTH  # Python 3.11 finds members slowly
+LENGTH = FinishReason.LENGTH  # a module name, because Python 3.11 looks up enum members slowly
 _slot_s = attrgetter("slot_s")
 
 
 class EngineAccount:
-    """What an engine counts from one harvest to the next, evaluations left out."""
+    """The engine's counters from one harvest to the next, without evaluations."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._before = engine.stats()
 
     def since_last(self) -> EngineStats:
-        """Since this was asked before, or since the account was opened."""
+        """Counters since the last call, or since the account was made."""
         stats = self._engine.stats()
         since, self._before = stats.minus(self._before), stats
         return since
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
-        """What the engine does inside does not count."""
+        """Context in which the engine's work does not count."""
         before = self._engine.stats()
         yield
         self._before = self._before.plus(self._engine.stats().minus(before))
