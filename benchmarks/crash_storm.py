@@ -29,17 +29,15 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from sortedrl.clock import WallClock
 from sortedrl.config import SortedConfig
 from sortedrl.engine.local.engine import LocalEngine
 from sortedrl.learner.torch import TorchLearner
 from sortedrl.ledger.reader import Ledger
 from sortedrl.ledger.verify import verify
 from sortedrl.reward.scorer import SampleScorer
-from sortedrl.run.build.parts import build_run
+from sortedrl.run.build.parts import build_parts
 from sortedrl.run.evaluate import Evaluator
 from sortedrl.run.run_checkpoint import RunSaver
-from sortedrl.telemetry.events import ignore
 from sortedrl.telemetry.summary import Summary
 from sortedrl.trainer import SortedTrainer
 
@@ -104,8 +102,7 @@ def make_config(folder: Path, seed: int, strategy: str, updates: int) -> SortedC
 
 def warm_up(config: SortedConfig) -> None:
     """Have all that a run imports in memory: children are forked, and start at once."""
-    parts = build_run(config, emit=ignore, clock=WallClock(), should_stop=lambda: True)
-    parts.close()
+    build_parts(config).close()
 
 
 def start_child(config: SortedConfig, note: PhaseNote, *, resume: bool) -> int:

@@ -25,7 +25,7 @@ from rich.table import Table
 
 from sortedrl.buffer import Buffer
 from sortedrl.clock import WallClock
-from sortedrl.controller import Controller
+from sortedrl.controller import Controller, LoopParts, LoopSettings
 from sortedrl.engine.base import EngineEvent, EngineStats, Finished, InFlight, Partial, Request, Sampling, SegmentDelta
 from sortedrl.engine.pool.actor_loop import Report
 from sortedrl.engine.pool.pool import Pool
@@ -164,14 +164,13 @@ def measure(strategy: str, options: argparse.Namespace) -> dict[str, Any]:
     )
     slots, metrics = pool.capabilities.slots, RunMetrics()
     controller = Controller(
-        buffer=Buffer(),
-        knobs=resolve_knobs(strategy, slots // 4, cohort_batches=8),
-        engine=pool,
-        learner=InstantLearner(),
-        scorer=InstantScorer(),
-        load_samples=loader(options.samples),
-        total_samples=options.samples,
-        sampling=Sampling(),
+        Buffer(),
+        LoopParts(engine=pool, learner=InstantLearner(), scorer=InstantScorer(), load_samples=loader(options.samples)),
+        LoopSettings(
+            knobs=resolve_knobs(strategy, slots // 4, cohort_batches=8),
+            total_samples=options.samples,
+            sampling=Sampling(),
+        ),
         clock=WallClock(),
         emit=metrics.emit,
     )

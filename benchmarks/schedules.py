@@ -19,14 +19,17 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from sortedrl.buffer import Buffer
 from sortedrl.clock import WallClock
 from sortedrl.config import SortedConfig
 from sortedrl.learner.base import UpdateResult
 from sortedrl.records import Batch
-from sortedrl.run.build.parts import build_run
+from sortedrl.run.build.loop import build_loop
+from sortedrl.run.build.parts import build_parts
 from sortedrl.telemetry.events import RunEnded
 from sortedrl.telemetry.metrics import RunMetrics
-from sortedrl.trainer import run_started, summary_of
+from sortedrl.telemetry.summary import summarize
+from sortedrl.trainer import run_started
 
 ARMS: list[tuple[str, dict[str, Any]]] = [
     ("sync", {}),
@@ -74,13 +77,15 @@ def measure(strategy: str, knobs: dict[str, Any], options: argparse.Namespace) -
         eval={"prompts": 0},
     )
     clock, metrics = WallClock(), RunMetrics()
-    parts = build_run(config, emit=metrics.emit, clock=clock, should_stop=lambda: False)
+    parts = build_parts(config)
     try:
-        parts.controller.learner = FrozenLearner(source=parts.learner.source)
+        controller = build_loop(config, parts, Buffer(grouped=config.is_grouped), emit=metrics.emit, clock=clock)
+        controller.learner = FrozenLearner(source=parts.learner.source)
         metrics.emit(run_started(config, clock.now()))
-        parts.controller.run()
+        controller.run()
         metrics.emit(RunEnded(t=clock.now(), reason="complete"))
-        summary = summary_of(parts, metrics, parts.stats(), parts.controller.timing(), ledger_s=0.0, emit_s=0.0)
+        facts = controller.summary_facts()
+        summary = summarize(metrics, stats=parts.engine.stats(), **facts, ledger_s=0.0, emit_s=0.0)
     finally:
         parts.close()
     assert summary.decode_steps is not None

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from sortedrl.buffer import Buffer
 from sortedrl.clock import VirtualClock
-from sortedrl.controller import Controller
+from sortedrl.controller import Controller, LoopParts, LoopSettings
 from sortedrl.engine.base import Sampling
 from sortedrl.engine.sampling.noise import gumbel, seed_tensor
 from sortedrl.engine.sim.engine import SimEngine
@@ -190,17 +190,21 @@ def train_cohort(cohort: int, run_seed: int, logprobs_vst: list[list[list[float]
     learner = BatchKeeper(clock=clock)
     script = ToyScript(logprobs_vst=logprobs_vst, noise=dict(zip(seeds, noise_nlt, strict=True)))
     Controller(
-        buffer=Buffer(),
-        knobs=resolve_knobs("sorted-partial", UPDATE_BATCH, cohort_batches=COHORT_BATCHES),
-        engine=SimEngine(script, slots=SLOTS, clock=clock),
-        learner=learner,
-        scorer=ToyScorer(),
-        load_samples=lambda number, count: [
-            Sample(id=index, prompt=prompt, index=index, epoch=0, cohort=number, seed=seed, budget=LONGEST)
-            for index, seed in enumerate(seeds)
-        ],
-        total_samples=COHORT,
-        sampling=Sampling(),
+        Buffer(),
+        LoopParts(
+            engine=SimEngine(script, slots=SLOTS, clock=clock),
+            learner=learner,
+            scorer=ToyScorer(),
+            load_samples=lambda number, count: [
+                Sample(id=index, prompt=prompt, index=index, epoch=0, cohort=number, seed=seed, budget=LONGEST)
+                for index, seed in enumerate(seeds)
+            ],
+        ),
+        LoopSettings(
+            knobs=resolve_knobs("sorted-partial", UPDATE_BATCH, cohort_batches=COHORT_BATCHES),
+            total_samples=COHORT,
+            sampling=Sampling(),
+        ),
         clock=clock,
     ).run()
     return [sample for batch in learner.batches for sample in batch.samples]

@@ -26,12 +26,14 @@ from rich.progress import track
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
+from sortedrl.buffer import Buffer
 from sortedrl.clock import WallClock
 from sortedrl.config import SortedConfig
 from sortedrl.learner import pack
 from sortedrl.records import Batch
 from sortedrl.run.build.learner import build_learner
-from sortedrl.run.build.parts import build_run
+from sortedrl.run.build.loop import build_loop
+from sortedrl.run.build.parts import build_parts
 from sortedrl.telemetry.events import ignore
 
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.toml"
@@ -43,7 +45,8 @@ STILL = "learner.lr=1e-12"
 def collect(samples: int) -> tuple[Any, list[Batch], float]:
     """The model that a run leaves, its later batches, and the CPU seconds per batch that were not the learner's."""
     config = SortedConfig.load(QUICKSTART, [f"run.samples={samples}", "run.threads=1", "eval.prompts=0"])
-    parts = build_run(config, emit=ignore, clock=WallClock(), should_stop=lambda: False)
+    parts = build_parts(config)
+    controller = build_loop(config, parts, Buffer(grouped=config.is_grouped), emit=ignore, clock=WallClock())
     batches: list[Batch] = []
     spent = 0.0
     start = parts.learner.start
@@ -57,10 +60,10 @@ def collect(samples: int) -> tuple[Any, list[Batch], float]:
         finally:
             spent += time.process_time() - began
 
-    parts.controller.learner.start = keep  # type: ignore[method-assign]
+    controller.learner.start = keep  # type: ignore[method-assign]
     began = time.process_time()
     try:
-        parts.controller.run()
+        controller.run()
     finally:
         parts.close()
     rollout_s = (time.process_time() - began - spent) / len(batches)

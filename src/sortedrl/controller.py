@@ -15,6 +15,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from sortedrl import schedule
 from sortedrl.buffer import Buffer
@@ -131,6 +132,16 @@ class Controller:
         return Timing(
             rollout_s=rollout_s, update_s=self.update_s, publish_s=self.publish_s, save_s=self.save_s, wall_s=wall_s
         )
+
+    def summary_facts(self) -> dict[str, Any]:
+        """The arguments of `telemetry.summary.summarize` that the loop knows."""
+        return {
+            "timing": self.timing(),
+            "held": list(self.buffer.samples),
+            "cohort_batches": self.knobs.cohort_batches,
+            "lookahead": "none" if self.knobs.lookahead is None else self.knobs.lookahead,
+            "calibration": self.buffer.lengths.calibration,
+        }
 
     def state_dict(self) -> dict[str, float | int | None]:
         """The loop's own state for a checkpoint; the ledger holds the buffer's."""

@@ -34,7 +34,7 @@ class Calibration:
     def add(self, guess: float, length: int) -> None:
         self.num_guesses += 1
         self.log_error_sum += abs(math.log(max(guess, 1.0) / max(length, 1)))
-        drawn = self.num_guesses * 0x9E3779B97F4A7C15 % 2**64 >> 32  # a hash in place of randomness, to stay deterministic
+        drawn = self.num_guesses * 0x9E3779B97F4A7C15 % 2**64 >> 32  # a hash, so that it is deterministic
         if self.earlier:
             other_guess, other_length = self.earlier[drawn % len(self.earlier)]
             order = (guess - other_guess) * (length - other_length)

@@ -1,8 +1,8 @@
 """The schedule: its settings (`Knobs`), the presets behind strategy names, and its decisions as pure functions.
 
-The decisions: `wants_cohort` (load more prompts?), `admit` (which samples get free slots), `choose_batch` (which samples
-make the next update, or keep waiting), `decide_fates` (how interrupted samples continue). Nothing here changes the
-buffer or reads a clock: the controller, the simulator and other trainers call these functions and apply the results.
+The decisions: `wants_cohort` (load more prompts?), `admit` (which samples get free slots), `choose_batch` (the next
+update batch, or keep waiting), `decide_fates` (how interrupted samples continue). Nothing here changes the buffer or
+reads a clock: the controller, the simulator and other trainers call these functions and apply the results.
 docs/reference/guarantees.md has the table of transitions and the proofs.
 """
 
@@ -158,7 +158,7 @@ _PREFERENCES: Mapping[Strategy, Mapping[str, Any]] = {
 
 
 def resolve_knobs(strategy: Strategy | str, update_batch: int, **explicit: Any) -> Knobs:
-    """The knobs of a strategy with `explicit` ones on top. "none" removes a bound; None leaves a knob to the strategy."""
+    """A strategy's knobs with `explicit` ones on top. "none" removes a bound; None leaves a knob to the strategy."""
     names = {field.name for field in fields(Knobs)}
     unknown = sorted(set(explicit) - names)
     if unknown:
@@ -373,7 +373,7 @@ def _admit_in_load_order(buffer: Buffer, knobs: Knobs, free: int) -> list[Sample
 
 
 def _admit_tail_last(buffer: Buffer, knobs: Knobs, free: int) -> list[Sample]:
-    """Short rounds start somewhat more samples than they train. Interrupted ones wait for the last round of the cohort."""
+    """Short rounds start somewhat more samples than they train; interrupted ones wait for the cohort's last round."""
     if not buffer.unstarted:
         return _admit_in_load_order(buffer, knobs, free)
     round_size = math.ceil(knobs.cohort_samples / (knobs.cohort_batches - 1))

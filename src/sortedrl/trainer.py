@@ -1,7 +1,7 @@
-"""`SortedTrainer`: a run from start to end, as Python users and the command line start it.
+"""`SortedTrainer`: one training run from start to end, as Python users and the command line start it.
 
-It owns the run directory: configuration, events, metrics, checkpoint, summary and report. What happens in between is
-the controller's; everything written here is read by nobody who decides.
+It owns the run directory: configuration, events, metrics, ledger, checkpoints, summary and report. The controller does
+the training; nothing that is written here influences its decisions.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -31,15 +31,17 @@ from sortedrl.run.rundir import check_writable, prepare_run_dir
 from sortedrl.tasks.base import DatasetTask, RewardFunc, RowSequence, Task
 from sortedrl.telemetry.console import ConsoleSink
 from sortedrl.telemetry.events import RunEnded, RunResumed, RunStarted
-from sortedrl.telemetry.metrics import RunMetrics, Timing
+from sortedrl.telemetry.metrics import RunMetrics
 from sortedrl.telemetry.report.report import write_report
 from sortedrl.telemetry.sinks import Fanout, Sink, read_events
 from sortedrl.telemetry.summary import Summary, summarize
 from sortedrl.telemetry.trackers import TrackSettings, open_trackers
 
 if TYPE_CHECKING:
+    from sortedrl.controller import Controller
     from sortedrl.run.build.parts import RunParts
     from sortedrl.run.callbacks import CallbackSink
+    from sortedrl.run.evaluate import Evaluator
     from sortedrl.run.run_checkpoint import RunFiles, RunSaver
 
 log = logging.getLogger(__name__)
@@ -48,9 +50,9 @@ log = logging.getLogger(__name__)
 class SortedTrainer:
     """Trains a causal language model with sorted scheduling.
 
-    `model`: a folder that `from_pretrained` loads, or a model object with its tokenizer as `processing_class`; left
-    out, the configured one. `reward_funcs` and `train_dataset` (rows with a `prompt`) replace the configured task.
-    `callbacks` are transformers' (see callbacks.py), `peft_config` one of peft's, to train adapters in place of all
+    `model`: a folder that `from_pretrained` loads, or a model object with its tokenizer as `processing_class`; without
+    it, the configured model. `reward_funcs` and `train_dataset` (rows with a `prompt`) replace the configured task.
+    `callbacks` are transformers' `TrainerCallback`s. `peft_config` is one of peft's, to train adapters in place of all
     weights. Every event of the run also goes to each of `sinks`.
     """
 
@@ -83,29 +85,25 @@ class SortedTrainer:
         self.run_dir = config.run_dir
         self.stop_requested = False
         self.peft_config = peft_config
-        self.callbacks = self._call_back(callbacks) if callbacks else None
+        self.callbacks = self._make_callbacks(callbacks) if callbacks else None
 
     def train(self, *, resume: bool = False) -> Summary:
-        """Run to the end, or until it is asked to stop; the summary's `status` says which.
+        """Run to the end, or until the run is asked to stop; the summary's `status` says which.
 
-        `resume`: go on with the run that is in the run directory, from its last whole checkpoint.
+        `resume`: continue the run in the run directory from its last complete checkpoint.
         """
-        from sortedrl.run.build.parts import build_run
+        from sortedrl.run.build.parts import build_parts
 
         self.stop_requested = False
         check_writable(self.run_dir)
         with ExitStack() as stack:
-            checkpoint = self._take_up(stack) if resume else None
-            metrics, emit = RunMetrics(), Fanout([])
-            clock = WallClock(at=saved_clock(checkpoint))
+            checkpoint = self._lock_and_find_checkpoint(stack) if resume else None
+            clock = WallClock(at=_saved_clock(checkpoint))
             starting = stack.enter_context(ExitStack())
-            starting.enter_context(clock.stopped())  # what it takes to start, or to start again, is not the run's time
-            with self._status_of_start():
-                parts = build_run(
+            starting.enter_context(clock.stopped())  # the time it takes to start does not count for the run
+            with self._start_status():
+                parts = build_parts(
                     self.config,
-                    emit=emit,
-                    clock=clock,
-                    should_stop=lambda: self.stop_requested,
                     task=self.task,
                     model=self.model,
                     tokenizer=self.tokenizer,
@@ -113,51 +111,38 @@ class SortedTrainer:
                     peft_config=self.peft_config,
                 )
             stack.callback(parts.close)
-            parts.learner.inspect_dir = self.run_dir
             if not resume:
-                # Only when all else is well: a run that cannot start leaves an earlier one of its name alone.
+                # Only now that all parts are built: a run that cannot start leaves an earlier run of its name alone.
                 prepare_run_dir(self.run_dir)
                 stack.enter_context(RunLock(self.run_dir))
-            write_config(self.run_dir / "config.toml", self.config)
-            (self.run_dir / "summary.json").unlink(missing_ok=True)  # it speaks of an end that was none
-            files = self._open_files(parts, metrics, checkpoint)
-            stack.push(
-                lambda kind, error, at: files.store.close(commit=kind is None or issubclass(kind, SortedRLError))
-            )
-            stack.callback(emit.close)
-            shown = ConsoleSink(self.console, metrics, quiet=self.quiet)
-            track = self.config.track
-            settings = TrackSettings(
-                project=track.project, name=self.config.run.name, mode=track.mode, config=redact(self.config.resolved())
-            )
-            trackers = open_trackers(track.to, self.run_dir, metrics, settings)
-            for sink in (metrics, files.events, files.metrics, shown, *trackers, *self.sinks):
-                emit.add(sink)
-            saver = self._saver(parts, files, clock, emit)
-            self._tell_progress(parts, files, emit)
+            _write_config(self.run_dir / "config.toml", self.config)
+            (self.run_dir / "summary.json").unlink(missing_ok=True)  # it would tell of an end that did not last
+            session = self._open_session(stack, parts, clock, checkpoint)
             starting.close()
             try:
-                return self._train(parts, saver, emit, metrics, clock, is_new=checkpoint is None)
+                return self._train(session, is_new=checkpoint is None)
             except SortedRLError as error:
-                if saver.checkpoints.versions():
-                    error.add_note(f"go on from the last checkpoint with: {self.resume_command}")
+                if session.saver.checkpoints.versions():
+                    error.add_note(f"continue from the last checkpoint with: {self.resume_command}")
                 raise
 
     def stop(self) -> None:
-        """Ask the run to stop after the update that it may be in: it is saved, and can be resumed."""
+        """Ask the run to stop after the current update. It is saved and can be resumed."""
         self.stop_requested = True
 
     @property
     def resume_command(self) -> str:
         return f"sortedrl train --resume {shlex.quote(str(self.run_dir))}"
 
-    def _status_of_start(self) -> AbstractContextManager[object]:
-        """Some parts take their time: say so."""
+    # ---- starting ---------------------------------------------------------------------------------------------------
+
+    def _start_status(self) -> AbstractContextManager[object]:
+        """A status line for parts that take long to start."""
         slow = ["vLLM"] if self.config.engine.kind == "vllm" else []
         slow += ["the learner's ranks"] if self.config.learner.ranks > 1 else []
         return self.console.status(f"starting {' and '.join(slow)}") if slow and not self.quiet else nullcontext()
 
-    def _call_back(self, callbacks: Sequence[Any]) -> CallbackSink:
+    def _make_callbacks(self, callbacks: Sequence[Any]) -> CallbackSink:
         from sortedrl.run.callbacks import CallbackSink
 
         sink = CallbackSink(callbacks, config=self.config, epoch_samples=self._epoch_samples(), stop=self.stop)
@@ -168,33 +153,8 @@ class SortedTrainer:
         size = None if self.task is None else self.task.train.size
         return None if size is None else size * self.config.learner.group_size
 
-    def _tell_progress(self, parts: RunParts, files: RunFiles, emit: Fanout) -> None:
-        """Let reward functions and callbacks know how far the run is, one that is resumed included."""
-        from sortedrl.run.callbacks import ProgressSink, RequestedEvaluation, RequestedSave, TrainingProgress
-
-        progress = TrainingProgress(
-            total_samples=self.config.run.samples,
-            update_batch=self.config.schedule.update_batch,
-            epoch_samples=self._epoch_samples(),
-        )
-        told = ProgressSink(progress, [parts.rewards.progress, parts.heldout_rewards.progress])
-        told.replay(read_events(files.events.path))
-        emit.add(told)
-        sink = self.callbacks
-        if sink is None:
-            return
-        sink.attach(model=parts.model, processing_class=parts.tokenizer, optimizer=parts.learner.optimizer)
-        sink.replay(read_events(files.events.path))
-        emit.add(sink)
-        controller, evaluator = parts.controller, parts.evaluator
-        controller.pause = RequestedEvaluation(
-            inner=evaluator, is_requested=lambda: sink.control.should_evaluate and bool(evaluator.prompts)
-        )
-        if controller.save is not None:
-            controller.save = RequestedSave(inner=controller.save, is_requested=lambda: sink.control.should_save)
-
-    def _take_up(self, stack: ExitStack) -> Path | None:
-        """Lock the run that is to go on and find its checkpoint; None if it died before the first."""
+    def _lock_and_find_checkpoint(self, stack: ExitStack) -> Path | None:
+        """Lock the run to resume and find its last checkpoint; None if it died before the first one."""
         from sortedrl.run.checkpoint import Checkpoints, load_state
 
         saved = self.run_dir / "config.toml"
@@ -203,77 +163,149 @@ class SortedTrainer:
         stack.enter_context(RunLock(self.run_dir))
         checkpoint = Checkpoints(self.run_dir / "checkpoints").latest()
         if checkpoint is None:
-            check_nothing_trained(self.run_dir)
+            _check_not_ended(self.run_dir)
             self.config.check_resumable(SortedConfig.load(saved).resolved())
-        else:  # not the file's: somebody may have edited it since
+        else:  # the checkpoint's configuration, because the file may have been edited since
             self.config.check_resumable(load_state(checkpoint)["config"])
         return checkpoint
 
-    def _open_files(self, parts: RunParts, metrics: RunMetrics, checkpoint: Path | None) -> RunFiles:
-        """The run's files, and the controller's buffer with them."""
-        from sortedrl.run.run_checkpoint import RunFiles, restore
-
-        if checkpoint is not None:
-            files = RunFiles.reopen(self.run_dir, metrics, checkpoint)
-            restore(parts, files, metrics, checkpoint)
-            return files
-        knobs = asdict(parts.controller.knobs)
-        files = RunFiles.create(self.run_dir, metrics, grouped=self.config.is_grouped, knobs=knobs)
-        parts.controller.buffer = files.store.restore()
-        return files
-
-    def _saver(self, parts: RunParts, files: RunFiles, clock: WallClock, emit: Fanout) -> RunSaver:
+    def _open_session(self, stack: ExitStack, parts: RunParts, clock: WallClock, checkpoint: Path | None) -> _Session:
+        """Open the run's files and put evaluation, checkpoints, sinks and the controller together."""
+        from sortedrl.run.build.loop import build_evaluator, build_loop
+        from sortedrl.run.callbacks import DueOnRequest
         from sortedrl.run.checkpoint import Checkpoints
-        from sortedrl.run.run_checkpoint import RunSaver
+        from sortedrl.run.run_checkpoint import CHECKPOINTS, RunFiles, RunSaver, restore
 
-        settings = self.config.checkpoint
+        metrics, emit, settings = RunMetrics(), Fanout([]), self.config.checkpoint
+        if checkpoint is None:
+            knobs = asdict(self.config.knobs)
+            files = RunFiles.create(self.run_dir, metrics, grouped=self.config.is_grouped, knobs=knobs)
+        else:
+            files = RunFiles.reopen(self.run_dir, metrics, checkpoint)
+        stack.push(lambda kind, error, at: files.store.close(commit=kind is None or issubclass(kind, SortedRLError)))
+        stack.callback(emit.close)
+        evaluator = build_evaluator(self.config, parts, emit=emit, clock=clock)
+        state = None if checkpoint is None else restore(parts, evaluator, files.buffer.version, checkpoint)
+        carried = EngineStats() if state is None else EngineStats(**state["stats"])
+
+        def stats() -> EngineStats:
+            """The engine's counters over the whole run, without those of evaluations."""
+            return parts.engine.stats().minus(evaluator.used).plus(carried)
+
         saver = RunSaver(
             config=self.config,
             parts=parts,
             files=files,
-            checkpoints=Checkpoints(self.run_dir / "checkpoints", keep=settings.keep),
+            evaluator=evaluator,
+            stats=stats,
+            checkpoints=Checkpoints(self.run_dir / CHECKPOINTS, keep=settings.keep),
             clock=clock,
             emit=emit,
             every_updates=settings.every_updates,
         )
-        if settings.save:
-            parts.controller.save = saver
-        return saver
+        evaluation, checkpoints = evaluator, saver if settings.save else None
+        if (sink := self.callbacks) is not None:
+            evaluation = DueOnRequest(
+                inner=evaluator, is_requested=lambda: sink.control.should_evaluate and bool(evaluator.prompts)
+            )
+            if settings.save:
+                checkpoints = DueOnRequest(inner=saver, is_requested=lambda: sink.control.should_save)
+        controller = build_loop(
+            self.config,
+            parts,
+            files.buffer,
+            emit=emit,
+            clock=clock,
+            should_stop=lambda: self.stop_requested,
+            evaluation=evaluation,
+            checkpoints=checkpoints,
+        )
+        if state is not None:
+            controller.load_state_dict(state["controller"])
+        session = _Session(
+            parts=parts,
+            files=files,
+            metrics=metrics,
+            emit=emit,
+            clock=clock,
+            evaluator=evaluator,
+            saver=saver,
+            controller=controller,
+            stats=stats,
+        )
+        self._add_sinks(session)
+        return session
 
-    def _train(
-        self, parts: RunParts, saver: RunSaver, emit: Fanout, metrics: RunMetrics, clock: WallClock, *, is_new: bool
-    ) -> Summary:
-        controller = parts.controller
-        metrics.probe = lambda: (parts.stats(), controller.timing())
+    def _add_sinks(self, session: _Session) -> None:
+        """Connect everything that listens to events; sinks of a resumed run first read what it has told so far."""
+        from sortedrl.run.callbacks import ProgressSink, TrainingProgress
+
+        files, metrics, parts, track = session.files, session.metrics, session.parts, self.config.track
+        metrics.probe = lambda: (session.stats(), session.controller.timing())
+        progress = ProgressSink(
+            TrainingProgress(
+                total_samples=self.config.run.samples,
+                update_batch=self.config.schedule.update_batch,
+                epoch_samples=self._epoch_samples(),
+            ),
+            [parts.rewards.progress, parts.heldout_rewards.progress],
+        )
+        callbacks = [] if self.callbacks is None else [self.callbacks]
+        for sink in callbacks:
+            sink.attach(model=parts.model, processing_class=parts.tokenizer, optimizer=parts.learner.optimizer)
+        for event in read_events(files.events.path):
+            metrics.emit(event)
+            for sink in (progress, *callbacks):
+                sink.replay([event])
+        shown = ConsoleSink(self.console, metrics, quiet=self.quiet)
+        settings = TrackSettings(
+            project=track.project, name=self.config.run.name, mode=track.mode, config=redact(self.config.resolved())
+        )
+        trackers = open_trackers(track.to, self.run_dir, metrics, settings)
+        for sink in (metrics, files.events, files.metrics, shown, *trackers, *self.sinks, progress, *callbacks):
+            session.emit.add(sink)
+
+    # ---- running ----------------------------------------------------------------------------------------------------
+
+    def _train(self, session: _Session, *, is_new: bool) -> Summary:
+        controller, clock, emit, saver = session.controller, session.clock, session.emit, session.saver
+        buffer, evaluator = controller.buffer, session.evaluator
         if is_new:
             emit(run_started(self.config, clock.now()))
         else:
-            assert metrics.run is not None, "a run that is resumed was started"
-            metrics.run = replace(metrics.run, total_samples=self.config.run.samples)
-            lineage = saver.files.store.lineage or 0
-            emit(RunResumed(t=clock.now(), version=controller.buffer.version, lineage=lineage))
+            assert session.metrics.run is not None, "a resumed run has a RunStarted event"
+            session.metrics.run = replace(session.metrics.run, total_samples=self.config.run.samples)
+            lineage = session.files.store.lineage or 0
+            emit(RunResumed(t=clock.now(), version=buffer.version, lineage=lineage))
         with self._stop_on_signal():
             if is_new:
                 with clock.stopped():
-                    parts.evaluator.run(controller.buffer.version, 0)
+                    evaluator.run(buffer.version, 0)
             with rare_collections():
                 complete = controller.run()
-            timing, stats = controller.timing(), parts.stats()
+            facts, stats = controller.summary_facts(), session.stats()
             with clock.stopped():
                 if complete:
-                    parts.evaluator.run(controller.buffer.version, controller.buffer.num_trained)
+                    evaluator.run(buffer.version, buffer.num_trained)
                 if self.config.checkpoint.save:
-                    saver.run()
+                    saver.run(buffer, controller.state_dict())
         emit(RunEnded(t=clock.now(), reason="complete" if complete else "stopped"))
-        summary = summary_of(parts, metrics, stats, timing, ledger_s=saver.files.store.seconds, emit_s=emit.seconds)
+        summary = summarize(
+            session.metrics,
+            stats=stats,
+            **facts,
+            ledger_s=session.files.store.seconds,
+            reward_errors=session.parts.rewards.errors,
+            emit_s=emit.seconds,
+        )
         summary.write(self.run_dir / "summary.json")
         if self.config.run.report:
             write_report([self.run_dir], self.run_dir / "report.html")
-        self._end(parts)
+        self._raise_failures(session.parts)
         return summary
 
-    def _end(self, parts: RunParts) -> None:
-        """Once everything is saved: tell what could not be scored, and raise what ended the run."""
+    def _raise_failures(self, parts: RunParts) -> None:
+        """Once everything is saved: report answers without a score, and raise the error that ended the run."""
         if parts.rewards.errors:
             counts = ", ".join(f"{name} {count}" for name, count in parts.rewards.errors.most_common())
             log.warning("answers that could not be scored, by reward function and kind of error: %s", counts)
@@ -284,14 +316,14 @@ class SortedTrainer:
 
     @contextmanager
     def _stop_on_signal(self) -> Iterator[None]:
-        """The first SIGINT or SIGTERM asks the run to stop between two steps; a second one ends it at once."""
+        """The first SIGINT or SIGTERM asks the run to stop after the current update; a second one ends it at once."""
 
         def ask(number: int, frame: FrameType | None) -> None:
             if self.stop_requested:
                 raise KeyboardInterrupt
             self.stop()
 
-        if threading.current_thread() is not threading.main_thread():  # whoever owns that handles signals
+        if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
             yield
             return
         previous = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -302,31 +334,46 @@ class SortedTrainer:
                 signal.signal(number, handler)
 
 
-def saved_clock(checkpoint: Path | None) -> float:
-    """What the run's clock showed at a checkpoint."""
+@dataclass(slots=True, kw_only=True)
+class _Session:
+    """Everything that one call of `train` works with."""
+
+    parts: RunParts
+    files: RunFiles
+    metrics: RunMetrics
+    emit: Fanout
+    clock: WallClock
+    evaluator: Evaluator
+    saver: RunSaver
+    controller: Controller
+    stats: Callable[[], EngineStats]
+
+
+def _saved_clock(checkpoint: Path | None) -> float:
+    """The time on the run's clock when the checkpoint was written."""
     from sortedrl.run.checkpoint import load_state
 
     return 0.0 if checkpoint is None else load_state(checkpoint)["clock_s"]
 
 
-def check_nothing_trained(run_dir: Path) -> None:
-    """A run without a checkpoint starts over; what one has trained that never made any is not thrown away for that."""
+def _check_not_ended(run_dir: Path) -> None:
+    """A run without a checkpoint starts over on resume, unless it had ended: its results must not be lost."""
     path = run_dir / "events.jsonl"
     if path.is_file() and any(isinstance(event, RunEnded) for event in read_events(path)):
-        raise RunDirError(f"{run_dir} has ended and left no checkpoint to go on from: start a new run")
+        raise RunDirError(f"{run_dir} has ended and has no checkpoint to continue from: start a new run")
 
 
-def write_config(path: Path, config: SortedConfig) -> None:
-    """Aside first: half a configuration would be another one."""
-    aside = path.with_name(path.name + ".part")
+def _write_config(path: Path, config: SortedConfig) -> None:
+    """Write to a temporary file and rename it, so that a crash never truncates the configuration."""
+    partial = path.with_name(path.name + ".part")
     try:
-        with aside.open("w", encoding="utf-8") as file:
+        with partial.open("w", encoding="utf-8") as file:
             file.write(config.to_toml())
             file.flush()
             os.fsync(file.fileno())
-        os.replace(aside, path)
+        os.replace(partial, path)
     except OSError as error:
-        raise RunDirError(f"cannot write {path}: {error.strerror}; check space and permissions") from error
+        raise RunDirError(f"cannot write {path}: {error.strerror}; check free space and permissions") from error
 
 
 def run_started(config: SortedConfig, t: float) -> RunStarted:
@@ -337,30 +384,6 @@ def run_started(config: SortedConfig, t: float) -> RunStarted:
         slots=config.slots,
         update_batch=config.schedule.update_batch,
         total_samples=config.run.samples,
-    )
-
-
-def summary_of(
-    parts: RunParts,
-    metrics: RunMetrics,
-    stats: EngineStats,
-    timing: Timing,
-    *,
-    ledger_s: float | None = None,
-    emit_s: float | None = None,
-) -> Summary:
-    knobs = parts.controller.knobs
-    return summarize(
-        metrics,
-        stats=stats,
-        timing=timing,
-        held=list(parts.controller.buffer.samples),
-        cohort_batches=knobs.cohort_batches,
-        lookahead="none" if knobs.lookahead is None else knobs.lookahead,
-        calibration=parts.controller.buffer.lengths.calibration,
-        ledger_s=ledger_s,
-        reward_errors=parts.rewards.errors,
-        emit_s=emit_s,
     )
 
 

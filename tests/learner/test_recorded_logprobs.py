@@ -14,11 +14,14 @@ from typing import Any
 import pytest
 import torch
 
+from sortedrl.buffer import Buffer
 from sortedrl.clock import WallClock
 from sortedrl.config import SortedConfig
+from sortedrl.controller import Controller
 from sortedrl.learner.base import Update, UpdateResult
 from sortedrl.records import Batch, Sample
-from sortedrl.run.build.parts import RunParts, build_run
+from sortedrl.run.build.loop import build_loop
+from sortedrl.run.build.parts import build_parts
 from sortedrl.run.checkpoint import load_model
 from sortedrl.schedule import Strategy
 from sortedrl.tasks.tiny import knights_tiny_path
@@ -80,24 +83,25 @@ def make_config(strategy: Strategy | str, *, lr: float, samples: int = 96, **sec
 
 
 @contextmanager
-def built(config: SortedConfig) -> Iterator[tuple[RunParts, Witness]]:
+def built(config: SortedConfig) -> Iterator[tuple[Controller, Witness]]:
     def emit(event: Event) -> None:
         if isinstance(event, WeightsPublished):
             witness.keep(event.version)
 
-    parts = build_run(config, emit=emit, clock=WallClock(), should_stop=lambda: False)
+    parts = build_parts(config)
     witness = Witness(learner=parts.learner)
-    parts.controller.learner = witness
+    controller = build_loop(config, parts, Buffer(grouped=config.is_grouped), emit=emit, clock=WallClock())
+    controller.learner = witness
     witness.keep(0)
     try:
-        yield parts, witness
+        yield controller, witness
     finally:
         parts.close()
 
 
 def train(config: SortedConfig) -> Witness:
-    with built(config) as (parts, witness):
-        assert parts.controller.run()
+    with built(config) as (controller, witness):
+        assert controller.run()
     return witness
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sortedrl.controller import Controller
+from sortedrl.controller import Controller, LoopParts, LoopSettings
 from sortedrl.engine.base import InFlight, Sampling
 from sortedrl.engine.sim.engine import SimEngine
 from sortedrl.ledger.reader import Ledger
@@ -64,14 +64,14 @@ class Session:
             return False
 
         controller = Controller(
-            buffer=buffer,
-            knobs=old.knobs,
-            engine=engine,
-            learner=self.run.learner,
-            scorer=DelayedScorer(lag=self.run.controller.scorer.lag),
-            load_samples=load_samples,
-            total_samples=self.total,
-            sampling=Sampling(),
+            buffer,
+            LoopParts(
+                engine=engine,
+                learner=self.run.learner,
+                scorer=DelayedScorer(lag=self.run.controller.scorer.lag),
+                load_samples=load_samples,
+            ),
+            LoopSettings(knobs=old.knobs, total_samples=self.total, sampling=Sampling()),
             clock=self.run.clock,
             should_stop=should_stop,
         )

@@ -21,7 +21,7 @@ from tests.support.scripted_runs import DelayedScorer, ScriptedPolicy, ScriptedR
 
 def make_run(strategy: Strategy, lengths: list[int], *, slots: int, update_batch: int, **more: Any) -> ScriptedRun:
     """Samples 0, 1, ... with these lengths under every version, sample i with seed i; `more`: run options and knobs."""
-    names = ("siblings", "grouped", "update_s", "score_lag", "fails", "budget")
+    names = ("siblings", "grouped", "update_s", "score_lag", "fails", "budget", "max_failures", "score_grace_s")
     options = {name: more.pop(name) for name in names if name in more}
     return scripted_run(
         resolve_knobs(strategy, update_batch, **more),
@@ -62,8 +62,7 @@ def test_a_failed_attempt_is_tried_again_from_its_tokens() -> None:
 @pytest.mark.parametrize("max_failures", [1, 3])
 def test_a_hopeless_sample_is_trained_as_an_empty_answer(max_failures: int) -> None:
     setting = {"slots": 2, "update_batch": 2, "fails": lambda request: 2 if request.sample == 1 else None}
-    run = make_run(Strategy.SORTED_PARTIAL, [3, 6, 4, 5], **setting)
-    run.controller.max_failures = max_failures
+    run = make_run(Strategy.SORTED_PARTIAL, [3, 6, 4, 5], max_failures=max_failures, **setting)
     assert run.controller.run()
     assert sorted(s.id for s in run.trained) == [0, 1, 2, 3]
     sample = next(s for s in run.trained if s.id == 1)
@@ -116,7 +115,7 @@ def test_events_of_attempts_that_are_over_change_nothing(sample: int, attempt: i
     run.controller.load()
     run.controller.admit()  # sample 0 runs as attempt 1, sample 1 waits
     before, num_events = json.dumps(run.controller.buffer.state_dict()), len(run.events)
-    run.controller.hear(late_events(sample, attempt))
+    run.controller.apply_events(late_events(sample, attempt))
     assert json.dumps(run.controller.buffer.state_dict()) == before
     assert len(run.events) == num_events
     assert run.controller.run()
@@ -126,7 +125,7 @@ def test_scores_of_attempts_that_are_over_change_nothing() -> None:
     run = make_run(Strategy.SORTED_PARTIAL, [2, 2], slots=2, update_batch=2, cohort_batches=1)
     run.controller.load()
     run.controller.admit()
-    run.controller.hear(run.engine.poll())
+    run.controller.apply_events(run.engine.poll())
     num_events = len(run.events)
     for key in ((0, 0), (0, 2), (99, 1)):
         assert run.controller.buffer.score(*key, 5.0) is None
@@ -251,9 +250,9 @@ class TimedScorer:
 def test_a_harvest_waits_for_scores_no_longer_than_the_grace(
     delay: float, grace: float, taken: list[tuple[float, list[int]]]
 ) -> None:
-    run = make_run(Strategy.SORTED_PARTIAL, [1, 1, 9], slots=3, update_batch=2, cohort_batches=2)
+    knobs = {"slots": 3, "update_batch": 2, "cohort_batches": 2}
+    run = make_run(Strategy.SORTED_PARTIAL, [1, 1, 9], score_grace_s=grace, **knobs)
     run.controller.scorer = scorer = TimedScorer(clock=run.clock, delay=delay)
-    run.controller.score_grace_s = grace
     assert run.controller.run()
     assert [e.samples for e in told(run, events.BatchTaken)] == [samples for _, samples in taken]
     assert [e.t for e in told(run, events.BatchTaken)] == pytest.approx([t for t, _ in taken], abs=1e-6)
@@ -268,9 +267,9 @@ def test_answers_that_end_together_wait_for_each_others_scores() -> None:
         def poll(self, timeout: float) -> list[ScriptedScore]:
             return [self.queue.pop(0)[1]] if self.queue and timeout > 0 else []
 
-    run = make_run(Strategy.SORTED_PARTIAL, [2, 2, 2, 5], slots=4, update_batch=2, cohort_batches=2)
+    knobs = {"slots": 4, "update_batch": 2, "cohort_batches": 2}
+    run = make_run(Strategy.SORTED_PARTIAL, [2, 2, 2, 5], score_grace_s=1.0, **knobs)
     run.controller.scorer = Trickle()
-    run.controller.score_grace_s = 1.0
     assert run.controller.run()
     assert run.batches == [[0, 1, 2], [3]]
 
@@ -312,7 +311,7 @@ class Nap:
 def test_a_pause_is_no_time_of_the_run(strategy: Strategy) -> None:
     lengths = [1, 9, 2, 3, 4, 2, 7, 1]
     plain, paused = (make_run(strategy, lengths, slots=3, update_batch=2, update_s=1.0) for _ in range(2))
-    paused.controller.pause = nap = Nap(run_of=paused, every=4)
+    paused.controller.evaluation = nap = Nap(run_of=paused, every=4)
     assert plain.controller.run()
     assert paused.controller.run()
     assert len(nap.naps) >= 1

@@ -5,22 +5,25 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 
+from sortedrl.buffer import Buffer
 from sortedrl.clock import WallClock
 from sortedrl.config import SortedConfig
-from sortedrl.engine.base import Request, Sampling
+from sortedrl.controller import Controller
+from sortedrl.engine.base import EngineStats, Request, Sampling
 from sortedrl.engine.local.engine import LocalEngine
 from sortedrl.errors import RewardError
 from sortedrl.learner.model import load_tokenizer
 from sortedrl.records import FinishReason, Prompt, sample_seed
 from sortedrl.reward.pool import RewardPool, RewardScore
 from sortedrl.reward.scorer import SampleScorer
-from sortedrl.run.build.parts import RunParts, build_run
+from sortedrl.run.build.loop import build_evaluator, build_loop
+from sortedrl.run.build.parts import RunParts, build_parts
 from sortedrl.run.evaluate import Answer, Evaluator, answer_all
 from sortedrl.tasks.knights import KnightsTask, verify
 from sortedrl.tasks.tiny import knights_tiny_path
@@ -30,8 +33,19 @@ from tests.support.tiny_models import Caller
 NUM_PROMPTS, NUM_SAMPLES, BUDGET, SEED = 12, 2, 96, 5
 
 
+@dataclass
+class EvaluatedRun:
+    parts: RunParts
+    evaluator: Evaluator
+    controller: Controller
+    events: list[Event]
+
+    def stats(self) -> EngineStats:
+        return self.parts.engine.stats().minus(self.evaluator.used)
+
+
 @contextmanager
-def evaluated_run() -> Iterator[tuple[RunParts, Evaluated]]:
+def evaluated_run() -> Iterator[tuple[EvaluatedRun, Evaluated]]:
     heard: list[Event] = []
     config = SortedConfig(
         run={"samples": 64, "seed": SEED},
@@ -40,18 +54,21 @@ def evaluated_run() -> Iterator[tuple[RunParts, Evaluated]]:
         learner={"group_size": 4},
         eval={"prompts": NUM_PROMPTS, "samples": NUM_SAMPLES, "every_samples": 32},
     )
-    parts = build_run(config, emit=heard.append, clock=WallClock(), should_stop=lambda: False)
+    clock, parts = WallClock(), build_parts(config)
     try:
-        parts.evaluator.run(0, 0)
+        evaluator = build_evaluator(config, parts, emit=heard.append, clock=clock)
+        buffer = Buffer(grouped=config.is_grouped)
+        controller = build_loop(config, parts, buffer, emit=heard.append, clock=clock, evaluation=evaluator)
+        evaluator.run(0, 0)
         (event,) = heard
         assert isinstance(event, Evaluated)
-        yield parts, event
+        yield EvaluatedRun(parts=parts, evaluator=evaluator, controller=controller, events=heard), event
     finally:
         parts.close()
 
 
 @pytest.fixture(scope="module")
-def evaluated() -> Iterator[tuple[RunParts, Evaluated]]:
+def evaluated() -> Iterator[tuple[EvaluatedRun, Evaluated]]:
     """A run that has been evaluated and not trained, and what that found."""
     with evaluated_run() as found:
         yield found
@@ -63,9 +80,9 @@ def rows() -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def sampled_texts(evaluated: tuple[RunParts, Evaluated], rows: list[dict[str, Any]]) -> list[list[str]]:
+def sampled_texts(evaluated: tuple[EvaluatedRun, Evaluated], rows: list[dict[str, Any]]) -> list[list[str]]:
     """The sampled answers, made by an engine of its own, one after the other."""
-    parts, _ = evaluated
+    parts = evaluated[0].parts
     engine = LocalEngine(parts.model, slots=1, max_length=512)
     stop = parts.tokenizer.eos_token_id
     requests = [
@@ -86,7 +103,7 @@ def sampled_texts(evaluated: tuple[RunParts, Evaluated], rows: list[dict[str, An
 
 
 def test_sampled_accuracy_is_the_verifiers(
-    evaluated: tuple[RunParts, Evaluated], rows: list[dict[str, Any]], sampled_texts: list[list[str]]
+    evaluated: tuple[EvaluatedRun, Evaluated], rows: list[dict[str, Any]], sampled_texts: list[list[str]]
 ) -> None:
     _, event = evaluated
     rewards = [
@@ -107,8 +124,10 @@ def test_sampled_accuracy_is_the_verifiers(
     assert set(event.by_group) == {str(row["people"]) for row in rows}
 
 
-def test_greedy_accuracy_is_that_of_generate(evaluated: tuple[RunParts, Evaluated], rows: list[dict[str, Any]]) -> None:
-    parts, event = evaluated
+def test_greedy_accuracy_is_that_of_generate(
+    evaluated: tuple[EvaluatedRun, Evaluated], rows: list[dict[str, Any]]
+) -> None:
+    parts, event = evaluated[0].parts, evaluated[1]
     rewards = []
     for row in rows:
         prompt = parts.tokenizer(row["prompt"], return_tensors="pt")["input_ids"]
@@ -121,9 +140,9 @@ def test_greedy_accuracy_is_that_of_generate(evaluated: tuple[RunParts, Evaluate
     assert weighted / (NUM_PROMPTS * NUM_SAMPLES) == pytest.approx(event.greedy_accuracy)
 
 
-def test_the_engines_counters_leave_evaluation_out(evaluated: tuple[RunParts, Evaluated]) -> None:
-    parts, _ = evaluated
-    used, left = parts.evaluator.used, parts.stats()
+def test_the_engines_counters_leave_evaluation_out(evaluated: tuple[EvaluatedRun, Evaluated]) -> None:
+    run, _ = evaluated
+    used, left = run.evaluator.used, run.stats()
     assert used.decoded_tokens > 0
     assert used.prompt_tokens > 0
     assert (left.decode_steps, left.decoded_tokens, left.prompt_tokens, left.recomputed_tokens) == (0, 0, 0, 0)
@@ -131,17 +150,16 @@ def test_the_engines_counters_leave_evaluation_out(evaluated: tuple[RunParts, Ev
 
 
 def test_evaluations_amid_training_stay_apart() -> None:
-    heard: list[Event] = []
-    with evaluated_run() as (parts, _):
-        parts.controller.emit = heard.append
-        before = parts.evaluator.used.decoded_tokens
-        assert parts.controller.run()
-    assert parts.evaluator.used.decoded_tokens > before
-    assert parts.evaluator.last_run == 64
+    with evaluated_run() as (run, _):
+        before = run.evaluator.used.decoded_tokens
+        assert run.controller.run()
+    heard = run.events
+    assert run.evaluator.used.decoded_tokens > before
+    assert run.evaluator.last_run == 64
     trained = sum(sum(event.lengths) for event in heard if event.kind == "BatchTaken")
     discarded = sum(event.discarded for event in heard if event.kind == "SampleRequeued")
     rejected = sum(event.cached - event.accepted for event in heard if event.kind == "AttemptVerified")
-    assert parts.stats().decoded_tokens == trained + discarded + rejected
+    assert run.stats().decoded_tokens == trained + discarded + rejected
 
 
 # ---- on its own -----------------------------------------------------------------------------------------------------

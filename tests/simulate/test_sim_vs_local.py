@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from sortedrl.buffer import Buffer
 from sortedrl.clock import VirtualClock
-from sortedrl.controller import Controller
+from sortedrl.controller import Controller, LoopParts, LoopSettings
 from sortedrl.engine.base import Handle, InFlight, Request, Sampling
 from sortedrl.engine.local.cache import DecodePlan
 from sortedrl.engine.local.engine import LocalEngine
@@ -148,14 +148,16 @@ class Case:
         )
         learner = RecordingLearner(clock=clock, seconds=self.update_s, source=SimpleNamespace(module=model()))
         controller = Controller(
-            buffer=Buffer(grouped=self.grouped),
-            knobs=self.knobs,
-            engine=make(self.policy, self.slots, clock),
-            learner=learner,
-            scorer=DelayedScorer(),
-            load_samples=self.loader(),
-            total_samples=self.num_samples,
-            sampling=Sampling(temperature=0.0, stop_tokens=(END,)),
+            Buffer(grouped=self.grouped),
+            LoopParts(
+                engine=make(self.policy, self.slots, clock),
+                learner=learner,
+                scorer=DelayedScorer(),
+                load_samples=self.loader(),
+            ),
+            LoopSettings(
+                knobs=self.knobs, total_samples=self.num_samples, sampling=Sampling(temperature=0.0, stop_tokens=(END,))
+            ),
             clock=clock,
             emit=log.append,
         )

@@ -6,10 +6,11 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 from sortedrl.buffer import Buffer
 from sortedrl.clock import VirtualClock
-from sortedrl.controller import Controller
+from sortedrl.controller import Controller, LoopParts, LoopSettings
 from sortedrl.engine.base import Request, Sampling
 from sortedrl.engine.sim.engine import SimEngine
 from sortedrl.records import Batch, Prompt, Sample, sample_seed
@@ -132,8 +133,9 @@ def scripted_run(
     run_seed: int = 0,
     seed_of: Callable[[int], int] | None = None,
     fails: Callable[[Request], int | None] = lambda request: None,
+    **settings: Any,
 ) -> ScriptedRun:
-    """Build a run of `num_samples`; `siblings` of them share a prompt."""
+    """Build a run of `num_samples`; `siblings` of them share a prompt. `settings` are further `LoopSettings`."""
     clock, events = VirtualClock(), []
     engine = SimEngine(policy, slots=slots, clock=clock, fails=fails)
     learner = RecordingLearner(clock=clock, seconds=update_s)
@@ -153,14 +155,9 @@ def scripted_run(
         return samples
 
     controller = Controller(
-        buffer=Buffer(grouped=grouped),
-        knobs=knobs,
-        engine=engine,
-        learner=learner,
-        scorer=DelayedScorer(lag=score_lag),
-        load_samples=load_samples,
-        total_samples=num_samples,
-        sampling=Sampling(),
+        Buffer(grouped=grouped),
+        LoopParts(engine=engine, learner=learner, scorer=DelayedScorer(lag=score_lag), load_samples=load_samples),
+        LoopSettings(knobs=knobs, total_samples=num_samples, sampling=Sampling(), **settings),
         clock=clock,
         emit=events.append,
     )

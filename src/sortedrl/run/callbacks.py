@@ -20,7 +20,7 @@ from typing import Any
 
 from sortedrl.config import SortedConfig
 from sortedrl.errors import ConfigError
-from sortedrl.protocols import Pause, Save
+from sortedrl.protocols import CheckpointHook, EvaluationHook
 from sortedrl.telemetry.events import (
     BatchTaken,
     CheckpointSaved,
@@ -96,31 +96,17 @@ class ProgressSink:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class RequestedEvaluation:
-    """The run's own evaluation, plus those that callbacks request."""
+class DueOnRequest:
+    """An evaluation or checkpoint hook that is also due when a callback asks for it."""
 
-    inner: Pause
+    inner: EvaluationHook | CheckpointHook
     is_requested: Callable[[], bool]
 
-    def is_due(self, num_trained: int) -> bool:
-        return self.is_requested() or self.inner.is_due(num_trained)
+    def is_due(self, count: int) -> bool:
+        return self.is_requested() or self.inner.is_due(count)
 
-    def run(self, version: int, num_trained: int) -> None:
-        self.inner.run(version, num_trained)
-
-
-@dataclass(slots=True, kw_only=True, frozen=True)
-class RequestedSave:
-    """The run's own checkpoints, plus those that callbacks request."""
-
-    inner: Save
-    is_requested: Callable[[], bool]
-
-    def is_due(self, num_updates: int) -> bool:
-        return self.is_requested() or self.inner.is_due(num_updates)
-
-    def run(self) -> None:
-        self.inner.run()
+    def run(self, *arguments: Any) -> None:
+        self.inner.run(*arguments)
 
 
 class RunArguments(SimpleNamespace):

@@ -17,7 +17,7 @@ import numpy as np
 
 from sortedrl.buffer import Buffer
 from sortedrl.clock import VirtualClock
-from sortedrl.controller import Controller
+from sortedrl.controller import Controller, LoopParts, LoopSettings
 from sortedrl.engine.base import InFlight, Sampling
 from sortedrl.engine.sim.cost import UnitCost
 from sortedrl.engine.sim.engine import SimEngine
@@ -170,19 +170,23 @@ def simulate(
 
     engine = SimEngine(answers, slots=slots, clock=clock, cost=cost)
     controller = Controller(
-        buffer=Buffer(grouped=group_size > 1),
-        knobs=resolved,
-        engine=engine,
-        learner=SimLearner(clock=clock, cost=cost, seconds=update_s),
-        scorer=InstantScorer(),
-        load_samples=loader.load,
-        total_samples=trace.num_samples,
-        sampling=Sampling(),
+        Buffer(grouped=group_size > 1),
+        LoopParts(
+            engine=engine,
+            learner=SimLearner(clock=clock, cost=cost, seconds=update_s),
+            scorer=InstantScorer(),
+            load_samples=loader.load,
+        ),
+        LoopSettings(
+            knobs=resolved,
+            total_samples=trace.num_samples,
+            sampling=Sampling(),
+            # If updates overlap rollout, only the attempts show which slots were busy during an update.
+            follows_attempts=emit is not None or resolved.overlap,
+            in_flight=in_flight,
+        ),
         clock=clock,
         emit=emit_to_all if emit is not None else metrics.emit,
-        # If updates overlap rollout, only the attempts show which slots were busy during an update.
-        follows_attempts=emit is not None or resolved.overlap,
-        in_flight=in_flight,
     )
     emit_to_all(
         RunStarted(
@@ -198,15 +202,7 @@ def simulate(
         complete = controller.run()
     assert complete, "the simulation stopped before the end of its trace"
     emit_to_all(RunEnded(t=clock.now(), reason="complete"))
-    return summarize(
-        metrics,
-        stats=engine.stats(),
-        timing=controller.timing(),
-        held=list(controller.buffer.samples),
-        cohort_batches=resolved.cohort_batches,
-        lookahead="none" if resolved.lookahead is None else resolved.lookahead,
-        calibration=controller.buffer.lengths.calibration,
-    )
+    return summarize(metrics, stats=engine.stats(), **controller.summary_facts())
 
 
 def _check(trace: Trace, *, slots: int, update_batch: int, group_size: int, divergence: float, drift: float) -> None:

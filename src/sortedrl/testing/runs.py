@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sortedrl.buffer import Buffer
-from sortedrl.controller import Controller
+from sortedrl.controller import Controller, LoopParts, LoopSettings
 from sortedrl.engine.base import InFlight, Sampling
 from sortedrl.learner.base import UpdateResult
 from sortedrl.records import Batch, Prompt, Sample, sample_seed
@@ -88,17 +88,12 @@ def run_loop(case: EngineCase, knobs: Knobs, *, is_slow: bool = False, kill_at: 
         return [_sample(case, number, cohort) for number in numbers]
 
     controller = Controller(
-        buffer=buffer,
-        knobs=knobs,
-        engine=case.engine,
-        learner=learner,
-        scorer=scorer,
-        load_samples=load,
-        total_samples=_SAMPLES,
-        sampling=Sampling(),
+        buffer,
+        LoopParts(engine=case.engine, learner=learner, scorer=scorer, load_samples=load),
+        LoopSettings(
+            knobs=knobs, total_samples=_SAMPLES, sampling=Sampling(), in_flight=InFlight.REPREFILL, score_grace_s=0.0
+        ),
         clock=case.clock,
-        in_flight=InFlight.REPREFILL,
-        score_grace_s=0.0,
     )
     is_complete = controller.run()
     case.version = buffer.version

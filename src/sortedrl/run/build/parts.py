@@ -1,7 +1,8 @@
-"""From a configuration to the objects of a run: with the other build files, the only place that names concrete classes.
+"""Builds the parts of a run that need no run directory: task, model, learner, engine, rewards.
 
-`trainer.py` calls `build_run`. Everything that can be wrong with the configuration, the task or the model is found
-here, before the first token is sampled.
+`trainer.py` calls `build_parts` before it touches the run directory. Everything that can be wrong with the
+configuration, the task or the model raises here, so a run that cannot start leaves an earlier run of its name alone.
+`loop.py` puts the parts together with the files of the run directory.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from sortedrl.run.build.task import build_task
 from sortedrl.clock import Clock
 from sortedrl.config import SortedConfig
 from sortedrl.controller import Controller
-from sortedrl.engine.base import Engine, EngineStats, InFlight
+from sortedrl.engine.base import Engine, Sampling
 from sortedrl.errors import ConfigError, ModelError
 from sortedrl.run.evaluate import Evaluator
 from sortedrl.run.checkpoint import load_model
@@ -41,7 +42,7 @@ from sortedrl.weights import is_adapted
 
 @dataclass(slots=True, kw_only=True)
 class RunParts:
-    """What a run consists of. `close` ends processes and threads."""
+    """The parts of a run that need no run directory. `close` ends their processes and threads."""
 
     task: Task
     model: Any
@@ -49,39 +50,31 @@ class RunParts:
     engine: Engine
     learner: RunLearner
     rewards: RewardPool
-    heldout_rewards: RewardPool  # its own, so that an evaluation never takes scores of training
-    evaluator: Evaluator
+    heldout_rewards: RewardPool  # a separate pool, so that an evaluation never takes scores of training
+    sampling: Sampling
     loader: SampleLoader
-    controller: Controller
-    carried: EngineStats = field(default_factory=EngineStats)  # counted before the run was resumed
-
-    def stats(self) -> EngineStats:
-        """The engine's counters over the whole run, without what evaluation caused."""
-        return self.engine.stats().minus(self.evaluator.used).plus(self.carried)
+    heldout: list[Prompt]
 
     def close(self) -> None:
         self.rewards.close()
         self.heldout_rewards.close()
         self.engine.close()
-        self.learner.close()  # the connection to Ray that both may use is its own
+        self.learner.close()  # last, because it may own the Ray connection that the engine uses
 
 
-def build_run(
+def build_parts(
     config: SortedConfig,
     *,
-    emit: Emit,
-    clock: Clock,
-    should_stop: Callable[[], bool],
     task: Task | None = None,
     model: Any = None,
     tokenizer: Any = None,
     checkpoint: Path | None = None,
     peft_config: Any = None,
 ) -> RunParts:
-    """Make every part of a run; a task, model or tokenizer that is given replaces the configured one.
+    """Build the parts of a run. A task, model or tokenizer that is given replaces the configured one.
 
-    `checkpoint`: the folder whose weights are taken instead, those of a given model included. `peft_config`: adapters
-    to train in place of all weights, other than those that the configuration may ask for.
+    `checkpoint` is a folder whose weights replace those of the model. `peft_config` asks for adapters that are trained
+    in place of all weights; the configuration must not ask for adapters too.
     """
     check_trackers(config.track.to)
     torch.set_num_threads(config.run.threads)
@@ -94,57 +87,13 @@ def build_run(
     check_prompts(config, task, tokenizer)
     heldout = heldout_prompts(config, task, tokenizer)
     model = build_model(config, model, peft_config, checkpoint)
-    knobs = config.knobs
     learner = build_learner(config, model)
     try:
-        engine = build_engine(config, engine_model(config, model, learner.source), knobs, decode=tokenizer.decode)
+        weights = engine_model(config, model, learner.source)
+        engine = build_engine(config, weights, config.knobs, decode=tokenizer.decode)
     except BaseException:
         learner.close()
         raise
-    sampling = build_sampling(config, stop_token_ids(model, tokenizer))
-    evaluator = Evaluator(
-        engine=engine,
-        prompts=heldout,
-        scorer=SampleScorer(pool=heldout_rewards, tokenizer=tokenizer),
-        sampling=sampling,
-        budget=config.engine.max_new_tokens,
-        seed=config.run.seed,
-        clock=clock,
-        emit=emit,
-        right_above=config.eval.right_above,
-        num_samples=config.eval.samples,
-        group_column=task.group_column,
-        every_samples=config.eval.every_samples,
-    )
-    loader = SampleLoader(
-        stream=prompt_stream(config, task, tokenizer),
-        seed=config.run.seed,
-        total_samples=config.run.samples,
-        siblings=config.learner.group_size,
-        max_new_tokens=config.engine.max_new_tokens,
-    )
-    controller = Controller(
-        buffer=Buffer(grouped=config.is_grouped),
-        knobs=knobs,
-        engine=engine,
-        learner=learner,
-        scorer=SampleScorer(
-            pool=rewards,
-            tokenizer=tokenizer,
-            on_skipped=learner.skip,
-            on_call=reward_call_emitter(emit, clock),
-        ),
-        load_samples=loader.load,
-        total_samples=config.run.samples,
-        sampling=sampling,
-        clock=clock,
-        emit=emit,
-        replay_tolerance=config.engine.replay_tolerance,
-        in_flight=InFlight(config.engine.in_flight),
-        score_grace_s=config.reward.grace_s,
-        should_stop=lambda: should_stop() or rewards.failure is not None,
-        pause=evaluator,
-    )
     parts = RunParts(
         task=task,
         model=model,
@@ -153,30 +102,22 @@ def build_run(
         learner=learner,
         rewards=rewards,
         heldout_rewards=heldout_rewards,
-        evaluator=evaluator,
-        loader=loader,
-        controller=controller,
+        sampling=build_sampling(config, stop_token_ids(model, tokenizer)),
+        loader=SampleLoader(
+            stream=prompt_stream(config, task, tokenizer),
+            seed=config.run.seed,
+            total_samples=config.run.samples,
+            siblings=config.learner.group_size,
+            max_new_tokens=config.engine.max_new_tokens,
+        ),
+        heldout=heldout,
     )
-    try:  # last, so that no worker is left behind when something else is wrong
+    try:  # last, so that no worker process is left behind when something else is wrong
         rewards.start()
     except BaseException:
         parts.close()
         raise
     return parts
-
-
-def reward_call_emitter(emit: Emit, clock: Clock) -> Callable[[RewardCall], None]:
-    """A callback that reports each finished call of a reward function as a RewardCalled event."""
-
-    def report(call: RewardCall) -> None:
-        lag_s = time.monotonic() - call.ended
-        emit(
-            RewardCalled(
-                t=clock.now(), worker=call.worker, seconds=call.seconds, lag_s=lag_s, num_samples=call.num_samples
-            )
-        )
-
-    return report
 
 
 def build_rewards(config: SortedConfig, functions: Sequence[RewardFunc], *, is_heldout: bool = False) -> RewardPool:
@@ -193,10 +134,10 @@ def build_rewards(config: SortedConfig, functions: Sequence[RewardFunc], *, is_h
 
 
 def choose_adapters(config: SortedConfig, peft_config: Any) -> Any:
-    """The adapters that are asked for, checked; None when all weights are to be trained."""
+    """The peft configuration of the adapters to train, checked; None to train all weights."""
     configured = peft_config_of(config.lora)
     if configured is not None and peft_config is not None:
-        raise ConfigError("lora.rank and peft_config both ask for adapters: leave one of them out")
+        raise ConfigError("lora.rank and peft_config both ask for adapters: remove one of them")
     chosen = configured or peft_config
     if chosen is not None:
         check_peft_config(chosen)
@@ -204,7 +145,7 @@ def choose_adapters(config: SortedConfig, peft_config: Any) -> Any:
 
 
 def own_tokenizer(config: SortedConfig, model: Any, checkpoint: Path | None) -> Any:
-    """The tokenizer beside the weights, which are not read yet."""
+    """The tokenizer in the model folder."""
     if model is not None:
         raise ConfigError("a model object needs its tokenizer: pass processing_class=tokenizer")
     folder = check_model_folder(checkpoint or model_path(config))
@@ -212,10 +153,10 @@ def own_tokenizer(config: SortedConfig, model: Any, checkpoint: Path | None) -> 
 
 
 def build_model(config: SortedConfig, model: Any, peft_config: Any, checkpoint: Path | None) -> Any:
-    """The model to train: the given or configured one, with adapters if any, and the weights of a checkpoint."""
+    """The model to train: the given or the configured one, with adapters if any, and with a checkpoint's weights."""
     has_adapters = peft_config is not None or is_adapted(model)
     if checkpoint is not None and (checkpoint / ADAPTER_FOLDER).is_dir() and not has_adapters:
-        raise ConfigError(f"{checkpoint} is of a run with adapters: pass its peft_config again")
+        raise ConfigError(f"{checkpoint} belongs to a run with adapters: pass its peft_config again")
     if model is None:
         folder = check_model_folder(checkpoint if checkpoint is not None and not has_adapters else model_path(config))
         check_window(config, folder)
@@ -232,17 +173,17 @@ def build_model(config: SortedConfig, model: Any, peft_config: Any, checkpoint: 
 
 
 def check_window(config: SortedConfig, folder: Path) -> None:
-    """Refuse prompts and answers that are longer together than what the model can look at."""
+    """Refuse prompts and answers that together exceed the model's context window."""
     window, prompt, answer = read_window(folder), config.task.max_prompt_tokens, config.engine.max_new_tokens
     if window is not None and prompt + answer > window:
         raise ModelError(
-            f"task.max_prompt_tokens {prompt} and engine.max_new_tokens {answer} are {prompt + answer} together, more "
+            f"task.max_prompt_tokens {prompt} and engine.max_new_tokens {answer} add up to {prompt + answer}, more "
             f"than the {window} positions of the model in {folder}: lower one of them"
         )
 
 
 def check_prompts(config: SortedConfig, task: Task, tokenizer: Any) -> None:
-    """Encode every row of a dataset that the run will use: a bad one is to be found before training, not in it."""
+    """Encode every row of a dataset that the run will use, so that a bad row is found before training starts."""
     size = task.train.size
     num_used = config.run.samples // config.learner.group_size
     stream = prompt_stream(config, task, tokenizer)
@@ -255,7 +196,7 @@ def model_path(config: SortedConfig) -> Path:
 
 
 def named_model_path(name: str) -> Path:
-    """The folder of a model that is called by a name of this package's, or by its path."""
+    """The folder of a model: one that the package ships or can build, by its name, or any path."""
     match name:
         case "knights-tiny":
             return knights_tiny_path()
@@ -280,7 +221,7 @@ def heldout_prompts(config: SortedConfig, task: Task, tokenizer: Any) -> list[Pr
 
 
 def stop_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Every token that ends an answer, by the model's generation settings and its tokenizer."""
+    """All tokens that end an answer, from the model's generation settings and the tokenizer."""
     named = [tokenizer.eos_token_id, getattr(getattr(model, "generation_config", None), "eos_token_id", None)]
     flat = [token for entry in named for token in (entry if isinstance(entry, list) else [entry])]
     return tuple(sorted({int(token) for token in flat if token is not None}))
