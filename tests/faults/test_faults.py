@@ -88,7 +88,9 @@ def test_an_engine_that_raises(tmp_path: Path) -> None:
 
     with failing_after(40, break_down), pytest.raises(EngineError, match=r"failed in poll.*device lost") as caught:
         train(config)
-    assert caught.value.__notes__ == [f"go on from the last checkpoint with: sortedrl train --resume {config.run_dir}"]
+    assert caught.value.__notes__ == [
+        f"continue from the last checkpoint with: sortedrl train --resume {config.run_dir}"
+    ]
     check_goes_on(config)
 
 
@@ -196,7 +198,7 @@ def test_a_damaged_ledger(damage: str, tmp_path: Path, caplog: pytest.LogCapture
     more = make_config(tmp_path, run={"samples": SAMPLES + 16})
     with caplog.at_level(logging.WARNING):
         summary = train(more, resume=True)
-    assert "takes its place" in caplog.text
+    assert "replaces it" in caplog.text
     assert summary.ledger is not None
     assert (summary.ledger.trained, summary.ledger.lost, summary.ledger.duplicated) == (SAMPLES + 16, 0, 0)
     check_file(more)
@@ -272,7 +274,7 @@ def test_a_run_that_ended_without_checkpoints_is_left_alone(tmp_path: Path) -> N
     config = make_config(tmp_path, checkpoint={"save": False})
     train(config)
     before = (config.run_dir / "events.jsonl").read_bytes()
-    with pytest.raises(RunDirError, match="left no checkpoint to go on from: start a new run"):
+    with pytest.raises(RunDirError, match="has no checkpoint to continue from: start a new run"):
         train(config, resume=True)
     assert (config.run_dir / "events.jsonl").read_bytes() == before
 

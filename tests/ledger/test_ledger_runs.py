@@ -38,7 +38,7 @@ class Session:
     def __init__(self, run: ScriptedRun, path: Path) -> None:
         self.run = run
         self.path = path
-        self.total = run.controller.total_samples
+        self.total = run.controller.settings.total_samples
         self.pool = run.controller.load_samples(0, self.total)
         self.checkpoint = 0
 

@@ -316,7 +316,7 @@ def test_a_run_that_is_cut_goes_on_and_trains_all_once(strategy: Strategy) -> No
         folder = Path(tempfile.mkdtemp(prefix="test-store-", dir=SHM if SHM.is_dir() else None))
         store, places = with_ledger(run, folder)
         controller = run.controller
-        total, load_samples = controller.total_samples, controller.load_samples
+        total, load_samples = controller.settings.total_samples, controller.load_samples
         loaded: dict[int, list[Sample]] = {}
         controller.load_samples = lambda cohort, count: loaded.setdefault(cohort, load_samples(cohort, count))
         assert controller.run()

@@ -81,7 +81,7 @@ def test_guarantees_hold(strategy: Strategy) -> None:
 
 def assert_exactly_once(run: ScriptedRun) -> None:
     trained = [sample.id for sample in run.trained]
-    assert sorted(trained) == list(range(run.controller.total_samples))
+    assert sorted(trained) == list(range(run.controller.settings.total_samples))
     assert not run.controller.buffer.samples
     assert not run.engine.running
 
