@@ -130,7 +130,7 @@ def test_a_run_counts_them_and_its_ledger_is_exact(flat_groups: str, tmp_path: P
 def test_what_cannot_be_replaced_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a drained cohort has no other groups"):
         SortedConfig(learner={"flat_groups": "replace"}, schedule={"strategy": "sync"})
-    with pytest.raises(ConfigError, match="is for siblings, which reinforce"):
+    with pytest.raises(ConfigError, match="compares siblings, and reinforce"):
         config(tmp_path, algorithm="reinforce++", flat_groups="replace")
-    with pytest.raises(ConfigError, match="is for siblings, which rloo with"):
+    with pytest.raises(ConfigError, match="compares siblings, and rloo with"):
         config(tmp_path, algorithm="rloo", group_size=1, flat_groups="replace")
