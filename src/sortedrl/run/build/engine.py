@@ -17,8 +17,8 @@ import torch
 
 from sortedrl.config import SortedConfig
 from sortedrl.engine.base import Engine, Sampling
-from sortedrl.engine.local.engine import LocalEngine
 from sortedrl.engine.local.decoder_choice import EXACT_DTYPES, choose_dtype
+from sortedrl.engine.local.engine import LocalEngine
 from sortedrl.engine.pool.pool import Pool
 from sortedrl.engine.pool.ray_cluster import connect, disconnect, is_connected
 from sortedrl.engine.watchdog import Watchdog

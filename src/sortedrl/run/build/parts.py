@@ -7,35 +7,28 @@ configuration, the task or the model raises here, so a run that cannot start lea
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from sortedrl.buffer import Buffer
-from sortedrl.run.build.engine import build_engine, build_sampling, engine_model
-from sortedrl.run.build.learner import RunLearner, build_learner
-from sortedrl.run.build.task import build_task
-from sortedrl.clock import Clock
 from sortedrl.config import SortedConfig
-from sortedrl.controller import Controller
 from sortedrl.engine.base import Engine, Sampling
 from sortedrl.errors import ConfigError, ModelError
-from sortedrl.run.evaluate import Evaluator
-from sortedrl.run.checkpoint import load_model
 from sortedrl.learner.lora import ADAPTER_FOLDER, adapt, check_base, check_peft_config, peft_config_of, restore_adapters
 from sortedrl.learner.model import check_model_folder, load_tokenizer, read_window
 from sortedrl.learner.smollm2 import smollm2_path
 from sortedrl.records import Prompt
-from sortedrl.reward.pool import RewardCall, RewardPool
-from sortedrl.reward.scorer import SampleScorer
+from sortedrl.reward.pool import RewardPool
+from sortedrl.run.build.engine import build_engine, build_sampling, engine_model
+from sortedrl.run.build.learner import RunLearner, build_learner
+from sortedrl.run.build.task import build_task
+from sortedrl.run.checkpoint import load_model
 from sortedrl.tasks.base import PromptStream, RewardFunc, Task, make_prompt
 from sortedrl.tasks.loader import SampleLoader
 from sortedrl.tasks.tiny import knights_tiny_path
-from sortedrl.telemetry.events import Emit, RewardCalled
 from sortedrl.telemetry.trackers import check_trackers
 from sortedrl.weights import is_adapted
 

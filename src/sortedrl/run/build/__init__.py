@@ -1,0 +1,1 @@
+"""From a configuration to the objects of a run. Only these modules name concrete classes."""

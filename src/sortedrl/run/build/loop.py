@@ -1,0 +1,96 @@
+"""Puts the controller of a run together: its parts, its buffer, evaluation, checkpoints, clock and events.
+
+`trainer.py` calls `build_loop` once the run directory is open. Everything is passed to constructors: nothing is changed
+in a controller, learner or buffer afterwards.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from sortedrl.buffer import Buffer
+from sortedrl.clock import Clock
+from sortedrl.config import SortedConfig
+from sortedrl.controller import Controller, LoopParts, LoopSettings
+from sortedrl.engine.base import InFlight
+from sortedrl.protocols import CheckpointHook, EvaluationHook
+from sortedrl.reward.pool import RewardCall
+from sortedrl.reward.scorer import SampleScorer
+from sortedrl.run.build.parts import RunParts
+from sortedrl.run.evaluate import Evaluator
+from sortedrl.telemetry.events import Emit, RewardCalled
+
+
+def build_evaluator(config: SortedConfig, parts: RunParts, *, emit: Emit, clock: Clock) -> Evaluator:
+    """The evaluation on held-out prompts."""
+    return Evaluator(
+        engine=parts.engine,
+        prompts=parts.heldout,
+        scorer=SampleScorer(pool=parts.heldout_rewards, tokenizer=parts.tokenizer),
+        sampling=parts.sampling,
+        budget=config.engine.max_new_tokens,
+        seed=config.run.seed,
+        clock=clock,
+        emit=emit,
+        right_above=config.eval.right_above,
+        num_samples=config.eval.samples,
+        group_column=parts.task.group_column,
+        every_samples=config.eval.every_samples,
+    )
+
+
+def build_loop(
+    config: SortedConfig,
+    parts: RunParts,
+    buffer: Buffer,
+    *,
+    emit: Emit,
+    clock: Clock,
+    should_stop: Callable[[], bool] = lambda: False,
+    evaluation: EvaluationHook | None = None,
+    checkpoints: CheckpointHook | None = None,
+) -> Controller:
+    """The controller. It also stops when the reward functions fail for good."""
+    scorer = SampleScorer(
+        pool=parts.rewards,
+        tokenizer=parts.tokenizer,
+        on_skipped=parts.learner.skip,
+        on_call=_reward_call_emitter(emit, clock),
+    )
+    return Controller(
+        buffer,
+        LoopParts(
+            engine=parts.engine,
+            learner=parts.learner,
+            scorer=scorer,
+            load_samples=parts.loader.load,
+            evaluation=evaluation,
+            checkpoints=checkpoints,
+        ),
+        LoopSettings(
+            knobs=config.knobs,
+            total_samples=config.run.samples,
+            sampling=parts.sampling,
+            replay_tolerance=config.engine.replay_tolerance,
+            in_flight=InFlight(config.engine.in_flight),
+            score_grace_s=config.reward.grace_s,
+        ),
+        clock=clock,
+        emit=emit,
+        should_stop=lambda: should_stop() or parts.rewards.failure is not None,
+    )
+
+
+def _reward_call_emitter(emit: Emit, clock: Clock) -> Callable[[RewardCall], None]:
+    """A callback that reports each finished call of a reward function as a RewardCalled event."""
+
+    def report(call: RewardCall) -> None:
+        lag_s = time.monotonic() - call.ended
+        emit(
+            RewardCalled(
+                t=clock.now(), worker=call.worker, seconds=call.seconds, lag_s=lag_s, num_samples=call.num_samples
+            )
+        )
+
+    return report
