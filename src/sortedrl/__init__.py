@@ -1,7 +1,7 @@
 """sortedrl: online length-aware rollout scheduling for RL post-training of language models.
 
-`SortedTrainer` and `SortedConfig` are what most users need. `sortedrl.buffer` and `sortedrl.schedule` are public too:
-pure scheduling over an engine and a learner of one's own. Importing the package loads neither torch nor transformers.
+Most users need `SortedTrainer` and `SortedConfig` only. `sortedrl.buffer` and `sortedrl.schedule` are public too, for
+scheduling with your own engine and learner. Importing the package loads neither torch nor transformers.
 """
 
 from __future__ import annotations

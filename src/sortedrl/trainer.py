@@ -39,6 +39,7 @@ from sortedrl.telemetry.trackers import TrackSettings, open_trackers
 
 if TYPE_CHECKING:
     from sortedrl.controller import Controller
+    from sortedrl.protocols import CheckpointHook, EvaluationHook
     from sortedrl.run.build.parts import RunParts
     from sortedrl.run.callbacks import CallbackSink
     from sortedrl.run.evaluate import Evaluator
@@ -172,7 +173,6 @@ class SortedTrainer:
     def _open_session(self, stack: ExitStack, parts: RunParts, clock: WallClock, checkpoint: Path | None) -> _Session:
         """Open the run's files and put evaluation, checkpoints, sinks and the controller together."""
         from sortedrl.run.build.loop import build_evaluator, build_loop
-        from sortedrl.run.callbacks import DueOnRequest
         from sortedrl.run.checkpoint import Checkpoints
         from sortedrl.run.run_checkpoint import CHECKPOINTS, RunFiles, RunSaver, restore
 
@@ -203,13 +203,7 @@ class SortedTrainer:
             emit=emit,
             every_updates=settings.every_updates,
         )
-        evaluation, checkpoints = evaluator, saver if settings.save else None
-        if (sink := self.callbacks) is not None:
-            evaluation = DueOnRequest(
-                inner=evaluator, is_requested=lambda: sink.control.should_evaluate and bool(evaluator.prompts)
-            )
-            if settings.save:
-                checkpoints = DueOnRequest(inner=saver, is_requested=lambda: sink.control.should_save)
+        evaluation, checkpoints = self._hooks(evaluator, saver)
         controller = build_loop(
             self.config,
             parts,
@@ -235,6 +229,19 @@ class SortedTrainer:
         )
         self._add_sinks(session)
         return session
+
+    def _hooks(self, evaluator: Evaluator, saver: RunSaver) -> tuple[EvaluationHook, CheckpointHook | None]:
+        """When the controller evaluates and saves: as configured, and when a callback asks for it."""
+        from sortedrl.run.callbacks import DueOnRequest
+
+        is_saved, sink = self.config.checkpoint.save, self.callbacks
+        if sink is None:
+            return evaluator, saver if is_saved else None
+        evaluation = DueOnRequest(
+            inner=evaluator, is_requested=lambda: sink.control.should_evaluate and bool(evaluator.prompts)
+        )
+        checkpoints = DueOnRequest(inner=saver, is_requested=lambda: sink.control.should_save)
+        return evaluation, checkpoints if is_saved else None
 
     def _add_sinks(self, session: _Session) -> None:
         """Connect everything that listens to events; sinks of a resumed run first read what it has told so far."""

@@ -85,7 +85,7 @@ def test_a_dataset_takes_any_reward(sums: Path) -> None:
         ({"name": "dataset", "path": "x.jsonl", "reward": "brief"}, "write module:function, or one of math, logic"),
         ({"name": "dataset", "path": "x.jsonl", "reward": "json:dumbs"}, "has no attribute 'dumbs'"),
         ({"name": "dataset", "path": "x.jsonl", "reward": "no_such:f"}, "No module named 'no_such'"),
-        ({"name": "dataset", "path": "x.jsonl", "reward": "json:__name__"}, "is no function"),
+        ({"name": "dataset", "path": "x.jsonl", "reward": "json:__name__"}, "is not a function"),
         ({"name": "knights", "path": "x.jsonl"}, "task.path has no effect on task.name knights"),
         ({"name": "logic", "options": {"a": 1}}, "task.options has no effect on task.name logic"),
         ({"name": "logic", "people": {"two": 1}}, "task.people must map numbers"),

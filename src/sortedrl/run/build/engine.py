@@ -1,7 +1,7 @@
-"""From a configuration to the engine of a run: in this process, vLLM, or a pool of Ray actors.
+"""Builds the engine of a run: local, vLLM, or a pool of either in Ray actors.
 
-`build/parts.py` calls `build_engine`. The actors of a pool make their engine from the model's configuration alone and
-get its weights by the first publication: a machine of the cluster needs this package, and no copy of the model.
+`parts.py` calls `build_engine`. The actors of a pool create the model from its configuration and receive the weights
+with the first publication, so the machines of a cluster need this package but no copy of the model.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from sortedrl.weights import ModuleWeights, is_adapted
 
 log = logging.getLogger(__name__)
 
-# With this module, nearly all that making a model imports, in steps of a second or two.
+# What an actor imports before it makes a model, in steps of a second or two each.
 IMPORTS = ("torch", "torch._dynamo", "transformers.modeling_utils", "transformers.models.auto.modeling_auto", __name__)
-STREAM_EVERY = 16  # decode steps from one delivery to the next: what a dead engine takes along
+STREAM_EVERY = 16  # decode steps between two deliveries: at most so many tokens per sample die with an engine
 
 
 def build_engine(
     config: SortedConfig, model: Any, knobs: Knobs, decode: Callable[[list[int]], str] | None = None
 ) -> Engine:
-    """`decode` turns tokens into the text in which stop strings are looked for."""
+    """The configured engine behind a watchdog. `decode` turns tokens into the text that is searched for stop strings."""
     needs_replay = Fate.REPLAY in (knobs.interrupted, knobs.on_bound)
     length = config.task.max_prompt_tokens + config.engine.max_new_tokens
     has_members = is_pool(config)
     if config.engine.stop and has_members:
-        raise ConfigError("engine.stop is not for pools: leave it out, or engine.replicas at 1")
+        raise ConfigError("engine.stop does not work with a pool: remove it, or set engine.replicas = 1")
     if has_members and (config.engine.address or config.engine.port):
-        raise ConfigError("a pool starts its own engines: leave out engine.address and engine.port")
+        raise ConfigError("a pool starts its own engines: remove engine.address and engine.port")
     match config.engine.kind:
         case "vllm" if has_members:
             dtype = next(model.parameters()).dtype
@@ -63,7 +63,7 @@ def build_engine(
             if config.engine.address and config.engine.port:
                 raise ConfigError("engine.address names a vLLM server and engine.port starts one: set one of them")
             if config.engine.dtype == "bfloat16":
-                check_replay(knobs, is_exact=False)  # before it is started for nothing
+                check_replay(knobs, is_exact=False)  # before vLLM is started in vain
             engine = build_vllm(config, model, length, decode)
     if config.engine.in_flight == "keep" and not engine.capabilities.keep_kv:
         raise ConfigError(f"engine {config.engine.kind} cannot keep its cache: set engine.in_flight = reprefill")
@@ -76,7 +76,7 @@ def build_engine(
 
 
 def engine_model(config: SortedConfig, model: Any, source: ModuleWeights) -> Any:
-    """What an engine is built on: plain weights, or a model with adapters if it takes them as they are."""
+    """The model that the engine is built with: plain weights, or the model with its adapters if the engine takes them."""
     if not is_adapted(model):
         return source.module
     why = _merge_reason(config, model)
@@ -88,7 +88,7 @@ def engine_model(config: SortedConfig, model: Any, source: ModuleWeights) -> Any
 
 
 def _merge_reason(config: SortedConfig, model: Any) -> str | None:
-    """Why adapters are merged for the engine; None if they are not."""
+    """Why adapters must be merged into the weights for the engine; None if the engine takes them."""
     from sortedrl.engine.vllm.adapter import find_adapter_fault
 
     settings = config.engine
@@ -117,11 +117,8 @@ def check_replay(knobs: Knobs, *, is_exact: bool) -> None:
 
 
 def build_vllm(config: SortedConfig, model: Any, max_length: int, decode: Callable[[list[int]], str] | None) -> Engine:
-    """vLLM with a copy of the model, its adapters apart if it has some.
-
-    It may be silent for half as long as the watchdog allows, then it starts anew.
-    """
-    from sortedrl.engine.vllm.engine import VllmEngine  # it needs much that others do not have
+    """vLLM with a copy of the model. It restarts its core after half the time that the watchdog allows."""
+    from sortedrl.engine.vllm.engine import VllmEngine  # at need: vLLM is an optional dependency
 
     settings = config.engine
     return VllmEngine(
@@ -137,7 +134,7 @@ def build_vllm(config: SortedConfig, model: Any, max_length: int, decode: Callab
 
 
 def vllm_settings(config: SortedConfig) -> dict[str, Any]:
-    """What holds for an engine of its own and for each of a pool's."""
+    """Settings of a single vLLM engine and of each engine of a pool."""
     settings = config.engine
     kv_bytes = None if settings.kv_gb is None else int(settings.kv_gb * 2**30)
     return {"kv_bytes": kv_bytes, "limit_s": settings.watchdog_s / 2}
@@ -156,14 +153,14 @@ def build_sampling(config: SortedConfig, stop_tokens: tuple[int, ...]) -> Sampli
 
 
 def _private_copy(model: Any) -> Any:
-    """Weights that the learner does not change under a running engine."""
+    """A copy of the model, so that the learner does not change weights while the engine uses them."""
     return copy.deepcopy(model).requires_grad_(False)
 
 
 def build_pool(
     config: SortedConfig, model: Any, make: Callable[..., tuple[Engine, Any]], *, dtype: torch.dtype, max_length: int
 ) -> Engine:
-    """Engines that `make` makes, `replicas` times, with the weights of `model` as version 0."""
+    """A pool of `engine.replicas` engines made by `make`, with the weights of `model` as version 0."""
     settings = config.engine
     needed, there = settings.replicas * settings.replica_cpus, os.cpu_count() or 1
     if not settings.cluster and not is_connected() and needed > there:
@@ -172,7 +169,7 @@ def build_pool(
             f"processors, and this machine has {there}: lower one of them, or name a cluster"
         )
     is_ours = connect(settings.cluster or None)
-    from sortedrl.engine.pool.ray_members import RayMembers  # not before Ray knows where to listen
+    from sortedrl.engine.pool.ray_members import RayMembers  # imports Ray's actors, so only after `connect`
 
     make_engine = partial(
         make,
@@ -207,7 +204,7 @@ def build_pool(
 def local_engine(
     config: dict[str, Any], *, weights_dtype: torch.dtype, dtype: torch.dtype, slots: int, max_length: int
 ) -> tuple[Engine, Any]:
-    """Called in an actor: an engine around a model of this shape, whose weights are yet to come."""
+    """Runs in an actor: a local engine and its model, whose weights come with the first publication."""
     model = empty_model(config, weights_dtype)
     if torch.cuda.is_available():
         model.to("cuda")
@@ -224,7 +221,7 @@ def vllm_engine(
     max_length: int,
     **settings: Any,
 ) -> tuple[Engine, Any]:
-    """The same with vLLM, which has its devices to itself: the model beside it stays in memory."""
+    """Runs in an actor: a vLLM engine and a model in host memory that receives the weights."""
     from sortedrl.engine.vllm.engine import VllmEngine
 
     model = empty_model(config, weights_dtype)

@@ -1,6 +1,6 @@
-"""From a configuration to the learner of a run: in this process, or in ranks over which its weights are cut.
+"""Builds the learner of a run: in this process, or over several ranks that each hold a share of the weights.
 
-`build/parts.py` calls `build_learner`, before the engine is built: the two share one connection to Ray.
+`parts.py` calls `build_learner` before it builds the engine, because both may share one connection to Ray.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def build_learner(config: SortedConfig, model: Any) -> RunLearner:
     check_torch()
     check_room(config)
     is_ours = connect(config.engine.cluster or None)
-    from sortedrl.learner.sharded.ray_ranks import RayRanks  # not before Ray knows where to listen
+    from sortedrl.learner.sharded.ray_ranks import RayRanks  # imports Ray's actors, so only after `connect`
 
     ranks = RayRanks(
         settings.ranks,
@@ -44,14 +44,14 @@ def build_learner(config: SortedConfig, model: Any) -> RunLearner:
 
 
 def check_room(config: SortedConfig) -> None:
-    """Refuse what Ray would wait for without end: more processors than this machine has."""
+    """Refuse more processors than this machine has: Ray would wait for them forever."""
     if config.engine.cluster:
-        return  # it may grow
+        return  # a cluster may grow
     settings, engine = config.learner, config.engine
     of_engines = engine.replicas * engine.replica_cpus if engine.replicas > 1 else 0.0
     needed, there = settings.ranks * settings.rank_cpus + of_engines, os.cpu_count() or 1
     if needed > there:
         raise ConfigError(
             f"learner.ranks and engine.replicas ask for {needed:g} processors and this machine has {there}: lower "
-            "learner.rank_cpus or engine.replica_cpus, or give a cluster"
+            "learner.rank_cpus or engine.replica_cpus, or set engine.cluster"
         )

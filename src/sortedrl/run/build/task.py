@@ -1,7 +1,7 @@
-"""From the `[task]` section to a task: where its rows come from, how they are worded, and who scores the answers.
+"""Builds the task of the `[task]` section: its rows, how they become prompts, and its reward functions.
 
-`build/parts.py` calls `build_task` for a run, and the commands that need a task without one call it too. Everything
-that can be wrong with files, columns and names is found here, before a model is loaded.
+`parts.py` calls `build_task` for a run; commands such as `sft` and `doctor` call it too. Missing files, columns and
+names raise here, before a model is loaded.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ROLLOUT_ARGUMENTS = NOT_COLUMNS | {"trainer_state", "log_extra", "log_metric"}
 
 
 def build_task(config: SortedConfig) -> Task:
-    """The configured task."""
+    """The configured task; `task.reward` replaces its reward functions."""
     section, seed = config.task, config.run.seed
     rewards = load_rewards(section.reward)
     match section.name.partition(":")[0]:
@@ -53,7 +53,7 @@ def build_task(config: SortedConfig) -> Task:
             task = _dataset_task(section, rewards or load_rewards("math"), MATH_INSTRUCTION)
         case "dataset":
             if not rewards:
-                raise ConfigError("task.name dataset needs task.reward: name a function as module:function, or math")
+                raise ConfigError("task.name dataset needs task.reward: set module:function, or math")
             task = _dataset_task(section, rewards, "")
         case "reasoning_gym" if section.name.startswith(PREFIX):
             task = _gym_task(section, seed)
@@ -72,7 +72,7 @@ def _gym_task(section: TaskSection, seed: int) -> Task:
 
 def wording_of(section: TaskSection, instruction: str) -> Wording:
     if section.template and PLACE not in section.template:
-        raise ConfigError(f"task.template has no {PLACE} in it: say where the prompt goes")
+        raise ConfigError(f"task.template does not contain {PLACE}: put it where the prompt goes")
     return Wording(template=section.template, instruction=instruction, system=section.system, is_chat=section.chat)
 
 
@@ -104,7 +104,7 @@ def _logic_rl_task(section: TaskSection, rewards: Sequence[RewardFunc]) -> Datas
 
 
 def _read_both(section: TaskSection, required: set[str]) -> tuple[FileRows, FileRows | None]:
-    """Training rows, and held-out ones where a path or split of their own is given."""
+    """Training rows, and held-out rows if `eval_path` or `eval_split` is set."""
     if not section.path:
         raise ConfigError(f"task.name {section.name} needs task.path: a file, a folder or a dataset's name on the hub")
     rows = read_rows(section.path, columns=section.columns, split=section.split, required=required)
@@ -134,7 +134,7 @@ def _split_task(
 
 
 def load_rewards(spec: str) -> tuple[RewardFunc, ...]:
-    """The functions that `task.reward` names; modules are also looked for in the current folder."""
+    """The functions that `task.reward` names; the current folder is searched for their modules too."""
     return tuple(_load_reward(name.strip()) for name in spec.split(",") if name.strip())
 
 
@@ -144,25 +144,25 @@ def _load_reward(name: str) -> Callable[..., Any]:
         raise ConfigError(f"task.reward {name!r}: write module:function, or one of {', '.join(REWARDS)}")
     here = str(Path.cwd())
     if here not in sys.path:
-        sys.path.append(here)  # workers get this path too
+        sys.path.append(here)  # reward workers get the same path
     try:
         function = attrgetter(qualname)(importlib.import_module(module))
     except ConfigError:
         raise
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"task.reward {name!r} cannot be loaded: {error}; see that the module is on the path"
+            f"task.reward {name!r} cannot be loaded: {error}; check that its module can be imported from this folder"
         ) from error
     if not callable(function):
-        raise ConfigError(f"task.reward {name!r} is no function")
+        raise ConfigError(f"task.reward {name!r} is not a function: name a callable as module:function")
     return function
 
 
 def needed_columns(reward: Callable[..., Any]) -> list[str]:
-    """The columns without which a reward function cannot be called: its parameters that have no default."""
+    """The columns that a reward function needs: its parameters without a default."""
     try:
         parameters = inspect.signature(reward).parameters.values()
-    except (TypeError, ValueError):  # some builtins have none
+    except (TypeError, ValueError):  # some builtins have no signature
         return []
     named = (p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.default is p.empty)
     return [parameter.name for parameter in named if parameter.name not in ROLLOUT_ARGUMENTS]
@@ -172,10 +172,10 @@ def needed_columns(reward: Callable[..., Any]) -> list[str]:
 
 
 def _refuse(section: TaskSection, *keys: str) -> None:
-    """A setting that would have no effect is a mistake."""
+    """Refuse settings that have no effect on this task."""
     for key in keys:
         if getattr(section, key) != type(section).model_fields[key].default:
-            raise ConfigError(f"task.{key} has no effect on task.name {section.name}: leave it out")
+            raise ConfigError(f"task.{key} has no effect on task.name {section.name}: remove it")
 
 
 def _nearest_task(name: str) -> str:
