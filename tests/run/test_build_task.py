@@ -89,7 +89,7 @@ def test_a_dataset_takes_any_reward(sums: Path) -> None:
         ({"name": "knights", "path": "x.jsonl"}, "task.path has no effect on task.name knights"),
         ({"name": "logic", "options": {"a": 1}}, "task.options has no effect on task.name logic"),
         ({"name": "logic", "people": {"two": 1}}, "task.people must map numbers"),
-        ({"name": "logic", "template": "Hi"}, "task.template has no {prompt} in it"),
+        ({"name": "logic", "template": "Hi"}, "task.template does not contain {prompt}"),
     ],
 )
 def test_what_is_wrong_is_said(section: dict, message: str) -> None:
