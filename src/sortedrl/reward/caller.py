@@ -30,14 +30,14 @@ from sortedrl.errors import RewardError
 from sortedrl.reward import worker as reward_worker
 from sortedrl.reward.worker import CallFailed, FailureKind, Row, call_reward
 
-START_TIMEOUT_S = 120.0  # for imports of the functions' modules, which `timeout_s` does not include
-START_TRIES = 3
-EXIT_TIMEOUT_S = 1.0
+_START_TIMEOUT_S = 120.0  # for imports of the functions' modules, which `timeout_s` does not include
+_START_TRIES = 3
+_EXIT_TIMEOUT_S = 1.0
 MEMORY_BYTES = 4 << 30
-SECRET_NAME = re.compile(r"KEY|TOKEN(?!I[SZ])|SECRET|PASSW|PASSPHRASE|CREDENTIAL", re.IGNORECASE)
+_SECRET_NAME = re.compile(r"KEY|TOKEN(?!I[SZ])|SECRET|PASSW|PASSPHRASE|CREDENTIAL", re.IGNORECASE)
 # Environment variables that reward functions may need: paths, languages, numbers of threads and caches of large files.
 # The names are patterns of fnmatch.
-KEPT_VARIABLES = (
+_KEPT_VARIABLES = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "TEMP", "TMP", "TZ", "PWD"),
     *("LANG", "LANGUAGE", "LC_*", "PYTHON*", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH", "DYLD_*", "XDG_*"),
     *("*_NUM_THREADS", "OMP_*", "KMP_*", "MKL_*", "MALLOC_*", "CUDA_*", "NVIDIA_*", "HIP_*", "ROCR_*", "TORCH_*"),
@@ -113,7 +113,7 @@ def clean_environment(keep: Sequence[str] = ()) -> dict[str, str]:
     return {
         name: value
         for name, value in os.environ.items()
-        if name in keep or (any(fnmatchcase(name, pattern) for pattern in KEPT_VARIABLES) and not looks_secret(name))
+        if name in keep or (any(fnmatchcase(name, pattern) for pattern in _KEPT_VARIABLES) and not looks_secret(name))
     }
 
 
@@ -149,12 +149,12 @@ class ProcessCaller:
         while self._channel is None:
             self._spawn()
             try:
-                reply = self._exchange(json.dumps(setup), START_TIMEOUT_S)
+                reply = self._exchange(json.dumps(setup), _START_TIMEOUT_S)
             except CallFailed as failed:
                 num_failures += 1
                 if self._is_stopped:
                     raise
-                if num_failures == START_TRIES:
+                if num_failures == _START_TRIES:
                     raise RewardError(
                         f"a reward worker for {names} did not start ({failed}): check that a plain Python process can "
                         "import their modules within reward.memory_mb"
@@ -188,7 +188,7 @@ class ProcessCaller:
                 channel.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        self._end(EXIT_TIMEOUT_S)
+        self._end(_EXIT_TIMEOUT_S)
 
     def _spawn(self) -> None:
         # Run by path and with -P: the worker imports nothing of this package and does not run the parent's __main__.
@@ -228,7 +228,7 @@ class ProcessCaller:
             self._end()
             raise CallFailed(FailureKind.TIMEOUT) from None
         except (OSError, ValueError) as error:
-            raise CallFailed(FailureKind.DIED, f"exit code {self._end(EXIT_TIMEOUT_S)}") from error
+            raise CallFailed(FailureKind.DIED, f"exit code {self._end(_EXIT_TIMEOUT_S)}") from error
 
     def _end(self, grace_s: float = 0.0) -> int | None:
         """Close the channel, upon which the worker exits, and kill its process group after `grace_s`."""
@@ -310,4 +310,4 @@ class ThreadCaller:
 
 def looks_secret(name: str) -> bool:
     """Whether a configuration key or environment variable of this name probably holds a secret."""
-    return SECRET_NAME.search(name) is not None
+    return _SECRET_NAME.search(name) is not None

@@ -36,9 +36,9 @@ from sortedrl.reward.caller import (
 )
 from sortedrl.reward.worker import CallFailed, FailureKind
 
-MAX_BATCH = 64  # samples in one call
-MIN_MEMORY_BYTES = 64 << 20  # what a bare Python process needs
-MAX_CALLS = 4096  # finished calls that are kept until `take_calls`
+_MAX_BATCH = 64  # samples in one call
+_MIN_MEMORY_BYTES = 64 << 20  # what a bare Python process needs
+_MAX_CALLS = 4096  # finished calls that are kept until `take_calls`
 
 _Key = tuple[int, int]  # sample, attempt
 _Row = tuple[str | list[dict[str, str]], str, Mapping[str, object], Sequence[int], Mapping[str, float]]
@@ -148,7 +148,7 @@ class _Stage:
         self._fail = fail
         self._waiting: deque[_Ticket] = deque()
         self._changed = threading.Condition()
-        self._max_batch = MAX_BATCH
+        self._max_batch = _MAX_BATCH
         self._is_closed = False
         self._ready = [threading.Event() for _ in callers]
         self._threads = [
@@ -216,7 +216,7 @@ class _Stage:
             start = time.monotonic()
             try:
                 outcomes = caller.call(function, [t.row for t in tickets], [t.line for t in tickets])
-                if len(tickets) == self._max_batch < MAX_BATCH and time.monotonic() - start < self._timeout_s / 2:
+                if len(tickets) == self._max_batch < _MAX_BATCH and time.monotonic() - start < self._timeout_s / 2:
                     self._max_batch += 1
             except CallFailed as failed:
                 if self._retry(tickets, failed):
@@ -276,13 +276,13 @@ class RewardPool:
         self._weights = _check_weights(weights, functions)
         if not timeout_s > 0 or workers < 1:
             raise RewardError(f"reward.timeout_s ({timeout_s}) must be above 0, reward.workers ({workers}) at least 1")
-        if memory_bytes is not None and memory_bytes < MIN_MEMORY_BYTES:
-            raise RewardError(f"reward workers need at least {MIN_MEMORY_BYTES >> 20} MiB: raise reward.memory_mb")
+        if memory_bytes is not None and memory_bytes < _MIN_MEMORY_BYTES:
+            raise RewardError(f"reward workers need at least {_MIN_MEMORY_BYTES >> 20} MiB: raise reward.memory_mb")
         self.errors: Counter[str] = Counter()  # polled failures by function and kind
         self.failure: RewardError | None = None  # the first failure, with on_error = stop
         self.progress: dict[str, float] = {}  # `trainer_state` of the functions; the trainer updates it
         self._on_error: OnError = on_error
-        self._calls: deque[RewardCall] = deque(maxlen=MAX_CALLS)
+        self._calls: deque[RewardCall] = deque(maxlen=_MAX_CALLS)
         self._done: SimpleQueue[_Ticket | None] = SimpleQueue()
         self._num_waiting = 0
         self._fatal: BaseException | None = None
@@ -360,7 +360,7 @@ class RewardPool:
         return [score for score in scores if score is not None]
 
     def take_calls(self) -> list[RewardCall]:
-        """Return the calls that ended since the last time, at most `MAX_CALLS`."""
+        """Return the calls that ended since the last time, at most the last 4096."""
         return [self._calls.popleft() for _ in range(len(self._calls))]
 
     @property

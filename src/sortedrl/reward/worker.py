@@ -31,9 +31,9 @@ from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any, BinaryIO
 
-MAX_DETAIL = 500  # characters of an exception's text that are reported
-EXIT_GRACE_S = 0.5  # for exit handlers of the reward functions' modules
-CPU_SPARE_S = 5.0  # added to the processor time limit of a call
+_MAX_DETAIL = 500  # characters of an exception's text that are reported
+_EXIT_GRACE_S = 0.5  # for exit handlers of the reward functions' modules
+_CPU_SPARE_S = 5.0  # added to the processor time limit of a call
 NOT_COLUMNS = frozenset({"prompt", "completion", "prompts", "completions", "completion_ids"})
 
 Row = Sequence[Any]  # prompt, completion, columns, and optionally tokens of the completion and training progress
@@ -145,7 +145,7 @@ def _describe(error: BaseException) -> str:
         text = str(error)
     except Exception:
         text = "no text"
-    return printable(f"{type(error).__name__}: {text[:MAX_DETAIL]}{place}")
+    return printable(f"{type(error).__name__}: {text[:_MAX_DETAIL]}{place}")
 
 
 def serve(lines: SimpleQueue[bytes | None], out: BinaryIO) -> None:
@@ -169,7 +169,7 @@ def serve(lines: SimpleQueue[bytes | None], out: BinaryIO) -> None:
     reply({"ready": True})
     while (line := lines.get()) is not None:
         request = json.loads(line)
-        _limit_cpu(setup["timeout_s"] * (os.cpu_count() or 1) + CPU_SPARE_S)
+        _limit_cpu(setup["timeout_s"] * (os.cpu_count() or 1) + _CPU_SPARE_S)
         try:
             reply({"rewards": call_reward(functions[request["function"]], request["rows"])})
         except CallFailed as failed:
@@ -210,7 +210,7 @@ def _read_lines(source: BinaryIO, lines: SimpleQueue[bytes | None]) -> None:
             for line in source:
                 lines.put(line)
         lines.put(None)
-        time.sleep(EXIT_GRACE_S)
+        time.sleep(_EXIT_GRACE_S)
     finally:
         os._exit(1)
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-OPEN, CLOSE = "<answer>", "</answer>"
-BOXED = "\\boxed"
-THOUGHT_END = "</think>"
+_OPEN, _CLOSE = "<answer>", "</answer>"
+_BOXED = "\\boxed"
+_THOUGHT_END = "</think>"
 
 
 def completion_text(completion: Any) -> str:
@@ -20,31 +20,31 @@ def completion_text(completion: Any) -> str:
 
 def after_thought(text: str) -> str:
     """The text after the last `</think>`, or the whole text without one."""
-    return text.rpartition(THOUGHT_END)[2]
+    return text.rpartition(_THOUGHT_END)[2]
 
 
 def tagged(text: str) -> str | None:
     """The text between the last pair of answer tags, if there is one."""
-    end = text.rfind(CLOSE)
-    start = text.rfind(OPEN, 0, end) if end >= 0 else -1
-    return text[start + len(OPEN) : end].strip() if start >= 0 else None
+    end = text.rfind(_CLOSE)
+    start = text.rfind(_OPEN, 0, end) if end >= 0 else -1
+    return text[start + len(_OPEN) : end].strip() if start >= 0 else None
 
 
 def only_tagged(text: str) -> str | None:
     """The text between the only pair of answer tags; None if there are more tags, or text after them."""
-    if text.count(OPEN) != 1 or text.count(CLOSE) != 1:
+    if text.count(_OPEN) != 1 or text.count(_CLOSE) != 1:
         return None
-    rest = text.partition(OPEN)[2]
-    content, closing, behind = rest.partition(CLOSE)
+    rest = text.partition(_OPEN)[2]
+    content, closing, behind = rest.partition(_CLOSE)
     return content.strip() if closing and not behind.strip() else None
 
 
 def boxed(text: str) -> str | None:
     r"""The content of the last complete `\boxed{...}`, nested braces included; `\boxed 5` gives the next word."""
-    start = text.rfind(BOXED)
+    start = text.rfind(_BOXED)
     if start < 0:
         return None
-    rest = text[start + len(BOXED) :].lstrip()
+    rest = text[start + len(_BOXED) :].lstrip()
     if not rest.startswith("{"):
         words = rest.split(None, 1)
         return words[0].rstrip("$.,") or None if words else None

@@ -25,8 +25,8 @@ from sortedrl.errors import DataError
 from sortedrl.tasks.base import Row, RowSequence
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
-SMALL_TABLE = 1 << 28  # bytes; a larger one stays on disk and yields rows one by one, ten times as slowly
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")  # the name of a dataset, and its configuration after a colon
+_SMALL_TABLE = 1 << 28  # bytes; a larger one stays on disk and yields rows one by one, ten times as slowly
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")  # the name of a dataset, and its configuration after a colon
 KINDS = {str: "text", bool: "true or false", int: "a number", float: "a number", list: "a list", NoneType: "nothing"}
 
 
@@ -95,11 +95,11 @@ def read_rows(
     rows = FileRows(name=str(source), rows=_read(str(source), split or None), columns=dict(columns or {}))
     if len(rows) == 0:
         raise DataError(f"{source} has no rows; give it at least one")
-    check_columns(rows, {*required, *rows.columns})
+    _check_columns(rows, {*required, *rows.columns})
     return rows
 
 
-def check_columns(rows: FileRows, required: Iterable[str]) -> None:
+def _check_columns(rows: FileRows, required: Iterable[str]) -> None:
     """Raise DataError if a row lacks one of these columns, or a column has several types."""
     for column in sorted(required):
         kinds: dict[str, int] = {}
@@ -142,7 +142,7 @@ def _read(source: str, split: str | None) -> RowSequence:
         return _read_folder(path, split)
     if path.is_file():
         return _read_files([path])
-    looks_local = path.suffix in SUFFIXES or source.startswith((".", "/", "~")) or not HUB_NAME.fullmatch(source)
+    looks_local = path.suffix in SUFFIXES or source.startswith((".", "/", "~")) or not _HUB_NAME.fullmatch(source)
     if looks_local or (path.parent.is_dir() and path.parent != Path()):
         raise DataError(f"there is no file or folder {source}{_nearest_path(path)}")
     return _read_hub(source, split)
@@ -304,7 +304,7 @@ def _read_parquet(paths: Sequence[Path]) -> RowSequence:
         raise DataError(f"reading {paths[0]} needs the package pyarrow: pip install 'sortedrl[data]'") from None
     try:
         table = pyarrow.concat_tables(parquet.read_table(path, memory_map=True) for path in paths)
-        return table.to_pylist() if table.nbytes < SMALL_TABLE else TableRows(table=table)
+        return table.to_pylist() if table.nbytes < _SMALL_TABLE else TableRows(table=table)
     except (pyarrow.ArrowException, OSError) as error:
         place = paths[0] if len(paths) == 1 else paths[0].parent
         raise DataError(f"{place} cannot be read as Parquet ({_brief(error)}); correct or remove it") from None

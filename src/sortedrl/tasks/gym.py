@@ -35,13 +35,13 @@ except ImportError:
 
 PREFIX = "reasoning_gym:"
 INSTRUCTION = "Give your final answer between <answer> and </answer>, and nothing else there."
-BLOCK = 64  # rows per dataset, because some generators make a whole dataset at once
-TRIES = 8  # items per row; the first that is not held out is used
+_BLOCK = 64  # rows per dataset, because some generators make a whole dataset at once
+_TRIES = 8  # items per row; the first that is not held out is used
 HELDOUT_SHARE = 4  # one question in this many is held out
-MAX_WRONG_SCORE = 0.05  # reasoning-gym gives up to this for any readable answer, even a wrong one
+_MAX_WRONG_SCORE = 0.05  # reasoning-gym gives up to this for any readable answer, even a wrong one
 MAX_ANSWER = 20_000  # characters
 # Where generators that have no `answer` keep a right one.
-EXAMPLES = {
+_EXAMPLES = {
     "graph_color": "possible_answer",
     "propositional_logic": "example_answer",
     "rubiks_cube": "example_correct_answer",
@@ -61,15 +61,15 @@ def score(completion: str, origin: Mapping[str, Any]) -> float:
     answer = tagged(after_thought(completion))
     if not answer or len(answer) > MAX_ANSWER or not is_harmless(origin["name"], answer):
         return 0.0
-    dataset, item = make_item(origin["name"], origin["seed"], json.dumps(origin["options"]), origin["item"])
+    dataset, item = _make_item(origin["name"], origin["seed"], json.dumps(origin["options"]), origin["item"])
     with contextlib.redirect_stdout(io.StringIO()):  # some scorers print
         found = float(dataset.score_answer(answer, item))
-    return found if found > MAX_WRONG_SCORE else 0.0
+    return found if found > _MAX_WRONG_SCORE else 0.0
 
 
 def reference_answer(name: str, item: Mapping[str, Any]) -> str | None:
     """A right answer, if the generator provides one."""
-    answer = item["answer"] if item["answer"] is not None else item["metadata"].get(EXAMPLES.get(name, ""))
+    answer = item["answer"] if item["answer"] is not None else item["metadata"].get(_EXAMPLES.get(name, ""))
     return answer if answer is None or isinstance(answer, str) else json.dumps(answer)
 
 
@@ -79,12 +79,12 @@ LISTS = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_inserti
 FORMULAS = frozenset(
     {"countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration"}
 )
-PLAIN_LIST = re.compile(r"[\w\s,'\"\[\]]*")
-PLAIN_FORMULA = re.compile(r"[0-9A-Za-z\s+*/^()=.,-]*")
-CALL = re.compile(r"([A-Za-z]\w*)\s*\(")
-ATTRIBUTE = re.compile(r"[A-Za-z)\d]\s*\.\s*[A-Za-z]")
-TALL_POWER = re.compile(r"\*\*[\s(-]*\d{3,}|\*\*[\s(-]*\w+[\s)]*\*\*|\d{40,}")
-FUNCTIONS = frozenset(
+_PLAIN_LIST = re.compile(r"[\w\s,'\"\[\]]*")
+_PLAIN_FORMULA = re.compile(r"[0-9A-Za-z\s+*/^()=.,-]*")
+_CALL = re.compile(r"([A-Za-z]\w*)\s*\(")
+_ATTRIBUTE = re.compile(r"[A-Za-z)\d]\s*\.\s*[A-Za-z]")
+_TALL_POWER = re.compile(r"\*\*[\s(-]*\d{3,}|\*\*[\s(-]*\w+[\s)]*\*\*|\d{40,}")
+_FUNCTIONS = frozenset(
     (
         *("Abs", "exp", "ln", "log", "sqrt"),
         *("acos", "asin", "atan", "cos", "cosh", "cot", "csc", "sec", "sin", "sinh", "tan"),
@@ -95,15 +95,15 @@ FUNCTIONS = frozenset(
 def is_harmless(name: str, answer: str) -> bool:
     """Whether a scorer that evaluates text as Python may get this answer: it calls only known functions."""
     if name in LISTS:
-        return PLAIN_LIST.fullmatch(answer) is not None and "__" not in answer
+        return _PLAIN_LIST.fullmatch(answer) is not None and "__" not in answer
     if name in FORMULAS:
-        calls = set(CALL.findall(answer)) - FUNCTIONS
+        calls = set(_CALL.findall(answer)) - _FUNCTIONS
         has_names_only = all(len(call) == 1 for call in calls)  # x(y) is meant as a product
         return (
-            PLAIN_FORMULA.fullmatch(answer) is not None
+            _PLAIN_FORMULA.fullmatch(answer) is not None
             and has_names_only
-            and not ATTRIBUTE.search(answer)
-            and not TALL_POWER.search(answer.replace("^", "**"))
+            and not _ATTRIBUTE.search(answer)
+            and not _TALL_POWER.search(answer.replace("^", "**"))
         )
     return True
 
@@ -111,7 +111,7 @@ def is_harmless(name: str, answer: str) -> bool:
 # ---- generators ------------------------------------------------------------------------------------------------------
 
 
-def check_generator(name: str, options: Mapping[str, Any]) -> None:
+def _check_generator(name: str, options: Mapping[str, Any]) -> None:
     """Raise ConfigError for a generator or an option that reasoning-gym does not have."""
     if name not in DATASETS:
         near = difflib.get_close_matches(name, DATASETS, n=1, cutoff=0.4)
@@ -132,7 +132,7 @@ def make_dataset(name: str, seed: str, options_json: str = "{}") -> Any:
     number = int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=4).digest(), "little")
     options = {key: tuple(v) if isinstance(v, list) else v for key, v in json.loads(options_json).items()}
     try:
-        config = config_cls(seed=number, size=BLOCK * TRIES, **options)
+        config = config_cls(seed=number, size=_BLOCK * _TRIES, **options)
         if hasattr(config, "validate"):  # some generators have no such method
             config.validate()
         return cls(config=config)
@@ -144,7 +144,7 @@ def make_dataset(name: str, seed: str, options_json: str = "{}") -> Any:
 
 
 @lru_cache(maxsize=1024)  # siblings share an item, and some generators take seconds to make one
-def make_item(name: str, seed: str, options_json: str, number: int) -> tuple[Any, Mapping[str, Any]]:
+def _make_item(name: str, seed: str, options_json: str, number: int) -> tuple[Any, Mapping[str, Any]]:
     """Return an item and the dataset that scores it."""
     dataset = make_dataset(name, seed, options_json)
     return dataset, dataset[number]
@@ -169,9 +169,9 @@ class GymRows:
         return None
 
     def row(self, index: int) -> Row:
-        block, place = divmod(index, BLOCK)
-        for attempt in range(TRIES):
-            row = self.item(block, place + attempt * BLOCK)
+        block, place = divmod(index, _BLOCK)
+        for attempt in range(_TRIES):
+            row = self.item(block, place + attempt * _BLOCK)
             if not is_heldout(row["prompt"]):
                 return self.wording.apply(row)
         raise DataError(
@@ -180,7 +180,7 @@ class GymRows:
 
     def item(self, block: int, number: int) -> Row:
         seed = f"{self.seed}/{block}"
-        _, item = make_item(self.generator, seed, json.dumps(dict(self.options)), number)
+        _, item = _make_item(self.generator, seed, json.dumps(dict(self.options)), number)
         origin = {"name": self.generator, "seed": seed, "item": number, "options": dict(self.options)}
         return {"prompt": item["question"], "answer": reference_answer(self.generator, item), "gym": origin}
 
@@ -197,7 +197,7 @@ class GymTask:
     reward_funcs: Sequence[RewardFunc] = (gym_reward,)
 
     def __post_init__(self) -> None:
-        check_generator(self.generator, self.options)
+        _check_generator(self.generator, self.options)
         make_dataset(self.generator, f"{self.seed}/0", json.dumps(dict(self.options)))
 
     @property
@@ -218,7 +218,7 @@ class GymTask:
         for number in range(2 * HELDOUT_SHARE * num):
             if len(found) == num:
                 break
-            row = source.item(*divmod(number, BLOCK * TRIES))
+            row = source.item(*divmod(number, _BLOCK * _TRIES))
             if is_heldout(row["prompt"]):
                 found.setdefault(row["prompt"], self.wording.apply(row))
         return list(found.values())

@@ -31,7 +31,7 @@ MAX_PEOPLE = 5
 DEFAULT_PEOPLE: Mapping[int, float] = {2: 4, 3: 3, 4: 2, 5: 1}
 HELDOUT_SHARE = 8  # one prompt in this many is held out
 HELDOUT_SEED = "heldout"  # fixed, so that runs of different seeds are measured on the same puzzles
-COMPOUND_SHARE = 0.4  # share of claims about two people
+_COMPOUND_SHARE = 0.4  # share of claims about two people
 MAX_TRACE_WORDS = 400  # longer traces might not fit the token limit and would dominate the demonstrations
 MAX_REDRAWS = 2000  # after this many draws without a new held-out puzzle, one is repeated
 
@@ -78,12 +78,12 @@ def _knave_sets(num_people: int) -> tuple[int, ...]:
     return tuple(sum(1 << a for a in every if a >> person & 1) for person in range(num_people))
 
 
-KNAVE_SETS = {num_people: _knave_sets(num_people) for num_people in range(1, len(NAMES) + 1)}
+_KNAVE_SETS = {num_people: _knave_sets(num_people) for num_people in range(1, len(NAMES) + 1)}
 
 
 def solutions(puzzle: Puzzle) -> list[int]:
     """Every assignment under which exactly the knights tell the truth. Sets of assignments are bits of an int."""
-    knaves = KNAVE_SETS[len(puzzle.people)]
+    knaves = _KNAVE_SETS[len(puzzle.people)]
     every = (1 << (1 << len(puzzle.people))) - 1
     left = every
     for speaker, claim in enumerate(puzzle.claims):
@@ -122,7 +122,7 @@ def draw(rng: random.Random, num_people: int) -> Puzzle:
 
 
 def _draw_claim(rng: random.Random, speaker: int, num_people: int) -> Claim:
-    if rng.random() < COMPOUND_SHARE:
+    if rng.random() < _COMPOUND_SHARE:
         about = rng.sample(range(num_people), 2)
     else:  # about another person: "I am a knight" says nothing, and "I am a knave" is impossible
         about = [(speaker + rng.randrange(1, num_people)) % num_people]

@@ -31,7 +31,7 @@ NAMES = (
 MAX_PEOPLE = 8
 DEFAULT_PEOPLE: Mapping[int, float] = dict.fromkeys(range(3, 8), 1.0)
 ROLES = ("knave", "knight")  # indexed by whether a person tells the truth
-FORMAT_REWARD = 0.1
+_FORMAT_REWARD = 0.1
 INSTRUCTION = (
     "Think it through, then give the role of each person between answer tags, one a line, like this:\n"
     "<answer>\n(1) NAME is a knight\n(2) NAME is a knave\n</answer>"
@@ -149,8 +149,8 @@ def _draw_statement(rng: random.Random, speaker: int, num_people: int) -> Statem
 
 # ---- the verifier ----------------------------------------------------------------------------------------------------
 
-ITEM = re.compile(r"(?:\((\d{1,2})\)\s*)?([^\W\d_]+) is a (knight|knave)")
-BETWEEN = re.compile(r"[ \t]*(?:[.,;]?[ \t]*\n\s*|[,;.][ \t]*(?:and )?|and (?=[^\W\d_])|(?=\(\d))")
+_ITEM = re.compile(r"(?:\((\d{1,2})\)\s*)?([^\W\d_]+) is a (knight|knave)")
+_BETWEEN = re.compile(r"[ \t]*(?:[.,;]?[ \t]*\n\s*|[,;.][ \t]*(?:and )?|and (?=[^\W\d_])|(?=\(\d))")
 
 
 def logic_reward(
@@ -175,7 +175,7 @@ def _score(completion: str, answer: str, prompt: object) -> float:
     given = None if content is None or not _is_thought_closed(completion, starts_thinking) else read_roles(content)
     if given is None or given.keys() != wanted.keys():
         return 0.0
-    return 1.0 if given == wanted else FORMAT_REWARD
+    return 1.0 if given == wanted else _FORMAT_REWARD
 
 
 def _is_thought_closed(completion: str, has_begun: bool) -> bool:
@@ -194,13 +194,13 @@ def read_roles(text: str) -> dict[str, str] | None:
     roles: dict[str, str] = {}
     numbers: list[int | None] = []
     place = 0
-    while item := ITEM.match(text, place):
+    while item := _ITEM.match(text, place):
         if item[2] in roles or len(roles) == MAX_PEOPLE:
             return None
         roles[item[2]] = item[3]
         numbers.append(int(item[1]) if item[1] else None)
         place = item.end()
-        between = BETWEEN.match(text, place)
+        between = _BETWEEN.match(text, place)
         if between is None:
             break
         place = between.end()
@@ -211,7 +211,7 @@ def read_roles(text: str) -> dict[str, str] | None:
 # ---- the task --------------------------------------------------------------------------------------------------------
 
 
-def puzzle_row(puzzle: WordPuzzle) -> Row:
+def _puzzle_row(puzzle: WordPuzzle) -> Row:
     (solution,) = solutions(puzzle.statements)
     return {"prompt": puzzle.text, "answer": puzzle.write(solution), "people": len(puzzle.names)}
 
@@ -257,7 +257,7 @@ class LogicRows:
         num_people = draw_num_people(rng, self.people)
         while is_heldout((puzzle := draw(rng, num_people)).text):
             pass
-        return self.wording.apply(puzzle_row(puzzle))
+        return self.wording.apply(_puzzle_row(puzzle))
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -289,5 +289,5 @@ class LogicTask:
             puzzle = draw(rng, draw_num_people(rng, self.people))
             if is_heldout(puzzle.text) and puzzle.text not in seen:
                 seen.add(puzzle.text)
-                rows.append(self.wording.apply(puzzle_row(puzzle)))
+                rows.append(self.wording.apply(_puzzle_row(puzzle)))
         return rows

@@ -28,8 +28,8 @@ except ImportError:
     raise ConfigError("the math task needs the package math-verify: pip install 'sortedrl[math]'") from None
 
 MAX_ANSWER = 400  # characters; the longest reference of the usual suites has 200
-MAX_DIGITS = 60  # of one number
-MAX_POWER = 1000  # larger exponents and powers of powers are not computed
+_MAX_DIGITS = 60  # of one number
+_MAX_POWER = 1000  # larger exponents and powers of powers are not computed
 LIMIT_S = 2.0  # of processor time per comparison; wall time would fail answers on a busy machine
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timer is off, but ours is on
@@ -92,17 +92,17 @@ def canonical(answer: str) -> str:
 
 # ---- plain text and numbers ------------------------------------------------------------------------------------------
 
-FENCES = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
-SPACES = re.compile(r"\\[,;:! ]|~|\\quad|\\qquad|\s+")
+_FENCES = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
+_SPACES = re.compile(r"\\[,;:! ]|~|\\quad|\\qquad|\s+")
 # ASCII, because \d alone matches the digits of every script.
 NUMBER = re.compile(r"([-+]?)\$?(\d{1,3}(?:,\d{3})+|\d+)?(\.\d*)?(?:[eE]([-+]?\d{1,3}))?(?:\\?%)?", re.ASCII)
-TEN_TO = re.compile(r"\\(?:times|cdot)10\^\{?([-+]?\d{1,3})\}?$", re.ASCII)
-BASE = re.compile(r"\d+_(?:\{(\d+)\}|(\d+))", re.ASCII)
+_TEN_TO = re.compile(r"\\(?:times|cdot)10\^\{?([-+]?\d{1,3})\}?$", re.ASCII)
+_BASE = re.compile(r"\d+_(?:\{(\d+)\}|(\d+))", re.ASCII)
 
 
 def _plain(text: str) -> str:
     text = text.strip().rstrip(".").strip()
-    for opening, closing in FENCES:
+    for opening, closing in _FENCES:
         if text.startswith(opening) and text.endswith(closing) and len(text) > len(opening) + len(closing):
             text = text[len(opening) : -len(closing)].strip()
     return text
@@ -111,14 +111,14 @@ def _plain(text: str) -> str:
 def _squeezed(text: str) -> str:
     """The text without typesetting commands and spaces."""
     text = text.replace("\\left", "").replace("\\right", "").replace("\\!", "").replace("dfrac", "frac")
-    return SPACES.sub("", text.replace("tfrac", "frac"))
+    return _SPACES.sub("", text.replace("tfrac", "frac"))
 
 
 def _number(text: str) -> Fraction | None:
     """The exact value of a decimal number, which may have thousands separators or a power of ten."""
-    plain = SPACES.sub("", text.replace("{,}", ",").replace("\\$", ""))
-    match = NUMBER.fullmatch(TEN_TO.sub(r"e\1", plain))
-    if match is None or not (match[2] or (match[3] or ".") != ".") or len(text) > MAX_DIGITS:
+    plain = _SPACES.sub("", text.replace("{,}", ",").replace("\\$", ""))
+    match = NUMBER.fullmatch(_TEN_TO.sub(r"e\1", plain))
+    if match is None or not (match[2] or (match[3] or ".") != ".") or len(text) > _MAX_DIGITS:
         return None
     digits = (match[2] or "0").replace(",", "") + (match[3] or "")
     value = Fraction(match[1] + (digits + "0" if digits.endswith(".") else digits))
@@ -127,17 +127,17 @@ def _number(text: str) -> Fraction | None:
 
 def _is_other_base(given: str, reference: str) -> bool:
     """Whether both are numbers of different bases, such as 52_8 and 52_9: math-verify ignores the base."""
-    ours, theirs = BASE.fullmatch(_squeezed(given)), BASE.fullmatch(_squeezed(reference))
+    ours, theirs = _BASE.fullmatch(_squeezed(given)), _BASE.fullmatch(_squeezed(reference))
     return ours is not None and theirs is not None and (ours[1] or ours[2]) != (theirs[1] or theirs[2])
 
 
 # ---- expressions -----------------------------------------------------------------------------------------------------
 
-LONG_NUMBER = re.compile(rf"\d{{{MAX_DIGITS},}}")
-POWER = re.compile(r"(?:\^|\*\*)[\s{(\-+]*(\d*)")
-NEXT_POWER = re.compile(r"(?:\^|\*\*)[\s{(\-+]*[\d.]+[\s})]*(?:\^|\*\*|!)")
-FACTORIAL = re.compile(r"(\d+)[\s})]*!")
-MAX_NESTED = 8  # braces and brackets; the parser takes time exponential in their depth
+_LONG_NUMBER = re.compile(rf"\d{{{_MAX_DIGITS},}}")
+_POWER = re.compile(r"(?:\^|\*\*)[\s{(\-+]*(\d*)")
+_NEXT_POWER = re.compile(r"(?:\^|\*\*)[\s{(\-+]*[\d.]+[\s})]*(?:\^|\*\*|!)")
+_FACTORIAL = re.compile(r"(\d+)[\s})]*!")
+_MAX_NESTED = 8  # braces and brackets; the parser takes time exponential in their depth
 
 
 def _is_costly(text: str) -> bool:
@@ -148,11 +148,11 @@ def _is_costly(text: str) -> bool:
     for char in text:
         depth += (char in "{([") - (char in "})]")
         deepest = max(deepest, depth)
-    if deepest > MAX_NESTED or LONG_NUMBER.search(text) or NEXT_POWER.search(text):
+    if deepest > _MAX_NESTED or _LONG_NUMBER.search(text) or _NEXT_POWER.search(text):
         return True
-    exponents = [int(power) for power in POWER.findall(text) if power]
-    factors = [int(number) for number in FACTORIAL.findall(text)]
-    return max(exponents, default=0) > MAX_POWER or max(factors, default=0) > 200
+    exponents = [int(power) for power in _POWER.findall(text) if power]
+    factors = [int(number) for number in _FACTORIAL.findall(text)]
+    return max(exponents, default=0) > _MAX_POWER or max(factors, default=0) > 200
 
 
 def _is_same_expression(given: str, reference: str) -> bool:

@@ -28,14 +28,14 @@ from sortedrl.tasks.files import SUFFIXES, read_rows
 from sortedrl.tasks.wording import Wording
 
 MATH_INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
-QUESTIONS = ("problem", "question", "quiz", "prompt")  # names of the column in files, best first
-ANSWERS = ("answer", "final_answer", "expected_answer", "solution_text_format", "solution")
+_QUESTIONS = ("problem", "question", "quiz", "prompt")  # names of the column in files, best first
+_ANSWERS = ("answer", "final_answer", "expected_answer", "solution_text_format", "solution")
 NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?(?:/\d+)?")
-OPERATOR = r"(?:[+/^×÷]|\*(?!\*)|\\(?:times|cdot|div))"  # two stars mark bold text
-OPERAND_BEFORE, GOES_ON = re.compile(rf"[\d)}}\]]\s*{OPERATOR}\s*$"), re.compile(rf"\s*(?:=|{OPERATOR})")
-DATA_VARIABLE = "SORTEDRL_DATA"
-DATA_PLACES = ("data", "../data", "../shared/data")  # searched before the hub
-FINGERPRINT_BYTES = 6  # a float holds twice a 48-bit number plus one exactly
+_OPERATOR = r"(?:[+/^×÷]|\*(?!\*)|\\(?:times|cdot|div))"  # two stars mark bold text
+_OPERAND_BEFORE, _GOES_ON = re.compile(rf"[\d)}}\]]\s*{_OPERATOR}\s*$"), re.compile(rf"\s*(?:=|{_OPERATOR})")
+_DATA_VARIABLE = "SORTEDRL_DATA"
+_DATA_PLACES = ("data", "../data", "../shared/data")  # searched before the hub
+_FINGERPRINT_BYTES = 6  # a float holds twice a 48-bit number plus one exactly
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -96,7 +96,7 @@ def load_suite(suite: Suite, *, data: Path | None, limit: int | None, is_chat: b
         return [{**row, "suite": suite.name, "verifier": suite.verifier} for row in rows]
     if suite.verifier == "math":
         _math_verifier()  # if its package is missing, fail before anything is generated
-    source = _find_anywhere(suite) if data is None else find_files(suite, data)
+    source = _find_anywhere(suite) if data is None else _find_files(suite, data)
     if source is None and data is not None:
         stems = " or ".join(suite.stems)
         raise DataError(
@@ -116,12 +116,12 @@ def load_suite(suite: Suite, *, data: Path | None, limit: int | None, is_chat: b
 
 def _find_anywhere(suite: Suite) -> Path | None:
     """Search the folder that SORTEDRL_DATA names, or else the usual folders."""
-    named = os.environ.get(DATA_VARIABLE)
-    places = (Path(named),) if named else tuple(map(Path, DATA_PLACES))
-    return next((path for place in places if place.is_dir() and (path := find_files(suite, place))), None)
+    named = os.environ.get(_DATA_VARIABLE)
+    places = (Path(named),) if named else tuple(map(Path, _DATA_PLACES))
+    return next((path for place in places if place.is_dir() and (path := _find_files(suite, place))), None)
 
 
-def find_files(suite: Suite, data: Path) -> Path | None:
+def _find_files(suite: Suite, data: Path) -> Path | None:
     """Find the file or folder of a suite by its names, in `data` or one level below."""
     if data.is_file():
         return data
@@ -149,9 +149,9 @@ def _split_of(source: Path) -> str | None:
 
 
 def _row(suite: Suite, row: Row, where: str) -> Row:
-    question = next((row[name] for name in QUESTIONS if isinstance(row.get(name), str)), None)
+    question = next((row[name] for name in _QUESTIONS if isinstance(row.get(name), str)), None)
     answer = next((row[name] for name in _answers(suite) if row.get(name) not in (None, "", [])), None)
-    for what, value, names in (("question", question, QUESTIONS), ("answer", answer, _answers(suite))):
+    for what, value, names in (("question", question, _QUESTIONS), ("answer", answer, _answers(suite))):
         if value is None:
             raise DataError(
                 f"{where} has no {what}: it has the columns {', '.join(row)}; name one {' or '.join(names)}"
@@ -162,7 +162,7 @@ def _row(suite: Suite, row: Row, where: str) -> Row:
 
 
 def _answers(suite: Suite) -> tuple[str, ...]:
-    return ANSWERS if suite.verifier == "math" else ("solution_text_format",)
+    return _ANSWERS if suite.verifier == "math" else ("solution_text_format",)
 
 
 # ---- marks -----------------------------------------------------------------------------------------------------------
@@ -219,8 +219,8 @@ def last_number(text: str) -> str | None:
     if not found:
         return None
     before, after = text[max(found[-1].start() - 40, 0) : found[-1].start()], text[found[-1].end() :]
-    return None if OPERAND_BEFORE.search(before) or GOES_ON.match(after) else found[-1][0]
+    return None if _OPERAND_BEFORE.search(before) or _GOES_ON.match(after) else found[-1][0]
 
 
 def _fingerprint(vote: str) -> int:
-    return int.from_bytes(hashlib.blake2b(vote.encode(), digest_size=FINGERPRINT_BYTES).digest(), "little") or 1
+    return int.from_bytes(hashlib.blake2b(vote.encode(), digest_size=_FINGERPRINT_BYTES).digest(), "little") or 1

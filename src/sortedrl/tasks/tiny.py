@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
     from sortedrl.learner.sft import OnStep, SftResult
 
-PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
-WORDS = ("says", "both", "either", ".", "?", "try", "yes", "no", "bad", "answer", "done")
-MAX_POSITIONS = 1024
+_PAD, _EOS, _UNK = "<pad>", "<eos>", "<unk>"
+_WORDS = ("says", "both", "either", ".", "?", "try", "yes", "no", "bad", "answer", "done")
+_MAX_POSITIONS = 1024
 STEPS = 4000  # the shipped checkpoint was made with these, seed 0 and the lessons below
-GIVE_UP = 0.9  # the impatient teacher's probability of giving up after a refuted try
+_GIVE_UP = 0.9  # the impatient teacher's probability of giving up after a refuted try
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -60,22 +60,22 @@ def vocabulary() -> list[str]:
     """Every word of the task. A claim (`Ann-knave`) and a guess (`Ann=knave`) are one word each."""
     claims = [f"{name}-{role}" for name in NAMES for role in ROLES]
     guesses = [f"{name}={role}" for name in NAMES for role in ROLES]
-    return [PAD, EOS, UNK, *WORDS, *NAMES, *claims, *guesses]
+    return [_PAD, _EOS, _UNK, *_WORDS, *NAMES, *claims, *guesses]
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = models.WordLevel({word: index for index, word in enumerate(vocabulary())}, unk_token=UNK)
+    words = models.WordLevel({word: index for index, word in enumerate(vocabulary())}, unk_token=_UNK)
     tokenizer = Tokenizer(words)
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        pad_token=PAD,
-        eos_token=EOS,
-        unk_token=UNK,
-        model_max_length=MAX_POSITIONS,
+        pad_token=_PAD,
+        eos_token=_EOS,
+        unk_token=_UNK,
+        model_max_length=_MAX_POSITIONS,
         clean_up_tokenization_spaces=False,
     )
 
@@ -94,18 +94,18 @@ def make_model(seed: int) -> LlamaForCausalLM:
         num_attention_heads=2,
         num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=MAX_POSITIONS,
+        max_position_embeddings=_MAX_POSITIONS,
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=words.index(EOS),
-        pad_token_id=words.index(PAD),
+        eos_token_id=words.index(_EOS),
+        pad_token_id=words.index(_PAD),
         dtype="float32",
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
     model.generation_config = GenerationConfig(
-        do_sample=True, temperature=1.0, top_k=0, eos_token_id=words.index(EOS), pad_token_id=words.index(PAD)
+        do_sample=True, temperature=1.0, top_k=0, eos_token_id=words.index(_EOS), pad_token_id=words.index(_PAD)
     )
     return model
 
@@ -119,9 +119,9 @@ def demonstrations(
         rng = random.Random(f"teachers/{seed}/{number}")
         for index in count() if lesson.num_examples is None else range(lesson.num_examples):
             puzzle = rows.puzzle(index)
-            give_up = GIVE_UP if rng.random() < lesson.impatient_share else 0.0
+            give_up = _GIVE_UP if rng.random() < lesson.impatient_share else 0.0
             trace = teach(puzzle, rng, give_up=give_up, overlook=lesson.overlook)
-            yield tokenizer.encode(puzzle.prompt), tokenizer.encode(f"{trace} {EOS}")
+            yield tokenizer.encode(puzzle.prompt), tokenizer.encode(f"{trace} {_EOS}")
 
 
 def rebuild(out_dir: Path | str, *, seed: int = 0, steps: int = STEPS, on_step: OnStep | None = None) -> SftResult:

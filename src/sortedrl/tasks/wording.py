@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from sortedrl.tasks.base import Row, RowSequence
 
 PLACE = "{prompt}"
-ANSWER_MARKS = ("\\boxed", "<answer>")  # a prompt with one of these needs no further instruction
+_ANSWER_MARKS = ("\\boxed", "<answer>")  # a prompt with one of these needs no further instruction
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -36,7 +36,7 @@ class Wording:
     def _worded(self, prompt: str) -> str:
         if self.template:
             return self.template.replace(PLACE, prompt)
-        if not self.instruction or any(mark in prompt for mark in ANSWER_MARKS):
+        if not self.instruction or any(mark in prompt for mark in _ANSWER_MARKS):
             return prompt
         return f"{prompt}\n{self.instruction}"
 
