@@ -16,7 +16,7 @@ from sortedrl.config import SortedConfig
 from sortedrl.engine.base import Partial
 from sortedrl.engine.vllm import server as vllm_server
 from sortedrl.engine.vllm.core import vllm_version
-from sortedrl.engine.vllm.process import CoreSettings
+from sortedrl.engine.vllm.process import VllmSettings
 from sortedrl.engine.vllm.server import serve_command
 from sortedrl.errors import ConfigError, EngineError
 from sortedrl.run.build.parts import build_engine
@@ -37,7 +37,7 @@ def plain_server(tmp_path: Path) -> Iterator[tuple[str, Callable[[], None]]]:
     """Without our worker extension, as its owner would start it: its address, and what ends it at once."""
     tiny_model("qwen3", **HEADS).save_pretrained(tmp_path / "model")
     port = free_port()
-    settings = CoreSettings(
+    settings = VllmSettings(
         folder=tmp_path / "model",
         slots=SLOTS,
         max_length=MAX_LENGTH,

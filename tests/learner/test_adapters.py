@@ -105,19 +105,19 @@ def test_other_adapters_than_those_of_the_engine_are_refused(tmp_path: Path) -> 
         ({}, None),
         ({"target_modules": ["q_proj", "v_proj"], "use_rslora": True}, None),
         ({"init_lora_weights": "gaussian"}, None),
-        ({"use_dora": True}, "vLLM does not know use_dora"),
+        ({"use_dora": True}, "vLLM does not support use_dora"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights = pissa changes the base model"),
         (
             {"modules_to_save": ["input_layernorm"]},
-            "vLLM has no place for base_model.model.model.layers.0.input_layernorm.weight",
+            "vLLM cannot load base_model.model.model.layers.0.input_layernorm.weight",
         ),
         (
             {"bias": "lora_only"},
-            "vLLM has no place for base_model.model.model.layers.0.self_attn.q_proj.base_layer.bias",
+            "vLLM cannot load base_model.model.model.layers.0.self_attn.q_proj.base_layer.bias",
         ),
         ({"target_modules": ["q_proj", "embed_tokens"]}, "lora_embedding_A"),
         ({"target_modules": ["q_proj", "lm_head"]}, "cached tokens cannot be verified with an adapter on lm_head"),
-        ({"r": 513, "target_modules": ["q_proj"]}, "their rank is 513, and vLLM takes up to 512"),
+        ({"r": 513, "target_modules": ["q_proj"]}, "their rank is 513, and vLLM supports up to 512"),
     ],
 )
 def test_adapters_that_vllm_cannot_take_are_told(changes: dict[str, Any], fault: str | None) -> None:
@@ -131,7 +131,7 @@ def test_two_sets_of_adapters_are_not_taken() -> None:
     model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["q_proj"]))
     assert find_adapter_fault(model) == "the model has 2 of them"
     other = adapt(tiny_model(), peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]))
-    assert "vLLM takes LoRA" in (find_adapter_fault(other) or "")
+    assert "vLLM supports LoRA" in (find_adapter_fault(other) or "")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The parts of the vLLM engine that run without vLLM: weights on their way, verdicts, terms, and what is missing."""
+"""The parts of the vLLM engine that run without vLLM: weight files, replay results, sampling arguments."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from sortedrl.engine.local.attempt import Attempt
 from sortedrl.engine.local.module_decoder import Geometry
 from sortedrl.engine.vllm import core as vllm_core
 from sortedrl.engine.vllm import weights as vllm_weights
-from sortedrl.engine.vllm.abort_flag import HaltFlag, Halts
+from sortedrl.engine.vllm.abort_flag import AbortFlag, StepAborter
 from sortedrl.engine.vllm.engine import needed_kv_bytes
-from sortedrl.engine.vllm.request import Check, Flight, Turn
-from sortedrl.engine.vllm.sampling_args import Terms
+from sortedrl.engine.vllm.request import ReplayTurn, VllmRequest
+from sortedrl.engine.vllm.request import RequestState as State
+from sortedrl.engine.vllm.sampling_args import SamplingArgs
 from sortedrl.engine.vllm.weights import WeightFolder
 from sortedrl.errors import ConfigError, EngineError
 from sortedrl.records import FinishReason, Mode
@@ -37,21 +38,21 @@ def entry(**logprobs: float) -> dict[int, SimpleNamespace]:
     return {int(token.strip("t")): SimpleNamespace(logprob=value) for token, value in logprobs.items()}
 
 
-def output(
+def make_output(
     tokens: list[int], *, logprob: float = -0.5, reason: str | None = None, prompt: list | None = None
 ) -> SimpleNamespace:
-    """As vLLM gives it, so far as a flight looks at it."""
+    """One of vLLM's outputs, with the attributes that a VllmRequest reads."""
     logprobs = [{token: SimpleNamespace(logprob=logprob)} for token in tokens]
     answer = SimpleNamespace(token_ids=tokens, logprobs=logprobs, finish_reason=reason)
     return SimpleNamespace(outputs=[answer], prompt_logprobs=prompt, num_cached_tokens=0)
 
 
-def flight(cached: tuple[int, ...] = (), mode: Mode = Mode.FRESH, budget: int = 4, **changes) -> Flight:
+def make_request(cached: tuple[int, ...] = (), mode: Mode = Mode.FRESH, budget: int = 4, **changes) -> VllmRequest:
     request = Request(sample=1, attempt=0, prompt=[8, 9], budget=budget, seed=3, sampling=Sampling(), mode=mode)
     request.cached = cached
     for name, value in changes.items():
         setattr(request, name, value)
-    return Flight.begin(Attempt.begin(request))
+    return VllmRequest.begin(Attempt.begin(request))
 
 
 # Weights
@@ -78,7 +79,7 @@ def test_weights_are_written_in_the_engines_type() -> None:
     written = load_file(folder.weights)
     assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
     assert torch.equal(written["lm_head.weight"], model.lm_head.weight.to(torch.bfloat16))
-    with pytest.raises(EngineError, match="publish the model that the engine was made of"):
+    with pytest.raises(EngineError, match="publish the model that the engine was created with"):
         folder.write(tiny_model("gpt-neox"))
     folder.close()
 
@@ -97,72 +98,76 @@ def test_folders_of_killed_processes_are_removed(tmp_path: Path, monkeypatch: py
     mine.close()
 
 
-# What a request tells the worker
+# Sampling arguments for the worker
 
 
-def test_terms_survive_the_way_to_the_worker() -> None:
+def test_sampling_args_survive_the_way_to_the_worker() -> None:
     sampling = Sampling(temperature=0.7, top_k=5, top_p=0.9, min_p=0.01)
-    terms = Terms(seed=(1 << 63) - 1, start=5, sampling=sampling, tolerance=0.1)
-    assert Terms.of(terms.extra_args()) == terms
-    assert Terms.of({"other": 1}) is None
-    assert Terms.of(None) is None
-    assert 0 <= Terms(seed=-1, start=0, sampling=Sampling()).extra_args()["sortedrl"][0] < 1 << 64
+    sampling_args = SamplingArgs(seed=(1 << 63) - 1, start=5, sampling=sampling, tolerance=0.1)
+    assert SamplingArgs.from_extra_args(sampling_args.to_extra_args()) == sampling_args
+    assert SamplingArgs.from_extra_args({"other": 1}) is None
+    assert SamplingArgs.from_extra_args(None) is None
+    assert 0 <= SamplingArgs(seed=-1, start=0, sampling=Sampling()).to_extra_args()["sortedrl"][0] < 1 << 64
 
 
 def test_params_are_what_the_request_asks_for() -> None:
-    resumed = flight((4, 5, 6), Mode.RESUME, budget=10, sampling=Sampling(temperature=0.6, stop_tokens=(1, 2)))
-    params = resumed.params(dict, "delta")
+    resumed = make_request((4, 5, 6), Mode.RESUME, budget=10, sampling=Sampling(temperature=0.6, stop_tokens=(1, 2)))
+    params = resumed.sampling_params(dict, "delta")
     assert (params["max_tokens"], params["temperature"], params["stop_token_ids"]) == (7, 0.6, [1, 2])
     assert (params["prompt_logprobs"], params["logprobs"], params["ignore_eos"]) == (None, 0, True)
-    assert Terms.of(params["extra_args"]) == Terms(seed=3, start=3, sampling=Sampling(temperature=0.6))
-    assert flight((4, 5), Mode.REPLAY).params(dict, "delta")["prompt_logprobs"] == 1
+    assert SamplingArgs.from_extra_args(params["extra_args"]) == SamplingArgs(
+        seed=3, start=3, sampling=Sampling(temperature=0.6)
+    )
+    assert make_request((4, 5), Mode.REPLAY).sampling_params(dict, "delta")["prompt_logprobs"] == 1
 
 
-# What vLLM's outputs mean
+# Outputs of vLLM
 
 
-def test_a_verdict_ends_at_the_first_token_that_does_not_stand() -> None:
-    kept = Check.read([4, 5], [entry(t4=-1.0), entry(t5=-2.0)], [False] * 2)
+def test_a_replay_keeps_tokens_up_to_the_first_rejected_one() -> None:
+    kept = ReplayTurn.read([4, 5], [entry(t4=-1.0), entry(t5=-2.0)], [False] * 2)
     assert (kept.accepted, kept.logprobs, kept.drawn) == (2, [-1.0, -2.0], None)
     positions = [entry(t4=-1.0), entry(t5=-2.0, t7=-0.5), entry(t6=-0.1)]
-    cut = Check.read([4, 5, 6], positions, [False] * 3)
+    cut = ReplayTurn.read([4, 5, 6], positions, [False] * 3)
     assert (cut.accepted, cut.logprobs, cut.drawn) == (1, [-1.0], (7, -0.5))
-    fed = Check.read([4, 5, 6], positions, [False, True, False])
+    fed = ReplayTurn.read([4, 5, 6], positions, [False, True, False])
     assert (fed.accepted, fed.logprobs, fed.drawn) == (3, [-1.0, 0.0, -0.1], None)
 
 
-def test_a_flight_ends_as_vllm_says() -> None:
-    plain = flight()
-    assert plain.take(output([3, 2]), 1.0) is Turn.ON
-    assert plain.take(output([3, 3], reason="length"), 2.0) is Turn.FINISHED
+def test_a_request_ends_as_vllm_says() -> None:
+    plain = make_request()
+    assert plain.apply_output(make_output([3, 2]), 1.0) is State.RUNNING
+    assert plain.apply_output(make_output([3, 3], reason="length"), 2.0) is State.FINISHED
     assert (plain.attempt.tokens, plain.attempt.ending) == ([3, 2, 3, 3], FinishReason.LENGTH)
     assert (plain.attempt.last_delivery_s, plain.clock) == (1.0, 2.0)
-    stopped = flight()
-    assert stopped.take(output([3], reason="abort"), 1.0) is Turn.STOPPED
-    assert flight().take(output([3], logprob=float("nan")), 1.0) is Turn.BROKEN
-    assert flight().take(output([], reason="error"), 1.0) is Turn.FAILED
+    stopped = make_request()
+    assert stopped.apply_output(make_output([3], reason="abort"), 1.0) is State.STOPPED
+    assert make_request().apply_output(make_output([3], logprob=float("nan")), 1.0) is State.NON_FINITE
+    assert make_request().apply_output(make_output([], reason="error"), 1.0) is State.FAILED
 
 
-def test_a_stop_string_ends_a_flight_that_vllm_goes_on_with() -> None:
+def test_a_stop_string_ends_a_request_that_vllm_still_decodes() -> None:
     request = Request(sample=1, attempt=0, prompt=[8], budget=9, seed=3, sampling=Sampling(stop_strings=("bc",)))
-    stopped = Flight.begin(Attempt.begin(request, lambda tokens: "".join("abcde"[token] for token in tokens)))
-    assert stopped.take(output([2, 1]), 1.0) is Turn.ON
-    assert stopped.take(output([2, 4]), 2.0) is Turn.FINISHED  # two at once: the second is none of the answer's
+    stopped = VllmRequest.begin(Attempt.begin(request, lambda tokens: "".join("abcde"[token] for token in tokens)))
+    assert stopped.apply_output(make_output([2, 1]), 1.0) is State.RUNNING
+    assert (
+        stopped.apply_output(make_output([2, 4]), 2.0) is State.FINISHED
+    )  # two at once: the second is not part of the answer
     assert (stopped.attempt.tokens, stopped.attempt.ending, stopped.num_decoded) == ([2, 1, 2], FinishReason.STOP, 1)
     assert stopped.is_open
 
 
-def test_a_step_that_was_broken_off_writes_nothing() -> None:
-    stopped = flight()
-    assert stopped.take(output([3]), 1.0) is Turn.ON
+def test_an_aborted_step_writes_nothing() -> None:
+    stopped = make_request()
+    assert stopped.apply_output(make_output([3]), 1.0) is State.RUNNING
     stopped.is_stopped = True
-    assert stopped.take(output([0], logprob=float("nan")), 2.0) is Turn.ON
-    assert stopped.take(output([0], logprob=float("nan"), reason="stop"), 3.0) is Turn.STOPPED
+    assert stopped.apply_output(make_output([0], logprob=float("nan")), 2.0) is State.RUNNING
+    assert stopped.apply_output(make_output([0], logprob=float("nan"), reason="stop"), 3.0) is State.STOPPED
     assert (stopped.attempt.tokens, stopped.num_decoded) == ([3], 0)
 
 
 class Runner:
-    """As much of vLLM's model runner as a halt touches."""
+    """As much of vLLM's model runner as a StepAborter uses."""
 
     def __init__(self) -> None:
         self.model: Any = torch.nn.Module()
@@ -181,42 +186,46 @@ class Runner:
 
 
 def test_a_raised_flag_ends_the_forward_pass_before_the_next_layer(tmp_path: Path) -> None:
-    mine, theirs = HaltFlag(tmp_path / "halt"), HaltFlag(tmp_path / "halt")
+    mine, theirs = AbortFlag(tmp_path / "abort"), AbortFlag(tmp_path / "abort")
     runner = Runner()
-    halts = Halts(runner, theirs)
+    aborter = StepAborter(runner, theirs)
     whole = runner._model_forward(positions=torch.arange(2))
-    assert (runner.num_layers, halts.has_halted) == (3, False)
+    assert (runner.num_layers, aborter.is_aborted) == (3, False)
     assert runner.model.compute_logits(whole).tolist() == [[1.0] * 7] * 2
     runner.model.layers[0].register_forward_hook(lambda *_: raised.enter_context(mine.raised()))
     with ExitStack() as raised:
         broken = runner._model_forward(positions=torch.arange(2))
-    assert (runner.num_layers, halts.has_halted) == (4, True)
+    assert (runner.num_layers, aborter.is_aborted) == (4, True)
     assert broken.shape == whole.shape
     assert runner.model.compute_logits(broken).tolist() == [[0.0] * 7] * 2
     assert not theirs.is_raised
 
 
-def test_a_replay_goes_on_where_its_tokens_stand() -> None:
+def test_a_replay_continues_after_the_tokens_that_it_keeps() -> None:
     prompt = [None, entry(t9=0.0)]
-    whole = flight((4, 5), Mode.REPLAY)
-    assert whole.take(output([6], prompt=[*prompt, entry(t4=-1.0), entry(t5=-2.0)]), 1.0) is Turn.ON
+    whole = make_request((4, 5), Mode.REPLAY)
+    assert whole.apply_output(make_output([6], prompt=[*prompt, entry(t4=-1.0), entry(t5=-2.0)]), 1.0) is State.RUNNING
     assert (whole.attempt.tokens, whole.attempt.verified, whole.num_decoded) == ([4, 5, 6], 2, 1)
-    again = flight((4, 5), Mode.REPLAY)
-    assert again.take(output([6], prompt=[*prompt, entry(t4=-1.0, t3=-0.2), entry(t5=-2.0)]), 1.0) is Turn.AGAIN
+    again = make_request((4, 5), Mode.REPLAY)
+    assert (
+        again.apply_output(make_output([6], prompt=[*prompt, entry(t4=-1.0, t3=-0.2), entry(t5=-2.0)]), 1.0)
+        is State.RESUBMIT
+    )
     assert (again.attempt.tokens, again.attempt.verified, again.is_open) == ([3], 0, True)
-    # Complete as it stands: the token that vLLM writes behind it is none of the answer's.
-    done = flight((4, 5), Mode.REPLAY, budget=2)
+    # A complete answer: the token that vLLM draws after it is not part of it.
+    done = make_request((4, 5), Mode.REPLAY, budget=2)
     assert not done.is_complete
     assert (
-        done.take(output([6], reason="length", prompt=[*prompt, entry(t4=-1.0), entry(t5=-2.0)]), 1.0) is Turn.FINISHED
+        done.apply_output(make_output([6], reason="length", prompt=[*prompt, entry(t4=-1.0), entry(t5=-2.0)]), 1.0)
+        is State.FINISHED
     )
     assert done.attempt.tokens == [4, 5]
 
 
-# What is missing
+# Missing or unsuitable parts
 
 
-def installed(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
+def pretend_installed(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
     real = importlib.metadata.version
 
     def look_up(name: str) -> str:
@@ -231,12 +240,15 @@ def installed(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
 
 @pytest.mark.parametrize(
     ("version", "message"),
-    [(None, r"not installed: pip install 'sortedrl\[vllm\]'"), ("0.31.9", r"vLLM 0\.31\.9 is installed.*drives 0\.32")],
+    [
+        (None, r"not installed: pip install 'sortedrl\[vllm\]'"),
+        ("0.31.9", r"vLLM 0\.31\.9 is installed.*supports 0\.32"),
+    ],
 )
-def test_a_vllm_that_cannot_be_driven_is_named(
+def test_a_missing_or_unsupported_vllm_is_named(
     version: str | None, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    installed(monkeypatch, version)
+    pretend_installed(monkeypatch, version)
     config = SortedConfig(engine={"kind": "vllm"})
     with pytest.raises(EngineError, match=message):
         build_engine(config, tiny_model(), config.knobs)
@@ -256,20 +268,20 @@ def test_memory_for_all_slots_is_counted_in_blocks() -> None:
         SortedConfig(engine={"kv_gb": 0})
 
 
-def test_doctor_tells_of_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def told() -> tuple[bool, str]:
+def test_doctor_reports_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def report() -> tuple[bool, str]:
         (found,) = (finding for finding in examine() if finding.name == "engine vllm")
         return found.is_fine, found.text
 
-    installed(monkeypatch, None)
-    assert told() == (True, f"not here: {vllm_core.INSTALL}")
-    installed(monkeypatch, "0.32.4")
-    assert told()[0]
-    assert "vLLM 0.32.4" in told()[1]
-    installed(monkeypatch, "1.0.0")
-    assert not told()[0]
+    pretend_installed(monkeypatch, None)
+    assert report() == (True, f"not here: {vllm_core.INSTALL}")
+    pretend_installed(monkeypatch, "0.32.4")
+    assert report()[0]
+    assert "vLLM 0.32.4" in report()[1]
+    pretend_installed(monkeypatch, "1.0.0")
+    assert not report()[0]
     path = tmp_path / "run.toml"
     path.write_text('[engine]\nkind = "vllm"\n', encoding="utf-8")
     (found,) = (finding for finding in examine(path) if finding.name == "model")
     assert not found.is_fine
-    assert "this release drives 0.32" in found.text
+    assert "this release supports 0.32" in found.text

@@ -1,14 +1,14 @@
 # pyright: reportMissingImports=false
-"""Breaking off the step that vLLM's worker is in, when everything is interrupted.
+"""Ends the step that vLLM's worker is computing when all requests are interrupted.
 
-A step of many sequences takes long on a CPU, and what it would write is not wanted once all of them are to stop. The
-tower (`request_loop.py`) raises a flag in shared memory; the worker (`worker.py`) looks at it before every layer and
-leaves the step there. vLLM sees a step like any other, whose tokens come with log-probs that are no numbers: a flight
-that is being stopped takes none of them.
+On a CPU a step of many sequences takes long, and its tokens are not wanted once every sequence is to stop. The request
+loop (`request_loop.py`) raises a flag in shared memory. The worker (`worker.py`) reads the flag before every layer and
+leaves the forward pass when it is raised. For vLLM that is a step like any other; its tokens have the log-prob NaN, and
+a request that is being stopped ignores them.
 
-What it keeps true: a token is either computed in full or not delivered; KV that a broken step left unfinished is never
-read, since prefixes are cached under another name from then on. With several workers, or on GPUs, nothing is broken
-off: workers that wait for each other must all come to the end, and a step is short there.
+Guarantees: a token is either computed in full or not delivered; KV of an aborted step is never read, because the next
+requests cache prefixes under another name. With several workers, or on GPUs, steps are not aborted: workers that wait
+for each other must all finish, and a step is short there.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 
-class HaltFlag:
+class AbortFlag:
     """One byte of a file that two processes have mapped."""
 
     def __init__(self, path: Path) -> None:
@@ -42,45 +42,45 @@ class HaltFlag:
             self._byte[0] = 0
 
 
-class _Halted(Exception):
+class _StepAborted(Exception):
     """Leaves a forward pass."""
 
 
-class Halts:
-    """In the worker: the model's forward pass, left when the flag is raised."""
+class StepAborter:
+    """Runs in the worker: wraps the model's forward pass, which ends early when the flag is raised."""
 
-    def __init__(self, runner: Any, flag: HaltFlag) -> None:
-        self.has_halted = False  # the step under way was broken off
+    def __init__(self, runner: Any, flag: AbortFlag) -> None:
+        self.is_aborted = False  # whether the current step was aborted
         self._runner, self._flag = runner, flag
         self._forward, self._compute_logits = runner._model_forward, runner.model.compute_logits
         for layer in _layers(runner.model):
-            layer.register_forward_pre_hook(self._look)
-        runner._model_forward = self._run
-        runner.model.compute_logits = self._logits
+            layer.register_forward_pre_hook(self._check_flag)
+        runner._model_forward = self._run_forward
+        runner.model.compute_logits = self._run_logits
 
-    def _look(self, layer: Any, args: Any) -> None:
+    def _check_flag(self, layer: Any, args: Any) -> None:
         if self._flag.is_raised:
-            raise _Halted
+            raise _StepAborted
 
-    def _run(self, *args: Any, **named: Any) -> Any:
+    def _run_forward(self, *args: Any, **named: Any) -> Any:
         import torch
 
-        self.has_halted = False
+        self.is_aborted = False
         try:
             return self._forward(*args, **named)
-        except _Halted:
-            self.has_halted = True
+        except _StepAborted:
+            self.is_aborted = True
             config = self._runner.model_config
             return torch.zeros(named["positions"].shape[-1], config.get_hidden_size(), dtype=config.dtype)
 
-    def _logits(self, hidden_td: Any) -> Any:
-        if not self.has_halted:
+    def _run_logits(self, hidden_td: Any) -> Any:
+        if not self.is_aborted:
             return self._compute_logits(hidden_td)
         return hidden_td.new_zeros(len(hidden_td), self._runner.model_config.get_vocab_size())
 
 
 def _layers(model: Any) -> list[Any]:
-    """The model's layers: the longest list of modules that it has."""
+    """The model's layers: its longest ModuleList."""
     from torch import nn
 
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]

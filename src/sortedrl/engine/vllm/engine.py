@@ -1,17 +1,32 @@
 # pyright: reportMissingImports=false
-"""The vLLM engine: real vLLM behind the protocol of `base.py`, with shared noise and replay.
+"""The vLLM engine: real vLLM behind the protocol of `engine/base.py`, with shared noise and replay.
 
-`run/build/engine.py` makes it; the controller drives it like any other. vLLM decodes in processes of its own, and
-`poll` waits. Its outputs are read in the thread of an event loop (`process.py`: `core.py`, or over HTTP `server.py`),
-where the tower (`request_loop.py`, `http.py`) has all attempts (`request.py`) and makes events of what they say.
-What runs in vLLM's worker is in `worker.py`.
+`run/build/engine.py` makes it, and the controller drives it like any other engine. Processes and threads:
 
-What it keeps true, beyond the protocol:
-- an interruption is done by vLLM's core: no token is lost, and nothing decodes after it;
-- whatever KV was computed under other weights is never read: prefixes are cached under the version's name;
-- a core that dies, or does not answer for `limit_s`, gives its samples back as interrupted, with every token that had
-  arrived, and the next submission starts another core from the weights in force. `MAX_LOSSES` of them without an answer
-  finished in between end the run instead.
+    this process                                          vLLM's processes
+    controller's thread: VllmEngine                       EngineCore: vLLM's scheduler
+      submit, interrupt, publish --call--+                  |  one step after another
+      poll: waits on loop.changed        |                Worker: model, KV cache; worker.py in it
+                ^ events                 v                  (our noise, verification, weights)
+    event loop's thread: RequestLoop ("sortedrl-vllm")      ^
+      one task per VllmRequest reads its outputs            |
+      AsyncLLM ---------------- ZeroMQ ---------------------+
+      or HttpFrontend -- HTTP -- API server process --------+
+
+- The controller's thread never touches a running request. It hands a coroutine to the event loop (`VllmProcess.call`)
+  and waits for its result, or until vLLM has died or was silent for `limit_s`.
+- `poll` waits until an attempt ends, its timeout passes, or vLLM is lost. The event loop's thread never waits for it.
+- `VllmProcess` (`process.py`) is one running vLLM: `CoreProcess` (`core.py`) or `ServerProcess` (`server.py`). The
+  engine replaces it when it dies. The `RequestLoop` (`request_loop.py`, for a server `http.py`) outlives it.
+- Weights travel by file (`weights.py`, `adapter.py`): `publish` writes, then the worker is told to read.
+- The abort flag (`abort_flag.py`) is one byte of shared memory, which the event loop writes and the worker reads.
+
+Guarantees, beyond the protocol:
+- vLLM's core executes an interrupt: no token is lost, and nothing is decoded after it;
+- KV that was computed under other weights is never read: prefixes are cached under the version's name;
+- when vLLM dies, or does not answer for `limit_s`, its samples come back as interrupted with every token that had
+  arrived, and the next `submit` starts another vLLM with the current weights. `MAX_LOSSES` losses in a row without a
+  finished answer end the run instead.
 """
 
 from __future__ import annotations
@@ -41,12 +56,12 @@ from sortedrl.engine.local.attempt import Attempt
 from sortedrl.engine.local.module_decoder import Geometry
 from sortedrl.engine.request_checks import check_limits, check_submit, find_fault
 from sortedrl.engine.vllm.adapter import AdapterFolder
-from sortedrl.engine.vllm.core import Core, check_installed
-from sortedrl.engine.vllm.http import ServerTower
-from sortedrl.engine.vllm.process import CoreLost, CoreSettings, Life, StepCounts
-from sortedrl.engine.vllm.request import Flight
-from sortedrl.engine.vllm.request_loop import Tower
-from sortedrl.engine.vllm.server import Server
+from sortedrl.engine.vllm.core import CoreProcess, check_installed
+from sortedrl.engine.vllm.http import HttpRequestLoop
+from sortedrl.engine.vllm.process import StepCounts, VllmLost, VllmProcess, VllmSettings
+from sortedrl.engine.vllm.request import VllmRequest
+from sortedrl.engine.vllm.request_loop import RequestLoop
+from sortedrl.engine.vllm.server import ServerProcess
 from sortedrl.engine.vllm.weights import WeightFolder
 from sortedrl.errors import EngineError
 from sortedrl.records import Mode
@@ -55,16 +70,16 @@ from sortedrl.weights import base_copy, is_adapted
 log = logging.getLogger(__name__)
 
 MAX_LOSSES = 3
-_BLOCK = 32  # tokens per KV block: the least that CPU kernels like, so that short prefixes are shared too
+_BLOCK = 32  # tokens per KV block: the smallest that CPU kernels accept, so that short prefixes are shared too
 
 
 class VllmEngine:
     """Samples from a transformers causal language model, which vLLM loads from a copy of its weights.
 
-    `dtype`: of weights and KV in vLLM; None takes the model's. `kv_bytes`: memory for the KV cache; None is enough for
-    all slots at full length. `limit_s`: how long vLLM may be silent. `decode`: turns tokens into the text in which stop
-    strings are looked for. `address` names a vLLM server to use, `port` is where one is started; without either, vLLM's
-    front end runs in this process, and takes the adapters of a model that has some (peft's) as they are.
+    `dtype`: of weights and KV in vLLM; None means the model's. `kv_bytes`: memory for the KV cache; None means enough
+    for all slots at full length. `limit_s`: how long vLLM may be silent. `decode`: turns tokens into text, which is
+    searched for stop strings. `address`: the vLLM server to use. `port`: where to start one. Without either, AsyncLLM
+    runs in this process; only there are the adapters of a peft model published unmerged.
     """
 
     def __init__(
@@ -90,24 +105,24 @@ class VllmEngine:
         self._dtype = dtype or next(model.parameters()).dtype
         self._limit_s, self._clock, self._decode = limit_s, clock, decode
         self._address, self._port = address, port
-        self._tower = ServerTower(clock) if self._is_server else Tower(clock)
+        self._request_loop = HttpRequestLoop(clock) if self._is_server else RequestLoop(clock)
         self._counts = StepCounts()
         self._num_losses = self._num_losses_in_row = 0
         self._is_closed = False
         self._weights = WeightFolder(model, self._dtype)
-        self._adapter = self._take_apart(adapted)
-        self._settings = CoreSettings(
+        self._adapter = self._make_adapter_folder(adapted)
+        self._settings = VllmSettings(
             folder=self._weights.path,
             slots=slots,
             max_length=max_length,
             dtype=str(self._dtype).removeprefix("torch."),
             kv_bytes=kv_bytes or needed_kv_bytes(geometry, slots, max_length, self._dtype),
             block_size=_BLOCK,
-            adapter=None if self._adapter is None else self._adapter.terms,
+            adapter=None if self._adapter is None else self._adapter.settings,
         )
-        self._life: Life | None = None
+        self._process: VllmProcess | None = None
         try:
-            self._life = self._start()
+            self._process = self._start()
         except BaseException:
             self._weights.close()
             raise
@@ -125,42 +140,45 @@ class VllmEngine:
 
     @property
     def num_running(self) -> int:
-        return len(self._tower.flights)
+        return len(self._request_loop.running)
 
     def submit(self, requests: Iterable[Request]) -> None:
         requests = list(requests)
         check_submit(len(requests), running=self.num_running, slots=self._slots, is_closed=self._is_closed)
-        flights = [flight for request in requests if (flight := self._prepare(request)) is not None]
-        if flights:
-            self._launch(flights)
+        prepared = [vllm_request for request in requests if (vllm_request := self._prepare(request)) is not None]
+        if prepared:
+            if self._process is None:
+                self._process = self._start()
+            self._request_loop.add(prepared)
+            self._call(self._request_loop.start(prepared))  # if vLLM is lost here, the next poll reports it
 
     def poll(self, timeout: float | None = None) -> list[EngineEvent]:
-        tower, deadline = self._tower, math.inf if timeout is None else self._clock() + timeout
-        with tower.changed:
-            while tower.flights and not tower.num_ends and tower.loss is None:
+        request_loop, deadline = self._request_loop, math.inf if timeout is None else self._clock() + timeout
+        with request_loop.changed:
+            while request_loop.running and not request_loop.num_ends and request_loop.loss is None:
                 now = self._clock()
-                if now - tower.heard > self._limit_s:
-                    tower.loss = f"vLLM did not answer for {self._limit_s:g} s"
+                if now - request_loop.last_output_at > self._limit_s:
+                    request_loop.loss = f"vLLM did not answer for {self._limit_s:g} s"
                 elif now >= deadline:
                     break
                 else:
-                    tower.changed.wait(min(deadline - now, self._limit_s))
-        if tower.loss is not None:
-            self._give_back()
-        elif tower.num_ends and self._life is not None:
-            self._life.let_run()  # all that ended in the same step comes together
-        tower.num_ends = 0
-        return tower.drain()
+                    request_loop.changed.wait(min(deadline - now, self._limit_s))
+        if request_loop.loss is not None:
+            self._return_lost_requests()
+        elif request_loop.num_ends and self._process is not None:
+            self._process.drain_loop()  # so that attempts that ended in the same step are returned together
+        request_loop.num_ends = 0
+        return request_loop.take_events()
 
     def interrupt(self, samples: Iterable[int] | None = None) -> list[EngineEvent]:
-        tower, chosen = self._tower, None if samples is None else set(samples)
-        stopped = [f for sample, f in list(tower.flights.items()) if chosen is None or sample in chosen]
+        request_loop, chosen = self._request_loop, None if samples is None else set(samples)
+        stopped = [r for sample, r in list(request_loop.running.items()) if chosen is None or sample in chosen]
         if stopped:
-            self._call(tower.stop(stopped, is_all=len(stopped) == self.num_running))
-            self._count()
-        if tower.loss is not None:
-            self._give_back()
-        return tower.drain(chosen)
+            self._call(request_loop.stop(stopped, is_all=len(stopped) == self.num_running))
+            self._refresh_counts()
+        if request_loop.loss is not None:
+            self._return_lost_requests()
+        return request_loop.take_events(chosen)
 
     def publish(self, version: int, source: Any, in_flight: InFlight = InFlight.ABORT) -> CompletedHandle:
         if in_flight is InFlight.ABORT:
@@ -169,19 +187,19 @@ class VllmEngine:
             self._weights.write(source.module)
         else:
             self._adapter.write(source.adapter)
-        self._call(self._tower.swap(version, str(self._weights.weights), in_flight))
-        self._count()
-        if self._tower.loss is not None:
-            self._give_back()  # under the version that wrote the tokens
-        self._tower.version = version
+        self._call(self._request_loop.swap_weights(version, str(self._weights.weights), in_flight))
+        self._refresh_counts()
+        if self._request_loop.loss is not None:
+            self._return_lost_requests()  # before `version` changes: older weights wrote these tokens
+        self._request_loop.version = version
         return CompletedHandle()
 
     def stats(self) -> EngineStats:
-        tower, counts = self._tower, self._counts
-        with tower.changed:
-            tower.count_busy()
+        request_loop, counts = self._request_loop, self._counts
+        with request_loop.changed:
+            request_loop.count_busy()
             return replace(
-                tower.stats,
+                request_loop.stats,
                 running=self.num_running,
                 decode_steps=counts.steps,
                 extra={
@@ -197,122 +215,121 @@ class VllmEngine:
         if self._is_closed:
             return
         self._is_closed = True
-        life, self._life = self._life, None
+        process, self._process = self._process, None
         try:
-            if life is not None:
-                life.close()
+            if process is not None:
+                process.close()
         finally:
-            self._tower.clear()
-            self._tower.front = None
+            self._request_loop.clear()
+            self._request_loop.frontend = None
             self._weights.close()
 
     @property
     def pids(self) -> list[int]:
-        """Of vLLM's processes, for who wants to watch them, or see what happens without them."""
-        return [] if self._life is None else self._life.pids
+        """The pids of vLLM's processes, the core first. Tests and benchmarks kill them."""
+        return [] if self._process is None else self._process.pids
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
-    def _prepare(self, request: Request) -> Flight | None:
-        """A flight for the request, or None when there is nothing to ask vLLM."""
-        tower = self._tower
-        assert request.sample not in tower.flights, f"sample {request.sample} is running already"
+    def _prepare(self, request: Request) -> VllmRequest | None:
+        """The request in the form for vLLM; None if it fails or is complete without vLLM."""
+        request_loop = self._request_loop
+        assert request.sample not in request_loop.running, f"sample {request.sample} is running already"
         error = find_fault(request, max_length=self._max_length, vocab=self._vocab, has_decode=self._decode is not None)
         if error is not None:
-            tower.emit(Failed, request, is_end=True, error=error)
+            request_loop.emit(Failed, request, is_end=True, error=error)
             return None
-        flight = Flight.begin(Attempt.begin(request, self._decode))
-        if request.mode is Mode.REPLAY and not flight.is_checking:
-            tower.emit(Verified, request, cached=0, accepted=0)
-        if flight.is_complete:
-            tower.deliver(flight)
-            tower.emit(Finished, request, is_end=True, reason=flight.attempt.ending)
+        vllm_request = VllmRequest.begin(Attempt.begin(request, self._decode))
+        if request.mode is Mode.REPLAY and not vllm_request.is_verifying:
+            request_loop.emit(Verified, request, cached=0, accepted=0)
+        if vllm_request.is_complete:
+            request_loop.deliver(vllm_request)
+            request_loop.emit(Finished, request, is_end=True, reason=vllm_request.attempt.ending)
             return None
-        return flight
+        return vllm_request
 
-    def _take_apart(self, model: Any) -> AdapterFolder | None:
-        """The adapters of a model that has some, where requests will name them."""
+    def _make_adapter_folder(self, model: Any) -> AdapterFolder | None:
+        """Write the model's adapters, if it has some, into the folder that requests will name."""
         if not is_adapted(model):
             return None
-        assert not self._is_server, "a server is given merged weights"
+        assert not self._is_server, "a server gets merged weights"
         try:
             folder = AdapterFolder(self._weights.path / "adapter", model)
         except BaseException:
             self._weights.close()
             raise
-        self._tower.adapter = folder.path
+        self._request_loop.adapter = folder.path
         return folder
 
-    def _start(self) -> Life:
+    def _start(self) -> VllmProcess:
         if not self._address:
-            log.info("starting vLLM, which takes from ten seconds to minutes")
-        life: Life
+            log.info("starting vLLM, which takes ten seconds to minutes")
+        process: VllmProcess
         if self._is_server:
-            place = {"address": self._address, "port": self._port}
-            life = Server(self._settings, self._counts, limit_s=self._limit_s, **place)
+            process = ServerProcess(
+                self._settings, self._counts, limit_s=self._limit_s, address=self._address, port=self._port
+            )
         else:
-            life = Core(self._settings, self._counts, limit_s=self._limit_s)
-        self._tower.front, self._tower.flag, self._has_noise = life.front, life.flag, life.has_noise
+            process = CoreProcess(self._settings, self._counts, limit_s=self._limit_s)
+        self._request_loop.frontend, self._request_loop.flag, self._has_noise = (
+            process.frontend,
+            process.flag,
+            process.has_noise,
+        )
         try:
-            if self._tower.adapter is not None:
-                life.call(self._tower.take_adapter())
-            life.call(life.front.update_weight_version(str(self._tower.version)))
-        except CoreLost as error:
-            life.close(is_lost=True)
+            if self._request_loop.adapter is not None:
+                process.call(self._request_loop.load_adapter())
+            process.call(process.frontend.update_weight_version(str(self._request_loop.version)))
+        except VllmLost as error:
+            process.close(is_lost=True)
             raise EngineError(f"{error} right after its start: see its messages above") from error
         except Exception as error:
-            life.close()
+            process.close()
             if self._adapter is None:
                 raise
-            raise EngineError(f"vLLM does not take the adapters ({error}): set lora.merge = true") from error
-        return life
-
-    def _launch(self, flights: list[Flight]) -> None:
-        if self._life is None:
-            self._life = self._start()
-        self._tower.enter(flights)
-        self._call(self._tower.launch(flights))  # a loss shows in the next poll
+            raise EngineError(f"vLLM cannot load the adapters ({error}): set lora.merge = true") from error
+        return process
 
     def _call(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """In the loop of the present core; nothing happens without one."""
-        if self._life is None:
+        """Run a coroutine in the event loop of the current vLLM process; do nothing without one."""
+        if self._process is None:
             coroutine.close()
             return
         try:
-            self._life.call(coroutine)
-        except CoreLost as error:
-            self._tower.loss = str(error)
+            self._process.call(coroutine)
+        except VllmLost as error:
+            self._request_loop.loss = str(error)
 
-    def _count(self) -> None:
-        if self._life is not None and self._tower.loss is None:
-            self._call(self._life.count())
+    def _refresh_counts(self) -> None:
+        if self._process is not None and self._request_loop.loss is None:
+            self._call(self._process.refresh_counts())
 
-    def _give_back(self) -> None:
-        """End a lost core, and return every sample with the tokens that had arrived."""
-        tower, life = self._tower, self._life
-        loss, tower.loss, self._life, tower.front = tower.loss, None, None, None
-        if life is not None:
-            life.close(is_lost=True)
-            tower.loss = None  # which each flight tells for itself
-        if tower.bug is not None:
-            raise tower.bug
-        lost = tower.clear()
-        for flight in lost:
-            tower.deliver(flight)
-            tower.emit(Partial, flight.attempt.request)
+    def _return_lost_requests(self) -> None:
+        """End a lost vLLM, and make its samples come back as interrupted with the tokens that had arrived."""
+        request_loop, process = self._request_loop, self._process
+        loss, request_loop.loss, self._process, request_loop.frontend = request_loop.loss, None, None, None
+        if process is not None:
+            process.close(is_lost=True)
+            request_loop.loss = None  # each reading task has set it again
+        if request_loop.broken_invariant is not None:
+            raise request_loop.broken_invariant
+        lost = request_loop.clear()
+        for request in lost:
+            request_loop.deliver(request)
+            request_loop.emit(Partial, request.attempt.request)
         self._num_losses += 1
-        self._num_losses_in_row = 1 if tower.num_finished else self._num_losses_in_row + 1
-        tower.num_finished = 0
+        self._num_losses_in_row = 1 if request_loop.num_finished else self._num_losses_in_row + 1
+        request_loop.num_finished = 0
         if self._num_losses_in_row >= MAX_LOSSES:
             raise EngineError(
-                f"{loss}, {MAX_LOSSES} times without an answer finished in between: see its messages above and the "
+                f"{loss}, {MAX_LOSSES} times in a row without a finished answer: see its messages above and the "
                 "system's (out of memory?), then resume the run"
             )
-        log.warning("%s with %d samples running; they go on in another one", loss, len(lost))
+        log.warning("%s with %d samples running; they continue in a new vLLM process", loss, len(lost))
 
 
 def needed_kv_bytes(geometry: Geometry, slots: int, max_length: int, dtype: torch.dtype) -> int:
-    """Memory for the KV of all slots at full length, in whole blocks, and one block that vLLM keeps for itself."""
+    """Memory for the KV of all slots at full length, in whole blocks, plus one block that vLLM reserves."""
     per_token = 2 * geometry.num_layers * geometry.kv_heads * geometry.head_dim * dtype.itemsize
     blocks = slots * math.ceil(max_length / _BLOCK) + 1
     return blocks * _BLOCK * per_token

@@ -1,10 +1,10 @@
-"""vLLM behind HTTP: what a tower says to a server, and what it hears in its streams.
+"""vLLM over HTTP: the calls to a server, and the request loop that reads its streams.
 
-`server.py` makes the `HttpFront` of a server that it has found or started, and `engine.py` a `ServerTower`
-over it. An HTTP connection keeps its own order and no other, so that a server cannot be frozen with everything heard as
-AsyncLLM can. The tower has one move instead: let the server end all streams, each behind its last token, and ask again
-for those that go on. What it keeps true is then what `Tower` does; the KV of what goes on is found again in the prefix
-cache, or, under other weights, computed again.
+`server.py` makes the `HttpFrontend` of a server, and `engine.py` an `HttpRequestLoop` on top of it. The order of
+messages is only defined within one HTTP connection. So, unlike AsyncLLM, a server cannot be paused with all outputs
+read. Instead the loop lets the server end all streams, each after its last token, and then sends those requests
+again that shall continue. The guarantees are those of `RequestLoop`. Requests that continue find their KV in the
+prefix cache, or, under new weights, compute it again.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from typing import Any
 import httpx
 
 from sortedrl.engine.base import InFlight
-from sortedrl.engine.vllm.request import Flight
-from sortedrl.engine.vllm.request_loop import Tower
+from sortedrl.engine.vllm.request import VllmRequest
+from sortedrl.engine.vllm.request_loop import RequestLoop
 from sortedrl.errors import EngineError
 
 log = logging.getLogger(__name__)
 
-_AGAIN_S = 0.05  # after a pause, until what reached the server behind it is ended as well
+_ABORT_AGAIN_S = 0.05  # requests can reach the server after its pause: abort again until all streams have ended
 _CONNECT_S = 10.0
-_NOT_A_NUMBER = -9999.0  # how a server writes a log-prob that JSON cannot
+_NOT_A_NUMBER = -9999.0  # stands for NaN and -inf, which JSON cannot express
 _GENERATE = "/inference/v1/generate"
 
 
 @dataclass(slots=True, frozen=True)
-class Score:
+class TokenScore:
     logprob: float
 
 
@@ -44,40 +44,42 @@ class VersionSpan:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class Written:
-    """Tokens of one chunk, as AsyncLLM gives them."""
+class StreamedTokens:
+    """The tokens of one chunk, with the attributes of AsyncLLM's CompletionOutput."""
 
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[dict[int, Score]] = field(default_factory=list)
+    logprobs: list[dict[int, TokenScore]] = field(default_factory=list)
     finish_reason: str | None = None
     weight_versions: list[VersionSpan] = field(default_factory=list)
 
     @classmethod
-    def read(cls, choice: dict[str, Any]) -> Written:
+    def read(cls, choice: dict[str, Any]) -> StreamedTokens:
         entries = (choice.get("logprobs") or {}).get("content") or []
         return cls(
             token_ids=choice.get("token_ids") or [],
-            logprobs=[{entry["token_id"]: Score(_number(entry["logprob"]))} for entry in entries],
+            logprobs=[{entry["token_id"]: TokenScore(_number(entry["logprob"]))} for entry in entries],
             finish_reason=choice.get("finish_reason"),
             weight_versions=[VersionSpan(version=span["version"]) for span in choice.get("weight_versions") or []],
         )
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class Heard:
-    outputs: list[Written]
+class HttpOutput:
+    """One output of a request, with the attributes of AsyncLLM's RequestOutput."""
+
+    outputs: list[StreamedTokens]
     prompt_token_ids: list[int]
-    prompt_logprobs: list[dict[int, Score] | None] | None = None
-    num_cached_tokens: int = 0  # a server does not tell
+    prompt_logprobs: list[dict[int, TokenScore] | None] | None = None
+    num_cached_tokens: int = 0  # a server does not report it
 
 
-class HttpFront:
-    """Calls of one server. `has_noise`: its worker has our extension."""
+class HttpFrontend:
+    """The calls to one server. `has_noise`: its worker runs our extension."""
 
     def __init__(self, address: str, *, slots: int, has_noise: bool = True) -> None:
         self.has_noise = has_noise
         limits = httpx.Limits(max_connections=slots + 8, max_keepalive_connections=slots + 8)
-        # A stream may be silent while others are served; whether vLLM answers at all is watched by the engine.
+        # A stream may be silent while others are served: the engine checks whether vLLM answers at all.
         timeout = httpx.Timeout(None, connect=_CONNECT_S)
         self.client = httpx.AsyncClient(base_url=address, timeout=timeout, limits=limits, trust_env=False)
 
@@ -117,51 +119,51 @@ class HttpFront:
             return False
         return response.status_code == httpx.codes.OK
 
-    async def is_without_tokens(self) -> bool:
-        """Whether the server refuses requests in tokens; a server that does not writes one."""
+    async def accepts_tokens(self) -> bool:
+        """Whether the server accepts prompts as tokens. It is asked for one token to find out."""
         params = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
         response = await self.client.post(_GENERATE, json={"token_ids": [0], "sampling_params": params})
-        return response.status_code in (httpx.codes.FORBIDDEN, httpx.codes.NOT_FOUND)
+        return response.status_code not in (httpx.codes.FORBIDDEN, httpx.codes.NOT_FOUND)
 
-    def body(self, flight: Flight, version: int) -> dict[str, Any]:
-        """The request of a flight."""
-        params = flight.params(dict, None)
+    def body(self, vllm_request: VllmRequest, version: int) -> dict[str, Any]:
+        """The JSON body of a request."""
+        params = vllm_request.sampling_params(dict, None)
         del params["output_kind"]
-        request = flight.attempt.request
+        request = vllm_request.attempt.request
         if not self.has_noise:
             del params["extra_args"]
             sampling = request.sampling
             params |= {"top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
-            params["seed"] = _segment_seed(request.seed, len(flight.attempt.tokens))
+            params["seed"] = _segment_seed(request.seed, len(vllm_request.attempt.tokens))
         return {
             "request_id": f"{request.sample}-{request.attempt}",
-            "token_ids": flight.tokens(),
+            "token_ids": vllm_request.tokens(),
             "sampling_params": params,
             "cache_salt": f"version {version}",
         }
 
 
 class HttpStream:
-    """The outputs of one flight, in their order: the verdict on its cached tokens, then what is written behind them.
+    """The outputs of one request in order: the verification of its cached tokens, then the tokens after them.
 
-    A stream cannot carry the verdict, so a replay asks twice; the second time finds the KV of the first.
+    A stream cannot carry the verification, so a replay sends two requests; the second finds the KV of the first.
     """
 
-    def __init__(self, front: HttpFront, flight: Flight, version: int) -> None:
-        self._front, self._flight, self._version = front, flight, version
-        self._tokens = flight.tokens()
+    def __init__(self, frontend: HttpFrontend, request: VllmRequest, version: int) -> None:
+        self._frontend, self._request, self._version = frontend, request, version
+        self._tokens = request.tokens()
         self._response: httpx.Response | None = None
         self._lines: AsyncIterator[str] | None = None
 
-    async def get(self) -> Heard:
-        if self._flight.is_stopped and self._lines is None:
-            return self._heard(Written(finish_reason="abort"))  # it was not asked for yet, or was ended meanwhile
-        if self._flight.is_checking:
-            return await self._verdict()
+    async def get(self) -> HttpOutput:
+        if self._request.is_stopped and self._lines is None:
+            return self._output(StreamedTokens(finish_reason="abort"))  # interrupted before its stream began
+        if self._request.is_verifying:
+            return await self._verify()
         if self._lines is None:
-            body = self._front.body(self._flight, self._version) | {"stream": True}
-            request = self._front.client.build_request("POST", _GENERATE, json=body)
-            self._response = await self._front.client.send(request, stream=True)
+            body = self._frontend.body(self._request, self._version) | {"stream": True}
+            post = self._frontend.client.build_request("POST", _GENERATE, json=body)
+            self._response = await self._frontend.client.send(post, stream=True)
             if self._response.status_code != httpx.codes.OK:
                 await self._response.aread()
                 return await self._failed(self._response.text)
@@ -173,96 +175,99 @@ class HttpStream:
             if "error" in chunk:
                 return await self._failed(line)
             if chunk["choices"]:
-                written = Written.read(chunk["choices"][0])
-                if written.finish_reason is not None:
+                streamed = StreamedTokens.read(chunk["choices"][0])
+                if streamed.finish_reason is not None:
                     await self.close()
-                return self._heard(written)
-        raise ConnectionError("a stream of the vLLM server ended before its answer")
+                return self._output(streamed)
+        raise ConnectionError("a stream of the vLLM server ended before its answer was complete")
 
     async def close(self) -> None:
-        """A server aborts a request whose connection is closed."""
+        """Close the connection; the server then aborts the request."""
         if self._response is not None:
             await self._response.aclose()
 
-    async def _verdict(self) -> Heard:
-        body = self._front.body(self._flight, self._version)
+    async def _verify(self) -> HttpOutput:
+        body = self._frontend.body(self._request, self._version)
         body["sampling_params"] |= {"max_tokens": 1}
-        response = await self._front.client.post(_GENERATE, json=body)
+        response = await self._frontend.client.post(_GENERATE, json=body)
         if response.status_code != httpx.codes.OK:
             return await self._failed(response.text)
         answer = response.json()
         positions = answer.get("prompt_logprobs")
         if not positions:
-            return self._heard(Written(finish_reason="abort"))
+            return self._output(StreamedTokens(finish_reason="abort"))
         read = [
-            entry and {int(token): Score(found["logprob"]) for token, found in entry.items()} for entry in positions
+            entry and {int(token): TokenScore(found["logprob"]) for token, found in entry.items()}
+            for entry in positions
         ]
-        versions = Written.read(answer["choices"][0]).weight_versions
-        return self._heard(Written(weight_versions=versions), read)
+        versions = StreamedTokens.read(answer["choices"][0]).weight_versions
+        return self._output(StreamedTokens(weight_versions=versions), read)
 
-    async def _failed(self, text: str) -> Heard:
-        """A request that failed on a server that lives has failed alone."""
+    async def _failed(self, text: str) -> HttpOutput:
+        """The output of a refused request. Raises `ConnectionError` if the server itself is gone."""
         log.warning("the vLLM server refused a request: %s", text[:300])
         await self.close()
-        if not await self._front.is_healthy():
+        if not await self._frontend.is_healthy():
             raise ConnectionError("the vLLM server is gone")
-        return self._heard(Written(finish_reason="error"))
+        return self._output(StreamedTokens(finish_reason="error"))
 
-    def _heard(self, written: Written, prompt_logprobs: list[dict[int, Score] | None] | None = None) -> Heard:
-        return Heard(outputs=[written], prompt_token_ids=self._tokens, prompt_logprobs=prompt_logprobs)
+    def _output(
+        self, streamed: StreamedTokens, prompt_logprobs: list[dict[int, TokenScore] | None] | None = None
+    ) -> HttpOutput:
+        return HttpOutput(outputs=[streamed], prompt_token_ids=self._tokens, prompt_logprobs=prompt_logprobs)
 
 
-class ServerTower(Tower):
-    """The tower of a server."""
+class HttpRequestLoop(RequestLoop):
+    """The request loop of a server."""
 
-    front: HttpFront | None
+    frontend: HttpFrontend | None
 
-    async def stop(self, flights: list[Flight], *, is_all: bool) -> None:
-        front = await self._halt(flights)
-        await front.resume()
-        await self._go_on()
+    async def stop(self, requests: list[VllmRequest], *, is_all: bool) -> None:
+        frontend = await self._pause_all(requests)
+        await frontend.resume()
+        await self._restart_parked()
 
-    async def swap(self, version: int, weights: str, in_flight: InFlight) -> None:
-        is_running = bool(self.flights)
-        assert self.front is not None, "weights are taken up by a server that is there"
+    async def swap_weights(self, version: int, weights: str, in_flight: InFlight) -> None:
+        is_running = bool(self.running)
+        assert self.frontend is not None, "weights are published to a running server"
         if is_running:
-            await self._halt([])
-        await self.front.take_weights(weights)
-        await self.front.update_weight_version(str(version))
+            await self._pause_all([])
+        await self.frontend.take_weights(weights)
+        await self.frontend.update_weight_version(str(version))
         self.version = version
         if is_running:
-            await self.front.resume()
-            await self._go_on()
+            await self.frontend.resume()
+            await self._restart_parked()
 
-    async def _halt(self, stopped: list[Flight]) -> HttpFront:
-        """End all streams behind their last token: these flights land, and the others are parked."""
-        assert self.front is not None, "flights are in the hands of a server"
-        for flight in self.flights.values():
-            flight.is_stopped, flight.is_parked = True, not any(flight is other for other in stopped)
-        tasks = {flight.task for flight in self.flights.values() if flight.task is not None}
-        await self.front.pause()
+    async def _pause_all(self, stopped: list[VllmRequest]) -> HttpFrontend:
+        """End all streams after their last token: the `stopped` requests end, the others are parked."""
+        assert self.frontend is not None, "requests run on a server"
+        for request in self.running.values():
+            request.is_stopped, request.is_parked = True, not any(request is other for other in stopped)
+        tasks = {request.task for request in self.running.values() if request.task is not None}
+        await self.frontend.pause()
         while tasks:
-            _, tasks = await asyncio.wait(tasks, timeout=_AGAIN_S)
+            _, tasks = await asyncio.wait(tasks, timeout=_ABORT_AGAIN_S)
             if tasks:
-                await self.front.abort_all()
-        for flight in self.flights.values():
-            self.deliver(flight)
-        return self.front
+                await self.frontend.abort_all()
+        for request in self.running.values():
+            self.deliver(request)
+        return self.frontend
 
-    async def _go_on(self) -> None:
-        parked = [flight for flight in self.flights.values() if flight.is_parked]
-        for flight in parked:
-            flight.is_parked = flight.is_stopped = False
-        await self.launch(parked)
+    async def _restart_parked(self) -> None:
+        parked = [request for request in self.running.values() if request.is_parked]
+        for request in parked:
+            request.is_parked = request.is_stopped = False
+        await self.start(parked)
 
-    async def _ask(self, flight: Flight) -> None:
-        assert self.front is not None, "a flight is asked of a server that is there"
-        flight.collector = HttpStream(self.front, flight, self.version)
-        flight.is_started, flight.is_open = False, True
+    async def _send(self, request: VllmRequest) -> None:
+        assert self.frontend is not None, "requests are sent to a running server"
+        request.collector = HttpStream(self.frontend, request, self.version)
+        request.is_started, request.is_open = False, True
 
-    async def _abort(self, flights: Iterable[Flight]) -> None:
-        for flight in flights:
-            await flight.collector.close()
+    async def _abort(self, requests: Iterable[VllmRequest]) -> None:
+        for request in requests:
+            await request.collector.close()
 
 
 def _number(logprob: float) -> float:
@@ -270,5 +275,5 @@ def _number(logprob: float) -> float:
 
 
 def _segment_seed(seed: int, position: int) -> int:
-    """For a server that draws by itself: a seed of its own for what is written from a position on."""
+    """The seed for tokens from `position` on, for a server that draws with its own noise."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{position}".encode(), digest_size=7).digest())

@@ -1,8 +1,8 @@
-"""One attempt while vLLM runs it: what is asked of vLLM, and what its outputs mean.
+"""One attempt while vLLM runs it: what the engine asks vLLM for, and what vLLM's outputs mean.
 
-`engine.py` makes one per request, and the tower reads its outputs; nothing else touches it meanwhile. A
-replay asks for the verdict on its cached tokens and for the answer behind them in one request; only when a cached token
-does not stand is a second request made, from the token that takes its place.
+`engine.py` makes one `VllmRequest` per request; only the request loop (`request_loop.py`) changes it. A replay asks in
+one request for the verification of its cached tokens and for the tokens after them. Only if a cached token is rejected
+does the loop send a second request, which continues from the token that replaces it.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ from enum import Enum, auto
 from typing import Any
 
 from sortedrl.engine.local.attempt import Attempt
-from sortedrl.engine.vllm.sampling_args import Terms
+from sortedrl.engine.vllm.sampling_args import SamplingArgs
 from sortedrl.records import Mode
 
 
-class Turn(Enum):
-    """What becomes of a flight after an output."""
+class RequestState(Enum):
+    """The state of a request after one of vLLM's outputs."""
 
-    ON = auto()
+    RUNNING = auto()
     FINISHED = auto()
-    STOPPED = auto()
-    BROKEN = auto()  # logits that are not finite
-    FAILED = auto()  # vLLM says so
-    AGAIN = auto()  # a cached token did not stand: ask again from there
+    STOPPED = auto()  # interrupted
+    NON_FINITE = auto()  # a log-prob is NaN or infinite
+    FAILED = auto()  # vLLM reports an error
+    RESUBMIT = auto()  # a replay rejected a cached token: send a second request from there
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class Check:
-    """The verdict on cached tokens: how many stand, their log-probs, and what is drawn in place of the next."""
+class ReplayTurn:
+    """The result of verifying cached tokens: how many are kept, their log-probs, and the token drawn after them."""
 
     accepted: int
     logprobs: list[float]
-    drawn: tuple[int, float] | None
+    drawn: tuple[int, float] | None  # replaces the first rejected token, with its log-prob; None if all are kept
 
     @classmethod
-    def read(cls, cached: Sequence[int], positions: Sequence[Any], is_masked: Sequence[bool]) -> Check:
-        """`positions`: per cached token, log-probs by token: of the cached one, and of the one to stand there.
+    def read(cls, cached: Sequence[int], positions: Sequence[Any], is_masked: Sequence[bool]) -> ReplayTurn:
+        """`positions`: for each cached token, vLLM's log-probs by token: of the cached token and of the drawn one.
 
-        A masked token is context: it stands, whatever would be drawn there.
+        A masked token is context: it is kept, even if another token would be drawn there.
         """
         logprobs: list[float] = []
         for index, (token, entry, is_given) in enumerate(zip(cached, positions, is_masked, strict=True)):
@@ -56,36 +56,36 @@ class Check:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Flight:
+class VllmRequest:
     attempt: Attempt
-    is_checking: bool = False  # the verdict on its cached tokens is still to come
-    is_stopped: bool = False  # it is being interrupted: a second request must not be made
-    is_parked: bool = False  # it is interrupted for a moment only, and stays in the air
-    collector: Any = None
-    task: asyncio.Task[None] | None = None
-    is_started: bool = False  # its first output has come
-    is_open: bool = False  # vLLM is at work on it
-    clock: float = 0.0  # when its last output came
-    check: Check | None = None
+    is_verifying: bool = False  # a replay whose cached tokens are not verified yet
+    is_stopped: bool = False  # it is being interrupted: the loop must not send a second request
+    is_parked: bool = False  # it is stopped for a moment and will be sent again: it stays in the loop
+    collector: Any = None  # where vLLM's outputs arrive
+    task: asyncio.Task[None] | None = None  # reads them
+    is_started: bool = False  # the first output has arrived
+    is_open: bool = False  # vLLM is working on it
+    clock: float = 0.0  # when the last output arrived
+    replay: ReplayTurn | None = None
     num_decoded: int = 0  # tokens of the last output that were drawn
-    num_hits: int = 0  # tokens whose KV was there already, as the first output tells
+    num_cache_hits: int = 0  # tokens whose KV was cached, as the first output reports
 
     @classmethod
-    def begin(cls, attempt: Attempt) -> Flight:
-        return cls(attempt=attempt, is_checking=attempt.request.mode is Mode.REPLAY and bool(attempt.tokens))
+    def begin(cls, attempt: Attempt) -> VllmRequest:
+        return cls(attempt=attempt, is_verifying=attempt.request.mode is Mode.REPLAY and bool(attempt.tokens))
 
     @property
     def is_complete(self) -> bool:
-        """Whether there is nothing to ask vLLM."""
-        return self.attempt.ending is not None and not self.is_checking
+        """Whether the answer is complete without asking vLLM."""
+        return self.attempt.ending is not None and not self.is_verifying
 
     def tokens(self) -> list[int]:
         return [*self.attempt.request.prompt, *self.attempt.tokens]
 
-    def params(self, make: Any, output_kind: Any) -> Any:
-        """vLLM's SamplingParams (`make`): one to one what the request asks for."""
+    def sampling_params(self, make: Any, output_kind: Any) -> Any:
+        """The request's sampling as vLLM's SamplingParams, which `make` creates."""
         request = self.attempt.request
-        terms = Terms(
+        sampling_args = SamplingArgs(
             seed=request.seed,
             start=len(self.attempt.tokens),
             sampling=request.sampling,
@@ -93,57 +93,61 @@ class Flight:
         )
         return make(
             temperature=request.sampling.temperature,
-            # An answer that is complete if it stands needs no token more, but vLLM wants to write one.
+            # A complete answer that is only verified needs no more token, but vLLM always draws one.
             max_tokens=max(1, request.budget - len(self.attempt.tokens)),
             stop_token_ids=list(request.sampling.stop_tokens),
             ignore_eos=True,
             logprobs=0,
-            prompt_logprobs=1 if self.is_checking else None,
+            prompt_logprobs=1 if self.is_verifying else None,
             detokenize=False,
             output_kind=output_kind,
-            extra_args=terms.extra_args(),
+            extra_args=sampling_args.to_extra_args(),
         )
 
-    def take(self, output: Any, clock: float) -> Turn:
-        """Write an output into the attempt."""
+    def apply_output(self, output: Any, clock: float) -> RequestState:
+        """Add the tokens of one of vLLM's outputs to the attempt."""
         if not self.is_started:
-            self.is_started, self.attempt.last_delivery_s, self.num_hits = True, clock, output.num_cached_tokens or 0
+            self.is_started, self.attempt.last_delivery_s, self.num_cache_hits = (
+                True,
+                clock,
+                output.num_cached_tokens or 0,
+            )
         self.clock, self.num_decoded = clock, 0
         (answer,) = output.outputs
         self.is_open = answer.finish_reason is None
-        if self.is_checking and output.prompt_logprobs:
-            turn = self._settle_check(output.prompt_logprobs)
-            if turn is not Turn.ON:
-                return turn
+        if self.is_verifying and output.prompt_logprobs:
+            state = self._apply_replay(output.prompt_logprobs)
+            if state is not RequestState.RUNNING:
+                return state
         for token, entry in zip(answer.token_ids, answer.logprobs or (), strict=True):
             if not self.attempt.add(token, entry[token].logprob):
-                if self.is_stopped:  # the step was broken off: it has written nothing
-                    return Turn.ON if self.is_open else Turn.STOPPED
-                return Turn.BROKEN
+                if self.is_stopped:  # the abort flag ended this step early: its tokens are not valid
+                    return RequestState.RUNNING if self.is_open else RequestState.STOPPED
+                return RequestState.NON_FINITE
             self.num_decoded += 1
             if self.attempt.decode is not None and self.attempt.ending is not None:
-                return Turn.FINISHED  # by a stop string, of which vLLM knows nothing: it may have gone on
+                return RequestState.FINISHED  # by a stop string, which vLLM does not know: it may have decoded more
         match answer.finish_reason:
             case None:
-                return Turn.ON
+                return RequestState.RUNNING
             case "abort":
-                return Turn.STOPPED
+                return RequestState.STOPPED
             case "stop" | "length":
                 assert self.attempt.ending is not None, "vLLM ended an answer that is not complete"
-                return Turn.FINISHED
+                return RequestState.FINISHED
             case _:
-                return Turn.FAILED
+                return RequestState.FAILED
 
-    def _settle_check(self, prompt_logprobs: Sequence[Any]) -> Turn:
-        attempt, self.is_checking = self.attempt, False
+    def _apply_replay(self, prompt_logprobs: Sequence[Any]) -> RequestState:
+        attempt, self.is_verifying = self.attempt, False
         answer = prompt_logprobs[len(attempt.request.prompt) :]
-        self.check = Check.read(attempt.tokens, answer, attempt.is_masked)
-        if not attempt.keep(self.check.accepted, self.check.logprobs):
-            return Turn.BROKEN
-        if self.check.drawn is not None:
-            if not attempt.add(*self.check.drawn):
-                return Turn.BROKEN
+        self.replay = ReplayTurn.read(attempt.tokens, answer, attempt.is_masked)
+        if not attempt.keep(self.replay.accepted, self.replay.logprobs):
+            return RequestState.NON_FINITE
+        if self.replay.drawn is not None:
+            if not attempt.add(*self.replay.drawn):
+                return RequestState.NON_FINITE
             self.num_decoded = 1
         if attempt.ending is not None:
-            return Turn.FINISHED
-        return Turn.ON if self.check.drawn is None else Turn.AGAIN
+            return RequestState.FINISHED
+        return RequestState.RUNNING if self.replay.drawn is None else RequestState.RESUBMIT

@@ -1,10 +1,12 @@
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""The tower: starts, hears, interrupts and lands the flights of the vLLM engine, and turns what they say into events.
+"""The request loop: sends requests to vLLM, reads their outputs, interrupts them, and turns outputs into events.
 
-`engine.py` owns one over all lives of vLLM. Its coroutines run in the loop of the present core and are the only ones to
-touch a flight; the engine's thread waits on `changed` and takes events. What it keeps true: a flight is gone from
-`flights` when the event that ends it can be taken, and a token is stamped with the version in force when vLLM's
-core sampled it, since weights change only while the core is paused and all that it had sent is heard.
+`engine.py` owns one, which outlives a vLLM that dies; `http.py` has the variant for a server. The first half of the
+methods may be called in any thread. The coroutines run in the event loop of the current vLLM process, and only they
+change a running request. The engine's thread waits on `changed` and takes events.
+
+Guarantees: a request has left `running` before the event that ends it can be taken; a token carries the version whose
+weights sampled it, because weights change only while vLLM's core is paused and all its outputs have been read.
 """
 
 from __future__ import annotations
@@ -17,48 +19,48 @@ from pathlib import Path
 from typing import Any
 
 from sortedrl.engine.base import EngineEvent, EngineStats, Failed, Finished, InFlight, Partial, Request, Verified
-from sortedrl.engine.vllm.abort_flag import HaltFlag
+from sortedrl.engine.vllm.abort_flag import AbortFlag
 from sortedrl.engine.vllm.adapter import ADAPTER_ID
-from sortedrl.engine.vllm.request import Flight, Turn
+from sortedrl.engine.vllm.request import RequestState, VllmRequest
 
 
-class Tower:
+class RequestLoop:
     def __init__(self, clock: Callable[[], float]) -> None:
-        self.front: Any = None  # what talks to vLLM, while there is one
-        self.flag: HaltFlag | None = None
+        self.frontend: Any = None  # AsyncLLM or HttpFrontend of the current vLLM process; None without one
+        self.flag: AbortFlag | None = None
         self.version = 0
         self.adapter: Path | None = None  # the folder of the adapters that requests name
-        self.flights: dict[int, Flight] = {}  # by sample
+        self.running: dict[int, VllmRequest] = {}  # by sample
         self.changed = threading.Condition()
-        self.num_ends = 0  # attempts that ended and were not polled yet
+        self.num_ends = 0  # attempts that ended since the last poll
         self.num_finished = 0
-        self.loss: str | None = None  # what became of vLLM, if it was lost
-        self.bug: AssertionError | None = None  # a promise that this code, or vLLM, did not keep
+        self.loss: str | None = None  # how vLLM was lost, if it was
+        self.broken_invariant: AssertionError | None = None
         self.stats = EngineStats()
-        self.heard = clock()  # when vLLM last said something
+        self.last_output_at = clock()
         self._clock = clock
         self._ready: list[EngineEvent] = []
         self._busy_since = clock()
-        self._num_halts = 0  # a broken step leaves KV that must not be found again
+        self._num_aborted_steps = 0  # part of the prefix cache's name: KV of an aborted step must not be found again
 
     # ---- in any thread ----------------------------------------------------------------------------------------------
 
-    def enter(self, flights: Iterable[Flight]) -> None:
+    def add(self, requests: Iterable[VllmRequest]) -> None:
         with self.changed:
             self.count_busy()
-            self.heard = self._clock()
-            self.flights.update({flight.attempt.request.sample: flight for flight in flights})
+            self.last_output_at = self._clock()
+            self.running.update({request.attempt.request.sample: request for request in requests})
 
-    def clear(self) -> list[Flight]:
-        """Take all flights out, as they are: vLLM is gone."""
+    def clear(self) -> list[VllmRequest]:
+        """Remove and return all running requests: vLLM is gone."""
         with self.changed:
             self.count_busy()
-            flights, self.flights = list(self.flights.values()), {}
-        return flights
+            requests, self.running = list(self.running.values()), {}
+        return requests
 
-    def deliver(self, flight: Flight) -> None:
-        """What the caller does not have yet of an answer."""
-        delta = flight.attempt.deliver(version=self.version, clock=self._clock(), decode_s=flight.clock)
+    def deliver(self, request: VllmRequest) -> None:
+        """Make an event of the tokens that no event has delivered yet."""
+        delta = request.attempt.deliver(version=self.version, clock=self._clock(), decode_s=request.clock)
         if delta is not None:
             with self.changed:
                 self._ready.append(delta)
@@ -71,153 +73,153 @@ class Tower:
                 self.num_ends += 1
                 self.changed.notify()
 
-    def drain(self, samples: set[int] | None = None) -> list[EngineEvent]:
-        """Take the events that are ready, of these samples or of all."""
+    def take_events(self, samples: set[int] | None = None) -> list[EngineEvent]:
+        """Take the events of these samples, or of all."""
         with self.changed:
             taken = [event for event in self._ready if samples is None or event.sample in samples]
             self._ready = [event for event in self._ready if not (samples is None or event.sample in samples)]
         return taken
 
     def count_busy(self) -> None:
-        """The lock is held: slot time is counted up to now, before the number of running slots changes."""
+        """Count slot time up to now. Call it with the lock held, before the number of running requests changes."""
         now = self._clock()
-        self.stats.busy_slot_s += (now - self._busy_since) * len(self.flights)
+        self.stats.busy_slot_s += (now - self._busy_since) * len(self.running)
         self._busy_since = now
 
-    # ---- in the loop's thread ---------------------------------------------------------------------------------------
+    # ---- in the event loop's thread ---------------------------------------------------------------------------------
 
-    async def launch(self, flights: list[Flight]) -> None:
-        for flight in flights:
-            await self._ask(flight)
-        for flight in flights:
-            flight.task = asyncio.create_task(self._fly(flight))
+    async def start(self, requests: list[VllmRequest]) -> None:
+        for request in requests:
+            await self._send(request)
+        for request in requests:
+            request.task = asyncio.create_task(self._read_outputs(request))
 
-    async def stop(self, flights: list[Flight], *, is_all: bool) -> None:
-        """Interrupt flights: all of them at once, in the midst of a step where it can be broken off."""
-        for flight in flights:
-            flight.is_stopped = True
+    async def stop(self, requests: list[VllmRequest], *, is_all: bool) -> None:
+        """Interrupt requests. If these are all, the current step is aborted where that is possible."""
+        for request in requests:
+            request.is_stopped = True
         if is_all:
             with nullcontext() if self.flag is None else self.flag.raised():
-                await self.front.pause_generation(mode="abort", clear_cache=False)
-            self._num_halts += 1
+                await self.frontend.pause_generation(mode="abort", clear_cache=False)
+            self._num_aborted_steps += 1
         else:
-            # vLLM's core can only abort all; who is aborted by the front end loses what is on its way, so that first.
-            await self.front.pause_generation(mode="keep", clear_cache=False)
-            await self._hear_out()
-            await self._abort(flight for flight in flights if flight.is_open)
-        await asyncio.gather(*(flight.task for flight in flights if flight.task is not None))
-        await self.front.resume_generation()
+            # vLLM's core can only abort all. An abort by the front end loses outputs on their way: drain first.
+            await self.frontend.pause_generation(mode="keep", clear_cache=False)
+            await self._drain_outputs()
+            await self._abort(request for request in requests if request.is_open)
+        await asyncio.gather(*(request.task for request in requests if request.task is not None))
+        await self.frontend.resume_generation()
 
-    async def swap(self, version: int, weights: str, in_flight: InFlight) -> None:
-        """Let the worker take up the weights of a file, or the adapters; what runs waits meanwhile."""
-        is_running = bool(self.flights)
+    async def swap_weights(self, version: int, weights: str, in_flight: InFlight) -> None:
+        """Let the worker load the weights file, or the adapters. Running requests pause meanwhile."""
+        is_running = bool(self.running)
         if is_running:
-            await self.front.pause_generation(mode="keep", clear_cache=in_flight is InFlight.REPREFILL)
-            await self._hear_out()
-            for flight in self.flights.values():
-                self.deliver(flight)
+            await self.frontend.pause_generation(mode="keep", clear_cache=in_flight is InFlight.REPREFILL)
+            await self._drain_outputs()
+            for request in self.running.values():
+                self.deliver(request)
         if self.adapter is None:
-            await self.front.collective_rpc("sorted_take_weights", args=(weights,))
+            await self.frontend.collective_rpc("sorted_take_weights", args=(weights,))
         else:
-            await self.take_adapter()
-        await self.front.update_weight_version(str(version))
+            await self.load_adapter()
+        await self.frontend.update_weight_version(str(version))
         self.version = version
         if is_running:
-            await self.front.resume_generation()
+            await self.frontend.resume_generation()
 
-    async def take_adapter(self) -> None:
-        """Let the worker load the adapters of the folder, in place of those that it has."""
-        await self.front.add_lora(self._lora_request(load_inplace=True))
+    async def load_adapter(self) -> None:
+        """Let the worker load the adapters of the folder in place of the previous ones."""
+        await self.frontend.add_lora(self._lora_request(load_inplace=True))
 
     def _lora_request(self, **changes: Any) -> Any:
-        """The adapters by one name and number in all versions, so that what runs has the ones loaded last."""
+        """Name and number of the adapters, the same for all versions: running requests use those loaded last."""
         from vllm.lora.request import LoRARequest
 
         if self.adapter is None:
             return None
         return LoRARequest(lora_name="sortedrl", lora_int_id=ADAPTER_ID, lora_path=str(self.adapter), **changes)
 
-    async def _ask(self, flight: Flight) -> None:
-        """Give a flight's request to vLLM."""
+    async def _send(self, request: VllmRequest) -> None:
+        """Give a request to vLLM."""
         from vllm import SamplingParams
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
-        request = flight.attempt.request
-        flight.collector = await self.front.add_request(
-            f"{request.sample}-{request.attempt}",
-            tokens_input(flight.tokens(), cache_salt=f"version {self.version}, halt {self._num_halts}"),
-            flight.params(SamplingParams, RequestOutputKind.DELTA),
+        asked = request.attempt.request
+        request.collector = await self.frontend.add_request(
+            f"{asked.sample}-{asked.attempt}",
+            tokens_input(request.tokens(), cache_salt=f"version {self.version}, abort {self._num_aborted_steps}"),
+            request.sampling_params(SamplingParams, RequestOutputKind.DELTA),
             lora_request=self._lora_request(),
         )
-        flight.is_started, flight.is_open = False, True
+        request.is_started, request.is_open = False, True
 
-    async def _fly(self, flight: Flight) -> None:
-        """Read a flight's outputs until it ends."""
-        turn = Turn.ON
+    async def _read_outputs(self, request: VllmRequest) -> None:
+        """Read a request's outputs until it ends."""
+        state = RequestState.RUNNING
         try:
-            while turn in (Turn.ON, Turn.AGAIN):
-                turn = self._hear(flight, await flight.collector.get())
-                if turn is not Turn.ON and flight.is_open:
-                    await self._abort([flight])
-                if turn is Turn.AGAIN and flight.is_stopped:
-                    turn = Turn.STOPPED
-                elif turn is Turn.AGAIN:
-                    await self._ask(flight)
-                    if flight.is_stopped:  # it was interrupted while vLLM took it in
-                        await self._abort([flight])
-        except Exception as error:  # whatever vLLM raises here, it is of no more use
+            while state in (RequestState.RUNNING, RequestState.RESUBMIT):
+                state = self._apply_output(request, await request.collector.get())
+                if state is not RequestState.RUNNING and request.is_open:
+                    await self._abort([request])
+                if state is RequestState.RESUBMIT and request.is_stopped:
+                    state = RequestState.STOPPED
+                elif state is RequestState.RESUBMIT:
+                    await self._send(request)
+                    if request.is_stopped:  # it was interrupted during the await
+                        await self._abort([request])
+        except Exception as error:  # any error of vLLM here means that it can no longer be used
             with self.changed:
-                self.bug = error if isinstance(error, AssertionError) else self.bug
+                self.broken_invariant = error if isinstance(error, AssertionError) else self.broken_invariant
                 self.loss = f"vLLM's core was lost ({type(error).__name__})"
                 self.changed.notify()
             return
-        if turn is not Turn.STOPPED or not flight.is_parked:
-            self._land(flight, turn)
+        if state is not RequestState.STOPPED or not request.is_parked:
+            self._end(request, state)
 
-    def _hear(self, flight: Flight, output: Any) -> Turn:
-        is_first, check, request = not flight.is_started, flight.check, flight.attempt.request
-        self.heard = self._clock()
-        turn = flight.take(output, self.heard)
+    def _apply_output(self, request: VllmRequest, output: Any) -> RequestState:
+        is_first, replay, asked = not request.is_started, request.replay, request.attempt.request
+        self.last_output_at = self._clock()
+        state = request.apply_output(output, self.last_output_at)
         with self.changed:
-            self.stats.decoded_tokens += flight.num_decoded
+            self.stats.decoded_tokens += request.num_decoded
             if is_first:
-                num_prompt = len(request.prompt)
-                self.stats.prompt_tokens += max(0, num_prompt - flight.num_hits)
-                self.stats.recomputed_tokens += len(output.prompt_token_ids) - max(num_prompt, flight.num_hits)
-        if flight.check is not None and flight.check is not check:
-            num_cached = len(output.prompt_token_ids) - len(request.prompt)
-            self.emit(Verified, request, cached=num_cached, accepted=flight.check.accepted)
-            self.deliver(flight)
+                num_prompt = len(asked.prompt)
+                self.stats.prompt_tokens += max(0, num_prompt - request.num_cache_hits)
+                self.stats.recomputed_tokens += len(output.prompt_token_ids) - max(num_prompt, request.num_cache_hits)
+        if request.replay is not None and request.replay is not replay:
+            num_cached = len(output.prompt_token_ids) - len(asked.prompt)
+            self.emit(Verified, asked, cached=num_cached, accepted=request.replay.accepted)
+            self.deliver(request)
         spans = output.outputs[0].weight_versions
         assert not spans or spans[-1].version == str(self.version), f"vLLM is at {spans}, not at {self.version}"
-        return turn
+        return state
 
-    def _land(self, flight: Flight, turn: Turn) -> None:
-        attempt = flight.attempt
-        with self.changed:  # whoever hears of its end finds its slot free
+    def _end(self, request: VllmRequest, state: RequestState) -> None:
+        attempt = request.attempt
+        with self.changed:  # a caller that takes the last event must find the slot free
             self.count_busy()
-            self.flights.pop(attempt.request.sample, None)
-            self.deliver(flight)
-            match turn:
-                case Turn.FINISHED:
+            self.running.pop(attempt.request.sample, None)
+            self.deliver(request)
+            match state:
+                case RequestState.FINISHED:
                     self.num_finished += 1
                     self.emit(Finished, attempt.request, is_end=True, reason=attempt.ending)
-                case Turn.STOPPED:
+                case RequestState.STOPPED:
                     self.emit(Partial, attempt.request, is_end=True)
-                case Turn.BROKEN:
+                case RequestState.NON_FINITE:
                     where = f"at answer position {len(attempt.tokens)} under version {self.version}"
                     error = f"non-finite logits {where}: the weights hold NaN or overflow"
                     self.emit(Failed, attempt.request, is_end=True, error=error)
                 case _:
                     self.emit(Failed, attempt.request, is_end=True, error="vLLM failed on this request")
 
-    async def _abort(self, flights: Iterable[Flight]) -> None:
-        await self.front.abort([flight.collector.request_id for flight in flights], internal=True)
+    async def _abort(self, requests: Iterable[VllmRequest]) -> None:
+        await self.frontend.abort([request.collector.request_id for request in requests], internal=True)
 
-    async def _hear_out(self) -> None:
-        """Return when everything that the paused core had sent is written into the attempts."""
-        waiting = self.front.engine_core.outputs_queue
-        while not waiting.empty() or any(flight.collector.output is not None for flight in self.flights.values()):
+    async def _drain_outputs(self) -> None:
+        """Return when every output that the paused core sent has been applied to its attempt."""
+        waiting = self.frontend.engine_core.outputs_queue
+        while not waiting.empty() or any(request.collector.output is not None for request in self.running.values()):
             await asyncio.sleep(0)
         await asyncio.sleep(0)

@@ -1,7 +1,7 @@
-"""What a request tells vLLM's worker besides its tokens: the terms on which its answer is drawn.
+"""The per-request sampling arguments that vLLM's worker needs besides what vLLM passes on itself.
 
-They travel in `SamplingParams.extra_args`, as plain numbers. `core.py` writes them, `worker.py` reads them in
-its own process; vLLM itself looks at none of them.
+`request.py` writes them into `SamplingParams.extra_args` as plain numbers. `worker.py` reads them in the worker's
+process. vLLM itself ignores them.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ EXTRA_KEY = "sortedrl"
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class Terms:
+class SamplingArgs:
     seed: int
-    start: int  # answer tokens that stand behind the prompt already: the position of the first one drawn
+    start: int  # answer tokens sent along with the prompt: the answer position of the first token drawn
     sampling: Sampling
     tolerance: float = 0.0  # of a replay
 
-    def extra_args(self) -> dict[str, Any]:
-        drawn = (self.sampling.temperature, self.sampling.top_k, self.sampling.top_p, self.sampling.min_p)
-        return {EXTRA_KEY: [self.seed & (1 << 64) - 1, self.start, self.tolerance, *drawn]}
+    def to_extra_args(self) -> dict[str, Any]:
+        shape = (self.sampling.temperature, self.sampling.top_k, self.sampling.top_p, self.sampling.min_p)
+        return {EXTRA_KEY: [self.seed & (1 << 64) - 1, self.start, self.tolerance, *shape]}
 
     @classmethod
-    def of(cls, extra_args: Mapping[str, Any] | None) -> Terms | None:
-        """None for a request that somebody else made."""
+    def from_extra_args(cls, extra_args: Mapping[str, Any] | None) -> SamplingArgs | None:
+        """The arguments of a request from this engine; None for any other request."""
         values = (extra_args or {}).get(EXTRA_KEY)
         if values is None:
             return None

@@ -1,9 +1,10 @@
-"""A vLLM server as a life of vLLM: one that is started here, or one that somebody names.
+"""vLLM behind HTTP: a server that the engine starts, or one that the user names.
 
-`engine.py` makes one in place of a `Core` when the configuration asks for it. A server that is started here has
-our worker extension, and ends with this process. One that is named has to run in vLLM's development mode, which has the
-calls for pausing and for weights, with a worker that sees our files; with our extension it gives what AsyncLLM gives,
-without it no replay, since its draws are its own. What it keeps true: nobody else's process is ended.
+`engine.py` makes a `ServerProcess` in place of a `CoreProcess` when the configuration sets `engine.port` or
+`engine.address`. A server started here has our worker extension and ends with this process. A named server must run in
+vLLM's development mode, which has the calls for pausing and for weights, and its worker must see our weight files. With
+our extension it gives the same answers as AsyncLLM; without it there is no replay, since it draws with its own noise.
+Guarantees: the engine ends only processes that it started.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ from typing import Any
 import httpx
 
 from sortedrl.engine.vllm.core import is_alive, kill_vllm
-from sortedrl.engine.vllm.http import HttpFront
-from sortedrl.engine.vllm.process import CLOSE_S, ENVIRONMENT, CoreSettings, Life, StepCounts
+from sortedrl.engine.vllm.http import HttpFrontend
+from sortedrl.engine.vllm.process import CLOSE_S, ENVIRONMENT, StepCounts, VllmProcess, VllmSettings
 from sortedrl.errors import EngineError
 
 HOST = "127.0.0.1"
 _START_S = 900.0
-_CONNECT_S = 30.0  # that a named server may take to come back
-_LOOK_S = 0.2
+_CONNECT_S = 30.0  # how long a named server may take to answer
+_HEALTH_CHECK_S = 0.2
 _TOTALS = {"steps": "vllm:iteration_tokens_total_count", "preemptions": "vllm:num_preemptions_total"}
-# What `vllm serve` runs; that command itself does not start in vLLM's CPU build.
+# The module behind `vllm serve`; that command itself does not start in vLLM's CPU build.
 _ENTRY = ("python", "-m", "vllm.entrypoints.launchers.api_server.entry")
 _EXTENSION = "sortedrl.engine.vllm.worker"
 
 
-def serve_command(settings: CoreSettings, port: int) -> list[str]:
-    """What starts a server that this engine can drive."""
+def serve_command(settings: VllmSettings, port: int) -> list[str]:
+    """The command that starts a server which this engine can use."""
     options = {
         "model": settings.folder,
         "host": HOST,
@@ -58,38 +59,40 @@ def serve_command(settings: CoreSettings, port: int) -> list[str]:
     return [*_ENTRY, *words, *(f"--{flag}" for flag in flags)]
 
 
-class Server(Life):
-    """`address` names a server; without one, a server is started on `port`. Raises `EngineError` if none answers."""
+class ServerProcess(VllmProcess):
+    """Uses the server at `address`, or else starts one on `port`. Raises `EngineError` if no server answers."""
 
-    front: HttpFront
+    frontend: HttpFrontend
 
     def __init__(
-        self, settings: CoreSettings, counts: StepCounts, *, limit_s: float, address: str = "", port: int = 0
+        self, settings: VllmSettings, counts: StepCounts, *, limit_s: float, address: str = "", port: int = 0
     ) -> None:
         super().__init__(limit_s)
         self._counts, self._pids = counts, list[int]()
-        self._seen: dict[str, int] = {}  # totals of the server, as last read
-        self._process: subprocess.Popen[bytes] | None = None
+        self._seen: dict[str, int] = {}  # the server's totals when last read
+        self._popen: subprocess.Popen[bytes] | None = None
         place = address.rstrip("/") or f"{HOST}:{port}"
         self._address = place if "://" in place else f"http://{place}"
-        self.front = HttpFront(self._address, slots=settings.slots)
+        self.frontend = HttpFrontend(self._address, slots=settings.slots)
         try:
             if not address:
-                self._process = _launch(settings, port)
+                self._popen = _launch(settings, port)
             asyncio.run_coroutine_threadsafe(self._connect(settings), self.loop).result()
         except BaseException as error:
             self.close(is_lost=True)
             if isinstance(error, httpx.TransportError):
-                raise EngineError(f"the vLLM server at {self._address} has gone while it was greeted") from error
+                raise EngineError(
+                    f"the vLLM server at {self._address} ended while connecting: see its messages and start it again"
+                ) from error
             raise
-        self._pids = [] if self._process is None else _descendants(self._process.pid)
+        self._pids = [] if self._popen is None else _descendants(self._popen.pid)
 
     @property
     def is_dead(self) -> bool:
-        """A server whose core is gone stays until the calls that it cannot answer any more are given up."""
-        if self._process is None:
+        """Whether the server or its core has ended: a server without its core stays up, but answers no call."""
+        if self._popen is None:
             return False
-        return self._process.poll() is not None or (bool(self._pids) and not is_alive(self._pids[0]))
+        return self._popen.poll() is not None or (bool(self._pids) and not is_alive(self._pids[0]))
 
     @property
     def pids(self) -> list[int]:
@@ -97,66 +100,66 @@ class Server(Life):
 
     @property
     def has_noise(self) -> bool:
-        return self.front.has_noise
+        return self.frontend.has_noise
 
     def close(self, *, is_lost: bool = False) -> None:
         if not self.loop.is_closed():
-            future = asyncio.run_coroutine_threadsafe(self._leave(is_lost=is_lost), self.loop)
+            future = asyncio.run_coroutine_threadsafe(self._disconnect(is_lost=is_lost), self.loop)
             with contextlib.suppress(Exception):
                 future.result(CLOSE_S)
-        if self._process is not None:
-            pids = self._pids or _descendants(self._process.pid)
+        if self._popen is not None:
+            pids = self._pids or _descendants(self._popen.pid)
             if not is_lost:
-                self._process.terminate()
+                self._popen.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._process.wait(CLOSE_S)
-            self._process.kill()
-            self._process.wait()
+                    self._popen.wait(CLOSE_S)
+            self._popen.kill()
+            self._popen.wait()
             kill_vllm(pids)
-        self._end_loop()
+        self._stop_loop()
 
     def _is_loss(self, error: Exception) -> bool:
         return isinstance(error, httpx.TransportError) or (isinstance(error, EngineError) and self.is_dead)
 
-    async def _leave(self, *, is_lost: bool) -> None:
-        """A named server goes on without us: what is ours in it must not."""
-        if self._process is None and not is_lost:
+    async def _disconnect(self, *, is_lost: bool) -> None:
+        """Close all connections. A named server keeps running, so its requests from us are aborted first."""
+        if self._popen is None and not is_lost:
             with contextlib.suppress(EngineError, httpx.TransportError):
-                await self.front.abort_all()
+                await self.frontend.abort_all()
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
-            task.cancel()  # who still reads a stream reads in vain
+            task.cancel()  # tasks that still read a stream
         await asyncio.sleep(0)
-        await self.front.client.aclose()
+        await self.frontend.client.aclose()
 
-    async def _connect(self, settings: CoreSettings) -> None:
+    async def _connect(self, settings: VllmSettings) -> None:
         await self._wait_for_health()
-        response = await self.front.client.get("/server_info", params={"config_format": "json"})
+        response = await self.frontend.client.get("/server_info", params={"config_format": "json"})
         if response.status_code != httpx.codes.OK:
             raise EngineError(
-                f"the vLLM server at {self._address} is not in development mode, without which it cannot be paused nor "
-                f"given weights: start it with VLLM_SERVER_DEV_MODE=1 {' '.join(serve_command(settings, 8000))}"
+                f"the vLLM server at {self._address} is not in development mode, so it cannot be paused or given new "
+                f"weights: start it with VLLM_SERVER_DEV_MODE=1 {' '.join(serve_command(settings, 8000))}"
             )
-        await self.front.resume()  # whoever used it before may have left it paused
-        if await self.front.is_without_tokens():
+        await self.frontend.resume()  # an earlier user may have left it paused
+        if not await self.frontend.accepts_tokens():
             raise EngineError(
-                f"the vLLM server at {self._address} takes no tokens: start it with --enable-scale-out, on a loopback "
-                "address"
+                f"the vLLM server at {self._address} does not accept requests in tokens: start it with "
+                "--enable-scale-out, on a loopback address"
             )
         config = response.json()["vllm_config"]
-        self.front.has_noise = config["parallel_config"].get("worker_extension_cls") == f"{_EXTENSION}.SortedWorker"
-        fault = find_server_fault(config, settings, has_noise=self.front.has_noise)
+        self.frontend.has_noise = config["parallel_config"].get("worker_extension_cls") == f"{_EXTENSION}.SortedWorker"
+        fault = find_server_fault(config, settings, has_noise=self.frontend.has_noise)
         if fault is not None:
             raise EngineError(f"the vLLM server at {self._address} cannot be used: {fault}")
-        if self.front.has_noise:
-            await self.front.rpc("sorted_prepare", 0 if self._process is None else os.getpid())
-        if self._process is None:  # whatever it serves, these are the weights in force
-            await self.front.abort_all()
-            await self.front.take_weights(str(settings.folder / "model.safetensors"))
-        await self.count()
+        if self.frontend.has_noise:
+            await self.frontend.rpc("sorted_prepare", 0 if self._popen is None else os.getpid())
+        if self._popen is None:  # it may serve other weights: load ours
+            await self.frontend.abort_all()
+            await self.frontend.take_weights(str(settings.folder / "model.safetensors"))
+        await self.refresh_counts()
 
     async def _wait_for_health(self) -> None:
-        deadline = time.monotonic() + (_START_S if self._process is not None else _CONNECT_S)
-        while not await self.front.is_healthy():
+        deadline = time.monotonic() + (_START_S if self._popen is not None else _CONNECT_S)
+        while not await self.frontend.is_healthy():
             if self.is_dead:
                 raise EngineError(
                     "the vLLM server did not start: see its messages above; if it lacks memory, lower engine.slots, "
@@ -165,22 +168,22 @@ class Server(Life):
             if time.monotonic() > deadline:
                 raise EngineError(
                     f"no vLLM server answers at {self._address}: start it (docs/engines.md has the command), or "
-                    "correct engine.address; a run that was under way can then be resumed"
+                    "correct engine.address; an interrupted run can then be resumed"
                 )
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_HEALTH_CHECK_S)
 
-    async def count(self) -> None:
-        response = await self.front.client.get("/metrics")
+    async def refresh_counts(self) -> None:
+        response = await self.frontend.client.get("/metrics")
         totals = read_metrics(response.text)
         now = {name: int(totals.get(metric, 0)) for name, metric in _TOTALS.items()}
         for name, total in now.items():
             setattr(self._counts, name, getattr(self._counts, name) + total - self._seen.get(name, total))
         self._seen = now
-        self._counts.see_usage(totals.get("vllm:kv_cache_usage_perc", 0.0))
+        self._counts.record_kv_usage(totals.get("vllm:kv_cache_usage_perc", 0.0))
 
 
 def read_metrics(text: str) -> dict[str, float]:
-    """Of Prometheus' text, the last value of each name."""
+    """The last value of each name in Prometheus' text format."""
     found: dict[str, float] = {}
     for line in text.splitlines():
         name, _, value = line.partition(" " if "{" not in line else "} ")
@@ -189,48 +192,53 @@ def read_metrics(text: str) -> dict[str, float]:
     return found
 
 
-def find_server_fault(config: Mapping[str, Any], settings: CoreSettings, *, has_noise: bool) -> str | None:
-    """Why a server of this configuration (vLLM's own, as it tells it) cannot serve these settings."""
+def find_server_fault(config: Mapping[str, Any], settings: VllmSettings, *, has_noise: bool) -> str | None:
+    """Why a server with this configuration, as vLLM reports it, cannot be used with these settings; None if it can."""
     model, scheduler = config["model_config"], config["scheduler_config"]
     dtype = str(model["dtype"]).removeprefix("torch.")
     if model["max_model_len"] < settings.max_length:
-        return f"its max-model-len is {model['max_model_len']}, and answers may take {settings.max_length} tokens"
+        return f"its max-model-len is {model['max_model_len']}, and this run needs {settings.max_length}"
     if scheduler["max_num_seqs"] < settings.slots:
-        return f"its max-num-seqs is {scheduler['max_num_seqs']}, and engine.slots {settings.slots}"
+        return f"its max-num-seqs is {scheduler['max_num_seqs']}, and engine.slots is {settings.slots}"
     if dtype != settings.dtype:
-        return f"it computes in {dtype}, and the engine is to in {settings.dtype}: set engine.dtype = {dtype}"
+        return f"it computes in {dtype}, and the configuration asks for {settings.dtype}: set engine.dtype = {dtype}"
     if has_noise and scheduler.get("async_scheduling"):
         return "our worker extension needs --no-async-scheduling"
     if not has_noise and model["logprobs_mode"] != "processed_logprobs":
-        return "its log-probs are not of the distribution that it samples from: --logprobs-mode processed_logprobs"
-    if not has_noise and is_tied(settings.folder):
-        return f"a head tied to its embedding would keep old weights: --worker-extension-cls {_EXTENSION}.SortedWorker"
+        return (
+            "its log-probs are not those of the sampled distribution: start it with --logprobs-mode processed_logprobs"
+        )
+    if not has_noise and _is_tied(settings.folder):
+        return (
+            "the model's head is tied to its embedding and would keep old weights: start it with "
+            f"--worker-extension-cls {_EXTENSION}.SortedWorker"
+        )
     return None
 
 
-def is_tied(folder: Path) -> bool:
-    """Whether the model of a folder has one matrix for embedding and head."""
+def _is_tied(folder: Path) -> bool:
+    """Whether the model in a folder uses one matrix for embedding and head."""
     from transformers import AutoConfig
 
     return bool(AutoConfig.from_pretrained(folder, trust_remote_code=False).tie_word_embeddings)
 
 
-def _launch(settings: CoreSettings, port: int) -> subprocess.Popen[bytes]:
+def _launch(settings: VllmSettings, port: int) -> subprocess.Popen[bytes]:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((HOST, port))
         except OSError as error:
             raise EngineError(
-                f"port {port} is in use: name a free one in engine.port, or in engine.address the server that is there"
+                f"port {port} is in use: set engine.port to a free one, or engine.address to use the server there"
             ) from error
     command = [sys.executable, *serve_command(settings, port)[1:]]
     environment = ENVIRONMENT | os.environ | {"VLLM_SERVER_DEV_MODE": "1"}
-    return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=2)  # its messages are for people
+    return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=2)  # its messages go to stderr
 
 
 def _descendants(pid: int) -> list[int]:
-    """Processes of a server, its core first."""
+    """The pids of a server's processes, the core first."""
     import psutil
 
     try:

@@ -1,7 +1,7 @@
-"""The folder from which vLLM takes a model: written at the start, and again at every publication.
+"""The model folder from which vLLM loads weights: written at the start, and again at every publication.
 
-It always holds the weights in force, so a core that has to be started again simply loads it. It lies in shared memory
-where the machine has some: a publication then touches no disk. `engine.py` owns it.
+`engine.py` owns it. It always holds the current weights, so a restarted vLLM simply loads it. It is in shared memory
+where the machine has some: a publication then touches no disk.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 class WeightFolder:
-    """A model folder as `save_pretrained` writes it; `dtype` is that of the engine."""
+    """A model folder as `save_pretrained` writes it, in the engine's `dtype`."""
 
     def __init__(self, model: Any, dtype: torch.dtype) -> None:
         parent = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
@@ -39,45 +39,44 @@ class WeightFolder:
         self._mapped: dict[str, torch.Tensor] = {}
         self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent))
         try:
-            # One file, whatever the size: what is written at publications has its name.
+            # One file, whatever its size, because publications rewrite one file.
             with no_progress_bars():
                 model.save_pretrained(self.path, max_shard_size="1000GB")
             self._write_file(model)
             self._mapped = map_tensors(self.weights)
         except (OSError, RuntimeError) as error:
             self.close()
-            raise EngineError(f"cannot hand the model to vLLM: {error}; make room in {parent}") from error
+            raise EngineError(f"cannot write the model for vLLM: {error}; free space in {parent}") from error
 
     @property
     def weights(self) -> Path:
         return self.path / _WEIGHTS
 
     def write(self, model: Any) -> None:
-        """The model's weights, in place of those that are there.
+        """Overwrite the file with the model's weights, in one pass through the mapping.
 
-        In one pass into the mapped file. vLLM reads it when it is told to, and at its start, and never meanwhile: who
-        writes here is who tells it.
+        vLLM never reads meanwhile: it reads at its start and when the caller of this method tells it to.
         """
         state = model.state_dict()
         missing = [name for name in self._mapped if name not in state]
         if missing:
             raise EngineError(
-                f"the weights to publish lack {missing[0]}: publish the model that the engine was made of"
+                f"the weights to publish lack {missing[0]}: publish the model that the engine was created with"
             )
-        # By the names of the file: a head that is tied to the embedding is written once.
+        # Loop over the file's names: a head that is tied to the embedding is in it once.
         with torch.no_grad():
             for name, target in self._mapped.items():
                 target.copy_(state[name])
 
     def _write_file(self, model: Any) -> None:
-        """Once: the file in the engine's type."""
+        """Rewrite the file in the engine's dtype."""
         with safe_open(self.weights, framework="pt") as file:
             names = list(file.keys())
         state = model.state_dict()
         tensors = {name: state[name].detach().to("cpu", self._dtype).contiguous() for name in names}
-        aside = self.path / f"{_WEIGHTS}.part"
-        save_file(tensors, aside, metadata={"format": "pt"})
-        os.replace(aside, self.weights)
+        temporary = self.path / f"{_WEIGHTS}.part"
+        save_file(tensors, temporary, metadata={"format": "pt"})
+        os.replace(temporary, self.weights)
 
     def close(self) -> None:
         self._mapped = {}
@@ -85,9 +84,9 @@ class WeightFolder:
 
 
 def map_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file of one type, as views of the file itself: writing to them writes it."""
+    """The tensors of a safetensors file as views of the mapped file: writing to them writes the file."""
     with path.open("r+b") as file:
-        populate = getattr(mmap, "MAP_POPULATE", 0)  # Linux: all pages at once and now, not at the first writing
+        populate = getattr(mmap, "MAP_POPULATE", 0)  # Linux: map all pages now, not at the first write
         memory = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED | populate)
     start = 8 + int.from_bytes(memory[:8], "little")  # a length, a header, the tensors
     header = json.loads(memory[8:start])
@@ -102,7 +101,7 @@ def map_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _remove_orphans(parent: Path) -> None:
-    """A process that was killed could not remove its folder, and shared memory is memory."""
+    """Remove the folders of processes that were killed: they use up shared memory."""
     for folder in parent.glob(f"{_PREFIX}*"):
         pid = folder.name.removeprefix(_PREFIX).partition("-")[0]
         if pid.isdigit() and not _exists(int(pid)):

@@ -1,13 +1,13 @@
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""What runs inside vLLM's worker: our noise in place of its sampler, verification of cached tokens, weights.
+"""Our code inside vLLM's worker process: shared noise in place of vLLM's sampler, replay, and loading of weights.
 
-vLLM loads this module by name, in the process of its worker: `NoiseRows` as a logits processor, which is how a worker
-learns which request stands in which row, and `SortedWorker` as the worker's extension, whose methods the front end
-calls by `collective_rpc`. The front end (`core.py`) never imports it.
+vLLM loads this module by name in its worker's process; no other module imports it. `NoiseRows` is a logits processor,
+because that is how a worker learns which request is in which row. `SortedWorker` is the worker's extension; the
+front end calls its methods through `collective_rpc`.
 
-What it keeps true: a token is argmax(logits / T + noise) by the scheme of `noise.py`, and its log-prob is that of
-softmax(logits / T), as in every other engine; after `sorted_take_weights` every layer that computes does so with the
-weights of the file, a tied head included; the worker ends when the process that owns the engine does.
+Guarantees: a token is argmax(logits / T + noise) with the noise of `engine/sampling`, and its log-prob is that of
+softmax(logits / T), as in every other engine; after `sorted_take_weights` every layer computes with the weights of the
+file, a tied head included; the worker ends when the process that owns the engine ends.
 
 Shapes: r rows of logits, or ranks of an adapter, v vocabulary, t tokens of one step.
 """
@@ -31,26 +31,26 @@ from vllm.v1.sample.sampler import Sampler
 
 from sortedrl.engine.base import Sampling
 from sortedrl.engine.sampling.draw import Draw, TokenSampler, make_sampler, shape_logits
-from sortedrl.engine.vllm.abort_flag import HaltFlag, Halts
-from sortedrl.engine.vllm.sampling_args import Terms
+from sortedrl.engine.vllm.abort_flag import AbortFlag, StepAborter
+from sortedrl.engine.vllm.sampling_args import SamplingArgs
 
-_GREEDY = Draw(0, 0, Sampling(temperature=0.0))  # for rows that are not ours: what vLLM runs to warm up
+_GREEDY = Draw(0, 0, Sampling(temperature=0.0))  # for rows that are not ours: vLLM's warm-up
 _OWNER_CHECK_S = 1.0
-_MAX_LOGITS = 1 << 24  # computed at once when cached tokens are verified
+_MAX_LOGITS = 1 << 24  # how many logits replay computes at once
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class _Row:
-    terms: Terms
-    written: list[int]  # vLLM's own list of the request's output: it grows with every step
+    sampling_args: SamplingArgs
+    output: list[int]  # vLLM's own list of the request's output tokens: it grows with every step
 
     @property
     def draw(self) -> Draw:
-        return Draw(self.terms.seed, self.terms.start + len(self.written), self.terms.sampling)
+        return Draw(self.sampling_args.seed, self.sampling_args.start + len(self.output), self.sampling_args.sampling)
 
 
 class NoiseRows(LogitsProcessor):
-    """Knows the seed and the position of every row; changes no logits, since log-probs must not hold the noise."""
+    """Tracks seed and position of every row. It changes no logits, because log-probs must not contain the noise."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._rows: dict[int, _Row] = {}
@@ -67,12 +67,12 @@ class NoiseRows(LogitsProcessor):
         rows = self._rows
         for index in batch_update.removed:
             rows.pop(index, None)
-        for index, params, _, written in batch_update.added:
-            terms = Terms.of(params.extra_args)
-            if terms is None:
+        for index, params, _, output in batch_update.added:
+            sampling_args = SamplingArgs.from_extra_args(params.extra_args)
+            if sampling_args is None:
                 rows.pop(index, None)
             else:
-                rows[index] = _Row(terms=terms, written=written)
+                rows[index] = _Row(sampling_args=sampling_args, output=output)
         for source, target, direction in batch_update.moved:
             moved, displaced = rows.pop(source, None), rows.pop(target, None)
             if moved is not None:
@@ -81,26 +81,26 @@ class NoiseRows(LogitsProcessor):
                 rows[source] = displaced
 
     def draws(self, count: int) -> list[Draw] | None:
-        """What is drawn in each row of this step; None when no row is ours."""
+        """Seed, position and sampling of each row in this step; None if no row is ours."""
         if not self._rows:
             return None
         return [row.draw if (row := self._rows.get(index)) is not None else _GREEDY for index in range(count)]
 
 
 class NoiseSampler(Sampler):
-    """vLLM's sampler with the draw replaced; it returns the log-probs of the distribution that is drawn from."""
+    """vLLM's sampler with our draw; it returns the log-probs of the sampled distribution."""
 
-    def __init__(self, rows: NoiseRows, halts: Halts | None) -> None:
+    def __init__(self, rows: NoiseRows, aborter: StepAborter | None) -> None:
         super().__init__(logprobs_mode="processed_logprobs")
         self._noise_rows = rows
-        self._halts = halts
+        self._aborter = aborter
         self._noise: TokenSampler | None = None
 
     def sample(
         self, logits: torch.Tensor, sampling_metadata: Any, logprobs_mode_override: Any = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         draws = self._noise_rows.draws(len(logits))
-        if self._halts is not None and self._halts.has_halted:
+        if self._aborter is not None and self._aborter.is_aborted:
             return torch.zeros(len(logits), dtype=torch.int64), torch.full((len(logits), 1), math.nan)
         if draws is None:
             return super().sample(logits, sampling_metadata, logprobs_mode_override)
@@ -112,35 +112,35 @@ class NoiseSampler(Sampler):
 
     @staticmethod
     def gather_logprobs(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> LogprobsTensors:
-        """Of the drawn tokens alone. vLLM's own also ranks them, by a kernel that takes half a minute to compile."""
+        """The drawn tokens' log-probs. vLLM also ranks them, with a kernel that takes half a minute to compile."""
         assert num_logprobs == 0, "requests of this engine ask for the log-prob of the drawn token only"
         token_ids = token_ids.unsqueeze(-1)
-        if logprobs.shape[1] > 1:  # of a whole vocabulary: no row is ours
+        if logprobs.shape[1] > 1:  # over the whole vocabulary: no row is ours
             logprobs = logprobs.gather(-1, token_ids)
         ranks_r = torch.zeros(len(token_ids), dtype=torch.int64, device=logprobs.device)
         return LogprobsTensors(token_ids.to(torch.int32), logprobs, ranks_r)
 
 
 class SortedWorker:
-    """Methods that vLLM's worker gains; their names begin with `sorted_`, since it must not have them already."""
+    """Methods added to vLLM's worker. Their names begin with `sorted_` to avoid clashes with its own."""
 
     model_runner: Any
 
     def sorted_prepare(self, owner: int, flag: str = "") -> None:
-        """Put our sampler in place, and end with the process `owner`, if there is one (not 0).
+        """Install our sampler and replay. End this process when the process `owner` ends (0: no owner).
 
-        `flag`: the file of a flag at which a step is broken off.
+        `flag`: the file of the abort flag, if steps may be aborted.
         """
         runner = self.model_runner
         is_alone = runner.parallel_config.world_size == 1 and runner.device.type == "cpu"
-        halts = Halts(runner, HaltFlag(Path(flag))) if flag and is_alone else None
+        aborter = StepAborter(runner, AbortFlag(Path(flag))) if flag and is_alone else None
         (rows,) = (p for p in runner.input_batch.logitsprocs.all if isinstance(p, NoiseRows))
-        runner.sampler = NoiseSampler(rows, halts)
+        runner.sampler = NoiseSampler(rows, aborter)
         if runner.lora_config is not None and runner.device.type == "cpu":
             for kernels in runner.lora_manager._adapter_manager.punica_wrapper_mapping.values():
                 kernels.add_lora_linear = _add_adapter
         runner._get_prompt_logprobs_dict = lambda hidden_td, scheduled: (
-            {} if halts is not None and halts.has_halted else _verify_prompts(runner, hidden_td, scheduled)
+            {} if aborter is not None and aborter.is_aborted else _verify_prompts(runner, hidden_td, scheduled)
         )
         if owner:
             threading.Thread(target=_end_with, args=(owner,), name="sortedrl-owner", daemon=True).start()
@@ -160,10 +160,10 @@ def _add_adapter(
     widths: Sequence[int],
     **_: Any,
 ) -> None:
-    """Add what adapters make of `x` to a layer's output, in place; a packed layer has several, side by side.
+    """Add the adapters' product with `x` to a layer's output in place; a packed layer has several side by side.
 
-    vLLM's own for CPUs gathers a copy of both matrices for every token, since each may have adapters of its own; here
-    there is one set for all of them. i inputs, o outputs of the layer.
+    vLLM's version for CPUs copies both matrices for every token, because each token may use other adapters. Here all
+    tokens use one set. i inputs, o outputs of the layer.
     """
     y_to, x_ti = y_to.view(-1, y_to.shape[-1]), x_ti.view(-1, x_ti.shape[-1]).float()
     start = 0
@@ -180,7 +180,7 @@ def _tensors(path: Path) -> Iterable[tuple[str, torch.Tensor]]:
 
 
 def _tie_head(model: Any) -> None:
-    """A head that shares the embedding's weights keeps the old ones in a reload: give it the present ones.
+    """Give a tied head the embedding's new weights, because a reload leaves it with the old ones.
 
     On CPUs a layer computes with a packed copy of its weights. The reload has made one of the embedding's.
     """
@@ -196,7 +196,7 @@ def _tie_head(model: Any) -> None:
 
 
 def _end_with(owner: int) -> None:
-    """vLLM's processes outlive an owner that is killed: the worker's end is what ends them all."""
+    """End this process when the owner has ended. vLLM's other processes end with their worker."""
     while _is_alive(owner):
         time.sleep(_OWNER_CHECK_S)
     os._exit(1)
@@ -216,10 +216,10 @@ def _is_alive(pid: int) -> bool:
 def _verify_prompts(
     runner: Any, hidden_td: torch.Tensor, scheduled: dict[str, int]
 ) -> dict[str, LogprobsTensors | None]:
-    """In place of vLLM's log-probs of prompts: at every cached answer token, that token and the one drawn there.
+    """Replaces vLLM's prompt log-probs: for every cached answer token, that token and the token drawn there.
 
-    The front end reads column 0 (the cached token) and column 1 (the one to stand there: the cached one again if it is
-    kept). Positions of the prompt proper are left empty, and cost no logits.
+    The front end reads column 0 (the cached token) and column 1 (the token to keep there: the cached one again if it is
+    accepted). Positions of the prompt itself stay zero, and no logits are computed for them.
     """
     complete: dict[str, LogprobsTensors | None] = {}
     for request_id in list(runner.num_prompt_logprobs):
@@ -233,15 +233,15 @@ def _verify_prompts(
         target = request.in_progress_prompt_logprobs_cpu
         begin = request.num_computed_tokens  # the hidden state at index i predicts token i + 1
         end = min(begin + num_tokens, len(tokens) - 1)
-        terms = Terms.of(request.sampling_params.extra_args)
-        assert terms is not None, f"request {request_id} asks for prompt log-probs and is not ours"
-        first = max(begin, len(tokens) - terms.start - 1)
+        args = SamplingArgs.from_extra_args(request.sampling_params.extra_args)
+        assert args is not None, f"request {request_id} asks for prompt log-probs and does not come from this engine"
+        first = max(begin, len(tokens) - args.start - 1)
         offset = runner.query_start_loc.np[runner.input_batch.req_id_to_index[request_id]].item() - begin
         block = max(1, _MAX_LOGITS // runner.model_config.get_vocab_size())
         for start in range(first, end, block):
             rows = slice(start, min(start + block, end))
             logits_rv = runner.model.compute_logits(hidden_td[offset + rows.start : offset + rows.stop]).float()
-            _fill(target, rows, logits_rv, tokens, terms)
+            _fill(target, rows, logits_rv, tokens, args)
         if begin + num_tokens > len(tokens) - 1:
             complete[request_id] = target
             del runner.num_prompt_logprobs[request_id]
@@ -259,16 +259,16 @@ def _blank(count: int) -> LogprobsTensors:
     return tensors
 
 
-def _fill(target: LogprobsTensors, rows: slice, logits_rv: torch.Tensor, tokens: list[int], terms: Terms) -> None:
-    num_prompt = len(tokens) - terms.start
-    draws = [Draw(terms.seed, index + 1 - num_prompt, terms.sampling) for index in range(rows.start, rows.stop)]
+def _fill(target: LogprobsTensors, rows: slice, logits_rv: torch.Tensor, tokens: list[int], args: SamplingArgs) -> None:
+    num_prompt = len(tokens) - args.start
+    draws = [Draw(args.seed, index + 1 - num_prompt, args.sampling) for index in range(rows.start, rows.stop)]
     cached = tokens[rows.start + 1 : rows.stop + 1]
     scaled_rv = shape_logits(logits_rv, [draw.sampling for draw in draws])
     noise = make_sampler(len(draws), logits_rv.shape[1], logits_rv.device)
-    verdict = noise.verify(scaled_rv, draws, cached, [terms.tolerance] * len(cached))
+    verdict = noise.verify(scaled_rv, draws, cached, [args.tolerance] * len(cached))
     kept = zip(verdict.is_kept, cached, verdict.drawn.tokens, strict=True)
-    standing = [token if is_kept else drawn for is_kept, token, drawn in kept]
+    final = [token if is_kept else drawn for is_kept, token, drawn in kept]
     pairs = zip(verdict.is_kept, verdict.cached_logprobs, verdict.drawn.logprobs, strict=True)
     logprobs = [before if is_kept else drawn for is_kept, before, drawn in pairs]
-    target.logprob_token_ids[rows] = torch.tensor([cached, standing], dtype=torch.int32).T
+    target.logprob_token_ids[rows] = torch.tensor([cached, final], dtype=torch.int32).T
     target.logprobs[rows] = torch.tensor([verdict.cached_logprobs, logprobs]).T
