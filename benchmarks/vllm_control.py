@@ -97,9 +97,9 @@ def time_parts(engine: VllmEngine, figures: Figures) -> None:
 
         setattr(owner, name, timed)
 
-    assert engine._life is not None, "the engine has started"
-    keep(engine._life.front, "pause_generation", figures.pause_s)
-    keep(engine._life.front, "collective_rpc", figures.load_s)
+    assert engine._process is not None, "the engine has started"
+    keep(engine._process.frontend, "pause_generation", figures.pause_s)
+    keep(engine._process.frontend, "collective_rpc", figures.load_s)
     write = engine._weights.write
 
     def timed_write(model: Any) -> None:

@@ -79,8 +79,8 @@ def test_the_folder_is_one_that_peft_loads(changes: dict[str, Any], tmp_path: Pa
     model = adapted(**changes)
     folder = AdapterFolder(tmp_path / "adapter", model)
     linear = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
-    assert folder.terms.modules == linear
-    assert folder.terms.rank == (16 if "rank_pattern" in changes else 8)  # the next that vLLM has room for
+    assert folder.settings.modules == linear
+    assert folder.settings.rank == (16 if "rank_pattern" in changes else 8)  # the next that vLLM has room for
     for seed in (2, 3):
         move(model, seed)
         folder.write(ModuleWeights(model).adapter)
@@ -92,7 +92,7 @@ def test_the_folder_is_one_that_peft_loads(changes: dict[str, Any], tmp_path: Pa
 def test_other_adapters_than_those_of_the_engine_are_refused(tmp_path: Path) -> None:
     folder = AdapterFolder(tmp_path / "adapter", adapted())
     for other in (None, adapter_tensors(adapted(r=5)), adapter_tensors(adapted(target_modules=["q_proj"]))):
-        with pytest.raises(EngineError, match="others than the engine was made with"):
+        with pytest.raises(EngineError, match="do not match those that the engine was created with"):
             folder.write(other)
 
 
