@@ -62,7 +62,7 @@ class InstantMember:
         self.running.extend(requests)
         return done(None)
 
-    def take(self, wait_s: float, turn: int) -> Future[Report]:
+    def take(self, wait_s: float, pause_id: int) -> Future[Report]:
         self.running.sort(key=lambda request: request.seed % 997)  # the same order of lengths at every attempt
         count = -(-len(self.running) // SHARE)
         ended, self.running = self.running[:count], self.running[count:]
@@ -74,7 +74,7 @@ class InstantMember:
             )
         return self._report(events)
 
-    def interrupt(self, samples: list[int] | None, turn: int) -> Future[Report]:
+    def interrupt(self, samples: list[int] | None, pause_id: int) -> Future[Report]:
         stopped = [r for r in self.running if samples is None or r.sample in samples]
         self.running = [r for r in self.running if not (samples is None or r.sample in samples)]
         events: list[EngineEvent] = []
@@ -111,7 +111,7 @@ class InstantMembers:
     def launch(self, index: int) -> InstantMember:
         return InstantMember(self.slots)
 
-    def stock_up(self) -> None:
+    def prepare_spare(self) -> None:
         pass
 
     def put(self, source: Any) -> Any:

@@ -35,7 +35,7 @@ GOAL = 1.7
 def make_pool(size: int, model: dict[str, Any]) -> Pool:
     import torch
 
-    from sortedrl.engine.pool.ray_members import RayMembers
+    from sortedrl.engine.pool.ray_launcher import RayEngineLauncher
 
     make_engine = partial(
         local_engine,
@@ -45,7 +45,7 @@ def make_pool(size: int, model: dict[str, Any]) -> Pool:
         slots=SLOTS,
         max_length=PROMPT + ANSWER,
     )
-    members = RayMembers(make_engine, num_cpus=0.25, num_gpus=0, threads=1)
+    members = RayEngineLauncher(make_engine, num_cpus=0.25, num_gpus=0, threads=1)
     pool = Pool(members, size=size, slots=SLOTS, exact_replay=True, keep_kv=True)
     for core, member in enumerate(pool.stats().extra["members"]):
         pin(member["pid"], core)

@@ -90,9 +90,11 @@ def _pool_case(
 ) -> Iterator[EngineCase]:
     """Two engines behind one, in a Ray of our own."""
     with local_ray():
-        from sortedrl.engine.pool.ray_members import RayMembers
+        from sortedrl.engine.pool.ray_launcher import RayEngineLauncher
 
-        members = RayMembers(make, num_cpus=0.5, num_gpus=0, threads=1, imports=(make.__module__,), has_spare=is_local)
+        members = RayEngineLauncher(
+            make, num_cpus=0.5, num_gpus=0, threads=1, imports=(make.__module__,), has_spare=is_local
+        )
         pool = Pool(members, size=2, slots=SLOTS, exact_replay=True, keep_kv=True, waits=is_local, **limits)
 
         def kill() -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sortedrl.engine.base import Engine, EngineEvent, EngineStats, Handle, InFlight, Request
-from sortedrl.engine.pool.actor_loop import EngineHost, Report
+from sortedrl.engine.pool.actor_loop import ActorLoop, Report
 from sortedrl.weights import arrays_of, load_arrays
 
 
@@ -60,7 +60,7 @@ class ThreadMember:
         def take_up(engine: Engine, version: int, weights: Any, in_flight: InFlight) -> None:
             engine.publish(version, load_arrays(weights, self._module), in_flight).wait()
 
-        self.host = EngineHost(make, take_up)
+        self.host = ActorLoop(make, take_up)
 
     def _call(self, method: Callable[..., Any], *arguments: Any) -> Future[Any]:
         def run() -> Any:
@@ -80,11 +80,11 @@ class ThreadMember:
         self.submitted.extend(requests)
         return self._call(self.host.submit, requests)
 
-    def take(self, wait_s: float, turn: int) -> Future[Report]:
-        return self._call(self.host.take, wait_s, turn)
+    def take(self, wait_s: float, pause_id: int) -> Future[Report]:
+        return self._call(self.host.take, wait_s, pause_id)
 
-    def interrupt(self, samples: list[int] | None, turn: int) -> Future[Report]:
-        return self._call(self.host.interrupt, samples, turn)
+    def interrupt(self, samples: list[int] | None, pause_id: int) -> Future[Report]:
+        return self._call(self.host.interrupt, samples, pause_id)
 
     def publish(self, version: int, weights: Any, in_flight: InFlight) -> Future[None]:
         return self._call(self.host.publish, version, weights, in_flight)
@@ -109,7 +109,7 @@ class ThreadMembers:
         self.started.append(member)
         return member
 
-    def stock_up(self) -> None:
+    def prepare_spare(self) -> None:
         pass
 
     def put(self, source: Any) -> Any:

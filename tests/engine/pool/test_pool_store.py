@@ -39,7 +39,7 @@ def small_ray() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def pool(small_ray: Any) -> Iterator[Pool]:
-    from sortedrl.engine.pool.ray_members import RayMembers
+    from sortedrl.engine.pool.ray_launcher import RayEngineLauncher
 
     make_engine = partial(
         local_engine,
@@ -49,7 +49,7 @@ def pool(small_ray: Any) -> Iterator[Pool]:
         slots=2,
         max_length=64,
     )
-    members = RayMembers(make_engine, num_cpus=1, num_gpus=0, threads=1)
+    members = RayEngineLauncher(make_engine, num_cpus=1, num_gpus=0, threads=1)
     pool = Pool(members, size=1, slots=2, exact_replay=True, keep_kv=True)
     yield pool
     pool.close()

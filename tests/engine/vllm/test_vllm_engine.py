@@ -83,7 +83,7 @@ def test_a_core_that_hangs_gives_its_samples_back(engine: Any, monkeypatch: pyte
 
 OWNER = """
 import sys, time
-sys.path.insert(0, {tests!r})
+sys.path.insert(0, {root!r})
 from tests.support.tiny_models import tiny_model
 from sortedrl.engine.vllm.engine import VllmEngine
 if __name__ == "__main__":
@@ -95,7 +95,7 @@ if __name__ == "__main__":
 
 def test_vllm_does_not_outlive_an_owner_that_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "owner.py"
-    script.write_text(OWNER.format(tests=str(Path(__file__).parent), heads=HEADS), encoding="utf-8")
+    script.write_text(OWNER.format(root=str(Path(__file__).parents[3]), heads=HEADS), encoding="utf-8")
     owner = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
     pids = [int(word) for word in owner.stdout.readline().split()]

@@ -1,13 +1,13 @@
-"""An engine with a thread of its own: what stands on the far side of a pool's members.
+"""The thread that drives one engine inside an actor of a pool.
 
-A pool (`pool.py`) talks to many of these, each in a process of its own (`ray_members.py`). The engine that is hosted
-knows nothing of that. Its thread alternates between what it was told and one step of decoding, so that a call waits
-for one decode step at most; whatever the engine says is kept in an outbox until somebody takes it. An interrupt begins
-a new turn: nothing is decoded until a `take` of that turn comes, so that what was not interrupted waits in its slot. A
-`take` that was sent earlier, and may arrive later, is of the turn before and changes nothing.
+A pool (`pool.py`) talks to many of these, each in its own process (`ray_launcher.py`). The engine does not know about
+the pool. The thread alternates between commands and one decode step, so a command waits for one decode step at most.
+Events stay in an outbox until a `take`. An interrupt begins a pause: the thread decodes nothing until a `take` with the
+pause's id arrives, so samples that were not interrupted wait in their slots. A `take` that was sent before the
+interrupt may arrive after it; it has an older id and does not end the pause.
 
-What it keeps true: only the host's thread touches the engine; events are taken once, in the order in which they came;
-what the engine raises is raised to every caller from then on.
+Guarantees: only this thread touches the engine; every event is taken once, in order; an error that the engine raises in
+`poll` is raised to every later caller.
 """
 
 from __future__ import annotations
@@ -22,69 +22,71 @@ from typing import Any
 from sortedrl.engine.base import Engine, EngineEvent, EngineStats, Failed, Finished, InFlight, Request
 from sortedrl.errors import EngineError
 
-IDLE_S = 0.05  # an engine that waits in `poll` for events of other processes is left there so long
+POLL_S = 0.05  # timeout of `poll` for engines that decode in other processes: commands wait that long
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Report:
-    """Events in the order in which they came; a report of a lower number comes before, whenever it arrives."""
+    """Events in order. Reports can arrive out of order: a lower number is the earlier report."""
 
     number: int
     events: list[EngineEvent]
 
 
-class EngineHost:
-    """`make_engine` is called in the host's thread; `take_up(engine, version, weights, in_flight)` publishes."""
+class ActorLoop:
+    """Calls `make_engine`, and `load_weights(engine, version, weights, in_flight)` to publish, in its thread."""
 
     def __init__(
-        self, make_engine: Callable[[], Engine], take_up: Callable[[Engine, int, Mapping[str, Any], InFlight], None]
+        self,
+        make_engine: Callable[[], Engine],
+        load_weights: Callable[[Engine, int, Mapping[str, Any], InFlight], None],
     ) -> None:
-        self._take_up = take_up
+        self._load_weights = load_weights
         self._commands: queue.SimpleQueue[tuple[Future[Any], Callable[[Engine], Any]] | None] = queue.SimpleQueue()
         self._outbox: list[EngineEvent] = []
-        self._has_news = threading.Condition()
-        self._has_ended = False  # whether an attempt in the outbox is over
-        self._turn = self._taken_turn = self._num_reports = 0
+        self._changed = threading.Condition()
+        self._has_ended = False  # whether the outbox holds the end of an attempt
+        self._pause_id = self._taken_pause_id = self._num_reports = 0
         self._failure: Exception | None = None
-        self._thread = threading.Thread(target=self._run, args=(make_engine,), name="engine-host", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(make_engine,), name="actor-loop", daemon=True)
         self._thread.start()
 
     def slots(self) -> int:
-        """How many sequences the engine runs at once; returns once the engine is up."""
-        return self._do(lambda engine: engine.capabilities.slots)
+        """The engine's number of slots. Returns when the engine has started."""
+        return self._call(lambda engine: engine.capabilities.slots)
 
     def submit(self, requests: list[Request]) -> None:
-        self._do(lambda engine: engine.submit(requests))
+        self._call(lambda engine: engine.submit(requests))
 
-    def take(self, wait_s: float, turn: int = 0) -> Report:
-        """Events since the last time. Waits for an attempt to end, at most so long, unless `interrupt` comes."""
-        with self._has_news:
-            if turn > self._taken_turn:
-                self._taken_turn = turn
-                self._commands.put((Future(), lambda engine: None))  # the thread may be waiting to be told something
-            self._has_news.wait_for(lambda: self._has_ended or self._failure or self._turn > turn, wait_s)
+    def take(self, wait_s: float, pause_id: int = 0) -> Report:
+        """The events since the last report. Waits up to `wait_s` until an attempt ends or an interrupt comes."""
+        with self._changed:
+            if pause_id > self._taken_pause_id:
+                self._taken_pause_id = pause_id
+                self._commands.put((Future(), lambda engine: None))  # wakes the thread, which waits for commands
+            self._changed.wait_for(lambda: self._has_ended or self._failure or self._pause_id > pause_id, wait_s)
             if self._failure is not None:
                 raise self._failure
-            return self._empty()
+            return self._empty_outbox()
 
-    def interrupt(self, samples: Iterable[int] | None, turn: int = 0) -> Report:
-        """Stop these samples, or all; what else is in the outbox comes with it, in order, and a `take` returns."""
+    def interrupt(self, samples: Iterable[int] | None, pause_id: int = 0) -> Report:
+        """Stop these samples, or all, and return their last events after the rest of the outbox. Ends a `take`."""
 
         def stop(engine: Engine) -> Report:
             stopped = engine.interrupt(samples)
-            with self._has_news:
-                self._turn = turn
-                self._has_news.notify_all()
+            with self._changed:
+                self._pause_id = pause_id
+                self._changed.notify_all()
                 self._outbox.extend(stopped)
-                return self._empty()
+                return self._empty_outbox()
 
-        return self._do(stop)
+        return self._call(stop)
 
     def publish(self, version: int, weights: Mapping[str, Any], in_flight: InFlight) -> None:
-        self._do(lambda engine: self._take_up(engine, version, weights, in_flight))
+        self._call(lambda engine: self._load_weights(engine, version, weights, in_flight))
 
     def stats(self) -> EngineStats:
-        return self._do(lambda engine: engine.stats())
+        return self._call(lambda engine: engine.stats())
 
     def close(self) -> None:
         self._commands.put(None)
@@ -92,7 +94,7 @@ class EngineHost:
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
-    def _do(self, command: Callable[[Engine], Any]) -> Any:
+    def _call(self, command: Callable[[Engine], Any]) -> Any:
         future: Future[Any] = Future()
         self._commands.put((future, command))
         return future.result()
@@ -100,56 +102,57 @@ class EngineHost:
     def _run(self, make_engine: Callable[[], Engine]) -> None:
         try:
             engine = make_engine()
-            while self._obey(engine):
-                if not self._is_resting:
-                    self._listen(engine)
+            while self._run_commands(engine):
+                if not self._is_paused:
+                    self._poll(engine)
             engine.close()
         except Exception as error:
-            self._fail(error)
+            self._refuse_commands(error)
 
     @property
-    def _is_resting(self) -> bool:
-        return self._taken_turn < self._turn
+    def _is_paused(self) -> bool:
+        return self._taken_pause_id < self._pause_id
 
-    def _obey(self, engine: Engine) -> bool:
-        """Do what was told; without anything to decode, wait for it. False when told to close."""
+    def _run_commands(self, engine: Engine) -> bool:
+        """Run the waiting commands; wait for one if there is nothing to decode. Returns False after `close`."""
         while True:
-            is_idle = self._is_resting or engine.stats().running == 0
+            is_idle = self._is_paused or engine.stats().running == 0
             try:
-                told = self._commands.get(block=is_idle)
+                entry = self._commands.get(block=is_idle)
             except queue.Empty:
                 return True
-            if told is None:
+            if entry is None:
                 return False
-            future, command = told
+            future, command = entry
             try:
                 future.set_result(command(engine))
-            except Exception as error:  # the caller's to judge: a request that is refused is no broken engine
+            except Exception as error:  # the caller decides: an engine that refuses a request still works
                 future.set_exception(error)
             if is_idle:
-                return True  # it may have refused what it was given: hear it
+                return True  # a request may have failed at once: poll for its event
 
-    def _listen(self, engine: Engine) -> None:
-        heard = engine.poll(0.0 if engine.capabilities.waits else IDLE_S)
-        if not heard:
+    def _poll(self, engine: Engine) -> None:
+        events = engine.poll(0.0 if engine.capabilities.waits else POLL_S)
+        if not events:
             return
-        with self._has_news:
-            self._outbox.extend(heard)
-            if any(isinstance(event, Failed | Finished) for event in heard):
+        with self._changed:
+            self._outbox.extend(events)
+            if any(isinstance(event, Failed | Finished) for event in events):
                 self._has_ended = True
-                self._has_news.notify_all()
+                self._changed.notify_all()
 
-    def _empty(self) -> Report:
+    def _empty_outbox(self) -> Report:
         taken, self._outbox, self._has_ended = self._outbox, [], False
         self._num_reports += 1
         return Report(number=self._num_reports, events=taken)
 
-    def _fail(self, error: Exception) -> None:
-        with self._has_news:
+    def _refuse_commands(self, error: Exception) -> None:
+        """After a failure: end a waiting `take`, and refuse all commands so that no caller waits forever."""
+        with self._changed:
             self._failure = error
-            self._has_news.notify_all()
-        while True:  # nobody may wait for an answer that will not come
-            told = self._commands.get()
-            if told is None:
+            self._changed.notify_all()
+        while True:
+            entry = self._commands.get()
+            if entry is None:
                 return
-            told[0].set_exception(EngineError(f"this engine has failed ({type(error).__name__}: {error})"))
+            entry[0].set_exception(EngineError(f"this engine has failed ({type(error).__name__}: {error})"))

@@ -1,6 +1,9 @@
-"""The members of a pool, as the pool knows them: what they can be asked, where they come from, and their places.
+"""The parts that a pool is made of: remote engines, the launcher that starts them, and the pool's members.
 
-What it keeps true: every call to a member returns at once, with a future that fails when the member is dead.
+`ray_launcher.py` implements `RemoteEngine` and `EngineLauncher` with Ray actors. A `PoolMember` is one of the pool's
+places: its engine changes when it is restarted, the member stays.
+
+Guarantees: every call to a remote engine returns at once, with a future that fails if the engine is dead.
 """
 
 from __future__ import annotations
@@ -12,20 +15,20 @@ from typing import Any, Protocol
 from sortedrl.engine.base import EngineStats, InFlight, Request
 from sortedrl.engine.pool.actor_loop import Report
 
-MAX_DEATHS = 5  # in a row without an answer in between: then a member is given up
+MAX_DEATHS = 5  # deaths in a row without a finished answer after which the pool gives a member up
 
 
-class Member(Protocol):
-    """One engine, far away."""
+class RemoteEngine(Protocol):
+    """An engine in another process."""
 
     def slots(self) -> Future[int]: ...
 
     def submit(self, requests: list[Request]) -> Future[None]: ...
 
-    def take(self, wait_s: float, turn: int) -> Future[Report]: ...
+    def take(self, wait_s: float, pause_id: int) -> Future[Report]: ...
 
-    def interrupt(self, samples: list[int] | None, turn: int) -> Future[Report]:
-        """Begin a turn: nothing is decoded until a `take` of it."""
+    def interrupt(self, samples: list[int] | None, pause_id: int) -> Future[Report]:
+        """Stop these samples, or all, and begin a pause: nothing is decoded until a `take` with this `pause_id`."""
         ...
 
     def publish(self, version: int, weights: Any, in_flight: InFlight) -> Future[None]: ...
@@ -35,83 +38,81 @@ class Member(Protocol):
     def kill(self) -> None: ...
 
 
-class Members(Protocol):
-    """Where members come from."""
+class EngineLauncher(Protocol):
+    """Starts remote engines and stores weights for them."""
 
-    def launch(self, index: int) -> Member: ...
+    def launch(self, index: int) -> RemoteEngine: ...
 
-    def stock_up(self) -> None:
-        """Called when a member has come up: the moment to prepare for the next."""
+    def prepare_spare(self) -> None:
+        """The pool calls it when an engine has started: a good moment to prepare for the next start."""
         ...
 
     def put(self, source: Any) -> Any:
-        """Store a learner's weights once, for all members to read; what it returns goes into their `publish`."""
+        """Store a learner's weights once for all engines. The pool passes the result to their `publish`."""
         ...
 
     def close(self) -> None: ...
 
 
 def sibling_key(request: Request) -> int:
-    """The same for requests with the same prompt. Two prompts that share one are merely kept together."""
+    """The same for requests with the same prompt. Different prompts with the same key are merely kept together."""
     return hash(tuple(request.prompt))
 
 
 @dataclass(slots=True, kw_only=True)
-class Seat:
-    """The place of a member in the pool: the member changes when it is started again, the place stays."""
-
+class PoolMember:
     index: int
-    member: Member | None = None  # None: dead, or not up yet
-    starting: Future[Any] | None = None
-    start_member: Member | None = None
-    start_version: int | None = None  # of the weights that it was given since
+    engine: RemoteEngine | None = None  # None: dead, or still starting
+    starting: Future[Any] | None = None  # the call that a starting engine has to answer next
+    starting_engine: RemoteEngine | None = None
+    start_version: int | None = None  # the weights that the starting engine was given
     taking: Future[Report] | None = None
-    asked_at: float = 0.0
+    asked_at: float = 0.0  # when `taking` or `starting` was called
     submitting: list[tuple[Future[None], list[Request]]] = field(default_factory=list)
-    running: dict[int, Request] = field(default_factory=dict)
-    keys: dict[int, int] = field(default_factory=dict)  # of what runs, the `sibling_key`
-    prompts: dict[int, int] = field(default_factory=dict)  # how many of them run, by key
-    free: int = 0
+    running: dict[int, Request] = field(default_factory=dict)  # by sample
+    keys: dict[int, int] = field(default_factory=dict)  # `sibling_key` of each running sample
+    num_siblings: dict[int, int] = field(default_factory=dict)  # running samples by `sibling_key`
+    free: int = 0  # slots
     num_deaths: int = 0  # since it last finished an answer
     died_at: float = 0.0
     restart_at: float = 0.0
-    stats: EngineStats = field(default_factory=EngineStats)  # as last heard
-    buried: EngineStats = field(default_factory=EngineStats)  # of members that died
+    stats: EngineStats = field(default_factory=EngineStats)  # as last reported
+    stats_of_dead: EngineStats = field(default_factory=EngineStats)  # sum over this member's earlier engines
 
     @property
     def is_given_up(self) -> bool:
         return self.num_deaths >= MAX_DEATHS
 
     @property
-    def is_vacant(self) -> bool:
-        return self.member is None and self.starting is None and not self.is_given_up
+    def needs_restart(self) -> bool:
+        return self.engine is None and self.starting is None and not self.is_given_up
 
-    def seat(self, request: Request, key: int) -> None:
-        """A request goes to this member; `key` is its `sibling_key`."""
+    def assign(self, request: Request, key: int) -> None:
+        """Take a slot for a request with this `sibling_key`."""
         self.free -= 1
         self.running[request.sample] = request
         self.keys[request.sample] = key
-        self.prompts[key] = self.prompts.get(key, 0) + 1
+        self.num_siblings[key] = self.num_siblings.get(key, 0) + 1
 
-    def unseat(self, sample: int) -> None:
-        """Its attempt is over."""
+    def release(self, sample: int) -> None:
+        """Free the slot of a sample whose attempt has ended."""
         del self.running[sample]
         self.free += 1
         key = self.keys.pop(sample)
-        if (left := self.prompts[key] - 1) > 0:
-            self.prompts[key] = left
+        if (left := self.num_siblings[key] - 1) > 0:
+            self.num_siblings[key] = left
         else:
-            del self.prompts[key]
+            del self.num_siblings[key]
 
-    def vacate(self) -> list[Request]:
-        """The member is dead: what it ran, which is nowhere any more."""
-        left = list(self.running.values())
-        self.member = self.taking = self.start_member = self.starting = None
+    def remove_engine(self) -> list[Request]:
+        """Forget a dead engine, and return the requests that it was running."""
+        lost = list(self.running.values())
+        self.engine = self.taking = self.starting_engine = self.starting = None
         self.running.clear()
         self.keys.clear()
-        self.prompts.clear()
+        self.num_siblings.clear()
         self.submitting.clear()
         self.free = 0
-        self.buried = self.buried.plus(self.stats)
+        self.stats_of_dead = self.stats_of_dead.plus(self.stats)
         self.stats = EngineStats()
-        return left
+        return lost

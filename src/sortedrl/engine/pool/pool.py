@@ -1,16 +1,25 @@
-"""Many engines as one: the controller sees one engine with the slots of all.
+"""A pool: many engines that look like one engine with the slots of all. It balances load and survives dead engines.
 
-Members stand in processes of their own, here or elsewhere (`ray_members.py`); a pool knows them by `Member`, whose
-calls return futures. One `take` is always under way at every member, so that news arrives by itself; an interrupt goes
-to all members at once, takes one round trip, and lets them stand still until the next `poll`. One that names nobody
-is a halt for an update: all stays where it is, unless the load is uneven; then some is interrupted, to go on elsewhere.
+`run/build/engine.py` makes it, and the controller drives it like any other engine. Processes and threads:
 
-    submit --route--> member 0..n --take--> poll        a member dies: its samples come back as interrupted,
-                        ^                                with what was last taken of them, and run elsewhere
-    publish --put once--+                                while it is started again
+    this process, controller's thread                each engine's process (a Ray actor)
+    Pool -- RemoteEngine: calls that return futures -->  ActorLoop: Ray's threads queue the calls as commands
+      submit    -- Router picks a member -->               its one thread runs commands and decodes, and
+      poll      <-- take: waits for events --              fills an outbox of events
+      interrupt -- to all members at once -->              then it decodes nothing until the next poll's `take`
+      publish   -- weights stored once -->                 loads the weights from Ray's object store
 
-What it keeps true: a request is at one member, or waits for room at one; an attempt ends exactly once, whatever becomes
-of its member; every member decodes with the weights that were published last, one that was started again included.
+- The pool has no thread. It does its work inside the controller's calls: `_maintain` restarts dead engines and sends
+  waiting requests, in every `submit` and `poll`.
+- One `take` is always open at every living engine, except during a pause, so events arrive without being asked for.
+  `poll` waits for the first `take` that returns, at most `TAKE_S` at a time.
+- An interrupt costs one round trip. With an empty list it pauses decoding for an update: all samples keep their slots,
+  unless the load is uneven. Then the pool interrupts some samples, so that they continue on another engine.
+- When an engine dies (a call fails, or does not return within `health_s`), its samples come back as interrupted with
+  the tokens last taken, and run elsewhere while the engine restarts.
+
+Guarantees: a request is at one engine, or waits in the pool for a free slot; an attempt ends exactly once, even if its
+engine dies; every engine decodes with the weights published last, restarted ones included.
 """
 
 from __future__ import annotations
@@ -34,25 +43,25 @@ from sortedrl.engine.base import (
     Request,
 )
 from sortedrl.engine.pool.actor_loop import Report
-from sortedrl.engine.pool.member import MAX_DEATHS, Members, Seat
+from sortedrl.engine.pool.member import MAX_DEATHS, EngineLauncher, PoolMember
 from sortedrl.engine.pool.router import Router
 from sortedrl.errors import EngineError
 
-TAKE_S = 0.5  # how long a member may keep tokens to itself: what a dead one takes with it
+TAKE_S = 0.5  # an engine reports at least this often: a dead engine loses the tokens since its last report
 ENDS = (Finished, Partial, Failed)
-EVEN_OUT_AT = 1.5  # times its share of what runs: a member with more, be it slow or unlucky, gives some back
-BACK_OFF_S = (0.0, 1.0, 2.0, 5.0, 10.0)
-BACK = "engine %d of the pool is back after %.2f s"  # in the log; benchmarks/pool_faults.py reads it there
+REBALANCE_AT = 1.5  # a member that runs more than this many times its share gives some samples up
+BACK_OFF_S = (0.0, 1.0, 2.0, 5.0, 10.0)  # before a restart, by the number of deaths in a row
+BACK = "engine %d of the pool is back after %.2f s"  # benchmarks/pool_faults.py searches the log for it
 
 logger = logging.getLogger(__name__)
 
 
 class Pool:
-    """`health_s`: a member that does not answer for so long is dead; `start_s`: how long one may take to start."""
+    """`health_s`: an engine that does not answer for so long is dead. `start_s`: how long a start may take."""
 
     def __init__(
         self,
-        members: Members,
+        launcher: EngineLauncher,
         *,
         size: int,
         slots: int,
@@ -63,23 +72,23 @@ class Pool:
         start_s: float = 300.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._members = members
+        self._launcher = launcher
         self._slots = slots
         self._capabilities = Capabilities(slots=size * slots, exact_replay=exact_replay, keep_kv=keep_kv, waits=waits)
-        self._turn = 0  # counts interrupts
+        self._pause_id = 0  # number of interrupts
         self._health_s = health_s
         self._start_s = start_s
         self._clock = clock
         self._backlog: list[Request] = []
-        self._unheard: list[EngineEvent] = []  # arrived during another call: the next poll or interrupt returns them
+        self._undelivered: list[EngineEvent] = []  # arrived during another call; the next one returns them
         self._published: tuple[int, Any] | None = None
-        self._is_stored = True  # False: what was published last could not be stored
+        self._is_stored = True  # False: the last publication could not be stored
         self._num_restarts = 0
-        self._seats = [Seat(index=index) for index in range(size)]
-        self._router = Router(self._seats, slots)
-        for seat in self._seats:
-            self._launch(seat)
-        self._await_start()
+        self._members = [PoolMember(index=index) for index in range(size)]
+        self._router = Router(self._members, slots)
+        for member in self._members:
+            self._launch(member)
+        self._wait_for_start()
 
     # ---- the engine's protocol --------------------------------------------------------------------------------------
 
@@ -89,278 +98,275 @@ class Pool:
 
     @property
     def num_running(self) -> int:
-        """Attempts whose end nobody has been told of."""
-        untold = sum(isinstance(event, ENDS) for event in self._unheard)
-        return len(self._backlog) + sum(len(seat.running) for seat in self._seats) + untold
+        """Attempts whose last event the caller has not received."""
+        undelivered = sum(isinstance(event, ENDS) for event in self._undelivered)
+        return len(self._backlog) + sum(len(member.running) for member in self._members) + undelivered
 
     def submit(self, requests: Iterable[Request]) -> None:
-        """Start requests, or keep those back for which no living member has room."""
+        """Start requests. Those for which no living member has a free slot wait in the pool."""
         requests = list(requests)
         free = self._capabilities.slots - self.num_running
         if len(requests) > free:
             raise EngineError(f"{len(requests)} requests for {free} free slots: submit no more than are free")
         self._backlog.extend(requests)
-        self._tend()
+        self._maintain()
 
     def poll(self, timeout: float | None = None) -> list[EngineEvent]:
         deadline = None if timeout is None else self._clock() + timeout
-        for seat in self._seats:
-            if seat.member is not None and seat.taking is None:
-                self._ask(seat)  # after an interrupt
+        for member in self._members:
+            if member.engine is not None and member.taking is None:
+                self._request_events(member)  # ends the pause of an interrupt
         while True:
-            self._tend()
-            heard = self._collect()
-            if heard or not self.num_running:
-                return heard
+            self._maintain()
+            events = self._collect()
+            if events or not self.num_running:
+                return events
             left = TAKE_S if deadline is None else min(TAKE_S, deadline - self._clock())
             if left <= 0:
                 return []
-            self._wait_for_news(left)
+            self._wait_for_reports(left)
 
     def interrupt(self, samples: Iterable[int] | None = None) -> list[EngineEvent]:
         wanted = None if samples is None else set(samples)
-        kept_back = [r for r in self._backlog if wanted is None or r.sample in wanted]
+        waiting = [r for r in self._backlog if wanted is None or r.sample in wanted]
         self._backlog = [r for r in self._backlog if not (wanted is None or r.sample in wanted)]
-        heard: list[EngineEvent] = [self._partial(request) for request in kept_back]
+        events: list[EngineEvent] = [self._partial(request) for request in waiting]
         if wanted is not None and not wanted:
             wanted = self._surplus()
-        asked: list[tuple[Seat, Future[Report]]] = []
-        self._turn += 1
-        for seat in self._seats:
-            if seat.member is not None:
-                there = None if wanted is None else list(wanted.intersection(seat.running))
-                asked.append((seat, seat.member.interrupt(there, self._turn)))
-        for seat, future in asked:
-            heard.extend(self._settle(seat, future))
-        heard = self._with_unheard(heard)
+        asked: list[tuple[PoolMember, Future[Report]]] = []
+        self._pause_id += 1
+        for member in self._members:
+            if member.engine is not None:
+                there = None if wanted is None else list(wanted.intersection(member.running))
+                asked.append((member, member.engine.interrupt(there, self._pause_id)))
+        for member, future in asked:
+            events.extend(self._read_reports(member, future))
+        events = self._with_undelivered(events)
         if wanted is not None:
-            self._unheard = [event for event in heard if event.sample not in wanted]
-            heard = [event for event in heard if event.sample in wanted]
-        return heard
+            self._undelivered = [event for event in events if event.sample not in wanted]
+            events = [event for event in events if event.sample in wanted]
+        return events
 
     def publish(self, version: int, source: Any, in_flight: InFlight = InFlight.ABORT) -> _Publication:
         if in_flight is InFlight.ABORT:
             assert not self.num_running, "weights published with abort while samples run: interrupt them first"
-        # The last are given up before the next come: what stores them once need not have room for them twice.
+        # Release the old weights before the new ones are stored, so that the store needs room for one copy only.
         self._published, self._is_stored = None, False
-        weights = self._members.put(source)
+        weights = self._launcher.put(source)
         self._published, self._is_stored = (version, weights), True
-        told = [
-            (seat, seat.member.publish(version, weights, in_flight)) for seat in self._seats if seat.member is not None
+        publishing = [
+            (member, member.engine.publish(version, weights, in_flight))
+            for member in self._members
+            if member.engine is not None
         ]
-        return _Publication(pool=self, told=told)
+        return _Publication(pool=self, publishing=publishing)
 
     def stats(self) -> EngineStats:
-        """Sums over members. Asks the living; what the dead counted is kept as last heard."""
-        asked = [(seat, seat.member.stats()) for seat in self._seats if seat.member is not None]
-        for seat, future in asked:
-            answer = self._answer(seat, future)
-            if answer is not None:
-                seat.stats = answer
+        """The sum over all engines. Dead ones count with their last report."""
+        asked = [(member, member.engine.stats()) for member in self._members if member.engine is not None]
+        for member, future in asked:
+            stats = self._result(member, future)
+            if stats is not None:
+                member.stats = stats
         total = EngineStats()
-        for seat in self._seats:
-            total = total.plus(seat.stats).plus(seat.buried)
+        for member in self._members:
+            total = total.plus(member.stats).plus(member.stats_of_dead)
         total.running = self.num_running
         total.extra = {
-            "members": [seat.stats.extra for seat in self._seats],
-            "running_by_member": [len(seat.running) for seat in self._seats],
+            "members": [member.stats.extra for member in self._members],
+            "running_by_member": [len(member.running) for member in self._members],
             "kept_back": len(self._backlog),
             "restarts": self._num_restarts,
         }
         return total
 
     def close(self) -> None:
-        for seat in self._seats:
-            for member in (seat.member, seat.start_member):
-                if member is not None:
-                    member.kill()
-            seat.member = seat.start_member = None
-        self._members.close()
+        for member in self._members:
+            for engine in (member.engine, member.starting_engine):
+                if engine is not None:
+                    engine.kill()
+            member.engine = member.starting_engine = None
+        self._launcher.close()
 
     def _surplus(self) -> set[int]:
-        """What should go on elsewhere, where slots are free: of an uneven load, the samples that were sent last."""
-        living = [seat for seat in self._seats if seat.member is not None]
-        share = math.ceil(sum(len(seat.running) for seat in living) / max(len(living), 1))
-        uneven = (seat for seat in living if len(seat.running) > EVEN_OUT_AT * share)
-        return {sample for seat in uneven for sample in list(seat.running)[share:]}
+        """The samples to move to other members when the load is uneven: those that were sent last."""
+        living = [member for member in self._members if member.engine is not None]
+        share = math.ceil(sum(len(member.running) for member in living) / max(len(living), 1))
+        uneven = (member for member in living if len(member.running) > REBALANCE_AT * share)
+        return {sample for member in uneven for sample in list(member.running)[share:]}
 
     def _dispatch(self) -> None:
-        """Hand out what waits, as far as there is room."""
+        """Send waiting requests to members with free slots."""
         if not self._backlog:
             return
         chosen, self._backlog = self._router.route(self._backlog)
         for index, requests in chosen.items():
-            seat = self._seats[index]
-            assert seat.member is not None, "routed to a dead member"
-            seat.submitting.append((seat.member.submit(requests), requests))
+            member = self._members[index]
+            assert member.engine is not None, "a request was routed to a dead member"
+            member.submitting.append((member.engine.submit(requests), requests))
 
-    # ---- news -------------------------------------------------------------------------------------------------------
+    # ---- events -----------------------------------------------------------------------------------------------------
 
-    def _wait_for_news(self, seconds: float) -> None:
-        pending = [f for seat in self._seats for f in (seat.taking, seat.starting) if f is not None]
+    def _wait_for_reports(self, seconds: float) -> None:
+        pending = [f for member in self._members for f in (member.taking, member.starting) if f is not None]
         if pending:
             wait(pending, timeout=seconds, return_when=FIRST_COMPLETED)
         else:
             time.sleep(min(seconds, 0.05))
 
     def _collect(self) -> list[EngineEvent]:
-        """What has arrived; members that have been silent for too long are dead."""
-        heard: list[EngineEvent] = []
-        for seat in self._seats:
-            if seat.taking is None:
+        """The events that have arrived. Members that were silent for too long are retired."""
+        events: list[EngineEvent] = []
+        for member in self._members:
+            if member.taking is None:
                 continue
-            if seat.taking.done():
-                heard.extend(self._settle(seat, None))
-                heard.extend(self._refused(seat))
-            elif self._clock() - seat.asked_at > self._health_s:
-                self._bury(seat, f"it has not answered for {self._health_s:g} s")
-        return self._with_unheard(heard)
+            if member.taking.done():
+                events.extend(self._read_reports(member, None))
+                events.extend(self._refused_requests(member))
+            elif self._clock() - member.asked_at > self._health_s:
+                self._retire(member, f"it has not answered for {self._health_s:g} s")
+        return self._with_undelivered(events)
 
-    def _with_unheard(self, heard: list[EngineEvent]) -> list[EngineEvent]:
-        """All that came since the last time; what ended with its member stands behind the tokens that it had sent."""
-        ends = [event for event in self._unheard if isinstance(event, Partial)]
-        others = [event for event in self._unheard if not isinstance(event, Partial)]
-        self._unheard = []
-        return [*others, *heard, *ends]
+    def _with_undelivered(self, events: list[EngineEvent]) -> list[EngineEvent]:
+        """These events and the undelivered ones. A Partial of a dead member comes after the tokens that it had sent."""
+        ends = [event for event in self._undelivered if isinstance(event, Partial)]
+        others = [event for event in self._undelivered if not isinstance(event, Partial)]
+        self._undelivered = []
+        return [*others, *events, *ends]
 
-    def _settle(self, seat: Seat, reply: Future[Report] | None) -> list[EngineEvent]:
-        """Take in the report that is under way, or that and the answer to an interrupt, in their order.
+    def _read_reports(self, member: PoolMember, reply: Future[Report] | None) -> list[EngineEvent]:
+        """The events of the open `take`, and of `reply`, the answer to an interrupt, in their order.
 
-        The next is asked for at once, but after an interrupt only when somebody polls.
+        Without an interrupt the next `take` is opened at once; after one, the next `poll` does that.
         """
-        futures = [future for future in (seat.taking, reply) if future is not None]
-        seat.taking = None
-        reports = [report for future in futures if (report := self._answer(seat, future)) is not None]
-        heard: list[EngineEvent] = []
+        futures = [future for future in (member.taking, reply) if future is not None]
+        member.taking = None
+        reports = [report for future in futures if (report := self._result(member, future)) is not None]
+        events: list[EngineEvent] = []
         for report in sorted(reports, key=lambda report: report.number):
-            heard += [event for event in report.events if self._is_current(seat, event)]
-        if seat.member is not None and reply is None:
-            self._ask(seat)
-        return heard
+            events += [event for event in report.events if self._is_current(member, event)]
+        if member.engine is not None and reply is None:
+            self._request_events(member)
+        return events
 
-    def _is_current(self, seat: Seat, event: EngineEvent) -> bool:
-        """Whether an event is of an attempt at this member; one that ends it frees its slot."""
-        request = seat.running.get(event.sample)
+    def _is_current(self, member: PoolMember, event: EngineEvent) -> bool:
+        """Whether an event belongs to an attempt at this member. The end of an attempt frees its slot."""
+        request = member.running.get(event.sample)
         if request is None or request.attempt != event.attempt:
             return False
         if isinstance(event, ENDS):
-            seat.unseat(event.sample)
+            member.release(event.sample)
             if isinstance(event, Finished):
-                seat.num_deaths = 0
+                member.num_deaths = 0
         return True
 
-    def _refused(self, seat: Seat) -> list[EngineEvent]:
-        """Requests that a member did not take, although it lives."""
-        refused: list[EngineEvent] = []
-        under_way = []
-        for future, requests in seat.submitting:
-            if not future.done():
-                under_way.append((future, requests))
-            elif (error := future.exception()) is not None:
-                for request in requests:
-                    if seat.running.get(request.sample) is request:
-                        seat.unseat(request.sample)
-                        refused.append(
-                            Failed(
-                                sample=request.sample,
-                                attempt=request.attempt,
-                                clock=self._clock(),
-                                error=_first_line(error),
-                            )
-                        )
-        seat.submitting = under_way
-        return refused
+    def _refused_requests(self, member: PoolMember) -> list[EngineEvent]:
+        """Failures for requests that a living member refused."""
+        failures: list[EngineEvent] = []
+        done = [(future, requests) for future, requests in member.submitting if future.done()]
+        member.submitting = [entry for entry in member.submitting if entry not in done]
+        for future, requests in done:
+            error = future.exception()
+            if error is None:
+                continue
+            for request in requests:
+                if member.running.get(request.sample) is request:
+                    member.release(request.sample)
+                    failures.append(Failed(request.sample, request.attempt, self._clock(), _first_line(error)))
+        return failures
 
-    def _ask(self, seat: Seat) -> None:
-        assert seat.member is not None, "a dead member is asked"
-        seat.taking = seat.member.take(TAKE_S, self._turn)
-        seat.asked_at = self._clock()
+    def _request_events(self, member: PoolMember) -> None:
+        assert member.engine is not None, "a dead member cannot be asked for events"
+        member.taking = member.engine.take(TAKE_S, self._pause_id)
+        member.asked_at = self._clock()
 
-    def _answer(self, seat: Seat, future: Future[Any]) -> Any:
-        """The result of a call, or None when the member turns out to be dead."""
+    def _result(self, member: PoolMember, future: Future[Any]) -> Any:
+        """The result of a call; None if it shows that the member's engine is dead, which is then retired."""
         try:
             return future.result(timeout=self._health_s)
         except TimeoutError:
-            self._bury(seat, f"it has not answered for {self._health_s:g} s")
-        except Exception as error:  # the engine's own, or of what carries the call when the process is gone
-            self._bury(seat, _first_line(error))
+            self._retire(member, f"it has not answered for {self._health_s:g} s")
+        except Exception as error:  # raised by the engine, or by Ray if its process is gone
+            self._retire(member, _first_line(error))
         return None
 
-    # ---- life and death ---------------------------------------------------------------------------------------------
+    # ---- starts and deaths ------------------------------------------------------------------------------------------
 
-    def _tend(self) -> None:
-        """Start dead members again when it is time, welcome those that are up, hand out what waits."""
-        for seat in self._seats:
-            if seat.starting is not None and seat.starting.done():
-                self._welcome(seat)
-            elif seat.starting is not None and self._clock() - seat.asked_at > self._start_s:
-                self._bury(seat, f"it did not come up within {self._start_s:g} s")
-            elif seat.is_vacant and self._clock() >= seat.restart_at:
+    def _maintain(self) -> None:
+        """Restart dead engines when it is time, activate those that have started, send waiting requests."""
+        for member in self._members:
+            if member.starting is not None and member.starting.done():
+                self._activate(member)
+            elif member.starting is not None and self._clock() - member.asked_at > self._start_s:
+                self._retire(member, f"it did not start within {self._start_s:g} s")
+            elif member.needs_restart and self._clock() >= member.restart_at:
                 self._num_restarts += 1
-                self._launch(seat)
-        if all(seat.is_given_up for seat in self._seats):
+                self._launch(member)
+        if all(member.is_given_up for member in self._members):
             raise EngineError(
-                f"all {len(self._seats)} engines of the pool died {MAX_DEATHS} times without finishing an answer: see "
-                "their logs, then resume the run"
+                f"all {len(self._members)} engines of the pool died {MAX_DEATHS} times without finishing an answer: "
+                "see their logs, then resume the run"
             )
         self._dispatch()
 
-    def _launch(self, seat: Seat) -> None:
-        seat.start_member = self._members.launch(seat.index)
-        seat.starting = seat.start_member.slots()
-        seat.start_version, seat.asked_at = None, self._clock()
+    def _launch(self, member: PoolMember) -> None:
+        member.starting_engine = self._launcher.launch(member.index)
+        member.starting = member.starting_engine.slots()
+        member.start_version, member.asked_at = None, self._clock()
 
-    def _welcome(self, seat: Seat) -> None:
-        """A call to a member that starts has returned: it gets the weights in force, and then its first requests."""
-        member, future = seat.start_member, seat.starting
-        assert member is not None, "nobody was started"
-        assert future is not None, "nobody was started"
+    def _activate(self, member: PoolMember) -> None:
+        """A starting engine has answered: give it the current weights; if it has them, let the member use it."""
+        engine, future = member.starting_engine, member.starting
+        assert engine is not None, "no engine is starting"
+        assert future is not None, "no engine is starting"
         try:
             slots = future.result()
         except Exception as error:
-            self._bury(seat, _first_line(error))
+            self._retire(member, _first_line(error))
             return
         if not self._is_stored:
-            return  # there is nothing to give it before the next publication
-        assert slots in (None, self._slots), f"member {seat.index} has {slots} slots instead of {self._slots}"
-        if self._published is not None and seat.start_version != self._published[0]:
-            seat.start_version, weights = self._published  # others go on meanwhile, and may get yet another version
-            seat.starting = member.publish(seat.start_version, weights, InFlight.ABORT)
+            return  # the next publication brings its weights
+        assert slots in (None, self._slots), f"member {member.index} has {slots} slots instead of {self._slots}"
+        if self._published is not None and member.start_version != self._published[0]:
+            member.start_version, weights = self._published  # a newer version may come meanwhile
+            member.starting = engine.publish(member.start_version, weights, InFlight.ABORT)
             return
-        seat.starting = seat.start_member = None
-        seat.member, seat.free = member, self._slots
-        if seat.num_deaths:
-            logger.info(BACK, seat.index, self._clock() - seat.died_at)
-        self._ask(seat)
-        self._members.stock_up()
+        member.starting = member.starting_engine = None
+        member.engine, member.free = engine, self._slots
+        if member.num_deaths:
+            logger.info(BACK, member.index, self._clock() - member.died_at)
+        self._request_events(member)
+        self._launcher.prepare_spare()
 
-    def _await_start(self) -> None:
-        """The first time all members must come up: what stops one would stop it again."""
-        starting = [seat.starting for seat in self._seats if seat.starting is not None]
+    def _wait_for_start(self) -> None:
+        """Wait for all engines of a new pool. An error here ends the pool: a retry would fail in the same way."""
+        starting = [member.starting for member in self._members if member.starting is not None]
         done, late = wait(starting, timeout=self._start_s)
         failed = next((future.exception() for future in done if future.exception() is not None), None)
         if late or failed is not None:
             self.close()
-            why = "did not come up" if failed is None else f"failed: {_first_line(failed)}"
+            why = "did not start" if failed is None else f"failed: {_first_line(failed)}"
             raise EngineError(
                 f"an engine of the pool {why} within {self._start_s:g} s: see whether the cluster has the processors, "
                 "memory and packages that engine.replicas asks for"
             )
-        for seat in self._seats:
-            self._welcome(seat)
+        for member in self._members:
+            self._activate(member)
 
-    def _bury(self, seat: Seat, why: str) -> None:
-        """End a member: what it ran comes back as interrupted, and its place is filled again after a while."""
-        dead = seat.member or seat.start_member
+    def _retire(self, member: PoolMember, why: str) -> None:
+        """Kill a member's engine: its samples come back as interrupted, and a new engine starts after a while."""
+        dead = member.engine or member.starting_engine
         if dead is None:
-            return  # two calls can find the same death
+            return  # another call has found the same death
         dead.kill()
-        left = seat.vacate()
-        self._unheard.extend(self._partial(request) for request in left)
-        logger.warning("engine %d of the pool is gone (%s): %d samples go back to wait", seat.index, why, len(left))
-        seat.died_at = self._clock()
-        seat.restart_at = seat.died_at + BACK_OFF_S[min(seat.num_deaths, len(BACK_OFF_S) - 1)]
-        seat.num_deaths += 1
+        lost = member.remove_engine()
+        self._undelivered.extend(self._partial(request) for request in lost)
+        logger.warning(
+            "engine %d of the pool is gone (%s): %d samples will run on another engine", member.index, why, len(lost)
+        )
+        member.died_at = self._clock()
+        member.restart_at = member.died_at + BACK_OFF_S[min(member.num_deaths, len(BACK_OFF_S) - 1)]
+        member.num_deaths += 1
 
     def _partial(self, request: Request) -> Partial:
         return Partial(sample=request.sample, attempt=request.attempt, clock=self._clock())
@@ -369,15 +375,15 @@ class Pool:
 @dataclass(slots=True, kw_only=True)
 class _Publication:
     pool: Pool
-    told: Sequence[tuple[Seat, Future[None]]]
+    publishing: Sequence[tuple[PoolMember, Future[None]]]
 
     def wait(self) -> None:
-        """Until every living member has the weights; one that fails is buried and gets them when it is up again."""
-        for seat, future in self.told:
-            self.pool._answer(seat, future)
+        """Wait until every living engine has the weights. One that fails is retired and gets them when it restarts."""
+        for member, future in self.publishing:
+            self.pool._result(member, future)
 
 
 def _first_line(error: BaseException) -> str:
-    error = getattr(error, "cause", None) or error  # Ray's errors carry the one that was raised far away
+    error = getattr(error, "cause", None) or error  # errors of Ray carry the one raised in the actor
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,7 +1,7 @@
-"""Which member of a pool gets which request: siblings go to one, everything else to the one with most room.
+"""Decides which member of a pool gets a request: siblings go to one member, other requests where most slots are free.
 
-The pool asks; nothing here talks to members. What it keeps true: a request is given to a living member with a free
-slot, or to none; a decision costs the same whether the pool has two members or hundreds.
+The pool calls it; nothing here talks to engines. Guarantees: a request goes to a living member with a free slot, or to
+none; a decision costs the same for two members and for hundreds.
 """
 
 from __future__ import annotations
@@ -10,47 +10,47 @@ import heapq
 from collections.abc import Sequence
 
 from sortedrl.engine.base import Request
-from sortedrl.engine.pool.member import Seat, sibling_key
+from sortedrl.engine.pool.member import PoolMember, sibling_key
 
-_FORGET_AT = 4  # homes kept, in units of the pool's slots: most of them are of prompts that are answered
+_HOMES_PER_SLOT = 4  # with more entries per slot, `_homes` drops prompts that no longer run
 
 
 class Router:
-    def __init__(self, seats: Sequence[Seat], slots: int) -> None:
-        self._seats = seats
-        self._max_homes = _FORGET_AT * len(seats) * slots
-        self._homes: dict[int, Seat] = {}  # where siblings went last; checked before it is believed
+    def __init__(self, members: Sequence[PoolMember], slots: int) -> None:
+        self._members = members
+        self._max_homes = _HOMES_PER_SLOT * len(members) * slots
+        self._homes: dict[int, PoolMember] = {}  # where siblings went last; the entry may be out of date
 
     def route(self, requests: Sequence[Request]) -> tuple[dict[int, list[Request]], list[Request]]:
-        """Take a slot for each request as long as there are any: requests by seat, and those that have to wait."""
-        rooms = [(-seat.free, seat.index) for seat in self._seats if seat.free > 0]  # one that is dead has none
-        heapq.heapify(rooms)
+        """Take a slot for each request while there are any. Returns requests by member, and those that must wait."""
+        by_room = [(-member.free, member.index) for member in self._members if member.free > 0]  # a dead one has none
+        heapq.heapify(by_room)
         chosen: dict[int, list[Request]] = {}
         waiting: list[Request] = []
         for request in requests:
             key = sibling_key(request)
-            seat = self._homes.get(key)
-            if seat is None or seat.free <= 0 or key not in seat.prompts:
-                seat = self._roomiest(rooms)
-            if seat is None:
+            member = self._homes.get(key)
+            if member is None or member.free <= 0 or key not in member.num_siblings:
+                member = self._with_most_room(by_room)
+            if member is None:
                 waiting.append(request)
                 continue
-            self._homes[key] = seat
-            seat.seat(request, key)
-            chosen.setdefault(seat.index, []).append(request)
+            self._homes[key] = member
+            member.assign(request, key)
+            chosen.setdefault(member.index, []).append(request)
         if len(self._homes) > self._max_homes:
-            self._homes = {key: seat for key, seat in self._homes.items() if key in seat.prompts}
+            self._homes = {key: member for key, member in self._homes.items() if key in member.num_siblings}
         return chosen, waiting
 
-    def _roomiest(self, rooms: list[tuple[int, int]]) -> Seat | None:
-        """The seat with most free slots; what the heap says of it may be out of date, and is put right on the way."""
-        while rooms:
-            noted, index = rooms[0]
-            seat = self._seats[index]
-            if seat.free == -noted:
-                return seat
-            if seat.free > 0:
-                heapq.heapreplace(rooms, (-seat.free, index))
+    def _with_most_room(self, by_room: list[tuple[int, int]]) -> PoolMember | None:
+        """The member with most free slots. Entries of the heap may be out of date; they are corrected on the way."""
+        while by_room:
+            noted, index = by_room[0]
+            member = self._members[index]
+            if member.free == -noted:
+                return member
+            if member.free > 0:
+                heapq.heapreplace(by_room, (-member.free, index))
             else:
-                heapq.heappop(rooms)
+                heapq.heappop(by_room)
         return None

@@ -169,7 +169,7 @@ def build_pool(
             f"processors, and this machine has {there}: lower one of them, or name a cluster"
         )
     is_ours = connect(settings.cluster or None)
-    from sortedrl.engine.pool.ray_members import RayMembers  # imports Ray's actors, so only after `connect`
+    from sortedrl.engine.pool.ray_launcher import RayEngineLauncher  # imports Ray's actors, so only after `connect`
 
     make_engine = partial(
         make,
@@ -179,7 +179,7 @@ def build_pool(
         slots=settings.slots,
         max_length=max_length,
     )
-    members = RayMembers(
+    members = RayEngineLauncher(
         make_engine,
         num_cpus=settings.replica_cpus,
         num_gpus=settings.replica_gpus,

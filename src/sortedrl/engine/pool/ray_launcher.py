@@ -1,16 +1,15 @@
-"""Engines in Ray actors: the members of a pool, on this machine or on those of a cluster.
+"""Engines in Ray actors, on this machine or in a cluster: the remote engines of a pool.
 
-`build/parts.py` makes a `RayMembers` and gives it to the pool. An actor holds an `EngineHost`; calls to it are Ray
-tasks, whose references turn into futures. Weights go into the object store once and are read there by every actor of a
-machine without a copy: the driver serialises them once, whatever the number of engines.
+`run/build/engine.py` makes a `RayEngineLauncher` and gives it to the pool, after `ray_cluster.connect`. An actor
+holds an `ActorLoop`; calls to it are Ray tasks, whose references turn into futures. The driver puts weights into Ray's
+object store once, whatever the number of engines, and every actor of a machine reads them there without a copy.
 
-An actor first imports what its engine needs, and makes the engine when it is told to. One such actor can be kept in
-reserve: to replace an engine that died is then to make a model, and not to start Python and import torch. Its imports
-take seconds of a processor, and where engines have all of them, they stand back, unless an engine is waiting for them:
-a run that has just lost one must not lose speed once more to what is meant to help it.
+An actor first imports what its engine needs, and makes the engine when it is told to. One such actor can be kept as a
+spare: replacing a dead engine then takes only the making of a model, without starting Python and importing torch. The
+spare's imports take seconds of CPU time, so they run at a lower priority, unless the pool waits for them: otherwise a
+run that has just lost an engine would be slowed down once more.
 
-`ray_cluster.connect` comes first. What this keeps true: an actor that ends takes its engine along; Ray never restarts
-an actor by itself, since the pool has to know.
+Guarantees: an actor that ends takes its engine with it; Ray never restarts an actor, because the pool has to know.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ import ray
 from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RayError
 
 from sortedrl.engine.base import Engine, EngineStats, InFlight, Request
-from sortedrl.engine.pool.actor_loop import EngineHost, Report
+from sortedrl.engine.pool.actor_loop import ActorLoop, Report
 from sortedrl.errors import EngineError
 from sortedrl.weights import arrays_of, load_arrays
 
 CALLS_AT_ONCE = 8  # a `take` that waits must not keep the others out
-FREE_S = 5.0  # Ray takes its time, a second or so, to free what nobody refers to any more
-ANSWER_S = 2.0  # an actor in reserve that does not answer in this time is of no use
-SPARE_NICENESS = 3  # of its imports: a third of a processor that an engine wants too, all of one that is idle
+FREE_S = 5.0  # how long to wait for Ray to free unreferenced objects, which takes it about a second
+ANSWER_S = 2.0  # a spare actor that does not answer within this time is dropped
+SPARE_NICENESS = 3  # of its imports: about a third of a busy core, all of an idle one
 
 
 class _Imports(threading.Thread):
-    """Imports modules, each in a thread of its own: on Linux a thread has its own priority, which only ever falls."""
+    """Imports modules, each in a new thread: on Linux every thread has its own priority, which can only be lowered."""
 
     def __init__(self, names: Sequence[str], niceness: int) -> None:
         super().__init__(name="imports", daemon=True)
@@ -53,7 +52,7 @@ class _Imports(threading.Thread):
             step.join()
 
     def hurry(self) -> None:
-        """Wait for the end; what is not begun yet stands back no more."""
+        """Import the remaining modules at normal priority, and wait for the end."""
         self._niceness = 0
         self.join()
 
@@ -65,11 +64,10 @@ def _import_nicely(name: str, niceness: int) -> None:
 
 
 class _EngineActor:
-    """What runs in the actor's process. `niceness` is that of the imports."""
+    """Runs in the actor's process. `niceness` applies to the imports."""
 
     def __init__(self, threads: int, imports: Sequence[str], niceness: int = 0) -> None:
-        # Here, ahead of the imports, and not by Ray's runtime_env: for that it starts a process anew, and those that it
-        # keeps ready are of no use.
+        # Set before the imports. Ray's runtime_env would start a new process instead of one that Ray keeps ready.
         os.environ["OMP_NUM_THREADS"] = str(threads)
         self._threads = threads
         self._model: Any = None
@@ -77,17 +75,17 @@ class _EngineActor:
         self._imports.start()
 
     def ready(self) -> None:
-        """Answers when the actor is up."""
+        """Returns when the imports are done."""
         self._imports.join()
 
     def hurry(self) -> None:
-        """The same, for one that is waited for."""
+        """The same at normal priority: the pool is waiting for this actor."""
         self._imports.hurry()
 
     def open(self, make_engine: Callable[[], tuple[Engine, Any]], hurried: None) -> int:
-        """Make the engine, and say how many slots it has.
+        """Make the engine, and return its number of slots.
 
-        `hurried` is what `hurry` returned: Ray does not read `make_engine`, which imports too, before it is there.
+        `hurried` is the result of `hurry`: Ray waits for it before it unpickles `make_engine`, which imports too.
         """
         import torch
 
@@ -97,32 +95,32 @@ class _EngineActor:
             engine, self._model = make_engine()
             return engine
 
-        self._host = EngineHost(make, self._take_up)
-        return self._host.slots()
+        self._loop = ActorLoop(make, self._load_weights)
+        return self._loop.slots()
 
-    def _take_up(self, engine: Engine, version: int, weights: Mapping[str, Any], in_flight: InFlight) -> None:
+    def _load_weights(self, engine: Engine, version: int, weights: Mapping[str, Any], in_flight: InFlight) -> None:
         engine.publish(version, load_arrays(weights, self._model), in_flight).wait()
 
     def submit(self, requests: list[Request]) -> None:
-        self._host.submit(requests)
+        self._loop.submit(requests)
 
-    def take(self, wait_s: float, turn: int) -> Report:
-        return self._host.take(wait_s, turn)
+    def take(self, wait_s: float, pause_id: int) -> Report:
+        return self._loop.take(wait_s, pause_id)
 
-    def interrupt(self, samples: list[int] | None, turn: int) -> Report:
-        return self._host.interrupt(samples, turn)
+    def interrupt(self, samples: list[int] | None, pause_id: int) -> Report:
+        return self._loop.interrupt(samples, pause_id)
 
     def publish(self, version: int, weights: Mapping[str, Any], in_flight: InFlight) -> None:
-        self._host.publish(version, weights, in_flight)
+        self._loop.publish(version, weights, in_flight)
 
     def stats(self) -> EngineStats:
-        stats = self._host.stats()
+        stats = self._loop.stats()
         stats.extra["pid"] = os.getpid()
         return stats
 
 
-class RayMember:
-    """The driver's end of one actor."""
+class RayEngine:
+    """The driver's side of one actor."""
 
     def __init__(self, actor: Any, opening: Future[int]) -> None:
         self._actor = actor
@@ -134,11 +132,11 @@ class RayMember:
     def submit(self, requests: list[Request]) -> Future[None]:
         return self._actor.submit.remote(requests).future()
 
-    def take(self, wait_s: float, turn: int) -> Future[Report]:
-        return self._actor.take.remote(wait_s, turn).future()
+    def take(self, wait_s: float, pause_id: int) -> Future[Report]:
+        return self._actor.take.remote(wait_s, pause_id).future()
 
-    def interrupt(self, samples: list[int] | None, turn: int) -> Future[Report]:
-        return self._actor.interrupt.remote(samples, turn).future()
+    def interrupt(self, samples: list[int] | None, pause_id: int) -> Future[Report]:
+        return self._actor.interrupt.remote(samples, pause_id).future()
 
     def publish(self, version: int, weights: Any, in_flight: InFlight) -> Future[None]:
         return self._actor.publish.remote(version, weights, in_flight).future()
@@ -150,12 +148,12 @@ class RayMember:
         ray.kill(self._actor, no_restart=True)
 
 
-class RayMembers:
-    """`make_engine` is called in each actor and returns an engine with the module that holds its weights.
+class RayEngineLauncher:
+    """`make_engine` runs in each actor and returns an engine and the module that holds its weights.
 
-    `imports`: modules that making an engine takes, imported as soon as an actor starts.
-    `has_spare`: keep an actor in reserve. It claims no processor while it waits, nor when it has taken a place, and it
-    stands wherever Ray put it: right on one machine without accelerators, wrong on a cluster.
+    `imports`: modules that `make_engine` needs; an actor imports them as soon as it starts.
+    `has_spare`: keep a spare actor. It reserves no CPU, neither while it waits nor as an engine, and Ray places it
+    anywhere: use it on one machine without accelerators, not on a cluster.
     """
 
     def __init__(
@@ -180,11 +178,11 @@ class RayMembers:
         self._actor_class = ray.remote(_EngineActor).options(num_cpus=num_cpus, num_gpus=num_gpus, **shape)
         self._spare_class = ray.remote(_EngineActor).options(num_cpus=0, **shape)
 
-    def launch(self, index: int) -> RayMember:
+    def launch(self, index: int) -> RayEngine:
         actor: Any = self._take_spare() or self._actor_class.remote(self._threads, self._imports)
-        return RayMember(actor, actor.open.remote(self._make_engine, actor.hurry.remote()).future())
+        return RayEngine(actor, actor.open.remote(self._make_engine, actor.hurry.remote()).future())
 
-    def stock_up(self) -> None:
+    def prepare_spare(self) -> None:
         if self._has_spare and self._spare is None:
             spare: Any = self._spare_class.remote(self._threads, self._imports, SPARE_NICENESS)
             self._spare, self._spare_ready = spare, spare.ready.remote().future()
@@ -204,7 +202,7 @@ class RayMembers:
             time.sleep(0.1)
 
     def close(self) -> None:
-        """The pool has killed the actors one by one; the connection goes with whoever opened it."""
+        """End the spare; the pool has killed the other actors. `on_close` closes a connection to Ray that is ours."""
         if self._spare is not None:
             ray.kill(self._spare, no_restart=True)
         self._spare = self._spare_ready = None
@@ -212,7 +210,7 @@ class RayMembers:
             self._on_close()
 
     def _take_spare(self) -> Any:
-        """The actor in reserve, if it lives; one that is still importing is further than one that would start now."""
+        """The spare actor, if it is alive. One that is still importing is ready sooner than a new one."""
         if self._spare is None or self._spare_ready is None:
             return None
         (spare, ready), self._spare, self._spare_ready = (self._spare, self._spare_ready), None, None
