@@ -31,8 +31,8 @@ from sortedrl.learner.advantage import AdvantageEstimator, is_truncated
 from sortedrl.learner.algorithms import ALGORITHMS, objective_of
 from sortedrl.learner.loss_inputs import shaped_rewards
 from sortedrl.records import FinishReason, Prompt, Sample, Segment
+from sortedrl.telemetry.event_file import read_events
 from sortedrl.telemetry.events import BatchTaken, CohortLoaded, Evaluated, UpdateDone
-from sortedrl.telemetry.sinks import read_events
 from sortedrl.telemetry.summary import Summary
 from sortedrl.trainer import SortedTrainer
 

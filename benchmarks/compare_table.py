@@ -14,8 +14,8 @@ from pathlib import Path
 
 from record import save
 
+from sortedrl.telemetry.event_file import read_events
 from sortedrl.telemetry.events import Evaluated, Event, RunStarted
-from sortedrl.telemetry.sinks import read_events
 from sortedrl.telemetry.summary import Summary
 
 

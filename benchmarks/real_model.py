@@ -22,8 +22,8 @@ from rich.progress import track
 from rich.table import Table
 
 from sortedrl.config import SortedConfig
+from sortedrl.telemetry.event_file import read_events
 from sortedrl.telemetry.events import BatchTaken, Evaluated
-from sortedrl.telemetry.sinks import read_events
 from sortedrl.telemetry.summary import Summary
 from sortedrl.trainer import SortedTrainer
 

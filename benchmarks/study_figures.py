@@ -18,8 +18,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from sortedrl.telemetry.event_file import read_events
 from sortedrl.telemetry.events import BatchTaken, UpdateDone
-from sortedrl.telemetry.sinks import read_events
 from sortedrl.telemetry.summary import Summary
 
 BASE = "sync"

@@ -30,10 +30,11 @@ from sortedrl.run.gc_tuning import rare_collections
 from sortedrl.run.rundir import check_writable, prepare_run_dir
 from sortedrl.tasks.base import DatasetTask, RewardFunc, RowSequence, Task
 from sortedrl.telemetry.console import ConsoleSink
+from sortedrl.telemetry.event_file import read_events
 from sortedrl.telemetry.events import RunEnded, RunResumed, RunStarted
 from sortedrl.telemetry.metrics import RunMetrics
 from sortedrl.telemetry.report.report import write_report
-from sortedrl.telemetry.sinks import Fanout, Sink, read_events
+from sortedrl.telemetry.sinks import Fanout, Sink
 from sortedrl.telemetry.summary import Summary, summarize
 from sortedrl.telemetry.trackers import TrackSettings, open_trackers
 

@@ -15,7 +15,7 @@ import pytest
 
 from sortedrl import __version__
 from sortedrl.config import SortedConfig
-from sortedrl.telemetry.sinks import read_events
+from sortedrl.telemetry.event_file import read_events
 from sortedrl.telemetry.summary import Summary
 from tests.support.forked_process import WAIT_S
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from sortedrl.telemetry.sinks import read_events
+from sortedrl.telemetry.event_file import read_events
 from sortedrl.telemetry.summary import Summary
 from tests.cli.test_cli import QUICKSTART, SCRIPT, SMALL, checkpoint_loads, only_json
 from tests.support.forked_process import WAIT_S, ForkedProcess, forked_command

@@ -9,8 +9,8 @@ import pytest
 
 from sortedrl.config import SortedConfig
 from sortedrl.learner.algorithms import ALGORITHMS
+from sortedrl.telemetry.event_file import read_events
 from sortedrl.telemetry.events import UpdateDone
-from sortedrl.telemetry.sinks import read_events
 from sortedrl.trainer import SortedTrainer
 
 

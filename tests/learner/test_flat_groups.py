@@ -14,8 +14,8 @@ from sortedrl.config import SortedConfig
 from sortedrl.errors import ConfigError
 from sortedrl.records import Batch, Sample
 from sortedrl.schedule import Strategy, resolve_knobs
+from sortedrl.telemetry.event_file import read_events
 from sortedrl.telemetry.events import BatchTaken, UpdateDone
-from sortedrl.telemetry.sinks import read_events
 from sortedrl.trainer import SortedTrainer
 from tests.properties.test_guarantees import (
     MANY,

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from sortedrl.config import SortedConfig
+from sortedrl.telemetry.event_file import read_events
 from sortedrl.telemetry.events import BatchTaken, UpdateDone
-from sortedrl.telemetry.sinks import read_events
 from tests.run.test_resume import train
 
 TRAJECTORIES = Path(__file__).parent / "trajectories"

@@ -19,7 +19,7 @@ from sortedrl.errors import DataError, ModelError, RewardError
 from sortedrl.reward.pool import RewardPool, RewardScore
 from sortedrl.tasks.tiny import knights_tiny_path
 from sortedrl.telemetry import events
-from sortedrl.telemetry.sinks import read_events
+from sortedrl.telemetry.event_file import read_events
 from sortedrl.telemetry.summary import Summary
 
 ROWS = [{"prompt": "Ann says Bob-knave . Bob says Ann-knight . ?"}, {"prompt": "Eve says Fay-knave . ?"}]

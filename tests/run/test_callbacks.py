@@ -15,7 +15,7 @@ from sortedrl.errors import ConfigError
 from sortedrl.run.callbacks import TrainingProgress
 from sortedrl.run.checkpoint import Checkpoints
 from sortedrl.telemetry import events
-from sortedrl.telemetry.sinks import read_events
+from sortedrl.telemetry.event_file import read_events
 
 ROWS = [
     {"prompt": "Ann says Bob-knave . Bob says Ann-knight . ?"},

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from sortedrl.config import SortedConfig
+from sortedrl.telemetry.event_file import read_events
 from sortedrl.telemetry.events import BatchTaken, Event, UpdateDone
-from sortedrl.telemetry.sinks import read_events
 from sortedrl.telemetry.summary import Summary
 from sortedrl.trainer import SortedTrainer
 

@@ -19,7 +19,7 @@ from sortedrl.errors import ConfigError, DataError, ModelError, RewardError, Run
 from sortedrl.schedule import Strategy
 from sortedrl.tasks.tiny import knights_tiny_path
 from sortedrl.telemetry import events
-from sortedrl.telemetry.sinks import read_events
+from sortedrl.telemetry.event_file import read_events
 from sortedrl.telemetry.summary import Summary
 
 ROWS = [

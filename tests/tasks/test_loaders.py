@@ -18,7 +18,7 @@ from sortedrl.learner.model import load_tokenizer
 from sortedrl.simulate.traces import load_trace
 from sortedrl.tasks.base import DatasetTask, PromptStream
 from sortedrl.tasks.tiny import knights_tiny_path
-from sortedrl.telemetry.sinks import read_events
+from sortedrl.telemetry.event_file import read_events
 from sortedrl.telemetry.summary import Summary
 
 MANY = settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

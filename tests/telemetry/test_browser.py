@@ -22,7 +22,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 from sortedrl.ledger.reader import Ledger
 from sortedrl.ledger.sample_history import read_history
 from sortedrl.telemetry.report.report import write_report
-from sortedrl.telemetry.view import MAX_SEGMENTS
+from sortedrl.telemetry.view import MAX_BARS
 from tests.support.dashboard_process import dashboard_address
 from tests.support.forked_process import ForkedProcess, forked_command
 from tests.support.synthetic_runs import SyntheticRun, write_run
@@ -196,7 +196,7 @@ def test_the_dashboard_follows_a_live_run(browser: Browser, run_folder: Path, tm
         final = (runs / "live" / "events.jsonl").read_text().count('"UpdateDone"')
         assert final >= num_updates
         wait_until(page, f"{curve} === {final}")
-        segments = min(num_segments(runs / "live"), 2 * MAX_SEGMENTS)
+        segments = min(num_segments(runs / "live"), 2 * MAX_BARS)
         wait_until(page, f"document.querySelectorAll('#chart-timeline-0 .bars .point').length === {segments}")
 
         sample = click_a_bar(page, "timeline-0")

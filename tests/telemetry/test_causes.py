@@ -14,6 +14,7 @@ from sortedrl.schedule import Strategy
 from sortedrl.simulate.costs import load_cost
 from sortedrl.simulate.run import simulate
 from sortedrl.simulate.traces import load_trace
+from sortedrl.telemetry.event_file import read_events
 from sortedrl.telemetry.events import (
     AttemptEnded,
     AttemptStarted,
@@ -31,7 +32,6 @@ from sortedrl.telemetry.events import (
     UpdateDone,
     WeightsPublished,
 )
-from sortedrl.telemetry.sinks import read_events
 from sortedrl.telemetry.slot_time import MEANINGS, WAITING, Cause
 from sortedrl.telemetry.summary import Summary
 from sortedrl.trainer import SortedTrainer

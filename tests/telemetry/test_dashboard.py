@@ -178,7 +178,7 @@ def test_runs_are_found_and_told_apart(tmp_path: Path):
     assert list(found) == ["a/run", "other", "b/run"]
     assert run_line("other", found["other"]).state == "ended"
     (found["other"] / "summary.json").write_text("{}")
-    assert "is no summary of a run" in run_line("other", found["other"]).problem
+    assert "is not the summary of a run" in run_line("other", found["other"]).problem
 
 
 def test_a_run_that_grows_is_read_on(tmp_path: Path):
@@ -195,7 +195,7 @@ def test_a_run_that_grows_is_read_on(tmp_path: Path):
     events.write_bytes(b"".join(lines))
     last = views.look([tmp_path / "run"])
     assert last.parts is not None
-    assert views.readers[tmp_path / "run"].view.total.updates == 4
+    assert views.readers[tmp_path / "run"].view.metrics.updates == 4
     assert last.parts.figures["samples"] != first.parts.figures.get("samples")
 
 

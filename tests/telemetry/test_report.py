@@ -12,9 +12,7 @@ import pytest
 from sortedrl.errors import RunDirError
 from sortedrl.ledger.run_lock import RunLock
 from sortedrl.telemetry import view
-from sortedrl.telemetry.events import (
-    SCHEMA_VERSION,
-)
+from sortedrl.telemetry.events import SCHEMA_VERSION
 from sortedrl.telemetry.report import report
 from sortedrl.telemetry.report.report import write_report
 from sortedrl.telemetry.report.timeline import timeline_chart
@@ -155,8 +153,8 @@ def test_report_of_a_run_without_summary_says_so(tmp_path: Path):
     assert summary.ledger is None
     assert summary.bubble_ratio == pytest.approx(1 - run.stats.busy_slot_s / (run.slots * run.rollout_s))
     text = Page(write_report([tmp_path / "crashed"], tmp_path / "r.html").read_text()).text
-    assert "crashed left no summary.json: its figures are estimated from its events" in text
-    assert "crashed has a last line of events that was cut short and is left out" in text
+    assert "crashed left no summary.json: its figures are estimated from the events that were written" in text
+    assert "crashed has an incomplete last line of events, which is left out" in text
 
 
 @pytest.mark.usefixtures("light")
@@ -177,10 +175,10 @@ def test_report_refuses_what_is_no_run(tmp_path: Path):
     with pytest.raises(RunDirError, match="not a directory"):
         write_report([tmp_path / "none"], tmp_path / "r.html")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(RunDirError, match=r"events\.jsonl is not a file"):
+    with pytest.raises(RunDirError, match=r"it has no events\.jsonl"):
         write_report([tmp_path / "empty"], tmp_path / "r.html")
     (tmp_path / "empty" / "events.jsonl").write_text("")
-    with pytest.raises(RunDirError, match="lacks RunStarted"):
+    with pytest.raises(RunDirError, match="has no RunStarted"):
         write_report([tmp_path / "empty"], tmp_path / "r.html")
 
 
@@ -189,10 +187,10 @@ def test_timeline_draws_the_ends_of_a_long_run(tmp_path: Path, monkeypatch: pyte
     whole = RunReader(tmp_path / "long").read_all()
     num_started = (tmp_path / "long" / "events.jsonl").read_text().count('"AttemptStarted"')
     assert len(bars(whole)) == num_started
-    monkeypatch.setattr(view, "MAX_SEGMENTS", 50)
+    monkeypatch.setattr(view, "MAX_BARS", 50)
     ends = RunReader(tmp_path / "long").read_all()
     assert bars(ends) == bars(whole)[:50] + bars(whole)[-50:]
-    assert f"Of {num_started:,} segments the first and the last 50 are drawn" in timeline_chart(ends).caption
+    assert f"Of {num_started:,} bars the first and the last 50 are drawn" in timeline_chart(ends).caption
 
 
 def bars(run: view.RunView) -> list[tuple[int, float]]:
@@ -220,7 +218,7 @@ def test_report_of_an_older_schema_says_what_it_is(tmp_path: Path):
     now = f'"schema_version":{SCHEMA_VERSION}'
     events.write_text(events.read_text().replace(now, '"schema_version":0'))
     page = Page(write_report([tmp_path / "old"], tmp_path / "r.html").read_text())
-    assert f"schema version 0, older than this package's {SCHEMA_VERSION}" in page.text
+    assert f"old has event schema version 0, older than {SCHEMA_VERSION}" in page.text
     events.write_text(events.read_text().replace('"schema_version":0', '"schema_version":99'))
     with pytest.raises(RunDirError, match=r"schema version 99.*upgrade"):
         write_report([tmp_path / "old"], tmp_path / "r.html")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 from collections import defaultdict
 from pathlib import Path
@@ -20,12 +19,12 @@ from sortedrl.simulate.costs import load_cost
 from sortedrl.simulate.run import simulate
 from sortedrl.simulate.traces import load_trace
 from sortedrl.telemetry import perfetto
-from sortedrl.telemetry.cohorts import Cohorts, Spread
+from sortedrl.telemetry.cohorts import Spread
 from sortedrl.telemetry.events import AttemptEnded, AttemptVerified, BatchTaken, CohortLoaded, Event, RunStarted
-from sortedrl.telemetry.perfetto import write_trace
-from sortedrl.telemetry.sinks import JsonlSink, read_events
+from sortedrl.telemetry.sinks import JsonlSink
 from sortedrl.telemetry.summary import Summary
-from sortedrl.telemetry.trace import look_back
+from sortedrl.telemetry.trace import trace_run
+from sortedrl.telemetry.view import RunView
 from sortedrl.trainer import SortedTrainer
 
 
@@ -82,7 +81,7 @@ def check_format(path: Path) -> None:
 def test_slot_tracks_are_as_busy_as_the_summary_says(tmp_path: Path, strategy: Strategy):
     summary = simulated(tmp_path / "run", strategy)
     out = tmp_path / "trace.json"
-    found = look_back(tmp_path / "run", perfetto=out)
+    found = trace_run(tmp_path / "run", perfetto=out)
     check_format(out)
     busy = (1.0 - summary.bubble_ratio) * 8 * summary.rollout_s
     assert found.slot_s == pytest.approx(busy, rel=1e-6)
@@ -112,7 +111,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Summary]:
 def test_the_trace_of_a_live_run(live: tuple[Path, Summary], tmp_path: Path):
     run_dir, summary = live
     out = tmp_path / "trace.json"
-    found = look_back(run_dir, perfetto=out)
+    found = trace_run(run_dir, perfetto=out)
     check_format(out)
     assert busy_s(out) == pytest.approx(found.slot_s, rel=1e-3)
     # The engine's own account leaves out what the loop does between steps: little, unless other work wants the cores.
@@ -132,7 +131,7 @@ def test_the_trace_loads_in_trace_processor(live: tuple[Path, Summary], tmp_path
     from perfetto.trace_processor import TraceProcessor, TraceProcessorConfig
 
     out = tmp_path / "trace.json"
-    found = look_back(live[0], perfetto=out)
+    found = trace_run(live[0], perfetto=out)
     with TraceProcessor(trace=str(out), config=TraceProcessorConfig(bin_path=binary)) as processor:
         query = (
             "SELECT SUM(dur) AS busy FROM slice JOIN thread_track ON slice.track_id = thread_track.id "
@@ -150,7 +149,7 @@ def ended(sample: int, num_tokens: int) -> AttemptEnded:
 
 
 def test_distributions_by_cohort():
-    cohorts = Cohorts()
+    view = RunView("toy", keep_cohorts=True)
     events: list[Event] = [
         CohortLoaded(t=0.0, cohort=0, update=0, samples=[0, 1, 2]),
         CohortLoaded(t=0.0, cohort=1, update=0, samples=[3, 4]),
@@ -175,8 +174,8 @@ def test_distributions_by_cohort():
         ),
     ]
     for event in events:
-        cohorts.emit(event)
-    first, second = cohorts.figures()
+        view.emit(event)
+    first, second = view.samples.cohort_figures()
     assert (first.loaded, first.trained, second.loaded, second.trained) == (3, 3, 2, 1)
     assert first.length == Spread(count=3, mean=20.0, least=10.0, p10=12.0, p50=20.0, p90=28.0, most=30.0)
     assert first.longest is not None
@@ -225,22 +224,22 @@ def write(run_dir: Path, text: str) -> Path:
 
 def test_a_directory_that_is_no_run(tmp_path: Path):
     with pytest.raises(RunDirError, match=r"no events\.jsonl"):
-        look_back(tmp_path)
+        trace_run(tmp_path)
     with pytest.raises(RunDirError, match="not a directory"):
-        look_back(tmp_path / "nowhere")
-    with pytest.raises(RunDirError, match="tell of no run"):
-        look_back(write(tmp_path / "empty", ""))
-    with pytest.raises(RunDirError, match="tell of no run"):
-        look_back(write(tmp_path / "headless", json.dumps(HEADLESS) + "\n"))
+        trace_run(tmp_path / "nowhere")
+    with pytest.raises(RunDirError, match="has no RunStarted"):
+        trace_run(write(tmp_path / "empty", ""))
+    with pytest.raises(RunDirError, match="has no RunStarted"):
+        trace_run(write(tmp_path / "headless", json.dumps(HEADLESS) + "\n"))
 
 
-def test_a_run_that_is_being_written_and_has_no_update(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_a_run_that_is_being_written_and_has_no_update(tmp_path: Path):
     run_dir = write(tmp_path / "young", json.dumps(started()) + "\n" + '{"kind":"CohortL')
-    with caplog.at_level(logging.WARNING):
-        found = look_back(run_dir, perfetto=tmp_path / "t.json")
-    assert "line 2 was cut short" in caplog.text
-    assert ["has not ended" in note for note in found.notes] == [True, False]
-    assert "no update" in found.notes[1]
+    found = trace_run(run_dir, perfetto=tmp_path / "t.json")
+    end, updates, line = found.notes
+    assert "has not ended" in end
+    assert "no update" in updates
+    assert "incomplete last line" in line
     assert (found.slot_time, found.cohorts) == (None, [])
     check_format(tmp_path / "t.json")
 
@@ -250,7 +249,7 @@ def test_a_run_cut_in_the_middle(tmp_path: Path):
     path = tmp_path / "run" / "events.jsonl"
     lines = path.read_text().splitlines()
     path.write_text("\n".join(lines[: len(lines) // 2]) + "\n")
-    found = look_back(tmp_path / "run", perfetto=tmp_path / "t.json")
+    found = trace_run(tmp_path / "run", perfetto=tmp_path / "t.json")
     assert "has not ended" in found.notes[0]
     assert sum(found.slot_time.values()) == pytest.approx(1.0)
     assert busy_s(tmp_path / "t.json") == pytest.approx(found.slot_s, rel=1e-4)
@@ -258,11 +257,12 @@ def test_a_run_cut_in_the_middle(tmp_path: Path):
 
 def test_an_older_schema_is_named(tmp_path: Path):
     run_dir = write(tmp_path / "old", json.dumps(started(schema_version=1)) + "\n")
-    found = look_back(run_dir)
-    assert any("event schema 1, older than 2" in note for note in found.notes)
+    found = trace_run(run_dir)
+    assert any("event schema version 1, older than 2" in note for note in found.notes)
+    assert found.slot_time is None
 
 
 def test_a_place_where_no_trace_can_be_written(tmp_path: Path):
     simulated(tmp_path / "run", samples=16)
     with pytest.raises(RunDirError, match="cannot write"):
-        write_trace(read_events(tmp_path / "run" / "events.jsonl"), tmp_path / "no" / "trace.json")
+        trace_run(tmp_path / "run", perfetto=tmp_path / "no" / "trace.json")

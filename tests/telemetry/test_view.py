@@ -14,11 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sortedrl.errors import RunDirError
-from sortedrl.telemetry.event_file import EventFile
+from sortedrl.telemetry.event_file import EventFile, event_from
+from sortedrl.telemetry.events import RunEnded
 from sortedrl.telemetry.run_reader import RunReader
-from sortedrl.telemetry.sample_lives import MAX_LIVES, Life, TokenAges
+from sortedrl.telemetry.sample_lives import MAX_LIVES, SampleLife, TokenAges
 from sortedrl.telemetry.series import Ends, Thinned, TimeBins
-from sortedrl.telemetry.view import MAX_SEGMENTS, RunView
+from sortedrl.telemetry.view import MAX_BARS, RunView
 
 
 @given(st.lists(st.integers(0, 9), max_size=90))
@@ -66,51 +67,63 @@ def test_time_bins_lose_nothing(spans: list[tuple[float, float]]):
 # ---- the file -------------------------------------------------------------------------------------------------------
 
 
-def write(path: Path, records: Iterable[dict[str, Any]], mode: str = "w") -> None:
+def write(path: Path, records: Iterable[Any], mode: str = "w") -> None:
     with path.open(mode) as file:
         file.writelines(json.dumps(record) + "\n" for record in records)
 
 
+def ends(*times: int) -> list[dict[str, Any]]:
+    return [{"kind": "RunEnded", "t": t, "reason": "stopped"} for t in times]
+
+
+def ended_at(*times: int) -> list[RunEnded]:
+    return [RunEnded(t=t, reason="stopped") for t in times]
+
+
 def test_a_file_is_followed_line_by_line(tmp_path: Path):
     path = tmp_path / "events.jsonl"
-    write(path, [{"n": 1}, {"n": 2}])
-    events = EventFile(tmp_path)
-    assert events.read() == ([{"n": 1}, {"n": 2}], True)
+    write(path, ends(1, 2))
+    events = EventFile(path)
+    assert events.read() == (ended_at(1, 2), True)
     assert events.read() == ([], False)
+    write(path, ends(3), "a")
     with path.open("a") as file:
-        file.write('{"n": 3}\n{"n":')
-    assert events.read() == ([{"n": 3}], False)
+        file.write('{"kind": "RunEnded", "t": 4,')
+    assert events.read() == (ended_at(3), False)
     assert events.is_cut_short
     with path.open("a") as file:
-        file.write(" 4}\n")
-    assert events.read() == ([{"n": 4}], False)
+        file.write(' "reason": "stopped"}\n')
+    assert events.read() == (ended_at(4), False)
     assert not events.is_cut_short
 
 
-def test_a_file_that_was_cut_back_is_read_again(tmp_path: Path):
+def test_a_file_that_was_truncated_is_read_again(tmp_path: Path):
     path = tmp_path / "events.jsonl"
-    write(path, [{"n": 1}, {"n": 2}])
-    events = EventFile(tmp_path)
+    write(path, ends(1, 2))
+    events = EventFile(path)
     events.read()
-    # A resumed run forgets what came after its checkpoint, and soon has written more than there was.
-    write(path, [{"n": 1}, {"n": 7}, {"n": 8}])
-    assert events.read() == ([{"n": 1}, {"n": 7}, {"n": 8}], True)
+    # A resumed run drops the events after its checkpoint, and soon has written more than there were.
+    write(path, ends(1, 7, 8))
+    assert events.read() == (ended_at(1, 7, 8), True)
     path.unlink()
-    write(path, [{"n": 9}])
-    assert events.read() == ([{"n": 9}], True)
+    write(path, ends(9))
+    assert events.read() == (ended_at(9), True)
 
 
 def test_what_is_no_event_file_is_named(tmp_path: Path):
-    with pytest.raises(RunDirError, match=r"is no run: .* is not a file"):
-        EventFile(tmp_path).read()
+    path = tmp_path / "events.jsonl"
+    with pytest.raises(RunDirError, match=r"is not a run directory: it has no events\.jsonl"):
+        EventFile(path).read()
     with pytest.raises(RunDirError, match="not a directory"):
-        EventFile(tmp_path / "none").read()
-    (tmp_path / "events.jsonl").write_text('{"n": 1}\nnonsense\n')
+        EventFile(tmp_path / "none" / "events.jsonl").read()
+    write(path, ends(1))
+    with path.open("a") as file:
+        file.write("nonsense\n")
     with pytest.raises(RunDirError, match="line 2: not JSON"):
-        EventFile(tmp_path).read()
-    (tmp_path / "events.jsonl").write_text('{"n": 1}\n[2]\n')
-    with pytest.raises(RunDirError, match="line 2: no event"):
-        EventFile(tmp_path).read()
+        EventFile(path).read()
+    write(path, [*ends(1), [2]])
+    with pytest.raises(RunDirError, match="line 2: not an event"):
+        EventFile(path).read()
 
 
 # ---- the view -------------------------------------------------------------------------------------------------------
@@ -174,13 +187,15 @@ TINY = [
 def folded(records: Iterable[dict[str, Any]]) -> RunView:
     view = RunView("toy")
     for record in records:
-        view.fold(record)
+        event = event_from(dict(record))
+        assert event is not None
+        view.emit(event)
     return view
 
 
 def test_a_tiny_run_by_hand():
     view = folded(TINY)
-    bars = [(s.slot, s.version, s.start, s.end, s.outcome) for s in view.segments]
+    bars = [(s.slot, s.version, s.start, s.end, s.outcome) for s in view.bars]
     assert bars == [(0, 0, 0.0, 2.0, "stop"), (1, 0, 0.0, 2.0, "interrupted"), (0, 1, 4.0, 6.0, "stop")]
     assert [(p.update, p.t, p.samples_trained, p.mean_length) for p in view.updates] == [
         (0, 3.0, 1, 3.0),
@@ -191,11 +206,11 @@ def test_a_tiny_run_by_hand():
     assert view.summary.goodput == pytest.approx(2 / 8)
     assert view.summary.tokens_per_s == pytest.approx(13 / 7.5)
     # Tokens 0 to 3 of the second sample were a version old, 4 to 9 were not; the first had none that was.
-    assert list(view.lives.trained) == [(0, [(0, 3)]), (1, [(1, 4), (0, 6)])]
-    first, second = view.lives.recent
-    assert (first.loaded, first.started, first.cuts, first.trained) == (0.0, 0.0, [], 2.0)
-    assert (second.loaded, second.started, second.cuts, second.trained) == (0.0, 0.0, [2.0], 6.0)
-    assert [(w.low, w.middle, w.high, w.num_cut) for w in view.lives.waits] == [(2.0, 4.0, 6.0, 1)]
+    assert list(view.samples.trained) == [(0, [(0, 3)]), (1, [(1, 4), (0, 6)])]
+    first, second = view.samples.recent
+    assert (first.loaded, first.started, first.interruptions, first.trained) == (0.0, 0.0, [], 2.0)
+    assert (second.loaded, second.started, second.interruptions, second.trained) == (0.0, 0.0, [2.0], 6.0)
+    assert [(w.shortest, w.median, w.longest, w.num_interrupted) for w in view.samples.waits] == [(2.0, 4.0, 6.0, 1)]
     # Slots that stand still for an update: both, from 12 to 13.5 and from 16 to 17.5.
     assert sum(view.occupancy.rows[1]) == pytest.approx(2 * 1.5 + 2 * 1.5)
 
@@ -204,34 +219,42 @@ def test_weights_that_change_in_the_middle_split_the_bar():
     """Slots keep their samples over the update: one stays from 0 to 2 under version 0 and from 3.5 to 4.5 under 1."""
     batch = {**taken(12.0, 0, [0], [3], [0]), "num_paused": 1}
     view = folded([*TINY[:5], batch, *done(13.0, 0), ended(14.5, 1, 1, 1, "stop", 9), taken(14.5, 1, [1], [9], [1])])
-    bars = [(s.sample, s.version, s.start, s.end, s.outcome) for s in view.segments]
+    bars = [(s.sample, s.version, s.start, s.end, s.outcome) for s in view.bars]
     assert bars[1:] == [(1, 0, 0.0, 2.0, "published"), (1, 1, 3.5, 4.5, "stop")]
     # 9 tokens in 2 + 1 s: six of version 0, three of version 1.
-    assert view.lives.trained[-1] == (1, [(1, 6), (0, 3)])
-    assert view.lives.recent[1].cuts == [2.0]
+    assert view.samples.trained[-1] == (1, [(1, 6), (0, 3)])
+    assert view.samples.recent[1].interruptions == [2.0]
 
 
 def test_a_replay_makes_the_accepted_tokens_young():
     verified = {"kind": "AttemptVerified", "t": 14.0, "sample": 1, "attempt": 2, "cached": 4, "accepted": 3}
     view = folded([*TINY[:11], verified, *TINY[11:]])
-    assert view.lives.trained[-1] == (1, [(0, 10)])
-    assert view.total.discarded == 1
+    assert view.samples.trained[-1] == (1, [(0, 10)])
+    assert view.metrics.discarded_tokens == 1
     assert [(p.num_replays, p.cached, p.accepted) for p in view.replays] == [(1, 4, 3)]
 
 
 def test_what_ran_when_a_process_ended_runs_no_more():
     view = folded([*TINY[:4], {"kind": "RunResumed", "t": 11.0, "version": 0, "lineage": 1}])
-    assert [(s.end, s.outcome) for s in view.segments] == [(1.0, "cut"), (1.0, "cut")]
-    assert view.running == 0
+    assert [(s.end, s.outcome) for s in view.bars] == [(1.0, "cut"), (1.0, "cut")]
+    assert view.running == {}
 
 
-def test_unknown_and_broken_events_are_named():
-    view = folded([*TINY, {"kind": "Surprise", "t": 17.0}])
-    assert list(view.unknown.items()) == [("Surprise", 1)]
-    with pytest.raises(RunDirError, match="incomplete AttemptEnded"):
-        folded([*TINY[:4], {"kind": "AttemptEnded", "t": 11.0, "sample": 0}])
-    with pytest.raises(RunDirError, match="without a kind"):
-        folded([{"t": 0.0}])
+def test_unknown_and_broken_events_are_named(tmp_path: Path):
+    path = tmp_path / "events.jsonl"
+    write(path, [*TINY, {"kind": "Surprise", "t": 17.0}])
+    reader = RunReader(tmp_path)
+    reader.read_all()
+    assert any("1 events of unknown kinds, which are left out: Surprise" in remark for remark in reader.remarks())
+    write(path, [*TINY[:4], {"kind": "AttemptEnded", "t": 11.0, "sample": 0}])
+    with pytest.raises(RunDirError, match="line 5: an incomplete AttemptEnded"):
+        RunReader(tmp_path).read_all()
+    write(path, [{"t": 0.0}])
+    with pytest.raises(RunDirError, match="it has no kind"):
+        RunReader(tmp_path).read_all()
+    write(path, [started(), {"kind": "RunEnded", "t": "late", "reason": "stopped"}])
+    with pytest.raises(RunDirError, match="a RunEnded at late s is damaged"):
+        RunReader(tmp_path).read_all()
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 300)), min_size=1, max_size=6))
@@ -244,7 +267,7 @@ def test_token_ages_lose_no_token(runs: list[tuple[int, int]]):
 
 
 def test_a_life_keeps_its_first_tokens():
-    life = Life(sample=0, cohort=0, loaded=0.0, runs=[(0, 4), (1, 3)])
+    life = SampleLife(sample=0, cohort=0, loaded=0.0, runs=[(0, 4), (1, 3)])
     life.keep(5)
     assert life.runs == [(0, 4), (1, 1)]
     life.keep(0)
@@ -255,15 +278,15 @@ def test_memory_does_not_grow_with_the_run(tmp_path: Path):
     """Ten times the ends that are kept: every series stays within its limit, and nothing trained is held."""
     write(tmp_path / "events.jsonl", long_run(num_updates=1500, batch=16))
     view = RunReader(tmp_path).read_all()
-    assert view.segments.num_seen == 1500 * 16
-    assert len(view.segments) == 2 * MAX_SEGMENTS
+    assert view.bars.num_seen == 1500 * 16
+    assert len(view.bars) == 2 * MAX_BARS
     assert len(view.updates) <= 1024
     assert sum(point.num_samples for point in view.updates) == 1500 * 16
-    assert len(view.lives.recent) == MAX_LIVES
-    assert view.lives.under_way == {}
-    assert view.lives._open == {}
-    assert len(view.lives.waits) <= 256
-    assert np.sum([row.tokens.sum() for row in view.lives.ages.rows]) == pytest.approx(view.total.tokens)
+    assert len(view.samples.recent) == MAX_LIVES
+    assert view.samples.untrained == {}
+    assert view.samples._open_cohorts == {}
+    assert len(view.samples.waits) <= 256
+    assert np.sum([row.tokens.sum() for row in view.samples.ages.rows]) == pytest.approx(view.metrics.trained_tokens)
 
 
 def long_run(*, num_updates: int, batch: int) -> Iterable[dict[str, Any]]:

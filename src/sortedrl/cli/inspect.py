@@ -13,10 +13,8 @@ from rich.markup import escape
 from rich.progress import (
     BarColumn,
     Progress,
-    SpinnerColumn,
     TaskProgressColumn,
     TextColumn,
-    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 
@@ -56,12 +54,14 @@ def trace(
     """Show how RUN used its slot time and how long each cohort took; optionally write a trace."""
     from sortedrl.telemetry.cohorts import cohort_table
     from sortedrl.telemetry.summary import slot_time_table
-    from sortedrl.telemetry.trace import look_back
+    from sortedrl.telemetry.trace import trace_run
 
-    columns = (TextColumn("reading"), SpinnerColumn(), TextColumn("{task.completed:,.0f} events"), TimeElapsedColumn())
+    columns = (TextColumn("reading"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns, console=err, disable=as_json, transient=True) as progress:
-        bar = progress.add_task("events", total=None)
-        found = look_back(run, perfetto=perfetto, tell=lambda count: progress.update(bar, completed=count))
+        bar = progress.add_task("trace", total=None)
+        found = trace_run(
+            run, perfetto=perfetto, progress=lambda at, size: progress.update(bar, completed=at, total=size)
+        )
     if as_json:
         print(json.dumps(found.as_dict()))
         return

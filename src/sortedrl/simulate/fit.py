@@ -32,7 +32,7 @@ import numpy as np
 
 from sortedrl.errors import DataError
 from sortedrl.telemetry import events
-from sortedrl.telemetry.sinks import read_events
+from sortedrl.telemetry.event_file import read_events
 from sortedrl.telemetry.summary import Summary
 
 FORWARD_SHARE = 1 / 3  # of the update time per token: the backward pass takes twice as long as the forward pass

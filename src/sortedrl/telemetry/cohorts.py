@@ -1,21 +1,18 @@
-"""How length, reward, staleness and accepted prefix are distributed in each cohort, and lengths trained against loaded.
+"""How the samples of each cohort differ: length, reward, staleness, accepted prefix, and waiting time.
 
-`sortedrl trace` folds the events of a run into `Cohorts`. What it keeps true: a cohort that is trained whole is reduced
-to its quantiles, so that memory follows what is under way, not the length of the run.
+`sample_lives.py` collects a `CohortTally` for every cohort that is not trained completely yet. `sortedrl trace` shows
+the figures of all cohorts; the report shows the waiting times.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from rich import box
 from rich.table import Table
-
-from sortedrl.telemetry.events import AttemptEnded, AttemptVerified, BatchTaken, CohortLoaded, Event
 
 _MAX_ROWS = 16
 
@@ -43,16 +40,16 @@ class Spread:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class CohortFigures:
-    """`longest` is over all samples that have run, trained or not: the longest answer seen of each, in any attempt.
+    """`longest` is over all samples that have run, trained or not: the longest answer of each in any attempt.
 
-    Where long answers are started again and come out shorter, `length` falls behind it.
+    If restarts replace long answers with shorter ones, `length` is below `longest`.
     """
 
     cohort: int
-    loaded_update: int  # updates done when it was loaded
+    loaded_update: int  # updates done when the cohort was loaded
     loaded: int
     trained: int
-    length: Spread | None  # of trained answers, as are reward and staleness
+    length: Spread | None  # of trained answers, like reward and staleness
     longest: Spread | None
     reward: Spread | None
     staleness: Spread | None
@@ -60,82 +57,76 @@ class CohortFigures:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Tally:
+class CohortWait:
+    """How long the samples of one cohort, or of several neighbours, waited from load to training, in seconds."""
+
+    cohort: int  # the first one
+    num_samples: int
+    num_interrupted: int  # samples that were interrupted at least once
+    shortest: float
+    median: float
+    longest: float
+
+
+def join_waits(first: CohortWait, second: CohortWait) -> CohortWait:
+    count = first.num_samples + second.num_samples
+    return CohortWait(
+        cohort=first.cohort,
+        num_samples=count,
+        num_interrupted=first.num_interrupted + second.num_interrupted,
+        shortest=min(first.shortest, second.shortest),
+        median=(first.median * first.num_samples + second.median * second.num_samples) / count,
+        longest=max(first.longest, second.longest),
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class CohortTally:
+    """What is known of a cohort so far. All lists but `accepted` have one entry per trained sample."""
+
+    cohort: int
     loaded_update: int
-    samples: list[int]
+    num_samples: int
+    num_interrupted: int = 0
+    waits: array[float] = field(default_factory=lambda: array("d"))
     lengths: array[int] = field(default_factory=lambda: array("q"))
+    longest: array[int] = field(default_factory=lambda: array("q"))  # without samples whose attempts were not reported
     rewards: array[float] = field(default_factory=lambda: array("d"))
     staleness: array[int] = field(default_factory=lambda: array("q"))
     accepted: array[float] = field(default_factory=lambda: array("d"))
 
+    @property
+    def is_trained(self) -> bool:
+        return len(self.waits) == self.num_samples
 
-class Cohorts:
-    """Fold events in one by one, then ask for `figures`."""
+    def wait(self) -> CohortWait:
+        shortest, median, longest = (float(value) for value in np.quantile(self.waits, [0.0, 0.5, 1.0]))
+        return CohortWait(
+            cohort=self.cohort,
+            num_samples=self.num_samples,
+            num_interrupted=self.num_interrupted,
+            shortest=shortest,
+            median=median,
+            longest=longest,
+        )
 
-    def __init__(self) -> None:
-        self._open: dict[int, _Tally] = {}
-        self._whole: dict[int, CohortFigures] = {}
-        self._cohort_of: dict[int, int] = {}
-        self._longest: dict[int, int] = {}
-
-    def emit(self, event: Event) -> None:
-        match event:
-            case AttemptEnded():
-                if event.num_tokens > self._longest.get(event.sample, -1):
-                    self._longest[event.sample] = event.num_tokens
-            case AttemptVerified():
-                tally = self._open.get(self._cohort_of.get(event.sample, -1))
-                if tally is not None and event.cached:
-                    tally.accepted.append(event.accepted / event.cached)
-            case BatchTaken():
-                self._train(event)
-            case CohortLoaded():
-                self._open[event.cohort] = _Tally(loaded_update=event.update, samples=event.samples)
-                self._cohort_of.update(dict.fromkeys(event.samples, event.cohort))
-            case _:
-                pass
-
-    def figures(self) -> list[CohortFigures]:
-        """Those of every cohort, whole or not."""
-        found = {**self._whole, **{cohort: self._reduce(cohort, tally) for cohort, tally in self._open.items()}}
-        return [found[cohort] for cohort in sorted(found)]
-
-    def _train(self, event: BatchTaken) -> None:
-        for position, sample in enumerate(event.samples):
-            cohort = self._cohort_of.get(sample, -1)
-            tally = self._open.get(cohort)
-            if tally is None:
-                continue
-            tally.lengths.append(event.lengths[position])
-            tally.rewards.append(event.rewards[position])
-            tally.staleness.append(event.staleness[position])
-            if len(tally.lengths) == len(tally.samples):
-                self._whole[cohort] = self._reduce(cohort, tally)
-                del self._open[cohort]
-                for other in tally.samples:
-                    del self._cohort_of[other]
-                    self._longest.pop(other, None)
-
-    def _reduce(self, cohort: int, tally: _Tally) -> CohortFigures:
+    def figures(self, untrained_longest: Iterable[int] = ()) -> CohortFigures:
+        """Return the distributions; `untrained_longest` are the longest answers of the samples not trained yet."""
         return CohortFigures(
-            cohort=cohort,
-            loaded_update=tally.loaded_update,
-            loaded=len(tally.samples),
-            trained=len(tally.lengths),
-            length=Spread.of(tally.lengths),
-            longest=Spread.of([self._longest[sample] for sample in tally.samples if sample in self._longest]),
-            reward=Spread.of(tally.rewards),
-            staleness=Spread.of(tally.staleness),
-            accepted=Spread.of(tally.accepted),
+            cohort=self.cohort,
+            loaded_update=self.loaded_update,
+            loaded=self.num_samples,
+            trained=len(self.lengths),
+            length=Spread.of(self.lengths),
+            longest=Spread.of([*self.longest, *untrained_longest]),
+            reward=Spread.of(self.rewards),
+            staleness=Spread.of(self.staleness),
+            accepted=Spread.of(self.accepted),
         )
 
 
-def as_records(figures: Sequence[CohortFigures]) -> list[dict[str, Any]]:
-    return [asdict(cohort) for cohort in figures]
-
-
 def cohort_table(figures: Sequence[CohortFigures]) -> Table:
-    """A row per cohort; of many, some evenly over the run."""
+    """Return a table with a row per cohort; if there are many, with rows spread evenly over the run."""
     step = max(len(figures) / _MAX_ROWS, 1.0)
     shown = [figures[int(row * step)] for row in range(min(len(figures), _MAX_ROWS))]
     caption = "length, longest seen and staleness: 10th percentile, median, 90th; reward and accepted prefix: means"

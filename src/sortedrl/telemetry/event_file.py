@@ -1,61 +1,76 @@
-"""`events.jsonl` as it grows: each call gives the events that have come since the last.
+"""Read `events.jsonl`, whole or while a run is writing it.
 
-The report reads a whole file with it, the dashboard follows one that a run is writing. What it keeps true: a line is
-handed out once and only when it is complete; a file that was replaced or cut back, as a resumed run does, is read again
-from its start; a file that is no event file is named as that.
+`EventFile` follows a file: each `read` returns the events added since the last one. Report, dashboard and trace read
+through it. `read_events` iterates over a finished file.
+
+Guarantees: a line is returned once, and only when it is complete. A file that was replaced or truncated, as a resumed
+run does, is read again from the start. Kinds and fields of events that this version does not know are left out; unknown
+kinds are counted. A file that is not an event file is refused with its path and line.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import math
 import os
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from sortedrl.errors import RunDirError
+from sortedrl.telemetry.events import KINDS, SCHEMA_GAPS, SCHEMA_VERSION, Event, RunStarted
+
+log = logging.getLogger(__name__)
 
 Record = dict[str, Any]
 
 FILE_NAME = "events.jsonl"
-CHUNK_BYTES = 4 << 20
+_CHUNK_BYTES = 4 << 20
 _MARK_BYTES = 64
-_MAX_LINE_BYTES = 256 << 20  # the largest line names the samples of one cohort
+_MAX_LINE_BYTES = 256 << 20  # the largest line lists the samples of one cohort
+_FIELDS = {kind: {f.name: str(f.type) for f in fields(cls)} for kind, cls in KINDS.items()}
+_SCALAR_KINDS = {kind for kind, types in _FIELDS.items() if set(types.values()) <= {"int", "float", "str"}}
+_REMEDY = "is it an event file of a run?"
 
 
 class EventFile:
-    """A position in the event file of a run directory."""
+    """A read position in an event file."""
 
-    def __init__(self, run_dir: str | Path) -> None:
-        self.path = Path(run_dir) / FILE_NAME
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
         self.num_lines = 0
         self.offset = 0  # behind the last complete line
-        self.size = 0  # when it was last looked at
+        self.size = 0  # at the last read
+        self.unknown: Counter[str] = Counter()  # kinds of event that this version does not know
         self._inode = -1
-        self._mark = b""  # the bytes before `offset`: in another file they would be others
+        self._mark = b""  # the bytes before `offset`: they differ if the file was replaced
 
     @property
     def is_cut_short(self) -> bool:
-        """Whether the last line had no end when it was last looked at."""
+        """Whether the last line was incomplete at the last read."""
         return self.size > self.offset
 
-    def read(self) -> tuple[list[Record], bool]:
-        """The next events, at most a few megabytes of them, and whether they begin the file anew."""
+    def read(self) -> tuple[list[Event], bool]:
+        """Return the next events, from at most a few megabytes, and whether reading began again at the start."""
         if not self.path.parent.is_dir():
-            raise RunDirError(f"{self.path.parent} is not a directory; name the directory of a run")
+            raise RunDirError(f"{self.path.parent} is not a directory; pass the directory of a run")
         try:
             with self.path.open("rb") as file:
                 is_new = self._rewind(file)
                 lines = self._lines(file)
         except FileNotFoundError:
             raise RunDirError(
-                f"{self.path.parent} is no run: {self.path} is not a file; name a run directory that holds one"
+                f"{self.path.parent} is not a run directory: it has no {self.path.name}; pass one that has"
             ) from None
         except OSError as error:
             raise RunDirError(f"cannot read {self.path}: {error.strerror}; check its permissions") from error
-        return self._records(lines), is_new
+        return self._events(lines), is_new
 
     def _rewind(self, file: BinaryIO) -> bool:
-        """Back to the start if this is not the file that was read before."""
+        """Go back to the start if this is not the file that was read before; return whether that was so."""
         status = os.fstat(file.fileno())
         self.size = status.st_size
         is_same = status.st_ino == self._inode and status.st_size >= self.offset
@@ -64,40 +79,114 @@ class EventFile:
             is_same = file.read(len(self._mark)) == self._mark
         if not is_same:
             self._inode, self.offset, self.num_lines, self._mark = status.st_ino, 0, 0, b""
+            self.unknown.clear()
         file.seek(self.offset)
         return not is_same
 
     def _lines(self, file: BinaryIO) -> list[bytes]:
-        data = file.read(CHUNK_BYTES)
+        data = file.read(_CHUNK_BYTES)
         while (end := data.rfind(b"\n")) < 0 and len(data) < _MAX_LINE_BYTES:
-            more = file.read(CHUNK_BYTES)
+            more = file.read(_CHUNK_BYTES)
             if not more:
                 return []
             data += more
         if end < 0:
-            raise RunDirError(f"{self.path}, line {self.num_lines + 1}: no end of line; is it an event file of a run?")
+            raise RunDirError(f"{self.path}, line {self.num_lines + 1}: no end of line; {_REMEDY}")
         data = data[: end + 1]
         self.offset += len(data)
         self._mark = data[-_MARK_BYTES:]
         return data.split(b"\n")[:-1]
 
-    def _records(self, lines: list[bytes]) -> list[Record]:
-        if not lines:
-            return []
+    def _events(self, lines: list[bytes]) -> list[Event]:
         try:
-            records = json.loads(b"[" + b",".join(lines) + b"]")  # one call: far faster than one a line
+            records = json.loads(b"[" + b",".join(lines) + b"]")  # one call is far faster than one per line
         except (ValueError, RecursionError):
             records = []
-        if len(records) != len(lines) or not all(isinstance(record, dict) for record in records):
-            records = [self._record(number, line) for number, line in enumerate(lines, start=self.num_lines + 1)]
-        self.num_lines += len(lines)
-        return records
+        is_one_per_line = len(records) == len(lines)
+        events = []
+        for number, line in enumerate(lines):
+            self.num_lines += 1
+            try:
+                record = records[number] if is_one_per_line else json.loads(line.decode("utf-8", errors="replace"))
+            except (ValueError, RecursionError) as error:
+                raise RunDirError(f"{self.path}, line {self.num_lines}: not JSON; {_REMEDY}") from error
+            try:
+                event = event_from(record)
+            except ValueError as error:
+                raise RunDirError(f"{self.path}, line {self.num_lines}: {error}; {_REMEDY}") from error
+            if event is None:
+                self.unknown[record["kind"]] += 1
+            else:
+                events.append(event)
+        return events
 
-    def _record(self, number: int, line: bytes) -> Record:
-        try:
-            record = json.loads(line.decode("utf-8", errors="replace"))
-        except (ValueError, RecursionError) as error:
-            raise RunDirError(f"{self.path}, line {number}: not JSON; is it an event file of a run?") from error
-        if not isinstance(record, dict):
-            raise RunDirError(f"{self.path}, line {number}: no event; is it an event file of a run?")
-        return record
+
+def event_from(record: Record) -> Event | None:
+    """Return the event of one line, or None if its kind is unknown. Raises ValueError if it is not an event."""
+    kind = record.get("kind") if isinstance(record, dict) else None
+    if not isinstance(kind, str):
+        raise ValueError("not an event, it has no kind")
+    cls = KINDS.get(kind)
+    if cls is None:
+        return None
+    known = _FIELDS[kind]
+    try:
+        if kind in _SCALAR_KINDS and len(record) == len(known) + 1 and None not in record.values():
+            del record["kind"]  # nearly all events: no value to restore, no field to leave out
+            return cls(**record)
+        return cls(**{key: _restored(value, known[key]) for key, value in record.items() if key in known})
+    except TypeError as error:
+        raise ValueError(f"an incomplete {kind} ({error})") from error
+
+
+def _restored(value: Any, annotation: str) -> Any:
+    """Turn null back into NaN where the field is a float: strict JSON has no word for it."""
+    if value is None and annotation == "float":
+        return math.nan
+    if isinstance(value, dict) and None in value.values():
+        return {key: math.nan if item is None else item for key, item in value.items()}
+    if isinstance(value, list) and None in value:
+        return [math.nan if item is None else item for item in value]
+    return value
+
+
+def schema_note(started: RunStarted) -> str | None:
+    """Return what an older schema lacks, or None for the current one. Refuses a later schema."""
+    version = started.schema_version
+    if not isinstance(version, int) or version > SCHEMA_VERSION:
+        raise RunDirError(
+            f"the events have schema version {version}, but this package reads up to {SCHEMA_VERSION}: upgrade it"
+        )
+    if version == SCHEMA_VERSION:
+        return None
+    gaps = [SCHEMA_GAPS[older] for older in range(version, SCHEMA_VERSION) if older in SCHEMA_GAPS]
+    return f"has event schema version {version}, older than {SCHEMA_VERSION}: " + "; ".join(gaps)
+
+
+def read_events(path: str | Path, *, unknown: Counter[str] | None = None) -> Iterator[Event]:
+    """Iterate over the events of a file, with a few megabytes of it in memory at a time.
+
+    Logs a warning for what is left out: an incomplete last line (from a crash, or from a run that is writing it) and
+    events of unknown kinds, which `unknown` counts. Also warns about an older schema, and refuses a later one.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise RunDirError(f"{path} is not a file; pass the events.jsonl of a run directory")
+    return _read_events(EventFile(path), unknown)
+
+
+def _read_events(file: EventFile, unknown: Counter[str] | None) -> Iterator[Event]:
+    events, is_new = file.read()
+    while events or is_new:
+        for event in events:
+            if isinstance(event, RunStarted) and (note := schema_note(event)):
+                log.warning("%s %s", file.path, note)
+            yield event
+        events, is_new = file.read()
+    if file.is_cut_short:
+        log.warning("%s: line %d was cut short and is left out", file.path, file.num_lines + 1)
+    if file.unknown:
+        kinds = ", ".join(sorted(file.unknown))
+        log.warning("%s: %d events of unknown kind are left out: %s", file.path, file.unknown.total(), kinds)
+    if unknown is not None:
+        unknown.update(file.unknown)

@@ -1,11 +1,12 @@
-"""The events of a run, one record each; `t` is seconds on the run's clock (virtual in a simulation).
+"""The events of a run, one dataclass per kind. `t` is seconds on the run's clock (virtual in a simulation).
 
-Nobody changes a record; they are not frozen, and can be made without keywords, only because that makes them several
-times as cheap, and there are millions.
+The controller creates the events and passes them to an injected `emit`; no component makes decisions from them. `kind`
+is the class name, and names the event in `events.jsonl`. The first line of that file is a RunStarted, which carries the
+schema version. A new field needs a default, so that older files stay readable. A change that readers must know about
+needs a new `SCHEMA_VERSION` and a line in `SCHEMA_GAPS`.
 
-The controller makes them and hands them to an injected `emit`; nothing that decides reads them back. `kind` names the
-class in `events.jsonl`, whose first line is a RunStarted and names the schema. A new field needs a default, so that
-older files stay readable; a change that readers must know of needs a new `SCHEMA_VERSION` and a line in `SCHEMAS`.
+Events are never modified after creation. They are neither frozen nor keyword-only, because that makes creation several
+times cheaper, and a simulation creates millions.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 SCHEMA_VERSION = 2
-SCHEMAS = {1: "slot time cannot be told by cause"}
-"""What files of older schemas lack."""
+SCHEMA_GAPS = {1: "it does not record slot time by cause"}
+"""What files of older schema versions lack."""
 
 
 @dataclass(slots=True)
@@ -53,13 +54,15 @@ class AttemptStarted(Event):
     sample: int
     attempt: int
     mode: str
-    cached: int  # answer tokens it starts from
-    slot: int  # the lowest free row: a timeline draws it there
+    cached: int  # answer tokens that the attempt starts from
+    slot: int  # the lowest free slot; a timeline draws the attempt in this row
     version: int
 
 
 @dataclass(slots=True)
 class AttemptVerified(Event):
+    """A replay has checked the cached tokens and kept the first `accepted` of them."""
+
     sample: int
     attempt: int
     cached: int
@@ -71,7 +74,7 @@ class AttemptEnded(Event):
     sample: int
     attempt: int
     outcome: str  # stop | length | interrupted | failed
-    num_tokens: int  # answer tokens it holds now
+    num_tokens: int  # answer tokens that the sample now has
     slot: int
     error: str = ""
 
@@ -85,7 +88,7 @@ class SampleScored(Event):
 
 @dataclass(slots=True)
 class RewardCalled(Event):
-    """A call of a reward worker is over, and its outcome was taken at `t`."""
+    """A call to a reward worker has ended, and the controller received its result at `t`."""
 
     worker: int
     seconds: float
@@ -95,47 +98,47 @@ class RewardCalled(Event):
 
 @dataclass(slots=True)
 class ScoresAwaited(Event):
-    """Nothing but scores was waited for, until `t`."""
+    """The controller had nothing to do but wait for scores, for `seconds` until `t`."""
 
     seconds: float
-    num_paused: int = 0  # samples that stood still in their slots meanwhile
+    num_paused: int = 0  # samples that were paused in their slots during the wait
 
 
 @dataclass(slots=True)
 class SampleRequeued(Event):
-    """What became of a sample that was not in the batch: resume, replay or restart."""
+    """How an unfinished sample will continue after a harvest: resume, replay, restart or give-up."""
 
     sample: int
     decision: str
-    discarded: int  # answer tokens thrown away
+    discarded: int  # answer tokens that are thrown away
 
 
 @dataclass(slots=True)
 class BatchTaken(Event):
-    """A harvest. The lists run over the batch's samples in training order."""
+    """A harvest. The lists have one entry per sample of the batch, in training order."""
 
     update: int
     version: int
     samples: list[int]
     lengths: list[int]
     rewards: list[float]
-    staleness: list[int]  # of the oldest token
-    staleness_token_sum: list[int]  # summed over tokens
+    staleness: list[int]  # of the sample's oldest token
+    staleness_token_sum: list[int]  # summed over the sample's tokens
     truncated: int
     num_interrupted: int
     slot_s: float  # slot-seconds that decoded the batch's tokens
-    num_paused: int = 0  # samples that wait in their slots until the weights are published
-    # What the engine did since the last harvest, evaluations left out; None: it was not asked.
-    busy_s: float | None = None  # slot-seconds in which it computed
-    prefill_s: float = 0.0  # of these, for reading tokens
-    prompt_tokens: int = 0  # read
-    recomputed_tokens: int = 0  # answer tokens read again
+    num_paused: int = 0  # samples that stay paused in their slots until the new weights are published
+    # The engine's work since the last harvest, without evaluations; None: the engine did not report it.
+    busy_s: float | None = None  # slot-seconds in which the engine computed
+    prefill_s: float = 0.0  # part of `busy_s` spent on prefill
+    prompt_tokens: int = 0  # prompt tokens prefilled
+    recomputed_tokens: int = 0  # answer tokens prefilled again
 
 
 @dataclass(slots=True)
 class UpdateDone(Event):
     update: int
-    version: int  # that the update made
+    version: int  # the version that the update created
     optimizer_steps: int
     seconds: float
     metrics: dict[str, float] = field(default_factory=dict)
@@ -155,23 +158,23 @@ class Evaluated(Event):
     greedy_accuracy: float
     mean_length: float
     by_group: dict[str, dict[str, float]] = field(default_factory=dict)
-    sampled_accuracy_se: float | None = None  # over prompts; one prompt has none
-    pass_at_k: float | None = None  # a right one among a prompt's sampled answers
+    sampled_accuracy_se: float | None = None  # standard error over prompts; None with a single prompt
+    pass_at_k: float | None = None  # share of prompts with at least one right answer among the sampled ones
     truncation_rate: float | None = None
-    sampled_reward: float | None = None  # more than the accuracy where a wrong answer earns something
+    sampled_reward: float | None = None  # differs from the accuracy where wrong answers get partial reward
 
 
 @dataclass(slots=True)
 class CheckpointSaved(Event):
     version: int
-    seq: int  # of the ledger
+    seq: int  # last sequence number of the ledger
     seconds: float
 
 
 @dataclass(slots=True)
 class RunResumed(Event):
     version: int
-    lineage: int  # how often the run was resumed
+    lineage: int  # how many times the run was resumed
 
 
 @dataclass(slots=True)
@@ -179,8 +182,15 @@ class RunEnded(Event):
     reason: str  # complete | stopped
 
 
+KINDS: dict[str, type[Event]] = {
+    name: cls
+    for name, cls in list(globals().items())
+    if isinstance(cls, type) and issubclass(cls, Event) and cls is not Event
+}
+"""Event classes by `kind`."""
+
 Emit = Callable[[Event], None]
 
 
 def ignore(event: Event) -> None:
-    """The `emit` of a run that nobody listens to."""
+    """An `emit` that drops every event."""

@@ -1,18 +1,21 @@
-"""The figures of a run, folded from its events one by one.
+"""The figures of a run, computed from its events one by one.
 
-A run hands every event to `RunMetrics.emit`; the sinks for `metrics.jsonl` and the console read the figures so far, and
-`summary.py` those of the whole run. What engine and controller measured themselves (`EngineStats`, `Timing`) is passed
-in; without it bubble ratio, goodput and speed are estimated from the events' own clock.
+This is the light fold: a run or a simulation passes every event to `RunMetrics.emit`. The sinks for `metrics.jsonl`,
+console and trackers read the figures so far; `summary.py` reads those of the whole run; `view.py`, the full fold for
+pages and traces, contains one. Engine and controller measure busy time and wall time themselves (`EngineStats`,
+`Timing`); without them bubble, goodput and speed are estimated from the events' clock.
 
-What it keeps true: every figure follows its definition in the design page; the ledger is counted from the events alone,
-so that it checks the buffer instead of repeating it; generated = trained + discarded + in flight, in tokens.
+Guarantees: every figure follows its definition in docs/concepts.md. The ledger counts come from the events alone, so
+they check the buffer rather than repeat it. Generated tokens = trained + discarded + in flight. Memory follows the
+samples that are not trained yet, not the length of the run.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+
+from pydantic import BaseModel, ConfigDict
 
 from sortedrl.clock import Timing
 from sortedrl.engine.base import EngineStats
@@ -27,6 +30,7 @@ from sortedrl.telemetry.events import (
     Event,
     RewardCalled,
     RunEnded,
+    RunResumed,
     RunStarted,
     SampleRequeued,
     SampleScored,
@@ -36,17 +40,18 @@ from sortedrl.telemetry.events import (
 )
 from sortedrl.telemetry.slot_time import Cause, SlotTime
 
-# Before the first three the slots stood still, and the next is told in between; the others may come after the last step
-# of training.
-_APART = frozenset({ScoresAwaited, WeightsPublished, CheckpointSaved, RewardCalled, Evaluated, RunEnded})
+# Slots were paused before the first three. RewardCalled overlaps other events. The last two may follow the end of
+# training, and that time does not count.
+_OWN_TIMING = frozenset({ScoresAwaited, WeightsPublished, CheckpointSaved, RewardCalled, Evaluated, RunEnded})
 
 Probe = Callable[[], tuple[EngineStats, Timing]]
-"""What engine and controller have measured so far."""
+"""Returns what engine and controller have measured so far."""
 
 
-@dataclass(slots=True, kw_only=True, frozen=True)
-class LedgerCount:
-    """Distinct samples loaded and trained; those that vanished; trainings beyond a sample's first."""
+class LedgerCounts(BaseModel):
+    """Samples loaded, samples trained, samples lost, and trainings of a sample that was not waiting for one."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
 
     loaded: int
     trained: int
@@ -54,30 +59,9 @@ class LedgerCount:
     duplicated: int
 
 
-@dataclass(slots=True, kw_only=True)
-class CohortLength:
-    """How long the trained answers of a cohort are, against the longest seen of the same samples in any attempt.
-
-    A restart with fresh noise gives a long answer another chance to be short: then the two means part.
-    """
-
-    loaded: int
-    trained: int = 0
-    trained_tokens: int = 0
-    longest_tokens: int = 0
-
-    @property
-    def mean_length(self) -> float | None:
-        return ratio(self.trained_tokens, self.trained)
-
-    @property
-    def mean_longest(self) -> float | None:
-        return ratio(self.longest_tokens, self.trained)
-
-
 @dataclass(slots=True, kw_only=True, frozen=True)
 class UpdateRow:
-    """One line of `metrics.jsonl`: reward, length and staleness of the update's batch, the rest of the run so far."""
+    """One line of `metrics.jsonl`: reward, length and staleness of the update's batch; the rest for the run so far."""
 
     update: int
     version: int
@@ -97,59 +81,54 @@ class UpdateRow:
 
 @dataclass(slots=True, kw_only=True)
 class RunMetrics:
-    """All figures of one run. `probe` supplies what engine and controller measured."""
+    """All figures of one run. `probe` returns what engine and controller measured."""
 
     probe: Probe | None = None
     run: RunStarted | None = None
     end_reason: str | None = None
-    evaluations: list[Evaluated] = field(default_factory=list)
+    first_evaluation: Evaluated | None = None  # before any training
+    last_evaluation: Evaluated | None = None  # after some training
 
     updates: int = 0
     optimizer_steps: int = 0
-    samples: int = 0  # trainings, a sample trained twice counted twice
+    samples: int = 0  # trainings: a sample trained twice counts twice
     trained_tokens: int = 0
     discarded_tokens: int = 0
-    reward_sum: float = 0.0
     staleness_sum: int = 0
     staleness_token_sum: int = 0
     staleness_max: int | None = None
     trained_slot_s: float = 0.0
-    learner_wait_s: float = 0.0  # without an update under way, from the first cohort to the last harvest
-    num_truncated: int = 0
-    num_interrupted: int = 0  # attempts
-    num_failed: int = 0  # attempts
-    num_without_spread: int = 0  # batches whose rewards are all equal
-    num_all_truncated: int = 0  # batches
-    num_flat_groups: int | None = None  # siblings that were all rewarded alike; None: no learner told
-    num_filtered: int | None = None  # samples that were trained without weight for that
+    learner_wait_s: float = 0.0  # time without an update under way, from the first cohort to the last harvest
+    num_flat_groups: int | None = None  # siblings with equal rewards; None: the learner did not report it
+    num_filtered: int | None = None  # samples trained with weight 0 for that reason
 
     num_replays: int = 0
-    num_rejected: int = 0  # replays that found a difference
-    checked_tokens: int = 0
+    num_rejected: int = 0  # replays that rejected a token
     accepted_tokens: int = 0
     accepted_share_sum: float = 0.0
 
     occupancy: SlotTime = field(default_factory=SlotTime)
-    cohorts: dict[int, CohortLength] = field(default_factory=dict)
     last_batch: BatchTaken | None = None
-    _cohort_of: dict[int, int] = field(default_factory=dict)  # every sample ever loaded
-    _trained: Counter[int] = field(default_factory=Counter)
+    _num_loaded: int = 0
+    _num_duplicated: int = 0
+    _longest_sum: int = 0  # over trained samples, the longest answer of each in any attempt
+    _untrained: set[int] = field(default_factory=set)
     _held: dict[int, int] = field(default_factory=dict)  # answer tokens of samples that are not trained yet
     _longest: dict[int, int] = field(default_factory=dict)
-    _batches: dict[int, tuple[BatchTaken, int]] = field(default_factory=dict)  # update under way; samples so far
-    _done: tuple[BatchTaken, int] | None = None  # those of the update done last
-    _free_since: float | None = None  # when the learner came to wait
+    _batches: dict[int, tuple[BatchTaken, int]] = field(default_factory=dict)  # updates under way; samples so far
+    _done: tuple[BatchTaken, int] | None = None  # the entry of the last update done
+    _learner_idle_since: float | None = None
 
     def emit(self, event: Event) -> None:
-        """Fold one event in. The most frequent come first: a simulation has millions."""
+        """Add one event. The most frequent kinds come first: a simulation has millions."""
         if event.t > self.occupancy.now:
-            if type(event) in _APART:
-                self._stood_still(event)
+            if type(event) in _OWN_TIMING:
+                self._record_wait(event)
             else:
                 self.occupancy.advance(event.t)
         match event:
             case AttemptEnded():
-                self._fold_ended(event)
+                self._end_attempt(event)
             case AttemptStarted():
                 self.occupancy.running += 1
                 self._held[event.sample] = event.cached
@@ -157,86 +136,85 @@ class RunMetrics:
                 pass
             case SampleRequeued():
                 self.discarded_tokens += event.discarded
-                self._reached(event.sample, event.discarded)
+                self._reach(event.sample, event.discarded)
                 self._held[event.sample] = max(self._held.get(event.sample, 0) - event.discarded, 0)
             case AttemptVerified():
-                self._fold_verified(event)
+                self._verify_attempt(event)
             case BatchTaken():
-                self._fold_batch(event)
+                self._take_batch(event)
             case UpdateDone():
-                self.updates += 1
-                self.optimizer_steps += event.optimizer_steps
-                if "filtered_samples" in event.metrics:
-                    self.num_flat_groups = (self.num_flat_groups or 0) + int(event.metrics["degenerate_groups"])
-                    self.num_filtered = (self.num_filtered or 0) + int(event.metrics["filtered_samples"])
-                self._done = self._batches.pop(event.update, None)
-                self.occupancy.waiting_for = Cause.PUBLISH
-                self._free_since = event.t
+                self._finish_update(event)
             case WeightsPublished():
                 self.occupancy.paused, self.occupancy.waiting_for = 0, None
             case CohortLoaded():
                 if self.occupancy.started is None:
-                    self.occupancy.started = self._free_since = event.t
-                self.cohorts[event.cohort] = CohortLength(loaded=len(event.samples))
-                self._cohort_of.update(dict.fromkeys(event.samples, event.cohort))
+                    self.occupancy.started = self._learner_idle_since = event.t
+                before = len(self._untrained)
+                self._untrained.update(event.samples)
+                self._num_loaded += len(self._untrained) - before
             case Evaluated():
-                self.evaluations.append(event)
+                if event.samples_trained:
+                    self.last_evaluation = event
+                elif self.first_evaluation is None:
+                    self.first_evaluation = event
             case RunStarted():
                 self.run = event
                 self.occupancy.begin(event.t, event.slots)
             case RunEnded():
                 self.end_reason = event.reason
+            case RunResumed():  # the attempts of the earlier process are gone
+                self.occupancy.running = self.occupancy.paused = 0
             case _:
                 pass
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: a sink must have this method, and nothing is open here."""
 
-    def _stood_still(self, event: Event) -> None:
+    def _record_wait(self, event: Event) -> None:
         slots = self.occupancy
         match event:
             case ScoresAwaited():
-                slots.stood_still(event.t, Cause.REWARD, seconds=event.seconds, paused=event.num_paused)
+                slots.record_wait(event.t, Cause.REWARD, seconds=event.seconds, paused=event.num_paused)
             case WeightsPublished():
-                slots.stood_still(event.t, Cause.PUBLISH, seconds=event.seconds, paused=slots.running)
+                slots.record_wait(event.t, Cause.PUBLISH, seconds=event.seconds, paused=slots.running)
             case CheckpointSaved():
-                slots.stood_still(event.t, Cause.SAVE, seconds=event.seconds, paused=0)
+                slots.record_wait(event.t, Cause.SAVE, seconds=event.seconds, paused=0)
             case _:
                 pass
 
-    def _fold_verified(self, event: AttemptVerified) -> None:
+    def _verify_attempt(self, event: AttemptVerified) -> None:
         self._held[event.sample] = event.accepted
-        self._reached(event.sample, event.cached)
+        self._reach(event.sample, event.cached)
         if event.cached == 0:
             return
         self.num_replays += 1
         self.num_rejected += event.accepted < event.cached
-        self.checked_tokens += event.cached
         self.accepted_tokens += event.accepted
         self.accepted_share_sum += event.accepted / event.cached
         self.discarded_tokens += event.cached - event.accepted
 
-    def _fold_ended(self, event: AttemptEnded) -> None:
+    def _end_attempt(self, event: AttemptEnded) -> None:
         slots = self.occupancy
-        slots.running -= event.slot >= 0  # without a slot, its start was not told either
-        if slots.paused:  # nothing ends but what stands still
+        slots.running -= event.slot >= 0  # without a slot, there was no AttemptStarted either
+        if slots.paused:  # while attempts are paused, only paused ones end
             slots.paused -= 1
         self._held[event.sample] = event.num_tokens
-        self._reached(event.sample, event.num_tokens)
-        self.num_interrupted += event.outcome == "interrupted"
-        self.num_failed += event.outcome == "failed"
+        self._reach(event.sample, event.num_tokens)
 
-    def _reached(self, sample: int, num_tokens: int) -> None:
-        """An attempt at the sample got so far: told by its end, and again by whatever takes the tokens up or away."""
+    def _reach(self, sample: int, num_tokens: int) -> None:
+        """Record that an attempt at the sample got this long.
+
+        Its AttemptEnded says so, and so does the event that takes the tokens up again or discards them.
+        """
         if num_tokens > self._longest.get(sample, 0):
             self._longest[sample] = num_tokens
 
-    def _fold_batch(self, event: BatchTaken) -> None:
+    def _take_batch(self, event: BatchTaken) -> None:
         self.last_batch = event
-        if self._free_since is not None:
-            self.learner_wait_s += event.t - self._free_since
-            self._free_since = None
-        self.occupancy.harvest(
+        if self._learner_idle_since is not None:
+            self.learner_wait_s += event.t - self._learner_idle_since
+            self._learner_idle_since = None
+        self.occupancy.record_harvest(
             busy_s=event.busy_s,
             prefill_s=event.prefill_s,
             prompt_tokens=event.prompt_tokens,
@@ -245,28 +223,29 @@ class RunMetrics:
         )
         self.samples += len(event.samples)
         self.trained_tokens += sum(event.lengths)
-        self.reward_sum += sum(event.rewards)
         self.staleness_sum += sum(event.staleness)
         self.staleness_token_sum += sum(event.staleness_token_sum)
         self.staleness_max = max([*event.staleness, self.staleness_max or 0])
         self.trained_slot_s += event.slot_s
-        self.num_truncated += event.truncated
-        self.num_without_spread += len(set(event.rewards)) == 1
-        self.num_all_truncated += event.truncated == len(event.samples)
-        self._trained.update(event.samples)
-        longest = event.lengths
-        if self._held or self._longest:  # nothing is held where nobody tells of attempts, as in a simulation
-            longest = [max(self._longest.pop(s, 0), n) for s, n in zip(event.samples, longest, strict=True)]
-            for sample in event.samples:
-                self._held.pop(sample, None)
-        places = map(self._cohort_of.get, event.samples)
-        for place, length, most in zip(places, event.lengths, longest, strict=True):
-            if place is not None:
-                cohort = self.cohorts[place]
-                cohort.trained += 1
-                cohort.trained_tokens += length
-                cohort.longest_tokens += most
+        for sample, length in zip(event.samples, event.lengths, strict=True):
+            self._held.pop(sample, None)
+            longest = self._longest.pop(sample, 0)
+            if sample in self._untrained:
+                self._untrained.remove(sample)
+                self._longest_sum += max(longest, length)
+            else:
+                self._num_duplicated += 1
         self._batches[event.update] = (event, self.samples)
+
+    def _finish_update(self, event: UpdateDone) -> None:
+        self.updates += 1
+        self.optimizer_steps += event.optimizer_steps
+        if "filtered_samples" in event.metrics:
+            self.num_flat_groups = (self.num_flat_groups or 0) + int(event.metrics["degenerate_groups"])
+            self.num_filtered = (self.num_filtered or 0) + int(event.metrics["filtered_samples"])
+        self._done = self._batches.pop(event.update, None)
+        self.occupancy.waiting_for = Cause.PUBLISH
+        self._learner_idle_since = event.t
 
     # ---- figures ----------------------------------------------------------------------------------------------------
 
@@ -284,19 +263,16 @@ class RunMetrics:
         return self.trained_tokens + self.discarded_tokens + self.in_flight_tokens
 
     @property
-    def reward_mean(self) -> float | None:
-        return ratio(self.reward_sum, self.samples)
-
-    @property
     def mean_length(self) -> float | None:
         return ratio(self.trained_tokens, self.samples)
 
     @property
     def mean_longest(self) -> float | None:
-        """Mean over trained samples of the longest answer seen in any attempt; past `mean_length` where long ones fall
-        away."""
-        trained = sum(cohort.trained for cohort in self.cohorts.values())
-        return ratio(sum(cohort.longest_tokens for cohort in self.cohorts.values()), trained)
+        """Mean over trained samples of the longest answer in any attempt.
+
+        It exceeds `mean_length` where a restart replaces long answers with shorter ones.
+        """
+        return ratio(self._longest_sum, self._num_loaded - len(self._untrained))
 
     @property
     def staleness_mean(self) -> float | None:
@@ -308,7 +284,7 @@ class RunMetrics:
 
     @property
     def divergence_rate(self) -> float | None:
-        """First differences per token checked; what lies behind a difference was not checked."""
+        """Rejections per checked token; tokens after a rejected one were not checked."""
         return ratio(self.num_rejected, self.accepted_tokens + self.num_rejected)
 
     @property
@@ -316,19 +292,13 @@ class RunMetrics:
         """Share of its cached tokens that a replay accepts, mean over replays."""
         return ratio(self.accepted_share_sum, self.num_replays)
 
-    @property
-    def accepted_prefix_token(self) -> float | None:
-        """The same share, weighted by tokens."""
-        return ratio(self.accepted_tokens, self.checked_tokens)
-
-    def ledger(self, held: Iterable[int]) -> LedgerCount:
-        """`held`: the samples that the buffer still holds, as its owner says at the end."""
-        lost = self._cohort_of.keys() - self._trained.keys() - set(held)
-        return LedgerCount(
-            loaded=len(self._cohort_of),
-            trained=len(self._trained),
-            lost=len(lost),
-            duplicated=self._trained.total() - len(self._trained),
+    def ledger(self, held: Iterable[int]) -> LedgerCounts:
+        """Return the ledger counts; `held` are the samples that the buffer still holds."""
+        return LedgerCounts(
+            loaded=self._num_loaded,
+            trained=self._num_loaded - len(self._untrained),
+            lost=len(self._untrained.difference(held)),
+            duplicated=self._num_duplicated,
         )
 
     def bubble_ratio(self, stats: EngineStats, timing: Timing) -> float | None:
@@ -339,7 +309,7 @@ class RunMetrics:
         return ratio(self.trained_slot_s, self.slots * timing.rollout_s)
 
     def slot_time(self) -> dict[str, float] | None:
-        """Shares of slot time by cause (telemetry/slot_time.py), which add up to 1."""
+        """Return shares of slot time by cause (telemetry/slot_time.py); they add up to 1."""
         return self.occupancy.shares(
             trained_s=self.trained_slot_s,
             discarded_tokens=self.discarded_tokens,
@@ -350,7 +320,7 @@ class RunMetrics:
         return ratio(self.trained_tokens, timing.wall_s)
 
     def measured(self) -> tuple[EngineStats, Timing]:
-        """What the probe measured, or the estimate from the events' clock."""
+        """Return what the probe measured, or without a probe the estimate from the events' clock."""
         if self.probe is not None:
             return self.probe()
         seen = self.occupancy
@@ -358,10 +328,10 @@ class RunMetrics:
         return EngineStats(running=seen.running, busy_slot_s=seen.busy_slot_s), timing
 
     def row(self, event: UpdateDone) -> UpdateRow:
-        """The line of `metrics.jsonl` for the update that was folded in last."""
+        """Return the line of `metrics.jsonl` for `event`, the last update that was added."""
         assert self._done is not None, f"update {event.update} is done, but its batch was never taken"
         batch, samples_trained = self._done
-        assert batch.update == event.update, f"the update done last is {batch.update}, not {event.update}"
+        assert batch.update == event.update, f"the last update done is {batch.update}, not {event.update}"
         stats, timing = self.measured()
         count = len(batch.samples)
         return UpdateRow(
@@ -383,5 +353,5 @@ class RunMetrics:
 
 
 def ratio(part: float, whole: float) -> float | None:
-    """None where there is nothing to divide by: a figure that does not apply is null, never 0."""
+    """Return `part / whole`, or None if `whole` is 0: a figure that does not apply is null, never 0."""
     return part / whole if whole else None

@@ -1,16 +1,18 @@
-"""A run as a trace that Perfetto and chrome://tracing open: a track per slot and reward worker, learner, publications.
+"""Write a run as a trace for Perfetto and chrome://tracing: a track per slot and reward worker, and learner tracks.
 
-`sortedrl trace --perfetto` calls `write_trace`; the file is the JSON form of Chrome's trace events. What it keeps true:
-slices on one track never overlap; those on the slots' tracks add up to the time in which slots worked; events are
-written as they are read, so that memory does not grow with the run.
+`sortedrl trace --perfetto` opens a `TraceWriter` and gives it to a `RunView`, which passes on every event together with
+the samples that run at that moment. The file is the JSON form of Chrome's trace events.
+
+Guarantees: slices on one track never overlap. Slices on the slots' tracks add up to the time in which slots worked.
+Events are written as they arrive, so memory does not grow with the run.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,7 +20,6 @@ from sortedrl.errors import RunDirError
 from sortedrl.telemetry.events import (
     AttemptEnded,
     AttemptStarted,
-    AttemptVerified,
     BatchTaken,
     CheckpointSaved,
     Evaluated,
@@ -30,36 +31,48 @@ from sortedrl.telemetry.events import (
     UpdateDone,
     WeightsPublished,
 )
+from sortedrl.telemetry.sample_lives import SampleLife
 
-SLOTS, REWARDS, LEARNER = 1, 2, 3  # what Chrome's format calls processes: groups of tracks
-UPDATES, PUBLICATIONS, CHECKPOINTS = 0, 1, 2
-# Thread numbers are all different, and none is 0: that is the idle thread of every process to Perfetto.
+SLOTS, REWARDS, LEARNER = 1, 2, 3  # groups of tracks, which Chrome's format calls processes
+_UPDATES, _PUBLICATIONS, _CHECKPOINTS = 0, 1, 2
+# All thread numbers differ, and none is 0: Perfetto takes 0 for the idle thread of every process.
 _TID_STRIDE = 1_000_000
 _GROUPS = {SLOTS: "slots", REWARDS: "reward workers", LEARNER: "learner"}
-_TRACKS = {UPDATES: "updates", PUBLICATIONS: "publications", CHECKPOINTS: "checkpoints"}
-
-Write = Callable[[dict[str, Any]], None]
+_TRACKS = {_UPDATES: "updates", _PUBLICATIONS: "publications", _CHECKPOINTS: "checkpoints"}
 
 
-@dataclass(slots=True)
-class _Running:
-    event: AttemptStarted
-    since: float  # where its slice begins
-    version: int
-    accepted: int | None = None
+@contextmanager
+def open_trace(path: str | Path) -> Iterator[TraceWriter]:
+    """Write a trace to `path`; the file appears there when the block ends without an error."""
+    path = Path(path)
+    part = path.with_name(path.name + ".part")
+    try:
+        with part.open("w", encoding="utf-8") as file:
+            writer = TraceWriter(file)
+            yield writer
+            writer.close()
+        os.replace(part, path)
+    except RunDirError:  # from the block: the run cannot be read
+        raise
+    except OSError as error:
+        raise RunDirError(f"cannot write {path}: {error.strerror}; create its folder or choose another") from error
+    finally:
+        part.unlink(missing_ok=True)
 
 
-class TraceBuilder:
-    """Turns events into trace events, handed to `write` as they come. `close` ends what is still open."""
+class TraceWriter:
+    """Writes trace events to `file`."""
 
-    def __init__(self, write: Write) -> None:
-        self._write = write
-        self._running: dict[int, _Running] = {}
-        self._paused: set[int] = set()
-        self._workers: dict[int, float] = {}  # where the last slice of each ends
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+        self._is_empty = True
+        self._running: Mapping[int, SampleLife] = {}
+        self._slice_starts: dict[int, float] = {}  # by sample, for attempts that are not paused
+        self._worker_ends: dict[int, float] = {}  # where the last slice of each reward worker ends
         self._batches: dict[int, BatchTaken] = {}
         self._now = 0.0
-        self._working: int | None = None
+        self._num_working: int | None = None
+        file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
         for pid, name in _GROUPS.items():
             self._name("process_name", pid, 0, name)
             order = {"sort_index": pid}
@@ -67,101 +80,92 @@ class TraceBuilder:
         for tid, name in _TRACKS.items():
             self._name("thread_name", LEARNER, tid, name)
 
-    def emit(self, event: Event) -> None:
-        if not isinstance(event, Evaluated):  # one before the run may bear a time that is yet to come
+    def emit(self, event: Event, running: Mapping[int, SampleLife]) -> None:
+        """Write one event; `running` are the samples with an attempt in a slot, before the event takes effect."""
+        self._running = running
+        if not isinstance(event, Evaluated):  # the time of one before the run may lie in the future
             self._now = max(self._now, event.t)
         match event:
             case AttemptStarted():
-                self._running[event.sample] = _Running(event, event.t, event.version)
-            case AttemptVerified():
-                if event.sample in self._running:
-                    self._running[event.sample].accepted = event.accepted
+                self._slice_starts[event.sample] = event.t
             case AttemptEnded():
-                self._end(event)
+                if event.sample in self._slice_starts:
+                    self._end_slice(running[event.sample], event.t, event.outcome, num_tokens=event.num_tokens)
             case ScoresAwaited():
-                self._stand_still(event)
+                if event.num_paused and not self._is_paused:
+                    self._pause(event.t - event.seconds, "paused for scores")
+                    self._continue(event.t)
             case BatchTaken():
                 self._batches[event.update] = event
                 if event.num_paused:
                     self._pause(event.t, "paused for an update")
             case UpdateDone():
-                self._update(event)
+                self._write_update(event)
             case WeightsPublished():
-                if not self._paused:
+                if not self._is_paused:
                     self._pause(event.t - event.seconds, "paused for new weights")
-                self._go_on(event.t, event.version)
-                self._slice(LEARNER, PUBLICATIONS, event.t - event.seconds, event.t, f"version {event.version}", {})
+                self._continue(event.t)
+                self._slice(LEARNER, _PUBLICATIONS, event.t - event.seconds, event.t, f"version {event.version}", {})
             case RewardCalled():
-                self._call(event)
+                self._write_reward_call(event)
             case CheckpointSaved():
-                self._slice(LEARNER, CHECKPOINTS, event.t - event.seconds, event.t, f"version {event.version}", {})
+                self._slice(LEARNER, _CHECKPOINTS, event.t - event.seconds, event.t, f"version {event.version}", {})
             case Evaluated():
                 self._instant(event.t, f"evaluated: {event.sampled_accuracy:.3f}")
             case RunResumed():
+                self._pause(event.t, "cut")
                 self._instant(event.t, f"resumed at version {event.version}")
             case RunStarted():
                 for slot in range(event.slots):
                     self._name("thread_name", SLOTS, slot, f"slot {slot}")
             case _:
                 pass
-        self._count(event.t)
+        self._count_working(event.t)
 
     def close(self) -> None:
-        """Attempts that the events leave running end with the last of them."""
-        if not self._paused:
+        """End the slices of attempts that still run after the last event, and complete the file."""
+        if not self._is_paused:
             self._pause(self._now, "events end")
+        self._file.write("\n]}\n")
 
     # ---- slices -----------------------------------------------------------------------------------------------------
 
-    def _end(self, event: AttemptEnded) -> None:
-        running = self._running.pop(event.sample, None)
-        if running is None:
-            return
-        if event.sample in self._paused:
-            self._paused.discard(event.sample)
-        else:
-            self._attempt(running, event.t, event.outcome, num_tokens=event.num_tokens)
+    @property
+    def _is_paused(self) -> bool:
+        return len(self._slice_starts) < len(self._running)
 
-    def _pause(self, t: float, why: str) -> None:
-        for sample, running in self._running.items():
-            self._attempt(running, t, why)
-            self._paused.add(sample)
+    def _pause(self, t: float, reason: str) -> None:
+        for sample in list(self._slice_starts):
+            self._end_slice(self._running[sample], t, reason)
 
-    def _go_on(self, t: float, version: int | None = None) -> None:
-        for sample in self._paused:
-            self._running[sample].since = t
-            if version is not None:
-                self._running[sample].version = version
-        self._paused.clear()
+    def _continue(self, t: float) -> None:
+        for sample in self._running:
+            self._slice_starts.setdefault(sample, t)
 
-    def _stand_still(self, event: ScoresAwaited) -> None:
-        """What stood still for scores, if anything did, did not work meanwhile."""
-        if event.num_paused and not self._paused:
-            self._pause(event.t - event.seconds, "paused for scores")
-            self._go_on(event.t)
+    def _end_slice(self, life: SampleLife, end: float, outcome: str, **more: int) -> None:
+        start, attempt, bar = self._slice_starts.pop(life.sample), life.attempt, life.bar
+        assert attempt is not None, f"sample {life.sample} has a slice but no attempt"
+        assert bar is not None, f"sample {life.sample} has a slice but no bar"
+        args = {"sample": life.sample, "attempt": attempt.attempt, "mode": attempt.mode, "version": bar.version}
+        args |= {"cached": attempt.cached, "outcome": outcome, **more}
+        if life.accepted is not None:
+            args["accepted"] = life.accepted
+        self._slice(SLOTS, attempt.slot, start, end, f"sample {life.sample}", args, category=attempt.mode)
 
-    def _attempt(self, running: _Running, end: float, outcome: str, **more: int) -> None:
-        event = running.event
-        args = {"sample": event.sample, "attempt": event.attempt, "mode": event.mode, "version": running.version}
-        args |= {"cached": event.cached, "outcome": outcome, **more}
-        if running.accepted is not None:
-            args["accepted"] = running.accepted
-        self._slice(SLOTS, event.slot, running.since, end, f"sample {event.sample}", args, category=event.mode)
-
-    def _update(self, event: UpdateDone) -> None:
+    def _write_update(self, event: UpdateDone) -> None:
         batch = self._batches.pop(event.update, None)
         if batch is None:
             return
         args = {"samples": len(batch.samples), "tokens": sum(batch.lengths), "interrupted": batch.num_interrupted}
-        self._slice(LEARNER, UPDATES, batch.t, event.t, f"update {event.update}", args)
+        self._slice(LEARNER, _UPDATES, batch.t, event.t, f"update {event.update}", args)
 
-    def _call(self, event: RewardCalled) -> None:
+    def _write_reward_call(self, event: RewardCalled) -> None:
         worker, end = event.worker, event.t - event.lag_s
-        if worker not in self._workers:
+        if worker not in self._worker_ends:
             self._name("thread_name", REWARDS, worker, f"worker {worker}")
-        # Clocks of different threads: a call never begins before the last one ended, whatever the last digits say.
-        start = max(end - event.seconds, self._workers.get(worker, 0.0))
-        self._workers[worker] = max(end, start)
+        # The times come from clocks of different threads: without this, a call might begin before the last one ended.
+        start = max(end - event.seconds, self._worker_ends.get(worker, 0.0))
+        self._worker_ends[worker] = max(end, start)
         self._slice(REWARDS, worker, start, end, f"{event.num_samples} answers", {"answers": event.num_samples})
 
     # ---- the format -------------------------------------------------------------------------------------------------
@@ -169,67 +173,35 @@ class TraceBuilder:
     def _slice(
         self, pid: int, tid: int, start: float, end: float, name: str, args: dict[str, Any], category: str = "run"
     ) -> None:
-        ts = _us(max(start, 0.0))
-        dur = _round(max(_us(end) - ts, 0.0))
+        ts = _microseconds(max(start, 0.0))
+        dur = round(max(_microseconds(end) - ts, 0.0), 3)
         where = {"pid": pid, "tid": _tid(pid, tid)}
         self._write({"ph": "X", "name": name, "cat": category, **where, "ts": ts, "dur": dur, "args": args})
 
     def _instant(self, t: float, name: str) -> None:
-        self._write({"ph": "i", "name": name, "pid": LEARNER, "tid": _tid(LEARNER, UPDATES), "ts": _us(t), "s": "g"})
+        where = {"pid": LEARNER, "tid": _tid(LEARNER, _UPDATES)}
+        self._write({"ph": "i", "name": name, **where, "ts": _microseconds(t), "s": "g"})
 
-    def _count(self, t: float) -> None:
-        working = len(self._running) - len(self._paused)
-        if working != self._working and t >= self._now:
-            self._working = working
-            args = {"working": working}
-            self._write({"ph": "C", "name": "slots working", "pid": SLOTS, "ts": _us(t), "args": args})
+    def _count_working(self, t: float) -> None:
+        num_working = len(self._slice_starts)
+        if num_working != self._num_working and t >= self._now:
+            self._num_working = num_working
+            args = {"working": num_working}
+            self._write({"ph": "C", "name": "slots working", "pid": SLOTS, "ts": _microseconds(t), "args": args})
 
     def _name(self, what: str, pid: int, tid: int, name: str) -> None:
         self._write({"ph": "M", "name": what, "pid": pid, "tid": _tid(pid, tid), "args": {"name": name}})
+
+    def _write(self, record: dict[str, Any]) -> None:
+        self._file.write("" if self._is_empty else ",\n")
+        self._file.write(json.dumps(record, separators=(",", ":")))
+        self._is_empty = False
 
 
 def _tid(pid: int, track: int) -> int:
     return pid * _TID_STRIDE + track + 1
 
 
-def _us(seconds: float) -> float:
-    """Microseconds, to the nanosecond that Perfetto reckons in."""
-    return _round(seconds * 1e6)
-
-
-def _round(microseconds: float) -> float:
-    return round(microseconds, 3)
-
-
-def write_trace(events: Iterable[Event], out: str | Path) -> int:
-    """Write the trace of these events; returns how many trace events it has."""
-    out = Path(out)
-    aside = out.with_name(out.name + ".part")
-    try:
-        with aside.open("w", encoding="utf-8") as file:
-            count = _write_all(events, file)
-        os.replace(aside, out)
-    except OSError as error:
-        aside.unlink(missing_ok=True)
-        if isinstance(error, RunDirError):
-            raise
-        raise RunDirError(f"cannot write {out}: {error.strerror}; create its folder or choose another") from error
-    return count
-
-
-def _write_all(events: Iterable[Event], file: IO[str]) -> int:
-    count = 0
-
-    def write(record: dict[str, Any]) -> None:
-        nonlocal count
-        file.write(",\n" if count else "")
-        file.write(json.dumps(record, separators=(",", ":")))
-        count += 1
-
-    file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
-    builder = TraceBuilder(write)
-    for event in events:
-        builder.emit(event)
-    builder.close()
-    file.write("\n]}\n")
-    return count
+def _microseconds(seconds: float) -> float:
+    """Convert to microseconds, rounded to the nanosecond, which is Perfetto's resolution."""
+    return round(seconds * 1e6, 3)

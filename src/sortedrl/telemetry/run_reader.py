@@ -1,6 +1,7 @@
-"""A run directory, read: its events folded into a view, its summary, and what a reader has to know about them.
+"""Read a run directory: fold its events into a view, and read the summary and metrics next to them.
 
-The report reads a directory to its end, the dashboard goes on as the run does. Nothing is locked, nothing written.
+The report and the trace read a directory to its end; the dashboard continues while the run writes. Reading locks
+nothing and writes nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from pathlib import Path
 
 from sortedrl.errors import RunDirError
 from sortedrl.ledger.run_lock import is_being_written
-from sortedrl.telemetry.event_file import EventFile, Record
+from sortedrl.telemetry.event_file import FILE_NAME, EventFile, Record
+from sortedrl.telemetry.perfetto import TraceWriter
 from sortedrl.telemetry.summary import Summary
 from sortedrl.telemetry.view import RunView
 
@@ -19,35 +21,41 @@ _TAIL_BYTES = 65536
 
 
 class RunReader:
-    """A run directory, read as far as it is written; `read_on` goes on where it stopped."""
+    """A run directory, read as far as it is written; `read_more` continues from there."""
 
-    def __init__(self, run_dir: str | Path) -> None:
+    def __init__(self, run_dir: str | Path, *, keep_cohorts: bool = False, trace: TraceWriter | None = None) -> None:
         self.run_dir = Path(run_dir)
-        self.file = EventFile(self.run_dir)
-        self.view = RunView(self.run_dir.resolve().name)
-        self.is_live = False  # somebody writes it
+        self.file = EventFile(self.run_dir / FILE_NAME)
+        self.view = RunView(self.run_dir.resolve().name, keep_cohorts=keep_cohorts, trace=trace)
+        self._keep_cohorts = keep_cohorts
+        self.is_live = False  # a process is writing the run
 
-    def read_on(self) -> bool:
-        """Fold what has come, a few megabytes at most; returns whether there was anything."""
-        records, is_new = self.file.read()
-        if is_new:
-            self.view = RunView(self.view.name)
-        for record in records:
-            self.view.fold(record)
-        return bool(records) or is_new
+    def read_more(self) -> bool:
+        """Fold new events, from at most a few megabytes; return whether there was anything new."""
+        events, is_new = self.file.read()
+        if is_new and self.view.num_events:  # the file was replaced or truncated
+            self.view = RunView(self.view.name, keep_cohorts=self._keep_cohorts)
+        for event in events:
+            try:
+                self.view.emit(event)
+            except (KeyError, TypeError, ValueError) as error:
+                raise RunDirError(
+                    f"{self.file.path}: a {event.kind} at {event.t} s is damaged ({type(error).__name__}: {error}); "
+                    "restore the file from a copy"
+                ) from error
+        return bool(events) or is_new
 
-    def read_all(self, tell: Callable[[int, int], None] | None = None) -> RunView:
-        """Fold all there is; `tell` hears of bytes read, and of all."""
-        while self.read_on():
-            if tell is not None:
-                tell(self.file.offset, self.file.size)
+    def read_all(self, progress: Callable[[int, int], None] | None = None) -> RunView:
+        """Fold all events; `progress` is called with the bytes read so far and the size of the file."""
+        while self.read_more():
+            if progress is not None:
+                progress(self.file.offset, self.file.size)
         if self.view.run is None:
-            raise RunDirError(f"{self.file.path} tells of no run: it lacks RunStarted; run it again")
-        self.look_around()
+            raise RunDirError(f"{self.file.path} has no RunStarted, so it is not the event file of a run; pass another")
         return self.view
 
-    def look_around(self) -> None:
-        """The files beside the events."""
+    def read_summary(self) -> None:
+        """Read the files next to the events, and whether the run is being written."""
         path = self.run_dir / "summary.json"
         self.is_live = is_being_written(self.run_dir)
         self.view.recorded = Summary.read(path) if path.is_file() else None
@@ -55,31 +63,37 @@ class RunReader:
         self.view.slot_time = _slot_time(path, self.view.latest)
 
     def remarks(self) -> list[str]:
-        """What a reader has to know about the figures, as sentences that begin with the run's name."""
-        view, said = self.view, list(self.view.notes)
-        summary = view.recorded
+        """Return what a reader of the figures must know, as sentences that begin with the run's name."""
+        summary, notes = self.view.recorded, []
         if summary is None and self.is_live:
-            said.append("is still being written: its figures are those so far")
+            notes.append("is still being written: the figures are those so far")
         elif summary is None:
-            said.append(
-                "left no summary.json: its figures are estimated from its events, as far as they go, and its ledger "
-                "is not known"
+            notes.append(
+                "left no summary.json: its figures are estimated from the events that were written, and its ledger "
+                "counts are unknown"
             )
         elif summary.status == "stopped":
-            said.append("was stopped before it was complete")
+            notes.append("was stopped before it was complete")
         if summary is not None and summary.ledger and (summary.ledger.lost or summary.ledger.duplicated):
             ledger = summary.ledger
-            said.append(f"broke its guarantee: {ledger.lost} samples lost, {ledger.duplicated} trained twice")
+            notes.append(f"broke its guarantee: {ledger.lost} samples lost, {ledger.duplicated} trained twice")
+        return [f"{self.view.name} {note}." for note in notes + self.file_notes()]
+
+    def file_notes(self) -> list[str]:
+        """Return what is unusual about the event file, as predicates of the run."""
+        notes = []
+        if self.view.schema_note is not None:
+            notes.append(self.view.schema_note)
         if self.file.is_cut_short and not self.is_live:
-            said.append("has a last line of events that was cut short and is left out")
-        if view.unknown:
-            kinds = ", ".join(sorted(view.unknown))
-            said.append(f"has {view.unknown.total():,} events of a kind unknown here, left out: {kinds}")
-        return [f"{view.name} {words}." if not words.startswith("its") else f"{view.name}: {words}." for words in said]
+            notes.append("has an incomplete last line of events, which is left out")
+        if self.file.unknown:
+            kinds = ", ".join(sorted(self.file.unknown))
+            notes.append(f"has {self.file.unknown.total():,} events of unknown kinds, which are left out: {kinds}")
+        return notes
 
 
 def last_record(path: Path) -> Record:
-    """The last complete line of a file of records; empty where there is none, or where it is no record."""
+    """Return the last complete line of a JSONL file, or an empty record if it has none that is an object."""
     try:
         with path.open("rb") as file:
             file.seek(max(path.stat().st_size - _TAIL_BYTES, 0))
@@ -91,7 +105,7 @@ def last_record(path: Path) -> Record:
 
 
 def _slot_time(path: Path, latest: Record) -> dict[str, float]:
-    """Shares by cause from the summary, or as they stood at the last update."""
+    """Return the shares by cause from the summary at `path`, or else those at the last update."""
     try:
         record = json.loads(path.read_bytes()) if path.is_file() else latest
     except (OSError, ValueError):

@@ -1,8 +1,10 @@
-"""Samples on their way from load to training: when each step came, and which version wrote which of their tokens.
+"""Samples from load to training: when each step happened, and which version wrote which of their tokens.
 
-`view.py` tells it what happened. What it keeps true: samples that are trained are forgotten but for the most recent, so
-that memory follows what is under way, not the length of the run. Token versions follow from where attempts began and
-ended; where weights changed in the middle of one, tokens are taken to be evenly spaced in time.
+`RunView` reports every step here, so that cohorts, token ages, timeline and trace share one record of each sample.
+
+Guarantees: trained samples are forgotten except the most recent ones, so memory follows the samples not trained yet.
+(With `keep_cohorts` the figures of every cohort are kept too.) Token versions follow from where attempts began and
+ended. If weights changed during an attempt, its tokens are assumed to be evenly spaced in time.
 """
 
 from __future__ import annotations
@@ -13,35 +15,114 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from sortedrl.telemetry.cohorts import CohortFigures, CohortTally, CohortWait, join_waits
+from sortedrl.telemetry.events import AttemptStarted, BatchTaken, CohortLoaded
 from sortedrl.telemetry.series import Thinned
 
 MAX_LIVES = 512
-MAX_TRAINED = 192
-_MAX_CUTS = 64
+_MAX_TRAINED = 192
+_MAX_INTERRUPTIONS = 64
 _NUM_POSITIONS = 96
 _MAX_ROWS = 96
+_UNLOADED = -1  # the cohort of a sample whose CohortLoaded is missing
 
-Runs = list[tuple[int, int]]
-"""Tokens in order as (version, how many)."""
+VersionRuns = list[tuple[int, int]]
+"""Tokens in order, as (version, number of tokens)."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Life:
-    """One sample, in seconds of the run."""
+class TimelineBar:
+    """A stay of a sample in a slot under one version."""
+
+    sample: int
+    attempt: int
+    slot: int
+    version: int
+    mode: str
+    start: float
+    end: float | None = None  # None: still running. A paused bar has an end but no outcome
+    outcome: str = ""  # of AttemptEnded; published: continues under the next version; cut: its process ended
+    num_tokens: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class SampleLife:
+    """One sample; times are seconds of the run."""
 
     sample: int
     cohort: int
     loaded: float
     started: float | None = None
-    cuts: list[float] = field(default_factory=list)  # interruptions
-    finished: float | None = None
+    interruptions: list[float] = field(default_factory=list)
     trained: float | None = None
-    reward: float | None = None
-    runs: Runs = field(default_factory=list)
-    pieces: list[tuple[int, float]] = field(default_factory=list)  # of the attempt under way: (version, seconds)
+    longest: int | None = None  # tokens of its longest answer in any attempt
+    runs: VersionRuns = field(default_factory=list)
+    # The attempt under way.
+    attempt: AttemptStarted | None = None
+    bar: TimelineBar | None = None
+    accepted: int | None = None  # cached tokens that its replay kept
+    decoded: list[tuple[int, float]] = field(default_factory=list)  # (version, seconds) in order
+
+    def start(self, t: float, event: AttemptStarted) -> TimelineBar:
+        """Begin an attempt and return its first bar."""
+        self.started = t if self.started is None else self.started
+        self.keep(event.cached)
+        self.attempt, self.accepted, self.decoded = event, None, [(event.version, 0.0)]
+        self.bar = self._new_bar(t, event.version, event.cached)
+        return self.bar
+
+    def _new_bar(self, t: float, version: int, num_tokens: int) -> TimelineBar:
+        event = self.attempt
+        assert event is not None, f"sample {self.sample} has a bar but no attempt"
+        return TimelineBar(
+            sample=self.sample,
+            attempt=event.attempt,
+            slot=event.slot,
+            version=version,
+            mode=event.mode,
+            start=t,
+            num_tokens=num_tokens,
+        )
+
+    def verify(self, accepted: int) -> None:
+        """Record that a replay kept the first tokens: they now count as written by the version that checked them."""
+        self.accepted = accepted
+        if self.decoded:
+            self.runs = [(self.decoded[0][0], accepted)] if accepted else []
+
+    def change_version(self, t: float, version: int, seconds: float, *, paused: float | None) -> TimelineBar:
+        """Continue the attempt under new weights, after `seconds` of decoding with the last ones; return the new bar.
+
+        `paused` is when the attempt was paused for that, if it was.
+        """
+        bar = self.bar
+        assert bar is not None, f"sample {self.sample} changes its version but does not run"
+        self.decoded[-1] = (self.decoded[-1][0], seconds)
+        self.decoded.append((version, 0.0))
+        if paused is not None:
+            self._interrupt(paused)
+        self.bar = self._new_bar(t, version, bar.num_tokens)
+        return self.bar
+
+    def end(self, t: float, *, outcome: str, num_tokens: int, seconds: float) -> None:
+        """End the attempt, `seconds` after its last change of version."""
+        if self.decoded:
+            self.decoded[-1] = (self.decoded[-1][0], seconds)
+        self._extend(num_tokens)
+        self.attempt = self.bar = None
+        if outcome not in ("stop", "length"):
+            self._interrupt(t)
+
+    def _interrupt(self, t: float) -> None:
+        if len(self.interruptions) < _MAX_INTERRUPTIONS:
+            self.interruptions.append(t)
+
+    def discard(self, num_tokens: int) -> None:
+        """Drop the last tokens."""
+        self.keep(sum(count for _, count in self.runs) - num_tokens)
 
     def keep(self, num_tokens: int) -> None:
-        """Only the first tokens are left."""
+        """Drop all but the first tokens."""
         if not self.runs:
             return
         total = sum(count for _, count in self.runs)
@@ -52,158 +133,117 @@ class Life:
                 self.runs.append((version, num_tokens - total))
                 total = num_tokens
 
-    def extend(self, num_tokens: int) -> None:
-        """The attempt ends with so many tokens in all: what it added is spread over its pieces."""
+    def _extend(self, num_tokens: int) -> None:
+        """Grow the answer to `num_tokens`, and divide the new tokens among the versions that decoded."""
         added = num_tokens
         for _, count in self.runs:
             added -= count
-        pieces, self.pieces = self.pieces, []
-        if added <= 0 or not pieces:
+        decoded, self.decoded = self.decoded, []
+        if added <= 0 or not decoded:
             self.keep(num_tokens)
             return
-        if len(pieces) == 1:  # nearly all
-            self._put(pieces[0][0], added)
+        if len(decoded) == 1:  # nearly always
+            self._append(decoded[0][0], added)
             return
-        whole = sum(seconds for _, seconds in pieces)
+        whole = sum(seconds for _, seconds in decoded)
         done = passed = 0
-        for version, seconds in pieces[:-1]:
+        for version, seconds in decoded[:-1]:
             passed += seconds
             until = round(added * passed / whole) if whole else 0
-            self._put(version, until - done)
+            self._append(version, until - done)
             done = until
-        self._put(pieces[-1][0], added - done)
+        self._append(decoded[-1][0], added - done)
 
-    def _put(self, version: int, count: int) -> None:
+    def _append(self, version: int, count: int) -> None:
         if self.runs and self.runs[-1][0] == version:
             count += self.runs.pop()[1]
         if count:
             self.runs.append((version, count))
 
 
-@dataclass(slots=True, kw_only=True)
-class CohortWait:
-    """How long the samples of one cohort, or of several neighbours, waited from load to training."""
+class SampleLives:
+    """All samples that are not trained yet, and the most recent ones in any state."""
 
-    cohort: int  # the first
-    num_samples: int
-    num_cut: int = 0  # samples that were interrupted
-    waits: list[float] = field(default_factory=list)  # until all are trained
-    low: float = 0.0
-    middle: float = 0.0
-    high: float = 0.0
-
-    def settle(self) -> CohortWait:
-        self.low, self.middle, self.high = (float(value) for value in np.quantile(self.waits, [0.0, 0.5, 1.0]))
-        self.waits = []
-        return self
-
-
-def _join(first: CohortWait, second: CohortWait) -> CohortWait:
-    count = first.num_samples + second.num_samples
-    return CohortWait(
-        cohort=first.cohort,
-        num_samples=count,
-        num_cut=first.num_cut + second.num_cut,
-        low=min(first.low, second.low),
-        middle=(first.middle * first.num_samples + second.middle * second.num_samples) / count,
-        high=max(first.high, second.high),
-    )
-
-
-class Lives:
-    """All samples that are not trained, and the most recent ones whatever became of them."""
-
-    def __init__(self) -> None:
-        self.under_way: dict[int, Life] = {}
-        self.recent: deque[Life] = deque(maxlen=MAX_LIVES)
+    def __init__(self, *, keep_cohorts: bool = False) -> None:
+        self.untrained: dict[int, SampleLife] = {}
+        self.recent: deque[SampleLife] = deque(maxlen=MAX_LIVES)
         self.num_loaded = 0
-        self.trained: deque[tuple[int, Runs]] = deque(maxlen=MAX_TRAINED)  # sample, tokens as (age, how many)
-        self.waits: Thinned[CohortWait] = Thinned(256, _join)
+        self.trained: deque[tuple[int, VersionRuns]] = deque(maxlen=_MAX_TRAINED)  # sample, tokens by age
+        self.waits: Thinned[CohortWait] = Thinned(256, join_waits)
         self.ages = TokenAges()
-        self._open: dict[int, CohortWait] = {}
+        self._open_cohorts: dict[int, CohortTally] = {}
+        self._trained_cohorts: list[CohortFigures] | None = [] if keep_cohorts else None
 
-    def load(self, t: float, cohort: int, samples: Sequence[int]) -> None:
-        self.num_loaded += len(samples)
-        if samples:
-            self._open[cohort] = CohortWait(cohort=cohort, num_samples=len(samples))
-        for sample in samples:
-            life = Life(sample=sample, cohort=cohort, loaded=t)
-            self.under_way[sample] = life
+    def load(self, t: float, event: CohortLoaded) -> None:
+        self.num_loaded += len(event.samples)
+        if event.samples:
+            self._open_cohorts[event.cohort] = CohortTally(
+                cohort=event.cohort, loaded_update=event.update, num_samples=len(event.samples)
+            )
+        for sample in event.samples:
+            life = SampleLife(sample=sample, cohort=event.cohort, loaded=t)
+            self.untrained[sample] = life
             self.recent.append(life)
 
-    def start(self, t: float, sample: int, *, version: int, cached: int) -> None:
-        life = self.under_way.get(sample)
-        if life is not None:
-            life.started = t if life.started is None else life.started
-            life.finished = None
-            life.keep(cached)
-            life.pieces = [(version, 0.0)]
-
-    def verify(self, sample: int, accepted: int) -> None:
-        life = self.under_way.get(sample)
-        if life is not None and life.pieces:
-            life.runs = [(life.pieces[0][0], accepted)] if accepted else []
-
-    def turn(self, sample: int, version: int, seconds: float, *, paused: float | None) -> None:
-        """The weights change in the middle of an attempt, after it has decoded for so long with the last ones.
-
-        `paused`: when it had to stop for that.
-        """
-        life = self.under_way.get(sample)
-        if life is None or not life.pieces:
-            return
-        life.pieces[-1] = (life.pieces[-1][0], seconds)
-        life.pieces.append((version, 0.0))
-        if paused is not None and len(life.cuts) < _MAX_CUTS:
-            life.cuts.append(paused)
-
-    def end(self, t: float, sample: int, *, outcome: str, num_tokens: int, seconds: float) -> None:
-        life = self.under_way.get(sample)
+    def started(self, t: float, sample: int) -> SampleLife:
+        """Return the sample that starts an attempt; its CohortLoaded may be missing from a damaged file."""
+        life = self.untrained.get(sample)
         if life is None:
-            return
-        if life.pieces:
-            life.pieces[-1] = (life.pieces[-1][0], seconds)
-        life.extend(num_tokens)
-        if outcome in ("stop", "length"):
-            life.finished = t
-        elif len(life.cuts) < _MAX_CUTS:
-            life.cuts.append(t)
+            life = self.untrained[sample] = SampleLife(sample=sample, cohort=_UNLOADED, loaded=t)
+        return life
 
-    def requeue(self, sample: int, discarded: int) -> None:
-        life = self.under_way.get(sample)
-        if life is not None:
-            life.finished = None
-            life.keep(sum(count for _, count in life.runs) - discarded)
+    def count_replay(self, sample: int, share: float) -> None:
+        life = self.untrained.get(sample)
+        tally = None if life is None else self._open_cohorts.get(life.cohort)
+        if tally is not None:
+            tally.accepted.append(share)
 
-    def train(self, t: float, update: int, version: int, samples: Sequence[int], rewards: Sequence[float]) -> None:
-        batch: list[Runs] = []
-        for sample, reward in zip(samples, rewards, strict=True):
-            life = self.under_way.pop(sample, None)
+    def train(self, t: float, event: BatchTaken) -> None:
+        batch: list[VersionRuns] = []
+        for position, sample in enumerate(event.samples):
+            life = self.untrained.pop(sample, None)
             if life is None:
                 continue
-            life.trained, life.reward = t, reward
-            runs = [(version - written, count) for written, count in life.runs]
+            life.trained = t
+            runs = [(event.version - version, count) for version, count in life.runs]
             life.runs = []
             batch.append(runs)
             self.trained.append((sample, runs))
-            self._close(life)
-        self.ages.add(update, batch)
+            tally = self._open_cohorts.get(life.cohort)
+            if tally is not None:
+                tally.waits.append(t - life.loaded)
+                tally.num_interrupted += bool(life.interruptions)
+                tally.lengths.append(event.lengths[position])
+                tally.rewards.append(event.rewards[position])
+                tally.staleness.append(event.staleness[position])
+                if life.longest is not None:
+                    tally.longest.append(life.longest)
+                if tally.is_trained:
+                    self._close_cohort(tally)
+        self.ages.add(event.update, batch)
 
-    def _close(self, life: Life) -> None:
-        wait = self._open.get(life.cohort)
-        if wait is None or life.trained is None:
-            return
-        wait.waits.append(life.trained - life.loaded)
-        wait.num_cut += bool(life.cuts)
-        if len(wait.waits) == wait.num_samples:
-            self.waits.append(self._open.pop(life.cohort).settle())
+    def _close_cohort(self, tally: CohortTally) -> None:
+        del self._open_cohorts[tally.cohort]
+        self.waits.append(tally.wait())
+        if self._trained_cohorts is not None:
+            self._trained_cohorts.append(tally.figures())
+
+    def cohort_figures(self) -> list[CohortFigures]:
+        """Return the figures of every cohort, trained completely or not. Needs `keep_cohorts`."""
+        assert self._trained_cohorts is not None, "figures of trained cohorts were not kept: pass keep_cohorts"
+        untrained: dict[int, list[int]] = {cohort: [] for cohort in self._open_cohorts}
+        for life in self.untrained.values():
+            if life.longest is not None and life.cohort in untrained:
+                untrained[life.cohort].append(life.longest)
+        partial = [tally.figures(untrained[cohort]) for cohort, tally in self._open_cohorts.items()]
+        return sorted([*self._trained_cohorts, *partial], key=lambda figures: figures.cohort)
 
 
 @dataclass(slots=True, kw_only=True)
 class AgeRow:
-    """Trained tokens by position for one update, or for several neighbours."""
+    """Trained tokens by position in the answer, for one update or for several neighbours."""
 
-    update: int  # the first
+    update: int  # the first one
     tokens: np.ndarray
     ages: np.ndarray  # summed over tokens
 
@@ -216,26 +256,26 @@ class TokenAges:
             _MAX_ROWS,
             lambda a, b: AgeRow(update=a.update, tokens=a.tokens + b.tokens, ages=a.ages + b.ages),
         )
-        self.width = 1  # positions a column
+        self.width = 1  # positions per column
 
-    def add(self, update: int, batch: Sequence[Runs]) -> None:
+    def add(self, update: int, batch: Sequence[VersionRuns]) -> None:
         starts, ends, ages = [], [], []
         for runs in batch:
-            at = 0
+            position = 0
             for age, count in runs:
-                starts.append(at)
-                at += count
-                ends.append(at)
+                starts.append(position)
+                position += count
+                ends.append(position)
                 ages.append(age)
         if not starts:
             return
         while max(ends) > self.width * _NUM_POSITIONS:
-            self._double()
+            self._double_width()
         edges = np.arange(_NUM_POSITIONS + 1) * self.width
         covered = np.diff(np.clip(edges, np.array(starts)[:, None], np.array(ends)[:, None]), axis=1)
         self.rows.append(AgeRow(update=update, tokens=covered.sum(axis=0), ages=np.array(ages) @ covered))
 
-    def _double(self) -> None:
+    def _double_width(self) -> None:
         for row in self.rows:
             row.tokens, row.ages = _halved(row.tokens), _halved(row.ages)
         self.width *= 2

@@ -1,8 +1,9 @@
-"""Where events go: the files of the run directory, and the way back from file to events.
+"""Where the events of a run go: the sinks of a run, and those that write the files of the run directory.
 
-A run builds one `Fanout` over its sinks and injects it as `emit`. What it keeps true: a sink that fails is reported
-once through logging and never stops the run; every line is one JSON object, and strictly JSON (a float that is not
-finite becomes null); after a crash all lines up to the last finished update are in the file.
+A run builds one `Fanout` over its sinks and injects it as `emit`; `event_file.py` reads the files back.
+
+Guarantees: a sink that fails is reported once through logging and never stops the run. Every line is one strict JSON
+object (a float that is not finite becomes null). After a crash the file has all lines up to the last finished update.
 """
 
 from __future__ import annotations
@@ -13,39 +14,27 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, fields
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Protocol
 
 from sortedrl.errors import RunDirError
-from sortedrl.telemetry import events
-from sortedrl.telemetry.events import SCHEMA_VERSION, SCHEMAS, Evaluated, Event, RunEnded, RunStarted, UpdateDone
+from sortedrl.telemetry.events import KINDS, Evaluated, Event, RunEnded, RunStarted, UpdateDone
 from sortedrl.telemetry.metrics import RunMetrics
 
 log = logging.getLogger(__name__)
 
-KINDS: dict[str, type[Event]] = {
-    name: cls
-    for name, cls in vars(events).items()
-    if isinstance(cls, type) and issubclass(cls, Event) and cls is not Event
-}
-"""Event classes by the `kind` that names them in a file."""
-
-_FIELDS = {kind: {f.name: f.type for f in fields(cls)} for kind, cls in KINDS.items()}
-_GETTERS = {kind: (("kind", *names), attrgetter(*names)) for kind, names in _FIELDS.items()}
-_SCALAR_KINDS = {
-    kind for kind, types in _FIELDS.items() if all(str(name) in ("int", "float", "str") for name in types.values())
-}
+_NAMES = {kind: [f.name for f in fields(cls)] for kind, cls in KINDS.items()}
+_GETTERS = {kind: (("kind", *names), attrgetter(*names)) for kind, names in _NAMES.items()}
 _BUFFER_BYTES = 1 << 20
 _MAX_WAITING = 4096
 _FLUSHED = (RunStarted, UpdateDone, Evaluated, RunEnded)
-_CHUNK_CHARS = 1 << 20
 
 
 class Sink(Protocol):
-    """Something that takes the events of a run: all, or those of the classes that an attribute `kinds` names."""
+    """Receives the events of a run: all of them, or only the classes in its attribute `kinds`, if it has one."""
 
     def emit(self, event: Event) -> None: ...
 
@@ -53,14 +42,14 @@ class Sink(Protocol):
 
 
 class Fanout:
-    """Hands every event to each sink in turn. Sinks that read a shared `RunMetrics` come after it."""
+    """Passes every event to each sink in turn. Sinks that read a shared `RunMetrics` must come after it."""
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self.sinks = list(sinks)
-        self.seconds = 0.0  # spent in here
+        self.seconds = 0.0  # spent in sinks
         self.num_failures: Counter[str] = Counter()  # by the sink's class
         self._warned: set[int] = set()  # positions in `sinks`
-        self._routes: dict[type[Event], list[tuple[int, Sink]]] = {}  # who wants which class of events
+        self._routes: dict[type[Event], list[tuple[int, Sink]]] = {}  # the sinks that want each class of events
 
     def add(self, sink: Sink) -> None:
         self.sinks.append(sink)
@@ -75,7 +64,7 @@ class Fanout:
             try:
                 sink.emit(event)
             except Exception as error:
-                self._failed(position, f"on {event.kind}", error)
+                self._report(position, f"on {event.kind}", error)
         self.seconds += time.perf_counter() - began
 
     def _route(self, kind: type[Event]) -> list[tuple[int, Sink]]:
@@ -87,16 +76,16 @@ class Fanout:
             try:
                 sink.close()
             except Exception as error:
-                self._failed(position, "while closing", error)
+                self._report(position, "while closing", error)
 
-    def _failed(self, position: int, when: str, error: Exception) -> None:
+    def _report(self, position: int, when: str, error: Exception) -> None:
         name = type(self.sinks[position]).__name__
         self.num_failures[name] += 1
         if position not in self._warned:
             self._warned.add(position)
             log.warning(
-                "%s failed %s (%s: %s); training goes on, but what it records is incomplete. "
-                "Further failures of it are not reported.",
+                "%s failed %s (%s: %s); training continues, but the sink's output is incomplete. "
+                "Further failures of this sink are not reported.",
                 name,
                 when,
                 type(error).__name__,
@@ -105,9 +94,9 @@ class Fanout:
 
 
 class JsonlSink:
-    """`events.jsonl`: every event, buffered, on disk at the end of every update.
+    """`events.jsonl`: every event, buffered, and flushed at the end of every update.
 
-    `keep_bytes` of a file that is there are kept, and what comes goes behind them.
+    The first `keep_bytes` of an existing file are kept, and new lines are appended to them.
     """
 
     def __init__(self, path: str | Path, *, keep_bytes: int = 0) -> None:
@@ -120,10 +109,12 @@ class JsonlSink:
             raise RunDirError(
                 f"cannot write {self.path}: {error.strerror}; create its folder or choose another"
             ) from error
-        self._waiting: list[Event] = []  # written together: far from the code that tells them it costs thrice as much
+        # Events are written together. Written one by one, between the work that emits them, each costs three times as
+        # much.
+        self._waiting: list[Event] = []
         if size < keep_bytes:
             raise RunDirError(
-                f"{self.path} has {size} bytes and had {keep_bytes} at the checkpoint: bring it back from a copy"
+                f"{self.path} has {size} bytes but had {keep_bytes} at the checkpoint: restore it from a copy"
             )
 
     def emit(self, event: Event) -> None:
@@ -135,14 +126,14 @@ class JsonlSink:
         """Hand everything to the operating system."""
         waiting, self._waiting = self._waiting, []
         for event in waiting:
-            # Not `as_dict`: its deep copy of every list would cost more than the writing.
+            # `as_dict` would copy every list deeply, which costs more than the writing.
             kind = event.kind
             names, values = _GETTERS[kind]
             self._write(dict(zip(names, (kind, *values(event)), strict=True)))
         self._file.flush()
 
     def sync(self) -> int:
-        """Have everything on disk; returns how many bytes that is."""
+        """Force everything to disk; return the size of the file in bytes."""
         self.flush()
         os.fsync(self._file.fileno())
         return os.fstat(self._file.fileno()).st_size
@@ -152,11 +143,11 @@ class JsonlSink:
         self._file.close()
 
     def _write(self, record: dict[str, Any]) -> None:
-        self._file.write(json_line(record))
+        self._file.write(_json_line(record))
 
 
 class MetricsSink(JsonlSink):
-    """`metrics.jsonl`: one line per update, from figures that `metrics` has folded before this sink is called."""
+    """`metrics.jsonl`: one line per update. `metrics` must receive each event before this sink does."""
 
     kinds = frozenset({UpdateDone})
 
@@ -171,7 +162,7 @@ class MetricsSink(JsonlSink):
 
 
 def _plain(value: object) -> object:
-    """Scalars of array libraries, without importing one."""
+    """Convert a scalar of an array library to a Python number, without importing the library."""
     item = getattr(value, "item", None)
     if item is None:
         raise TypeError(f"a {type(value).__name__} cannot be written to an event file; use plain numbers and strings")
@@ -181,8 +172,8 @@ def _plain(value: object) -> object:
 _ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"), default=_plain)
 
 
-def json_line(record: dict[str, Any]) -> str:
-    """One line of strict JSON."""
+def _json_line(record: dict[str, Any]) -> str:
+    """Return one line of strict JSON."""
     try:
         return _ENCODER.encode(record) + "\n"
     except ValueError:
@@ -190,7 +181,7 @@ def json_line(record: dict[str, Any]) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """The same data with null for floats that JSON has no word for."""
+    """Return the same data with null for floats that strict JSON cannot express."""
     match value:
         case dict():
             return {key: _finite(item) for key, item in value.items()}
@@ -202,97 +193,3 @@ def _finite(value: Any) -> Any:
             return value if math.isfinite(value) else None
         case _:
             return _finite(_plain(value))
-
-
-def read_events(path: str | Path, *, unknown: Counter[str] | None = None) -> Iterator[Event]:
-    """The events of a file, in order, a few thousand at a time in memory.
-
-    A last line that a crash cut short, or that a run is just writing, is left out, with a warning. Kinds of event that
-    this version does not know are left out too, and counted in `unknown`. A file of an older schema is read with a
-    warning that says what it lacks, one of a later schema refused.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise RunDirError(f"{path} is not a file; name a run directory that holds an events.jsonl")
-    return _read_events(path, Counter() if unknown is None else unknown)
-
-
-def _read_events(path: Path, unknown: Counter[str]) -> Iterator[Event]:
-    number = 0
-    with path.open(encoding="utf-8", errors="replace") as file:
-        while lines := file.readlines(_CHUNK_CHARS):
-            for record in _records(lines, path, number):
-                number += 1
-                event = _event_from(record, path, number, unknown)
-                if event is not None:
-                    yield event
-    if unknown:
-        log.warning("%s: %d events of unknown kind left out: %s", path, unknown.total(), ", ".join(sorted(unknown)))
-
-
-def _records(lines: list[str], path: Path, number: int) -> Iterator[Any]:
-    """What the lines hold, `number` lines into the file. Parsed in one call, since that takes half the time."""
-    whole = lines if lines[-1].endswith("\n") else lines[:-1]
-    try:
-        records = json.loads(f"[{','.join(whole)}]")
-        is_one_each = len(records) == len(whole)
-    except (ValueError, RecursionError):
-        records, is_one_each = [], False
-    if not is_one_each:
-        records = []
-        for line in whole:
-            try:
-                records.append(json.loads(line))
-            except (ValueError, RecursionError):
-                yield from records  # whatever is wrong with an earlier line is said first
-                where = f"{path}, line {number + len(records) + 1}"
-                raise RunDirError(f"{where}: not JSON; is it an event file of a run?") from None
-    yield from records
-    if len(whole) < len(lines):
-        try:
-            yield json.loads(lines[-1])
-        except (ValueError, RecursionError):
-            log.warning("%s: line %d was cut short and is left out", path, number + len(lines))
-
-
-def _event_from(record: Any, path: Path, number: int, unknown: Counter[str]) -> Event | None:
-    kind = record.get("kind") if isinstance(record, dict) else None
-    if not isinstance(kind, str):
-        raise RunDirError(f"{path}, line {number}: no event, since it names no kind; is it an event file of a run?")
-    cls = KINDS.get(kind)
-    if cls is None:
-        unknown[kind] += 1
-        return None
-    if cls is RunStarted:
-        check_schema(record, path)
-    known = _FIELDS[kind]
-    is_plain = kind in _SCALAR_KINDS and len(record) == len(known) + 1 and None not in record.values()
-    try:
-        if is_plain:  # nearly all: nothing to restore, nothing to leave out
-            del record["kind"]
-            return cls(**record)
-        return cls(**{key: _restored(value, known[key]) for key, value in record.items() if key in known})
-    except TypeError as error:
-        where = f"{path}, line {number}"
-        raise RunDirError(f"{where}: an incomplete {kind} ({error}); write the run's events again") from error
-
-
-def check_schema(record: dict[str, Any], path: Path) -> None:
-    """Warn of a file of an older schema and refuse one of a later; `record` is its RunStarted."""
-    version = record.get("schema_version", 1)
-    if not isinstance(version, int) or version > SCHEMA_VERSION:
-        raise RunDirError(f"{path} has event schema {version}, this package reads {SCHEMA_VERSION}: upgrade it")
-    if version < SCHEMA_VERSION:
-        lacks = "; ".join(SCHEMAS[older] for older in range(version, SCHEMA_VERSION) if older in SCHEMAS)
-        log.warning("%s is of event schema %d, older than %d: %s", path, version, SCHEMA_VERSION, lacks)
-
-
-def _restored(value: Any, annotation: Any) -> Any:
-    """Undo what strict JSON did to floats that are not finite."""
-    if value is None and annotation == "float":
-        return math.nan
-    if isinstance(value, dict) and None in value.values():
-        return {key: math.nan if item is None else item for key, item in value.items()}
-    if isinstance(value, list) and None in value:
-        return [math.nan if item is None else item for item in value]
-    return value

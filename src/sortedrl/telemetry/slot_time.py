@@ -1,14 +1,15 @@
 """Where slot time went: every second of every slot has one cause, and the causes add up to slots x wall time.
 
-`RunMetrics` advances one `SlotTime` from event to event, live, in a simulation, or when a file is read again. It costs
-a few additions per event; the split into causes is worked out only when somebody asks.
+`RunMetrics` advances one `SlotTime` from event to event, in live runs, in simulations and when a file is read again.
+This costs a few additions per event; the split into causes is computed only on request.
 
-Precedence, where several things are true of a slot at once:
-1. Its attempt advances. Then the slot works, whatever else goes on; `trained`, `discarded`, `in_flight` (decoding, by
-   what became of the tokens), `recomputed` and `prefill` (reading tokens, by what was read) and `overhead` share it.
-2. Otherwise the slot waits, and the first of these is the cause: `publish`, `update`, `save`, `reward`, then `tail` as
-   long as any other slot works, `start_up` if none does.
-An attempt that stands still in its slot, for an update, new weights or scores, waits.
+Guarantees: a slot has one cause at a time, by these rules.
+1. If the slot's attempt advances, the slot works, whatever else happens at the same time. Work is split into `trained`,
+   `discarded` and `in_flight` (decoding, by what happened to the tokens), `recomputed` and `prefill` (prefill, by what
+   was read) and `overhead`.
+2. Otherwise the slot waits. The cause is the first of `publish`, `update`, `save`, `reward` that is under way; else
+   `tail` while any other slot works; else `start_up`.
+An attempt that is paused in its slot, for an update, new weights or scores, waits.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from enum import StrEnum
 
 
 class Cause(StrEnum):
-    """In the order in which tables and charts show them: work that counts, work that does not, waiting."""
+    """In the order of tables and charts: useful work, lost work, waiting."""
 
     TRAINED = "trained"  # decoded tokens that were then trained, each counted once
-    IN_FLIGHT = "in_flight"  # decoded tokens whose fate is open: at the end of a run, those nobody trained on
+    IN_FLIGHT = "in_flight"  # decoded tokens that are neither trained nor discarded yet
     DISCARDED = "discarded"  # decoded tokens that a restart or a replay threw away
-    RECOMPUTED = "recomputed"  # read answer tokens again that were decoded before: resumed or replayed
-    PREFILL = "prefill"  # read prompts
-    OVERHEAD = "overhead"  # the engine held the attempt and did not compute: the loop's own work, or a full cache
-    TAIL = "tail"  # nothing left to start, while others are still being written
-    REWARD = "reward"  # scores were awaited
-    UPDATE = "update"
-    PUBLISH = "publish"  # from the end of an update until its weights are in force
-    SAVE = "save"  # a checkpoint was made
+    RECOMPUTED = "recomputed"  # prefilled answer tokens again, to resume or replay them
+    PREFILL = "prefill"  # prefilled prompts
+    OVERHEAD = "overhead"  # held an attempt while the engine did not compute: the loop's work, or a full KV cache
+    TAIL = "tail"  # had nothing left to start, while other slots still decoded
+    REWARD = "reward"  # waited for scores
+    UPDATE = "update"  # waited for the update
+    PUBLISH = "publish"  # from the end of an update until its weights are published
+    SAVE = "save"  # waited for a checkpoint
     START_UP = "start_up"  # nothing runs yet: prompts are loaded, slots are filled
 
 
@@ -48,80 +49,80 @@ MEANINGS: dict[Cause, str] = {
     Cause.SAVE: "waiting on a checkpoint",
     Cause.START_UP: "idle: starting up",
 }
-TAIL, START_UP = Cause.TAIL, Cause.START_UP  # asked for at every event, and Python 3.11 finds members slowly
+_TAIL, _START_UP = Cause.TAIL, Cause.START_UP  # used at every event; Python 3.11 looks up enum members slowly
 WAITING = (Cause.TAIL, Cause.REWARD, Cause.UPDATE, Cause.PUBLISH, Cause.SAVE, Cause.START_UP)
 
 
 @dataclass(slots=True)
 class SlotTime:
-    """Slots over the events' clock, up to `now`.
+    """Slot-seconds on the events' clock, up to `now`.
 
-    Time counts as rollout while at least one slot works. The wall clock of `wall_s` starts with the first cohort, so
-    that evaluations before and after do not count; that of the causes starts with the run.
+    Time counts as rollout while at least one slot works. `wall_s` starts with the first cohort, so that evaluations
+    before and after do not count. The causes start with the run.
     """
 
     slots: int = 0
     origin: float = 0.0  # when the run started
     started: float | None = None  # when the first cohort was loaded
     now: float = 0.0
-    running: int = 0
-    paused: int = 0  # of these, those that stand still
-    waiting_for: Cause | None = None  # what slots that do not work wait for, if it is not other slots
+    running: int = 0  # attempts in slots
+    paused: int = 0  # those of them that are paused
+    waiting_for: Cause | None = None  # what idle slots wait for, if not for other slots
     busy_slot_s: float = 0.0
     rollout_s: float = 0.0
     waited: dict[Cause, float] = field(default_factory=lambda: dict.fromkeys(WAITING, 0.0))  # slot-seconds
-    # What the engine told at harvests, in slot-seconds and tokens, and `busy_slot_s` at the last of them.
+    # The engine's reports at harvests, in slot-seconds and tokens, and the state of this clock at the last harvest.
     computed_s: float = 0.0
     prefill_s: float = 0.0
     prompt_tokens: int = 0
     recomputed_tokens: int = 0
-    harvested_s: float = 0.0
-    started_up_s: float = 0.0  # of `waited`, until the last harvest
+    busy_at_harvest_s: float = 0.0  # `busy_slot_s`
+    start_up_at_harvest_s: float = 0.0  # `waited[START_UP]`
 
     def begin(self, t: float, slots: int) -> None:
-        """A run starts."""
+        """Start the clock of a run at `t`."""
         self.slots, self.origin, self.now = slots, t, t
 
     def advance(self, t: float) -> None:
-        """Move on to a later time."""
+        """Account for the time from `now` to `t`."""
         elapsed, working = t - self.now, self.running - self.paused
         self.now = t
         if working:
             self.busy_slot_s += elapsed * working
             self.rollout_s += elapsed
         if working < self.slots:
-            cause = self.waiting_for or (TAIL if working else START_UP)
+            cause = self.waiting_for or (_TAIL if working else _START_UP)
             self.waited[cause] += elapsed * (self.slots - working)
 
-    def stood_still(self, t: float, cause: Cause, *, seconds: float, paused: int) -> None:
-        """The `seconds` before `t` went into waiting for `cause`, for `paused` of the attempts too."""
+    def record_wait(self, t: float, cause: Cause, *, seconds: float, paused: int) -> None:
+        """Account for a wait for `cause` that took the `seconds` before `t`, during which `paused` attempts paused."""
         self.advance(max(t - seconds, self.now))
         before = self.paused, self.waiting_for
         self.paused, self.waiting_for = max(paused, self.paused), self.waiting_for or cause
         self.advance(max(t, self.now))
         self.paused, self.waiting_for = before
 
-    def harvest(
+    def record_harvest(
         self, *, busy_s: float | None, prefill_s: float, prompt_tokens: int, recomputed_tokens: int, paused: int
     ) -> None:
-        """An update batch is taken; the figures are the engine's since the last time, None if it told nothing."""
-        seen_s = self.busy_slot_s - self.harvested_s
+        """Add the engine's report since the last harvest; `busy_s` is None if the engine reported nothing."""
+        seen_s = self.busy_slot_s - self.busy_at_harvest_s
         if busy_s and not seen_s:
-            self._trust(busy_s)
+            self._use_engine_time(busy_s)
         self.computed_s += seen_s if busy_s is None else busy_s
         self.prefill_s += prefill_s
         self.prompt_tokens += prompt_tokens
         self.recomputed_tokens += recomputed_tokens
-        self.harvested_s, self.started_up_s = self.busy_slot_s, self.waited[Cause.START_UP]
+        self.busy_at_harvest_s, self.start_up_at_harvest_s = self.busy_slot_s, self.waited[Cause.START_UP]
         self.paused, self.waiting_for = min(paused, self.running), Cause.UPDATE
 
-    def _trust(self, busy_s: float) -> None:
-        """Nobody told of attempts, as in a simulation that only wants its summary: the engine's account stands in.
+    def _use_engine_time(self, busy_s: float) -> None:
+        """Use the engine's busy time where no attempts are reported, as in a simulation that only needs its summary.
 
-        What looked like starting up was work, and for the rest the tail of the harvest; work beyond it was done while
-        an update was waited for.
+        Time that looked like start-up was work, and the rest of it the tail of the harvest. Work beyond that time was
+        done while an update was under way.
         """
-        idle_s = self.waited[Cause.START_UP] - self.started_up_s
+        idle_s = self.waited[Cause.START_UP] - self.start_up_at_harvest_s
         left_s = max(busy_s - idle_s, 0.0)
         self.waited[Cause.START_UP] -= idle_s
         self.waited[Cause.TAIL] += max(idle_s - busy_s, 0.0)
@@ -136,20 +137,21 @@ class SlotTime:
         return 0.0 if self.started is None else self.now - self.started
 
     def seconds(self, *, trained_s: float, discarded_tokens: int, in_flight_tokens: int) -> dict[Cause, float]:
-        """Slot-seconds by cause.
+        """Return slot-seconds by cause.
 
-        `trained_s` decoded what was trained. The rest of the decoding time is shared by the tokens that were discarded
-        and those in flight: exact once nothing is in flight. What was done since the last harvest is in flight.
+        `trained_s` decoded the trained tokens. The rest of the decoding time is divided between discarded tokens and
+        tokens in flight, in proportion to their number: exact once nothing is in flight. Work since the last harvest
+        counts as in flight.
         """
-        computed = min(self.computed_s, self.harvested_s)
+        computed = min(self.computed_s, self.busy_at_harvest_s)
         reading = min(self.prefill_s, computed)
         decoding = max(computed - reading, 0.0)
-        trained = min(trained_s, self.harvested_s)
+        trained = min(trained_s, self.busy_at_harvest_s)
         open_tokens = discarded_tokens + in_flight_tokens
         discarded = max(decoding - trained, 0.0) * (discarded_tokens / open_tokens if open_tokens else 0.0)
         tokens_read = self.prompt_tokens + self.recomputed_tokens
         recomputed = reading * (self.recomputed_tokens / tokens_read if tokens_read else 0.0)
-        overhead = self.harvested_s - max(computed, reading + trained)
+        overhead = self.busy_at_harvest_s - max(computed, reading + trained)
         known = {
             Cause.TRAINED: trained,
             Cause.DISCARDED: discarded,
@@ -161,7 +163,7 @@ class SlotTime:
         return {cause: known[cause] if cause in known else self.waited[cause] for cause in Cause}
 
     def shares(self, *, trained_s: float, discarded_tokens: int, in_flight_tokens: int) -> dict[str, float] | None:
-        """The same as shares of slots x time since the run started, which add up to 1; None before any time passed."""
+        """Return `seconds` as shares of slots x time since the run started; they add up to 1. None at time 0."""
         whole = self.slots * (self.now - self.origin)
         if not whole:
             return None

@@ -1,7 +1,7 @@
-"""`summary.json`: what a run comes to, in one flat schema for training, comparison and simulation.
+"""`summary.json`: the results of a run, in one flat schema for training, comparison and simulation.
 
-Made once at the end of a run, by `summarize`; read by the report and by whoever compares runs. A field that does not
-apply is null. The table shows the main figures to people.
+`summarize` creates it at the end of a run; the report and comparisons read it. A field that does not apply is null.
+The tables at the end of this module show the main figures in a terminal.
 """
 
 from __future__ import annotations
@@ -20,23 +20,14 @@ from sortedrl.engine.base import EngineStats
 from sortedrl.errors import RunDirError
 from sortedrl.lengths import Calibration
 from sortedrl.telemetry.events import Evaluated
-from sortedrl.telemetry.metrics import RunMetrics, Timing
+from sortedrl.telemetry.metrics import LedgerCounts, RunMetrics, Timing
 from sortedrl.telemetry.slot_time import MEANINGS, Cause
 
 SCHEMA_VERSION = 1
 
 
-class Ledger(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    loaded: int
-    trained: int
-    lost: int
-    duplicated: int
-
-
 class Summary(BaseModel):
-    """Fields of a later schema that this version does not know are left out on reading."""
+    """Reading ignores fields that this version does not know."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="null")
 
@@ -60,43 +51,43 @@ class Summary(BaseModel):
     update_s: float | None = None
     publish_s: float | None = None
     save_s: float | None = None  # checkpoints between two updates
-    ledger_s: float | None = None  # writing the ledger, wherever that was; since the last resume
+    ledger_s: float | None = None  # time spent writing the ledger, since the last resume
     wall_s: float | None = None
     tokens_per_s: float | None = None
     bubble_ratio: float | None = None
     goodput: float | None = None
-    slot_time: dict[str, float] | None = None  # shares by cause (telemetry/slot_time.py): they add up to 1
-    learner_wait_s: float | None = None  # without an update under way: rollout held the learner back
-    emit_s: float | None = None  # telling events, since the last resume
+    slot_time: dict[str, float] | None = None  # shares by cause (telemetry/slot_time.py), which add up to 1
+    learner_wait_s: float | None = None  # time without an update under way: the learner waited for rollout
+    emit_s: float | None = None  # time spent on emitting events, since the last resume
     staleness_mean: float | None = None
     staleness_token_mean: float | None = None
     staleness_max: int | None = None
     divergence_rate: float | None = None
     accepted_prefix: float | None = None
     mean_length: float | None = None
-    mean_longest: float | None = None  # of the same samples, the longest answer seen in any attempt
-    length_in_order: float | None = None  # pairs of answers whose expected lengths are in the order of the true ones
-    length_log_error: float | None = None  # mean |log(expected / true)|
-    flat_groups: int | None = None  # siblings that were all rewarded alike
-    filtered_samples: int | None = None  # of them, samples trained without weight
+    mean_longest: float | None = None  # of the trained samples, the longest answer in any attempt
+    length_in_order: float | None = None  # share of answer pairs whose predicted lengths are in the right order
+    length_log_error: float | None = None  # mean |log(predicted / true)|
+    flat_groups: int | None = None  # sibling groups with equal rewards
+    filtered_samples: int | None = None  # samples of such groups that were trained with weight 0
     reward_errors: dict[str, int] | None = None  # answers that could not be scored, by function and kind
     accuracy_before: float | None = None
     accuracy_after: float | None = None
     greedy_accuracy_before: float | None = None
     greedy_accuracy_after: float | None = None
-    heldout_reward_before: float | None = None  # sampled; more than the accuracy where wrong answers earn something
+    heldout_reward_before: float | None = None  # sampled; wrong answers may get partial reward
     heldout_reward_after: float | None = None
     accuracy_by_group_before: dict[str, float] | None = None
     accuracy_by_group_after: dict[str, float] | None = None
-    ledger: Ledger | None = None
+    ledger: LedgerCounts | None = None
 
     def write(self, path: str | Path) -> None:
-        """Written aside and renamed, so that a reader never sees half a file."""
+        """Write to a temporary file and rename it, so that a reader never sees half a file."""
         path = Path(path)
-        aside = path.with_name(path.name + ".part")
+        part = path.with_name(path.name + ".part")
         try:
-            aside.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
-            os.replace(aside, path)
+            part.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
+            os.replace(part, path)
         except OSError as error:
             raise RunDirError(f"cannot write {path}: {error.strerror}; create its folder or choose another") from error
 
@@ -105,16 +96,19 @@ class Summary(BaseModel):
         try:
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise RunDirError(f"cannot read {path}: {error}; name the summary.json of a finished run") from error
+            raise RunDirError(f"cannot read {path}: {error}; pass the summary.json of a finished run") from error
         try:
             summary = cls.model_validate_json(text)
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"]) or "the whole file"
-            raise RunDirError(f"{path} is no summary of a run: {where}: {first['msg']}; run it again") from error
+            raise RunDirError(
+                f"{path} is not the summary of a run: {where}: {first['msg']}; delete it or restore it from a copy"
+            ) from error
         if summary.schema_version > SCHEMA_VERSION:
             raise RunDirError(
-                f"{path} has schema version {summary.schema_version}, this package reads {SCHEMA_VERSION}: upgrade it"
+                f"{path} has schema version {summary.schema_version}, but this package reads up to {SCHEMA_VERSION}: "
+                "upgrade it"
             )
         return summary
 
@@ -132,15 +126,14 @@ def summarize(
     reward_errors: Mapping[str, int] | None = None,
     emit_s: float | None = None,
 ) -> Summary:
-    """The summary of a run whose events `metrics` has folded.
+    """Return the summary of a run from `metrics`, which has received all its events.
 
-    `held`: the samples that the buffer still holds. Without it there is no ledger to state; without `stats` and
-    `timing` what they measure is null.
+    `held` are the samples that the buffer still holds; without it the ledger counts are null. Without `stats` and
+    `timing` the figures that they measure are null.
     """
     assert metrics.run is not None, "a run that never started has no summary"
     run = metrics.run
-    count = None if held is None else metrics.ledger(held)
-    before, after = _before_and_after(metrics.evaluations)
+    before, after = metrics.first_evaluation, metrics.last_evaluation
     return Summary(
         strategy=run.strategy,
         status="complete" if metrics.end_reason == "complete" else "stopped",
@@ -189,21 +182,12 @@ def summarize(
         heldout_reward_after=after.sampled_reward if after else None,
         accuracy_by_group_before=_by_group(before),
         accuracy_by_group_after=_by_group(after),
-        ledger=Ledger(loaded=count.loaded, trained=count.trained, lost=count.lost, duplicated=count.duplicated)
-        if count
-        else None,
+        ledger=None if held is None else metrics.ledger(held),
     )
 
 
-def _before_and_after(evaluations: Sequence[Evaluated]) -> tuple[Evaluated | None, Evaluated | None]:
-    """The first evaluation that nothing was trained before, and the last that something was."""
-    before = next((e for e in evaluations if e.samples_trained == 0), None)
-    after = next((e for e in reversed(evaluations) if e.samples_trained > 0), None)
-    return before, after
-
-
 def _by_group(evaluated: Evaluated | None) -> dict[str, float] | None:
-    """Sampled accuracy by group; `by_group` maps a group to figures named like the event's own fields."""
+    """Return the sampled accuracy by group, or None without groups."""
     if evaluated is None or not evaluated.by_group:
         return None
     return {
@@ -213,7 +197,7 @@ def _by_group(evaluated: Evaluated | None) -> dict[str, float] | None:
     }
 
 
-# ---- for people -----------------------------------------------------------------------------------------------------
+# ---- for the terminal -----------------------------------------------------------------------------------------------
 
 
 def share(value: float | None) -> str:
@@ -236,7 +220,10 @@ def lost_and_duplicated(summary: Summary) -> str:
 
 
 def summary_table(summaries: Sequence[Summary], *, width: int = 100) -> Table:
-    """A row per run, the main figures only (staleness is the largest); fits 100 columns, one run also 80."""
+    """Return a table with a row per run and its main figures (the largest staleness).
+
+    It fits 100 columns, and a single run fits 80.
+    """
     is_stopped = any(summary.status == "stopped" for summary in summaries)
     caption = "* stopped before it was complete" if is_stopped else None
     table = Table(
@@ -270,14 +257,14 @@ def summary_table(summaries: Sequence[Summary], *, width: int = 100) -> Table:
 
 
 def group_line(summary: Summary) -> str | None:
-    """Sampled accuracy before and after for each group of held-out prompts, if there are groups."""
+    """Return the sampled accuracy before and after for each group of held-out prompts, or None without groups."""
     before, after = summary.accuracy_by_group_before or {}, summary.accuracy_by_group_after or {}
     parts = [f"{group}: {before_after(before.get(group), after.get(group))}" for group in sorted({*before, *after})]
     return "accuracy by group  " + ",  ".join(parts) if parts else None
 
 
 def comparison_table(summaries: Sequence[Summary]) -> Table:
-    """A row per strategy, means over its runs; accuracy with the least and the most, speed against the first one's."""
+    """Return a table with a row per strategy: means over its runs, range of accuracy, speed against the first row."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, caption="means over seeds")
     table.add_column("strategy", no_wrap=True)
     headers = ("accuracy after", "bubble", "goodput", "tokens/s", "speed", "staleness", "rollout s", "update s")
@@ -306,7 +293,7 @@ def comparison_table(summaries: Sequence[Summary]) -> Table:
 
 
 def slot_time_table(columns: Sequence[tuple[str, Mapping[str, float] | None]]) -> Table | None:
-    """Slot time by cause, a column for each name, causes nobody spent time on left out; None where nothing is known."""
+    """Return a table of slot time by cause, without causes that took no time; None if nothing is known."""
     known = [(name, shares) for name, shares in columns if shares]
     if not known:
         return None
@@ -322,7 +309,7 @@ def slot_time_table(columns: Sequence[tuple[str, Mapping[str, float] | None]]) -
 
 
 def mean_slot_time(summaries: Sequence[Summary]) -> list[tuple[str, dict[str, float]]]:
-    """Slot time by strategy, means over its runs."""
+    """Return slot time by strategy, as means over its runs."""
     arms: dict[str, list[dict[str, float]]] = {}
     for summary in summaries:
         if summary.slot_time:

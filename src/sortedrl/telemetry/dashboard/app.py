@@ -80,13 +80,13 @@ class RunViews:
         readers = [self._reader(path) for path in paths]
         until = time.monotonic() + _LOOK_S
         for reader in readers:
-            while reader.read_on():
+            while reader.read_more():
                 if time.monotonic() > until:
                     done = sum(reader.file.offset for reader in readers)
                     return Look(stamp=("reading", done), progress=done / max(sum(r.file.size for r in readers), 1))
             if reader.view.run is None:
                 raise RunDirError(f"{reader.file.path} tells of no run yet: it lacks RunStarted")
-            reader.look_around()
+            reader.read_summary()
         stamp = tuple((r.view.num_events, r.file.offset, r.is_live, r.view.recorded is not None) for r in readers)
         last = self.looks.get(paths)
         if last is None or last.stamp != stamp:

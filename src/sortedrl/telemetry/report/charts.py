@@ -56,8 +56,8 @@ def learning_chart(runs: Sequence[RunView], *, by_time: bool) -> Chart:
     for run in runs:
         points = run.updates.points
         x = [round(point.t, 3) if by_time else point.samples_trained for point in points]
-        line = {"color": run_colour(run.place), "width": 2.5, "dash": run_dash(run.place)}
-        faint = {"color": run_colour(run.place), "width": 1}
+        line = {"color": run_colour(run.position), "width": 2.5, "dash": run_dash(run.position)}
+        faint = {"color": run_colour(run.position), "width": 1}
         series = ([point.reward for point in points], [point.mean_length for point in points])
         for row, values in enumerate(series, start=1):
             figure.add_scatter(x=x, y=values, line=faint, opacity=0.28, hoverinfo="skip", row=row, col=1)
@@ -85,11 +85,11 @@ def _add_accuracy(figure: go.Figure, run: RunView, *, by_time: bool) -> None:
             y=[point.greedy if greedy else point.sampled for point in run.evaluations],
             mode="lines+markers",
             name=run_name(run) + (", greedy" if greedy else ", sampled"),
-            line={"color": run_colour(run.place), "width": 1.5, "dash": "dot" if greedy else "solid"},
+            line={"color": run_colour(run.position), "width": 1.5, "dash": "dot" if greedy else "solid"},
             marker={
                 "size": 9,
-                "symbol": run_symbol(run.place) + ("-open" if greedy else ""),
-                "line": {"width": 2, "color": run_colour(run.place)},
+                "symbol": run_symbol(run.position) + ("-open" if greedy else ""),
+                "line": {"width": 2, "color": run_colour(run.position)},
             },
             cliponaxis=False,
             row=3,
@@ -106,7 +106,7 @@ def occupancy_chart(runs: Sequence[RunView]) -> Chart:
         ends = np.array(edges)
         bars = {"x": (ends[:-1] + ends[1:]) / 2, "width": np.diff(ends), "row": row, "col": 1}
         for name, heights, colour in (
-            ("decode", running, faded(run_colour(run.place), 0.75)),
+            ("decode", running, faded(run_colour(run.position), 0.75)),
             ("wait for an update", updating, RULE),
         ):
             figure.add_bar(
@@ -173,7 +173,7 @@ def lengths_chart(runs: Sequence[RunView]) -> Chart:
     """The micro-curriculum: how long the answers of each update's batch are."""
     figure = make_subplots(rows=len(runs), cols=1, shared_xaxes=True, vertical_spacing=0.3 / max(len(runs), 2))
     for row, run in enumerate(runs, start=1):
-        colour = run_colour(run.place)
+        colour = run_colour(run.position)
         x = np.array([point.update for point in run.updates], dtype=float)
         x = np.append(x - run.stride + 0.5, x[-1] + 0.5)  # a step is as wide as its updates
         table = np.array([point.lengths for point in run.updates])
@@ -213,7 +213,7 @@ def staleness_chart(runs: Sequence[RunView]) -> Chart:
         figure.add_bar(
             x=values,
             y=shares,
-            marker={"color": run_colour(run.place)},
+            marker={"color": run_colour(run.position)},
             name=run_name(run),
             text=text,
             textposition="outside",
@@ -241,7 +241,7 @@ def replay_chart(runs: Sequence[RunView]) -> Chart:
                 x=[point.update for point in points],
                 y=values,
                 mode="lines",
-                line={"color": run_colour(run.place), "width": 2, "dash": dash},
+                line={"color": run_colour(run.position), "width": 2, "dash": dash},
                 name=f"{run_name(run)}, {name}",
                 customdata=[[point.num_replays] for point in points],
                 hovertemplate="%{y:.1%} of %{customdata[0]} replays",

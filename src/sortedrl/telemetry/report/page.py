@@ -77,7 +77,7 @@ def page_parts(readers: Sequence[RunReader]) -> Parts:
         _learning(frame, trained)
     else:
         frame.section("Charts", "No update was done yet: there is nothing to learn from.")
-    _slots(frame, [run for run in runs if run.segments.num_seen])
+    _slots(frame, [run for run in runs if run.bars.num_seen])
     if trained:
         _batches(frame, trained)
     parts.frame = "\n".join(frame.sections)
@@ -90,7 +90,7 @@ def arrange(readers: Sequence[RunReader]) -> None:
     names = [reader.run_dir.resolve().name for reader in readers]
     count = Counter(names)
     for place, (reader, name) in enumerate(zip(readers, names, strict=True)):
-        reader.view.place = place
+        reader.view.position = place
         parent = Path(reader.run_dir).resolve().parent.name
         reader.view.name = f"{parent}/{name}" if count[name] > 1 else name
 
@@ -143,9 +143,9 @@ def _slots(frame: _Frame, runs: Sequence[RunView]) -> None:
     for run in runs:
         frame.section("Slot timeline" + _of(run, runs), "", frame.chart(timeline.timeline_chart(run)))
     for run in runs:
-        if run.lives.recent:
+        if run.samples.recent:
             content = frame.chart(timeline.lives_chart(run))
-            if len(run.lives.waits) > 1:
+            if len(run.samples.waits) > 1:
                 content += frame.chart(timeline.waits_chart(run))
             frame.section("Life of cohorts" + _of(run, runs), "", content)
 
@@ -179,7 +179,7 @@ def _key(runs: Sequence[RunView]) -> str:
         return ""
     entries = (
         '<span><svg width="34" height="10" aria-hidden="true"><line x1="1" y1="5" x2="33" y2="5" stroke-width="3" '
-        f'stroke="{run_colour(run.place)}" stroke-dasharray="{_DASH_ARRAYS[run_dash(run.place)]}"/></svg>'
+        f'stroke="{run_colour(run.position)}" stroke-dasharray="{_DASH_ARRAYS[run_dash(run.position)]}"/></svg>'
         f"{html.escape(run.name)}</span>"
         for run in runs
     )

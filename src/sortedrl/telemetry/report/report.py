@@ -33,6 +33,7 @@ def write_report(
     readers = [RunReader(run_dir) for run_dir in run_dirs]
     for reader in readers:
         reader.read_all(tell)
+        reader.read_summary()
     out = Path(out)
     aside = out.with_name(out.name + ".part")
     try:

@@ -1,6 +1,6 @@
 """The charts with a row per slot or sample: the slot timeline, the life of cohorts, the age of trained tokens.
 
-Called by `page.py`, once for each run. What it keeps true: a bar is one segment, and as many are drawn as the caption
+Called by `page.py`, once for each run. What it keeps true: a bar is one bar, and as many are drawn as the caption
 says; where a run has more than a browser draws with ease, the whole is shown as shares and the ends in full.
 """
 
@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import numpy as np
 import plotly.graph_objects as go
 
-from sortedrl.telemetry.points import Segment
 from sortedrl.telemetry.report.style import (
     INK,
     RULE,
@@ -22,28 +21,28 @@ from sortedrl.telemetry.report.style import (
     add_verticals,
     styled,
 )
-from sortedrl.telemetry.sample_lives import Life
+from sortedrl.telemetry.sample_lives import SampleLife, TimelineBar
 from sortedrl.telemetry.view import RunView
 
-_VIEW_SEGMENTS = 240  # so many that single bars can be seen
+_VIEW_BARS = 240  # so many that single bars can be seen
 _MAX_ROWS = 160  # samples
 
 
 def timeline_chart(run: RunView) -> Chart:
-    """A row per slot, a bar per segment, coloured by version; interruptions and harvests marked."""
-    segments = list(run.segments)
+    """A row per slot, a bar per bar, coloured by version; interruptions and harvests marked."""
+    bars = list(run.bars)
     figure = go.Figure()
-    if not run.segments.is_whole:
+    if not run.bars.is_whole:
         _add_shares(figure, run)
-    _add_bars(figure, segments, run.seconds)
+    _add_bars(figure, bars, run.seconds)
     _add_verticals(figure, run)
     marks = {"symbol": "line-ns", "size": 9, "line": {"color": "#000000", "width": 2.5}}
     goes_on = {"symbol": "triangle-right", "size": 7, "color": INK}
     for outcomes, marker in ((("interrupted", "cut", "failed"), marks), (("published",), goes_on)):
-        cut = [segment for segment in segments if segment.outcome in outcomes]
+        cut = [bar for bar in bars if bar.outcome in outcomes]
         figure.add_scatter(
-            x=[segment.end for segment in cut],
-            y=[segment.slot for segment in cut],
+            x=[bar.end for bar in cut],
+            y=[bar.slot for bar in cut],
             mode="markers",
             marker=marker,
             hoverinfo="skip",
@@ -54,30 +53,30 @@ def timeline_chart(run: RunView) -> Chart:
     figure.update_layout(
         meta={"views": views, "view": "end"}, barmode="overlay", uniformtext={"mode": "hide", "minsize": 9}
     )
-    shown = f"All {len(segments):,} segments are drawn. "
-    if not run.segments.is_whole:
-        half = len(run.segments.first)
+    shown = f"All {len(bars):,} bars are drawn. "
+    if not run.bars.is_whole:
+        half = len(run.bars.first)
         shown = (
-            f"Of {run.segments.num_seen:,} segments the first and the last {half:,} are drawn; in between grey is "
+            f"Of {run.bars.num_seen:,} bars the first and the last {half:,} are drawn; in between grey is "
             "the share of time in which a slot is busy. "
         )
     caption = (
-        f"{shown}A bar is a segment: one stay in a slot under one version of the weights, which its colour and number "
+        f"{shown}A bar is a bar: one stay in a slot under one version of the weights, which its colour and number "
         "tell (six colours in turn). Dotted: harvests. A tick ends an interrupted attempt; a triangle one that stays "
         "in its slot and goes on under the next version. Drag to zoom, double-click for the whole."
     )
     chart = styled(figure, height=min(max(17 * run.slots, 150), 640) + 100)
-    return Chart(name=f"timeline-{run.place}", figure=chart, caption=caption)
+    return Chart(name=f"timeline-{run.position}", figure=chart, caption=caption)
 
 
-def _add_bars(figure: go.Figure, segments: Sequence[Segment], now: float) -> None:
-    ends = [now if segment.end is None else segment.end for segment in segments]
-    numbers = _numbers(segments)
+def _add_bars(figure: go.Figure, bars: Sequence[TimelineBar], now: float) -> None:
+    ends = [now if bar.end is None else bar.end for bar in bars]
+    numbers = _numbers(bars)
     figure.add_bar(
         orientation="h",
-        base=[round(segment.start, 5) for segment in segments],
-        x=[round(max(end - segment.start, 0.0), 5) for segment, end in zip(segments, ends, strict=True)],
-        y=[segment.slot for segment in segments],
+        base=[round(bar.start, 5) for bar in bars],
+        x=[round(max(end - bar.start, 0.0), 5) for bar, end in zip(bars, ends, strict=True)],
+        y=[bar.slot for bar in bars],
         width=0.84,
         text=numbers,
         textposition="inside",
@@ -85,34 +84,34 @@ def _add_bars(figure: go.Figure, segments: Sequence[Segment], now: float) -> Non
         textangle=0,
         textfont={"size": 10},
         marker={
-            "color": [VERSION_COLOURS[segment.version % len(VERSION_COLOURS)] for segment in segments],
+            "color": [VERSION_COLOURS[bar.version % len(VERSION_COLOURS)] for bar in bars],
             "line": {"color": "#ffffff", "width": 0.6},
         },
         customdata=[
             [
-                segment.sample,
-                segment.attempt,
-                segment.version,
-                html.escape(segment.mode),
-                html.escape(segment.outcome or "running"),
-                segment.num_tokens,
+                bar.sample,
+                bar.attempt,
+                bar.version,
+                html.escape(bar.mode),
+                html.escape(bar.outcome or "running"),
+                bar.num_tokens,
             ]
-            for segment in segments
+            for bar in bars
         ],
         hovertemplate="sample %{customdata[0]}, attempt %{customdata[1]} (%{customdata[3]})<br>"
         "version %{customdata[2]}, %{customdata[5]} tokens, %{customdata[4]}<extra></extra>",
     )
 
 
-def _numbers(segments: Sequence[Segment]) -> list[str]:
+def _numbers(bars: Sequence[TimelineBar]) -> list[str]:
     """Versions for the bars at either end, once for each stretch of a slot under one."""
     last: dict[int, int] = {}
     numbers = []
-    for position, segment in enumerate(segments):
-        is_near = min(position, len(segments) - 1 - position) < _VIEW_SEGMENTS
-        is_other = last.get(segment.slot) != segment.version
-        last[segment.slot] = segment.version
-        numbers.append(str(segment.version) if is_near and is_other else "")
+    for position, bar in enumerate(bars):
+        is_near = min(position, len(bars) - 1 - position) < _VIEW_BARS
+        is_other = last.get(bar.slot) != bar.version
+        last[bar.slot] = bar.version
+        numbers.append(str(bar.version) if is_near and is_other else "")
     return numbers
 
 
@@ -135,19 +134,19 @@ def _add_shares(figure: go.Figure, run: RunView) -> None:
 def _add_verticals(figure: go.Figure, run: RunView) -> None:
     """Harvests, where bars are drawn."""
     gap = (0.0, 0.0)
-    if not run.segments.is_whole:
-        gap = (run.segments.first[-1].start, run.segments.last[0].start)
+    if not run.bars.is_whole:
+        gap = (run.bars.first[-1].start, run.bars.last[0].start)
     inside = [t for t in run.harvests if not gap[0] < t < gap[1]]
     add_verticals(figure, inside, (-0.6, run.slots - 0.4), colour=INK, dash="dot")
 
 
 def _views(run: RunView) -> dict[str, list[float]]:
     """Stretches that a reader may jump to: single bars can be seen at either end."""
-    segments = list(run.segments)
+    bars = list(run.bars)
     seconds = max(run.seconds, 1e-9)
-    first, last = segments[:_VIEW_SEGMENTS], segments[-_VIEW_SEGMENTS:]
+    first, last = bars[:_VIEW_BARS], bars[-_VIEW_BARS:]
     views = {"start": [0.0, max(s.start if s.end is None else s.end for s in first)]}
-    views["end"] = [min(segment.start for segment in last), seconds]
+    views["end"] = [min(bar.start for bar in last), seconds]
     views["whole run"] = [0.0, seconds]
     return views
 
@@ -170,7 +169,13 @@ def lives_chart(run: RunView) -> Chart:
     _add_lines(figure, spans, "#56B4E9", 2)
     marks = (
         ("started", "circle-open", 5, "#0072B2", [(life.started, row) for row, life in enumerate(lives)]),
-        ("interrupted", "line-ns", 6, "#000000", [(t, row) for row, life in enumerate(lives) for t in life.cuts]),
+        (
+            "interrupted",
+            "line-ns",
+            6,
+            "#000000",
+            [(t, row) for row, life in enumerate(lives) for t in life.interruptions],
+        ),
         ("trained", "diamond", 6, "#D55E00", [(life.trained, row) for row, life in enumerate(lives)]),
     )
     for name, symbol, size, colour, points in marks:
@@ -193,12 +198,12 @@ def lives_chart(run: RunView) -> Chart:
     )
     figure.update_xaxes(title_text="wall time, s", range=[min(life.loaded for life in lives), max(now, 1e-9)])
     chart = styled(figure, height=min(max(4 * len(lives), 160), 620) + 110)
-    shown = f"the last {len(lives):,} of {run.lives.num_loaded:,}" if len(lives) < run.lives.num_loaded else "all"
+    shown = f"the last {len(lives):,} of {run.samples.num_loaded:,}" if len(lives) < run.samples.num_loaded else "all"
     caption = (
         f"A row per sample, {shown} in the order in which they were loaded. Grey: loaded, not started. Blue: from its "
         "first token until it is trained. Open circle: started. Black tick: interrupted. Diamond: trained."
     )
-    return Chart(name=f"lives-{run.place}", figure=chart, caption=caption)
+    return Chart(name=f"lives-{run.position}", figure=chart, caption=caption)
 
 
 def _add_lines(figure: go.Figure, spans: Sequence[tuple[float, float, int]], colour: str, width: int) -> None:
@@ -211,11 +216,11 @@ def _add_lines(figure: go.Figure, spans: Sequence[tuple[float, float, int]], col
     )
 
 
-def _last_cohorts(run: RunView) -> list[Life]:
+def _last_cohorts(run: RunView) -> list[SampleLife]:
     """The most recent samples, of whole cohorts where several fit."""
-    recent = list(run.lives.recent)
+    recent = list(run.samples.recent)
     lives = recent[-_MAX_ROWS:]
-    if len(lives) < run.lives.num_loaded:
+    if len(lives) < run.samples.num_loaded:
         whole = next((row for row, life in enumerate(lives) if life.cohort != lives[0].cohort), 0)
         lives = lives[whole:]
     return lives
@@ -223,42 +228,42 @@ def _last_cohorts(run: RunView) -> list[Life]:
 
 def waits_chart(run: RunView) -> Chart:
     """How long samples wait from load to training, cohort by cohort."""
-    points = sorted(run.lives.waits, key=lambda point: point.cohort)  # later ones may be done first
+    points = sorted(run.samples.waits, key=lambda point: point.cohort)  # later ones may be done first
     figure = go.Figure()
     x = [point.cohort for point in points]
     edge = {"mode": "lines", "line": {"width": 0, "color": "#56B4E9"}, "hoverinfo": "skip"}
-    figure.add_scatter(x=x, y=[point.low for point in points], **edge)
+    figure.add_scatter(x=x, y=[point.shortest for point in points], **edge)
     figure.add_scatter(
-        x=x, y=[point.high for point in points], fill="tonexty", fillcolor="rgba(86,180,233,0.3)", **edge
+        x=x, y=[point.longest for point in points], fill="tonexty", fillcolor="rgba(86,180,233,0.3)", **edge
     )
     figure.add_scatter(
         x=x,
-        y=[point.middle for point in points],
+        y=[point.median for point in points],
         mode="lines",
         line={"color": "#0072B2", "width": 2},
-        customdata=[[point.num_cut / point.num_samples] for point in points],
+        customdata=[[point.num_interrupted / point.num_samples] for point in points],
         hovertemplate="cohort %{x}: median %{y:.4~g} s, %{customdata[0]:.0%} interrupted<extra></extra>",
     )
     figure.update_xaxes(title_text="cohort")
     figure.update_yaxes(rangemode="tozero")
     add_title(figure, 1, "seconds from load to training")
-    stride = run.lives.waits.stride
+    stride = run.samples.waits.stride
     caption = "Line: median of the cohort. Band: shortest to longest." + (
         f" A point joins up to {stride} cohorts." if stride > 1 else ""
     )
-    return Chart(name=f"waits-{run.place}", figure=styled(figure, height=220, top=34), caption=caption)
+    return Chart(name=f"waits-{run.position}", figure=styled(figure, height=220, top=34), caption=caption)
 
 
 def ages_charts(run: RunView) -> list[Chart]:
     """How many versions trained tokens lag behind: over the whole run, and by sample at its end. None: none does."""
     most = max(run.staleness, default=0)
-    rows = [row for row in run.lives.ages.rows if row.tokens.any()]
+    rows = [row for row in run.samples.ages.rows if row.tokens.any()]
     if not most or not rows:
         return []
-    width = run.lives.ages.width
+    width = run.samples.ages.width
     columns = max(int(np.flatnonzero(row.tokens)[-1]) for row in rows) + 1
     positions = np.arange(columns) * width + width / 2
-    stride = run.lives.ages.rows.stride
+    stride = run.samples.ages.rows.stride
     whole = _age_map(
         positions,
         [row.update for row in rows],
@@ -266,15 +271,17 @@ def ages_charts(run: RunView) -> list[Chart]:
         most,
     )
     whole.update_yaxes(title_text="update")
-    last = _age_map(positions, list(range(len(run.lives.trained))), _ages_by_sample(run, positions), most)
+    last = _age_map(positions, list(range(len(run.samples.trained))), _ages_by_sample(run, positions), most)
     last.update_yaxes(title_text="sample, in the order of training", showticklabels=False)
     joined = f" A row joins up to {stride} updates." if stride > 1 else ""
     return [
-        Chart(name=f"ages-{run.place}", figure=whole, caption=f"The whole run: mean by update and position.{joined}"),
         Chart(
-            name=f"tokens-{run.place}",
+            name=f"ages-{run.position}", figure=whole, caption=f"The whole run: mean by update and position.{joined}"
+        ),
+        Chart(
+            name=f"tokens-{run.position}",
             figure=last,
-            caption=f"The last {len(run.lives.trained)} samples trained, a row each: where the colour changes, the "
+            caption=f"The last {len(run.samples.trained)} samples trained, a row each: where the colour changes, the "
             "answer was interrupted and went on under later weights.",
         ),
     ]
@@ -303,8 +310,8 @@ def _mean_ages(ages: np.ndarray, tokens: np.ndarray) -> np.ndarray:
 
 
 def _ages_by_sample(run: RunView, positions: np.ndarray) -> np.ndarray:
-    table = np.full((len(run.lives.trained), len(positions)), np.nan)
-    for row, (_, runs) in enumerate(run.lives.trained):
+    table = np.full((len(run.samples.trained), len(positions)), np.nan)
+    for row, (_, runs) in enumerate(run.samples.trained):
         ends = np.cumsum([count for _, count in runs])
         for column, position in enumerate(positions):
             at = int(np.searchsorted(ends, position, side="right"))
