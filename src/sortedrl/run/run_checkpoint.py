@@ -24,7 +24,6 @@ from sortedrl.run.build.parts import RunParts
 from sortedrl.run.checkpoint import Checkpoints, load_state
 from sortedrl.run.evaluate import Evaluator
 from sortedrl.run.rng import rng_state, set_rng_state
-from sortedrl.telemetry.event_file import read_events
 from sortedrl.telemetry.events import CheckpointSaved, Emit
 from sortedrl.telemetry.metrics import RunMetrics
 from sortedrl.telemetry.sinks import JsonlSink, MetricsSink
