@@ -17,7 +17,7 @@ WARM_UP := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c 'import torch._dynamo
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart study-quick test coverage test-slow vllm test-vllm gpu-acceptance check clean
+.PHONY: help quickstart study-quick test coverage test-slow vllm test-vllm gpu-acceptance check docs clean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -55,8 +55,11 @@ check: $(VENV)/.dev ## Formatting, lint, types, import contracts and known vulne
 	$(BIN)/lint-imports
 	$(BIN)/python tools/audit.py
 
+docs: $(VENV)/.docs ## Build the documentation site into site/; dead links and anchors fail.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 clean: ## Remove the environment, caches and build products; runs/ stays.
-	rm -rf $(VENV) $(VLLM_VENV) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage .coverage.* htmlcov
+	rm -rf $(VENV) $(VLLM_VENV) build dist site .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage .coverage.* htmlcov
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	rm -rf src/*.egg-info
 
@@ -76,6 +79,12 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) -e '.[dev]'
 	@$(WARM_UP)
 	@touch $(VENV)/.runtime $@
+
+# The package is installed too: pages are generated from it.
+$(VENV)/.docs: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing sortedrl and the documentation tools into $(VENV)."
+	$(INSTALL) -e '.[docs]'
+	@touch $@
 
 # Its own environment, since vLLM pins what the rest need not. torchvision, torchaudio, torchcodec and triton come as
 # builds for CUDA, which cannot be imported without it, and text models need none of them.

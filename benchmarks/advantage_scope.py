@@ -1,7 +1,7 @@
 """What `advantage_scope` and `overlong` do to learning from sorted batches, on the quickstart task with REINFORCE++.
 
     python benchmarks/advantage_scope.py RUNS_DIR [--only scopes|tail] [--samples 256]   # makes what runs are missing
-    python benchmarks/draw_scopes.py docs/advantage_scope.svg   # the chart, from the result file
+    python benchmarks/draw_scopes.py docs/images/advantage_scope.svg   # the chart, from the result file
 
 Two studies, paired by seed (same prompts, same noise):
 - scopes: configs/quickstart.toml, three scopes, seeds 0 to 4: accuracy and length over samples, on what is trained, and

@@ -1,6 +1,6 @@
 """The local engine's speed beside its peers' as bars, from results/engine.json.
 
-    python benchmarks/draw_engine.py docs/engine.svg
+    python benchmarks/draw_engine.py docs/images/engine.svg
 
 One panel per case, each on a scale of its own, with every round as a mark on the median's bar.
 """

@@ -1,6 +1,6 @@
 """Draw what scheduling does to slots: the same answers under two schedules, as SVG.
 
-    python benchmarks/draw_idea.py RUN docs/idea.svg [--slots 16] [--steps 1200]
+    python benchmarks/draw_idea.py RUN docs/images/idea.svg [--slots 16] [--steps 1200]
 
 The lengths are those of a real run's answers (a `sync` one, whose batches are in load order); the schedules are the
 library's own on the simulated engine, where every running answer makes one token a step, as on a GPU. A row is a slot,

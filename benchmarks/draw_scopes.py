@@ -1,6 +1,6 @@
 """Draw reward and length over samples for the three scopes, from the result file of advantage_scope.py, as SVG.
 
-    python benchmarks/draw_scopes.py docs/advantage_scope.svg
+    python benchmarks/draw_scopes.py docs/images/advantage_scope.svg
 
 A faint line is one seed, a strong one the mean over seeds; rings are the mean held-out accuracy or length.
 """

@@ -57,7 +57,7 @@ def panel(records: Sequence[Mapping[str, Any]], algorithm: str, axis: str, title
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, nargs="?", default=RESULTS)
-    parser.add_argument("--to", type=Path, default=Path("docs"))
+    parser.add_argument("--to", type=Path, default=Path("docs/images"))
     given = parser.parse_args()
     records = json.loads(given.results.read_text(encoding="utf-8"))["runs"]
     for algorithm in dict.fromkeys(record["algorithm"] for record in records):

@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""Which engine keeps which promise: the conformance suite on every engine, as the table of docs/engines.md.
+"""Which engine keeps which promise: the conformance suite on every engine, as the table of docs/reference/engines.md.
 
     .venv/bin/python benchmarks/engines_table.py --engines sim,local,pool --write
     .venv-vllm/bin/python benchmarks/engines_table.py --engines vllm --write      (of `make vllm`; so the next two)
@@ -35,7 +35,7 @@ from tests.conformance.process_cases import local_pool_case, vllm_case, vllm_poo
 from sortedrl.engine.vllm.core import vllm_version  # noqa: E402
 from sortedrl.testing import CHECKS, EngineCase, run_checks  # noqa: E402
 
-PAGE = ROOT / "docs" / "engines.md"
+PAGE = ROOT / "docs" / "reference" / "engines.md"
 MARKS = {"passed": "yes", "not applicable": "-"}
 
 
@@ -103,7 +103,7 @@ def put_into(page: str, lines: list[str]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", default="sim,local,pool", help=f"of {', '.join(MAKERS)}")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/engines.md")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/reference/engines.md")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     chosen = [name for name in options.engines.split(",") if name]

@@ -8,8 +8,9 @@ the third version. Measured: bias against the exact gradient, and variance.
 
 What is averaged, and why nothing is selected: all samples of whole cohorts, whichever batch they came in. The version
 that writes a token depends on earlier draws only, of this answer and of others; under the product of ratios each
-answer is then distributed as the third version writes it, whatever the scheduler did (docs/off_policy.md). Cohorts are
-independent of each other, the samples of one are not: standard errors are taken over cohorts.
+answer is then distributed as the third version writes it, whatever the scheduler did
+(docs/research/off_policy.md). Cohorts are independent of each other, the samples of one are not: standard errors are
+taken over cohorts.
 
 Shapes: n samples, l positions (padded), a answer tokens (of all samples, in a row), c cohorts, s states, k free logits
 of a state, p all free logits.

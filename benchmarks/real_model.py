@@ -1,6 +1,6 @@
 """A real model learns: SmolLM2-135M on sums with an answer format, under two schedules with the same samples and seeds.
 
-    python benchmarks/real_model.py RUNS_DIR [--seeds 2] [--svg docs/real_model.svg] [--json]
+    python benchmarks/real_model.py RUNS_DIR [--seeds 2] [--svg docs/images/real_model.svg] [--json]
 
 Trains configs/add-smollm2.toml where a run is missing (about six CPU minutes each on one thread), then tells held-out
 accuracy before and after with 95 % intervals over questions, and draws the reward of what was trained.

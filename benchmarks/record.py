@@ -33,7 +33,7 @@ def save(name: str, record: dict[str, Any]) -> Path:
 
 def _changed() -> str:
     """What differs from the commit, results and pictures left aside: they are what benchmarks write."""
-    return _git("status", "--porcelain", "--", ":/", ":!/benchmarks/results", ":!/docs/*.svg")
+    return _git("status", "--porcelain", "--", ":/", ":!/benchmarks/results", ":!/docs/images/*.svg")
 
 
 def _git(*arguments: str) -> str:

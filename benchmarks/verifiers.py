@@ -4,8 +4,8 @@
     python benchmarks/verifiers.py storm --count 10000  # outputs made to crash, hang or fool; none may be rewarded
     python benchmarks/verifiers.py gym                  # every generator: makes a prompt, scores its own answer
 
-Each prints its table as Markdown (docs/tasks.md has them) and saves its figures. DIR has the suites as JSON lines, each
-in its own field names, as Qwen2.5-Math's evaluation data has them.
+Each prints its table as Markdown (docs/guides/own_data.md has them) and saves its figures. DIR has the suites as JSON
+lines, each in its own field names, as Qwen2.5-Math's evaluation data has them.
 """
 
 from __future__ import annotations

@@ -118,8 +118,8 @@ def test_inline_tables_and_quoted_keys_load(tmp_path: Path) -> None:
 
 
 def test_the_reference_is_up_to_date() -> None:
-    page = (QUICKSTART.parent.parent / "docs" / "configuration.md").read_text(encoding="utf-8")
-    assert page.endswith(reference()), "docs/configuration.md must end with config.reference()"
+    page = (QUICKSTART.parent.parent / "docs" / "reference" / "configuration.md").read_text(encoding="utf-8")
+    assert page.endswith(reference()), "docs/reference/configuration.md must end with config.reference()"
 
 
 def test_every_field_is_described() -> None:

@@ -1,4 +1,4 @@
-"""The ledger: every transition of docs/scheduling.md, the refusal of all others, and its durable form."""
+"""The ledger: every transition of docs/reference/guarantees.md, the refusal of all others, and its durable form."""
 
 from __future__ import annotations
 

@@ -65,7 +65,8 @@ def test_every_file_of_the_package_is_shipped() -> None:
 
 
 def test_every_pin_is_a_direct_requirement() -> None:
-    wanted = PROJECT["project"]["dependencies"] + PROJECT["project"]["optional-dependencies"]["dev"]
+    extras = PROJECT["project"]["optional-dependencies"]
+    wanted = PROJECT["project"]["dependencies"] + extras["dev"] + extras["docs"]
     names = {re.split(r"[<>=!~\[; ]", requirement)[0] for requirement in wanted}
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     assert {line.split("==")[0] for line in lines if line and not line.startswith("#")} == names
@@ -73,6 +74,6 @@ def test_every_pin_is_a_direct_requirement() -> None:
 
 def test_the_promised_commands_are_there() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    for target in ("quickstart", "test", "test-slow", "check", "clean", "help"):
+    for target in ("quickstart", "test", "test-slow", "check", "docs", "clean", "help"):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE)
     assert (ROOT / ".ci" / "run").stat().st_mode & 0o111

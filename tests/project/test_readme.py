@@ -23,6 +23,10 @@ def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert (tmp_path / "runs" / "run" / "summary.json").is_file()
 
 
+def test_it_is_short() -> None:
+    assert len(README.read_text(encoding="utf-8").split()) <= 700
+
+
 @pytest.mark.parametrize("is_chat", [False, True])
 def test_a_reward_function_of_trls_kind_runs_unchanged(is_chat: bool, tmp_path: Path) -> None:
     from transformers import TrainerCallback

@@ -1,4 +1,4 @@
-"""The package runs no data as code, and docs/security.md names what is there."""
+"""The package runs no data as code, and docs/guides/security.md names what is there."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_check_knows_a_fault(source: str, names: list[str]) -> None:
 
 
 def test_the_security_page_names_what_is_there() -> None:
-    page = (ROOT / "docs" / "security.md").read_text()
+    page = (ROOT / "docs" / "guides" / "security.md").read_text()
     named = re.findall(r"`([\w/]+\.(?:py|toml))`", page)
     assert len(named) > 8
     assert [name for name in named if not (ROOT / name).is_file() and not (PACKAGE / name).is_file()] == []

@@ -1,4 +1,4 @@
-"""Property tests: the five guarantees of docs/scheduling.md, for every preset, on random schedules."""
+"""Property tests: the five guarantees of docs/reference/guarantees.md, for every preset, on random schedules."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ CHANGEABLE = frozenset(
 
 
 class SortedConfig(Section):
-    """All settings of a run, by section. `SortedConfig(schedule={...})` takes the keys of docs/configuration.md."""
+    """All settings of a run, by section. docs/reference/configuration.md lists the keys."""
 
     run: RunSection = RunSection()
     task: TaskSection = TaskSection()
@@ -215,7 +215,7 @@ class SortedConfig(Section):
 
 
 def reference() -> str:
-    """Every key with its default and meaning, as Markdown: the tables of docs/configuration.md."""
+    """Every key with its default and meaning, as Markdown: the tables of docs/reference/configuration.md."""
     lines: list[str] = []
     for name, section in SortedConfig.model_fields.items():
         kind = type(section.default)

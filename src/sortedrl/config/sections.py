@@ -1,7 +1,7 @@
 """The sections of a configuration: every key with its type, default and meaning.
 
-`config.py` combines them, and `reference` there generates docs/configuration.md from the texts below the keys.
-Regenerate that page after a change here.
+`config.py` combines them, and `reference` there generates docs/reference/configuration.md from the texts below the
+keys. Regenerate that page after a change here.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class LoraSection(Section):
 
 
 class ScheduleSection(Section):
-    """What runs next and when an update is taken (see scheduling.md).
+    """What runs next and when an update is taken (see docs/guides/strategies.md).
 
     Keys that are unset take their value from the strategy. The value `none` removes a bound.
     """
@@ -161,7 +161,7 @@ class EngineSection(Section):
     """`vllm`: memory for the KV cache, in GiB. Unset: enough for all slots at full length."""
     address: str = ""
     """`vllm`: address of a running server, such as `http://127.0.0.1:8000`, to use instead of starting one (see
-    engines.md for its command)."""
+    docs/guides/vllm.md for its command)."""
     port: Int = Field(default=0, ge=0, lt=65536)
     """`vllm`: start it as a server on this local port. 0: run it inside this process."""
     watchdog_s: float = Field(default=600.0, gt=0.0)
@@ -200,7 +200,8 @@ class RewardSection(Section):
 
 
 class LearnerSection(Section):
-    """How weights are updated (see learning.md). Keys that are unset take their value from the algorithm."""
+    """How weights are updated (see docs/guides/algorithms.md). Keys that are unset take their value from the
+    algorithm."""
 
     algorithm: Literal["reinforce++", "reinforce++-baseline", "grpo", "dr_grpo", "rloo", "dapo", "gspo", "ppo"] = "grpo"
     """Advantage estimator and loss: `reinforce++`, `reinforce++-baseline`, `grpo`, `dr_grpo`, `rloo`, `dapo`, `gspo` or
@@ -247,7 +248,7 @@ class LearnerSection(Section):
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the KL penalty towards the initial model. 0 turns it off."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of the KL divergence of a token: `k1`, `k2` or `k3` (see learning.md)."""
+    """Estimator of the KL divergence of a token: `k1`, `k2` or `k3` (see docs/guides/algorithms.md)."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Add the KL penalty to the `loss`, or subtract it from the `reward`."""
     kl_weighted: bool = False

@@ -2,7 +2,8 @@
 
 `config/config.py` asks which algorithms exist and which compare siblings. `learner/torch.py` asks for the objective
 once. A key that the section leaves open takes the algorithm's value; a key that it sets overrides it. So a variant of
-an algorithm is a setting, never a branch in code. docs/learning.md has the formulas. This module does not import torch.
+an algorithm is a setting, never a branch in code. docs/guides/algorithms.md has the formulas. This module does
+not import torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Verify a ledger file: check every guarantee of docs/scheduling.md from the rows of the file alone.
+"""Verify a ledger file: check every guarantee of docs/reference/guarantees.md from the rows of the file alone.
 
 `sortedrl ledger --verify` calls `verify`. It reads the journal row by row and applies its own rules: it knows the table
 of transitions, but shares no code with the buffer and the schedule that wrote the rows. It holds one small record for
@@ -91,7 +91,7 @@ def _cohort_updates(ledger: Ledger) -> int | None:
     return None if batches is None or lookahead is None else batches * (1 + lookahead)
 
 
-# The states in which each step is allowed (docs/scheduling.md).
+# The states in which each step is allowed (docs/reference/guarantees.md).
 _ALLOWED: Mapping[str, tuple[State, ...]] = {
     "start": (State.PENDING,),
     "finish": (State.RUNNING,),

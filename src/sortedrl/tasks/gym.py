@@ -115,7 +115,7 @@ def _check_generator(name: str, options: Mapping[str, Any]) -> None:
     """Raise ConfigError for a generator or an option that reasoning-gym does not have."""
     if name not in DATASETS:
         near = difflib.get_close_matches(name, DATASETS, n=1, cutoff=0.4)
-        hint = f"did you mean {PREFIX}{near[0]}?" if near else "the names are in docs/tasks.md"
+        hint = f"did you mean {PREFIX}{near[0]}?" if near else "the names are in docs/guides/own_data.md"
         raise ConfigError(f"task.name {PREFIX + name!r}: reasoning-gym has no generator {name!r}; {hint}")
     known = [entry.name for entry in fields(DATASETS[name][1]) if entry.name not in ("seed", "size")]
     for option in options:

@@ -1,7 +1,7 @@
 """An engine to be checked, and a caller that keeps what it says as a ledger would.
 
-Whoever checks an engine of their own makes an `EngineCase` of it (see docs/engines.md); the checks know nothing else of
-it. A case may share one engine among all checks: each leaves it idle, and versions only grow.
+Whoever checks an engine of their own makes an `EngineCase` of it (see docs/reference/engines.md); the checks know
+nothing else of it. A case may share one engine among all checks: each leaves it idle, and versions only grow.
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ class ServerProcess(VllmProcess):
                 )
             if time.monotonic() > deadline:
                 raise EngineError(
-                    f"no vLLM server answers at {self._address}: start it (docs/engines.md has the command), or "
+                    f"no vLLM server answers at {self._address}: start it (docs/guides/vllm.md has the command), or "
                     "correct engine.address; an interrupted run can then be resumed"
                 )
             await asyncio.sleep(_HEALTH_CHECK_S)
