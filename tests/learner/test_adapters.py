@@ -1,4 +1,4 @@
-"""Adapters on their way to vLLM, without it: which it can take, what the folder holds, when they are merged instead."""
+"""Publishing adapters to vLLM, tested without vLLM: supported adapters, the folder's content, merging as fallback."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9]])
 
 
 def adapted(kind: str = "llama", *, seed: int = 1, **changes: Any) -> Any:
-    """Adapters that do something: fresh ones add nothing."""
+    """A model with random adapters, because new adapters add nothing to the base."""
     settings = {"task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
     model = adapt(tiny_model(kind), peft.LoraConfig(**(settings | changes)))
-    move(model, seed)
+    add_noise(model, seed)
     return model
 
 
-def move(model: Any, seed: int) -> None:
+def add_noise(model: Any, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -42,7 +42,7 @@ def logits(model: Any) -> torch.Tensor:
     return model(TOKENS).logits
 
 
-# What is published
+# ---- what is published ---------------------------------------------------------------------------------------------
 
 
 def test_the_adapters_alone_are_what_peft_saves_and_follow_the_model(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_the_adapters_alone_are_what_peft_saves_and_follow_the_model(tmp_path: P
         assert found is not None
         assert found.keys() == saved.keys()
         assert all(torch.equal(found[name], tensor) for name, tensor in saved.items())
-    move(model, 2)
+    add_noise(model, 2)
     assert source.adapter is not None
     assert frozen.adapter is not None
     assert not any(torch.equal(source.adapter[name], tensor) for name, tensor in saved.items())
@@ -71,7 +71,7 @@ def test_the_base_is_the_model_without_its_adapters() -> None:
     base = base_copy(model)
     assert torch.equal(logits(base), logits(tiny_model()))
     assert base.lm_head.weight is base.model.embed_tokens.weight
-    assert not torch.allclose(logits(model), logits(base), atol=1e-2)  # which keeps them
+    assert not torch.allclose(logits(model), logits(base), atol=1e-2)  # the model keeps its adapters
 
 
 @pytest.mark.parametrize("changes", [{}, {"use_rslora": True, "r": 3}, {"rank_pattern": {"q_proj": 9}}])
@@ -80,9 +80,9 @@ def test_the_folder_is_one_that_peft_loads(changes: dict[str, Any], tmp_path: Pa
     folder = AdapterFolder(tmp_path / "adapter", model)
     linear = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
     assert folder.settings.modules == linear
-    assert folder.settings.rank == (16 if "rank_pattern" in changes else 8)  # the next that vLLM has room for
+    assert folder.settings.rank == (16 if "rank_pattern" in changes else 8)  # the next rank that vLLM supports
     for seed in (2, 3):
-        move(model, seed)
+        add_noise(model, seed)
         folder.write(ModuleWeights(model).adapter)
         again = peft.PeftModel.from_pretrained(tiny_model(), str(folder.path))
         assert torch.allclose(logits(again), logits(model), atol=1e-6)
@@ -96,7 +96,7 @@ def test_other_adapters_than_those_of_the_engine_are_refused(tmp_path: Path) -> 
             folder.write(other)
 
 
-# What vLLM can take
+# ---- what vLLM supports --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_other_adapters_than_those_of_the_engine_are_refused(tmp_path: Path) -> 
         ({"r": 513, "target_modules": ["q_proj"]}, "their rank is 513, and vLLM supports up to 512"),
     ],
 )
-def test_adapters_that_vllm_cannot_take_are_told(changes: dict[str, Any], fault: str | None) -> None:
+def test_adapters_that_vllm_does_not_support_are_named(changes: dict[str, Any], fault: str | None) -> None:
     model = adapted("qwen2", **changes)  # its projections have biases
     found = find_adapter_fault(model)
     assert found is None if fault is None else fault in (found or "")
@@ -144,20 +144,20 @@ def test_two_sets_of_adapters_are_not_taken() -> None:
         ({"engine": {"kind": "local"}}, ""),
     ],
 )
-def test_who_gets_adapters_and_who_full_weights(
+def test_which_engines_get_adapters_and_which_get_full_weights(
     sections: dict[str, Any], reason: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = adapted()
     source = ModuleWeights(model)
     with caplog.at_level(logging.INFO, logger="sortedrl"):
         built_on = engine_model(SortedConfig(**sections), model, source)
-    told = [record.getMessage() for record in caplog.records]
+    messages = [record.getMessage() for record in caplog.records]
     if reason is None:
         assert built_on is model
-        assert told == []
+        assert messages == []
         return
     assert built_on is source.module
-    assert told == ([f"adapters are merged into full weights at every publication: {reason}"] if reason else [])
+    assert messages == ([f"adapters are merged into full weights at every publication: {reason}"] if reason else [])
 
 
 def test_a_model_without_adapters_is_taken_as_it_is() -> None:

@@ -1,4 +1,4 @@
-"""The table of algorithms, and each of them through the learner, against values worked out by hand."""
+"""The table of algorithms, and updates with each of them compared with values worked out by hand."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.support.learners import (
 
 
 def train(settings: Settings, batch: Batch | None = None, **options: Any) -> tuple[dict[str, Any], dict[str, float]]:
-    """Gradients and metrics of one update on the usual batch."""
+    """Gradients and metrics of one update, by default on `make_batch`."""
     model = make_model()
     learner = TorchLearner(model, settings, temperature=1.0)
     caught = caught_gradients(learner)
@@ -94,11 +94,11 @@ CENTRED = [0.75, -0.25, -0.25, -0.25, -1, 1]
     [
         ("dr_grpo", CENTRED),
         ("reinforce++-baseline", [value / math.sqrt(11 / 24) for value in CENTRED]),
-        ("rloo", [1, -1 / 3, -1 / 3, -1 / 3, -2, 2]),  # k / (k - 1) of the centred
+        ("rloo", [1, -1 / 3, -1 / 3, -1 / 3, -2, 2]),  # k / (k - 1) times the centred rewards
         ("grpo", [math.sqrt(3), *[-1 / math.sqrt(3)] * 3, -1, 1]),
         ("dapo", [math.sqrt(3), *[-1 / math.sqrt(3)] * 3, -1, 1]),
         ("gspo", [math.sqrt(3), *[-1 / math.sqrt(3)] * 3, -1, 1]),
-        ("ppo", [1, 0, 0, 0, 5, 7]),  # what the critic is given
+        ("ppo", [1, 0, 0, 0, 5, 7]),  # raw rewards, the input of the critic
     ],
 )
 def test_advantages_by_hand(algorithm: str, expected: list[float]) -> None:
@@ -113,7 +113,7 @@ def test_flat_groups_and_single_samples_give_exactly_nothing(algorithm: str) -> 
 
 
 def test_overlong_penalty_by_hand() -> None:
-    # DAPO's own numbers: 20480 tokens at most, the last 4096 of them punished.
+    # The numbers of the DAPO paper: at most 20480 tokens, with a penalty on the last 4096.
     assert overlong_penalty(16384, 20480, 0.2) == 0
     assert overlong_penalty(18432, 20480, 0.2) == pytest.approx(-0.5)
     assert overlong_penalty(20480, 20480, 0.2) == pytest.approx(-1)
@@ -121,7 +121,7 @@ def test_overlong_penalty_by_hand() -> None:
 
 
 def plain_gradient(means: list[float], advantages: list[float]) -> dict[str, Any]:
-    """The REINFORCE gradient, each sample's summed log-prob times its advantage and its share of the mean."""
+    """The REINFORCE gradient: each sample's summed log-prob times its advantage and its weight in the mean."""
     model = make_model()
     for sample, mean, advantage in zip(make_batch(model).samples, means, advantages, strict=True):
         logprobs = logprobs_of(model, list(sample.prompt.tokens), sample.tokens)
@@ -159,7 +159,7 @@ def test_masked_samples_count_for_their_siblings_only() -> None:
 
 
 def test_shaping_punishes_long_answers() -> None:
-    # Budget 16, of which the last half is punished: 14 tokens cost 6/8, 9 cost 1/8.
+    # Budget 16, with a penalty on the last half: 14 tokens cost 6/8, 9 cost 1/8.
     model = make_model()
     batch = make_batch(model)
     settings = Settings(algorithm="dr_grpo", overlong="shape", overlong_buffer=0.5, loss_mean="token")
@@ -167,7 +167,7 @@ def test_shaping_punishes_long_answers() -> None:
     rewards = [1, -0.125, 0, 1, 0.25, 0, 0, 0.25]
     centred = [r - (rewards[i - i % 2] + rewards[i - i % 2 + 1]) / 2 for i, r in enumerate(rewards)]
     assert_same(gradients, plain_gradient([1 / sum(LENGTHS)] * 8, centred), 1e-4)
-    assert metrics["reward_mean"] == pytest.approx(sum(REWARDS) / 8)  # as it was given
+    assert metrics["reward_mean"] == pytest.approx(sum(REWARDS) / 8)  # before shaping
 
 
 def test_filtered_groups_count_in_no_mean() -> None:
@@ -204,7 +204,7 @@ def test_micro_batches_change_no_algorithm(variant: dict[str, Any]) -> None:
 
 
 def test_untruncated_weights_give_the_plain_gradient_times_the_weights() -> None:
-    # At the first step the policy is that of the start: what is left is the weight of the whole sample.
+    # At the first step the policy has not moved, so only the weight of the whole sample remains.
     model = make_model()
     batch = make_batch(model, off_policy=0.3)
     advantages, _ = advantage_estimator("dr_grpo").estimate(batch.samples)
@@ -230,10 +230,12 @@ def test_effective_share_by_hand() -> None:
     assert effective_share(np.array([5000.0, 0.0])) == pytest.approx(0.5)
 
 
-def test_divergence_is_told_by_staleness_and_ratios_by_quantile() -> None:
+def test_metrics_report_divergence_by_staleness_and_ratios_by_quantile() -> None:
     model = make_model()
     batch = make_batch(model)
-    for sample in batch.samples:  # the second half of each answer is of the version in force, the first one older
+    for sample in (
+        batch.samples
+    ):  # the second half of each answer comes from the current version, the first half from an older one
         (segment,) = sample.segments
         half = len(segment.tokens) // 2
         moved = [logprob - math.log(2) for logprob in segment.logprobs[:half]]
@@ -243,7 +245,7 @@ def test_divergence_is_told_by_staleness_and_ratios_by_quantile() -> None:
         ]
     batch = Batch(update=5, version=5, samples=batch.samples)
     _, metrics = train(Settings(algorithm="grpo"), batch)
-    # Twice as likely as when they were written: k3 is 2 - 1 - log 2.
+    # Twice as likely as at sampling: k3 is 2 - 1 - log 2.
     assert metrics["kl_behaviour_staleness_2"] == pytest.approx(1 - math.log(2), rel=1e-3)
     assert metrics["kl_behaviour_staleness_0"] == pytest.approx(0, abs=1e-6)
     assert metrics["ratio_p05"] == pytest.approx(1, abs=1e-4)
@@ -252,7 +254,7 @@ def test_divergence_is_told_by_staleness_and_ratios_by_quantile() -> None:
     assert metrics["ratio_p50"] == pytest.approx(float(np.median(ratios)), rel=1e-4)
 
 
-def test_what_became_of_degenerate_batches() -> None:
+def test_degenerate_batches_are_learned_from_or_passed_over() -> None:
     model = make_model()
     batch = make_batch(model)
     for sample in batch.samples:
@@ -281,7 +283,7 @@ def test_kl_in_the_reward_by_hand() -> None:
     gradients, _ = train(settings, batch)
     rewards = [1 - 0.5 * 0.3, *REWARDS[1:]]
     centred = [r - (rewards[i - i % 2] + rewards[i - i % 2 + 1]) / 2 for i, r in enumerate(rewards)]
-    centred[0] *= math.exp(-0.1)  # the ratio of the policy to what wrote it
+    centred[0] *= math.exp(-0.1)  # the ratio of the policy to the behaviour policy
     assert_same(gradients, plain_gradient([1 / sum(LENGTHS)] * 8, centred), 1e-4)
 
 

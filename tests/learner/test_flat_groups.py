@@ -1,4 +1,4 @@
-"""Dynamic sampling: groups without signal are trained without weight, and others are waited for in their place."""
+"""Dynamic sampling: groups whose rewards are all equal are trained with weight 0, and updates wait for other groups."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ DRAINING = (Strategy.SYNC, Strategy.SYNC_LARGE)
 
 
 @dataclass(slots=True, kw_only=True)
-class ByPrompt(DelayedScorer):
-    """Rewards siblings alike, but for those of the prompts that are named."""
+class SignalByPrompt(DelayedScorer):
+    """Gives all siblings the same reward, except for the prompts in `with_signal`."""
 
     with_signal: frozenset[str]
 
@@ -74,10 +74,10 @@ def test_guarantees_hold_and_updates_have_signal(strategy: Strategy) -> None:
 
 
 def pairs(with_signal: set[int], *, lookahead: int = 0, flat_extra: int = 8) -> list[list[int]]:
-    """Batches of 16 pairs, all answers of one token on 4 slots, U = 4, n = 2; those named have signal."""
+    """The batches of a run, as numbers of pairs: 16 pairs, answers of one token, 4 slots, U = 4, n = 2."""
     knobs = resolve_knobs("sorted-partial", 4, cohort_batches=2, lookahead=lookahead, flat_extra=flat_extra)
     run = scripted_run(knobs, policy=ScriptedPolicy(longest=1), slots=4, num_samples=32, siblings=2, grouped=True)
-    run.controller.scorer = ByPrompt(with_signal=frozenset(f"p{number}" for number in with_signal))
+    run.controller.scorer = SignalByPrompt(with_signal=frozenset(f"p{number}" for number in with_signal))
     assert run.controller.run()
     return [sorted({sample // 2 for sample in batch}) for batch in run.batches]
 

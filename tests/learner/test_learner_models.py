@@ -1,4 +1,4 @@
-"""The learner on other models than the tiny Llama: values on other architectures, adapters as their own reference."""
+"""The learner on models other than the tiny Llama: PPO on other architectures, adapters, a real model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.tiny_models import tiny_model
 
 
 def plain_values(model: Any, head: torch.nn.Linear, sample: Sample) -> list[float]:
-    """The head on the last hidden state before each answer token, one answer at a time and without packing."""
+    """The critic's values before each answer token, from one answer at a time and without packing."""
     tokens = torch.tensor([[*sample.prompt.tokens, *sample.tokens]])
     with torch.no_grad():
         hidden = model(tokens, output_hidden_states=True, use_cache=False).hidden_states[-1][0]
@@ -66,7 +66,7 @@ def test_a_model_with_adapters_is_its_own_reference() -> None:
     frozen = {name: value for name, value in weights(model).items() if "lora_" not in name}
     total = count = 0.0
     with torch.no_grad():
-        for sample in batch.samples:  # k3, by hand: what the base and the adapted model say of the same tokens
+        for sample in batch.samples:  # k3 by hand, from the log-probs of the base and of the adapted model
             prompt = list(sample.prompt.tokens)
             gap = logprobs_of(base, prompt, sample.tokens) - logprobs_of(model, prompt, sample.tokens)
             total += float((gap.exp() - 1 - gap).sum())

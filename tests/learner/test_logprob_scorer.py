@@ -1,4 +1,4 @@
-"""Log-probs and entropy in pieces against logits as a whole: values, gradients, memory, and who is left out."""
+"""Log-probs and entropy computed in pieces, compared with all logits at once: values, gradients, memory, exceptions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.tiny_models import tiny_model
 
 @pytest.fixture
 def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even the smallest logits are large, and a piece is two or three tokens of the tiny vocabularies."""
+    """Compute even the smallest logits in pieces, of two or three tokens with the tiny vocabularies."""
     monkeypatch.setattr(logprobs, "WHOLE_ELEMENTS", 0)
     monkeypatch.setattr(logprobs, "PIECE_ELEMENTS", 60)
 
@@ -182,7 +182,7 @@ def test_bfloat16_passes_keep_float32_weights(is_in_pieces: bool, monkeypatch: p
     exact, rounded = gradients
     assert all(value.dtype == torch.float32 for value in rounded.values())
     assert_same(rounded, exact, 3e-2)
-    with pytest.raises(AssertionError):  # it was another format
+    with pytest.raises(AssertionError):  # so it really was another precision
         assert_same(rounded, exact, 1e-5)
 
 

@@ -1,4 +1,4 @@
-"""LoRA through peft: what is trained, what engines sample from, what checkpoints hold, and resuming."""
+"""LoRA through peft: the trained weights, the weights that engines sample from, checkpoints, and resuming."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def base_model() -> Any:
 
 
 def adapted_model(seed: int = 0, **changes: Any) -> Any:
-    """Adapters that do something: fresh ones add nothing."""
+    """A model with random adapters, because new adapters add nothing to the base."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(**{"task_type": "CAUSAL_LM", "r": 4, "target_modules": "all-linear", **changes})
     model = adapt(base_model(), config)
@@ -147,7 +147,7 @@ def test_a_run_goes_on_with_its_own_base_model_only(tmp_path: Path) -> None:
         make_trainer(longer, model=other, processing_class=tokenizer, peft_config=config).train(resume=True)
     again = make_trainer(longer, model=base_model(), processing_class=tokenizer, peft_config=config)
     assert again.train(resume=True).samples == 48
-    # One that comes with its adapters gets those of the checkpoint.
+    # A model that already has adapters gets those of the checkpoint.
     longest = make_config(tmp_path, rank=0, run={"samples": 64})
     wrapped = adapt(base_model(), config)
     summary = make_trainer(longest, model=wrapped, processing_class=tokenizer).train(resume=True)
@@ -197,7 +197,7 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
 
 
 def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "peft", None)  # what an absent package looks like to an import
+    monkeypatch.setitem(sys.modules, "peft", None)  # makes the import fail, as if peft were not installed
     with pytest.raises(ConfigError, match=r"pip install sortedrl\[lora\]"):
         import_peft()
     settings = SortedConfig().lora

@@ -1,4 +1,4 @@
-"""Packed micro-batches against one sample at a time, on every supported architecture."""
+"""Packed micro-batches compared with one sample at a time, on every supported architecture."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_packed_gradients_equal_those_of_one_sample_at_a_time(name: str, micro_t
 
 
 def plain_varlen(query: Tensor, key: Tensor, value: Tensor, edges: Tensor, *_: Any, **options: Any) -> Tensor:
-    """What torch's varlen_attn does on GPUs, row by row and with a mask: key j is seen from i - left to i."""
+    """torch's varlen_attn, which needs a GPU, row by row with a mask: query i sees keys i - left to i."""
     left, right = options["window_size"]
     assert right == 0
     outputs: list[Tensor] = []
@@ -81,8 +81,8 @@ def plain_varlen(query: Tensor, key: Tensor, value: Tensor, edges: Tensor, *_: A
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "qwen2-window", "gpt-neox"])
-def test_attention_by_edges_is_that_of_one_sample_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # GPUs take this way; the kernel is theirs, what it is given is checked here.
+def test_attention_without_padding_is_that_of_one_sample_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Only GPUs run this path. The kernel is replaced; the test checks what it is given.
     monkeypatch.setattr(packing, "can_use_compiled_layers", lambda model, layout: False)
     monkeypatch.setattr(attention, "varlen_attn", plain_varlen)
     monkeypatch.setattr(
@@ -105,7 +105,7 @@ def test_packed_logprobs_do_not_depend_on_what_else_is_packed() -> None:
     samples = samples_of(MIXED)
     together, _ = packed_gradients(model, pack(samples, range(len(samples)), 1000))
     by_target: list[float] = []
-    for micro in pack(samples, range(len(samples)), 1):  # each alone, families in the order of their length
+    for micro in pack(samples, range(len(samples)), 1):  # each sample alone, prompts in the order of their length
         by_target.extend(packed_gradients(model, [micro])[0].tolist())
     assert sorted(together.tolist()) == pytest.approx(sorted(by_target), abs=1e-5)
 
@@ -148,7 +148,7 @@ def test_a_sample_over_the_budget_goes_alone() -> None:
     assert sorted(micro.num_tokens for micro in micros) == [12, 33]
 
 
-def test_nothing_to_learn_from_is_not_computed() -> None:
+def test_only_the_chosen_samples_with_tokens_are_computed() -> None:
     samples = samples_of([(0, 4, 5), (0, 4, 0), (1, 4, 6), (2, 4, 7)])
     (micro,) = pack(samples, [0, 1, 3], 1000)
     assert micro.num_tokens == (4 + 4) + (4 + 6)

@@ -60,13 +60,13 @@ def check_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor], close: float
 
 
 def weights(learner: TorchLearner) -> dict[str, Tensor]:
-    """Those that are trained."""
+    """The trainable weights."""
     return {name: value.detach() for name, value in learner.model.named_parameters() if value.requires_grad}
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with all that two ranks did; there is a state of one process for them to go on from."""
+    """The folder with the results of two ranks. One case of theirs resumes from a state of one process."""
     folder = tmp_path_factory.mktemp("ranks")
     learner = one_process("adam")
     run_updates(learner, 0, SAVED_AFTER)
@@ -101,7 +101,7 @@ def test_ranks_learn_what_one_process_learns(ranks: Path, name: str) -> None:
 
 
 def test_the_weights_have_moved(ranks: Path) -> None:
-    """What is equal above is not equal for want of training."""
+    """So the weights compared above are not equal just because nothing was trained."""
     for name, case in CASES.items():
         moved, start = read_state(ranks / name)[0], weights(one_process(name))
         assert max(float((moved[key] - start[key]).abs().max()) for key in start) > 1e-3, case
@@ -154,16 +154,16 @@ def test_micro_batches_are_split_evenly() -> None:
 
 
 @pytest.fixture
-def alone() -> Iterator[DeviceMesh]:
+def single_rank() -> Iterator[DeviceMesh]:
     """A group of one rank, in this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()
 
 
-def test_a_rank_out_of_memory_stops(alone: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others are in the middle of exchanging weights with it: it cannot try again by itself."""
-    learner = RankLearner(make_model(), CASES["adam"].settings, temperature=1.0, mesh=alone)
+def test_a_rank_out_of_memory_stops(single_rank: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It cannot try again alone, because the other ranks are exchanging weights with it."""
+    learner = RankLearner(make_model(), CASES["adam"].settings, temperature=1.0, mesh=single_rank)
 
     def no_room(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB\nand more lines")
@@ -174,8 +174,8 @@ def test_a_rank_out_of_memory_stops(alone: DeviceMesh, monkeypatch: pytest.Monke
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-def test_a_step_that_is_not_finite_is_not_taken(alone: DeviceMesh) -> None:
-    learner = RankLearner(make_model(), CASES["adam"].settings, temperature=1.0, mesh=alone)
+def test_a_step_that_is_not_finite_is_not_taken(single_rank: DeviceMesh) -> None:
+    learner = RankLearner(make_model(), CASES["adam"].settings, temperature=1.0, mesh=single_rank)
     start = learner.trained_weights()
     batch = batch_of(0)
     batch.samples[0].reward = math.inf

@@ -1,5 +1,5 @@
-"""What is trained, on the real engine: log-probs of the version that each token names, and answers that no schedule
-selects.
+"""Training data of the real engine: each token carries the log-prob of the version it names, and at frozen weights
+every schedule trains the same answers.
 
 Shapes: t tokens of prompt and answer, v vocabulary.
 """
@@ -33,26 +33,27 @@ Weights = dict[str, torch.Tensor]
 
 @dataclass(slots=True, kw_only=True)
 class HeldUpdate:
-    """An update that is done when it is asked for the fourth time, however fast the machine: rollout surely goes on
-    beside it, and is surely under way when its weights come.
+    """An update that reports done at the fourth call, on any machine.
+
+    So rollout continues during the update and is still running when the new weights are published.
     """
 
     update: Update
-    num_asked: int = 0
+    num_calls: int = 0
 
     def done(self) -> bool:
-        self.num_asked += 1
-        if self.num_asked > 3:
+        self.num_calls += 1
+        if self.num_calls > 3:
             self.update.result()
-        return self.num_asked > 3
+        return self.num_calls > 3
 
     def result(self) -> UpdateResult:
         return self.update.result()
 
 
 @dataclass(slots=True, kw_only=True)
-class Witness:
-    """Stands between controller and learner: keeps what is trained, and every version's weights."""
+class RecordingLearner:
+    """A learner that records the trained samples and the weights of every version."""
 
     learner: Any
     samples: list[Sample] = field(default_factory=list)
@@ -76,37 +77,37 @@ def make_config(strategy: Strategy | str, *, lr: float, samples: int = 96, **sec
         run={"samples": samples},
         schedule={"strategy": strategy, "update_batch": 16, **sections.pop("schedule", {})},
         engine={"slots": 16, "max_new_tokens": 96, **sections.pop("engine", {})},
-        reward={"grace_s": 60.0},  # on a busy machine too, batches do not depend on timing
+        reward={"grace_s": 60.0},  # long enough that batches do not depend on timing, on a busy machine too
         learner={"lr": lr, "lr_final": 1.0, "group_size": 4},
         eval={"prompts": 0},
     )
 
 
 @contextmanager
-def built(config: SortedConfig) -> Iterator[tuple[Controller, Witness]]:
+def built_run(config: SortedConfig) -> Iterator[tuple[Controller, RecordingLearner]]:
     def emit(event: Event) -> None:
         if isinstance(event, WeightsPublished):
-            witness.keep(event.version)
+            recorder.keep(event.version)
 
     parts = build_parts(config)
-    witness = Witness(learner=parts.learner)
+    recorder = RecordingLearner(learner=parts.learner)
     controller = build_loop(config, parts, Buffer(grouped=config.is_grouped), emit=emit, clock=WallClock())
-    controller.learner = witness
-    witness.keep(0)
+    controller.learner = recorder
+    recorder.keep(0)
     try:
-        yield controller, witness
+        yield controller, recorder
     finally:
         parts.close()
 
 
-def train(config: SortedConfig) -> Witness:
-    with built(config) as (controller, witness):
+def train(config: SortedConfig) -> RecordingLearner:
+    with built_run(config) as (controller, recorder):
         assert controller.run()
-    return witness
+    return recorder
 
 
-class Judge:
-    """Log-probs by one plain pass of the transformers model, under any version's weights."""
+class PlainScorer:
+    """Log-probs from one plain pass of the transformers model, under the weights of any version."""
 
     def __init__(self, weights: dict[int, Weights], temperature: float) -> None:
         self.model, _ = load_model(knights_tiny_path())
@@ -125,7 +126,7 @@ class Judge:
         return logprobs_tv.gather(1, tokens_t[len(sample.prompt.tokens) :, None])[:, 0].tolist()
 
     def errors(self, samples: list[Sample], shift: int = 0) -> list[float]:
-        """By how much each trained token's log-prob is off from that of its version plus `shift`."""
+        """The error of each trained token's log-prob, compared with the version it names plus `shift`."""
         wanted = [(sample, version + shift) for sample in samples for version in sorted(set(sample.versions))]
         off: list[float] = []
         for sample, version in sorted(wanted, key=lambda pair: pair[1]):
@@ -136,42 +137,42 @@ class Judge:
         return off
 
 
-def check_every_token(witness: Witness, temperature: float = 1.0) -> None:
-    judge = Judge(witness.weights, temperature)
-    right = judge.errors(witness.samples)
-    assert len(right) == sum(sample.num_tokens for sample in witness.samples) > 1000
+def check_every_token(recorder: RecordingLearner, temperature: float = 1.0) -> None:
+    scorer = PlainScorer(recorder.weights, temperature)
+    right = scorer.errors(recorder.samples)
+    assert len(right) == sum(sample.num_tokens for sample in recorder.samples) > 1000
     assert max(right) < TOLERANCE
-    # The versions really differ: neither the one before nor the one after would have passed. (Most tokens of this
-    # task are all but certain under any version, so it is a matter of hundreds among thousands.)
+    # The versions really differ: neither the previous nor the next version would pass. (Most tokens of this task are
+    # almost certain under any version, so only hundreds among thousands differ.)
     for shift in (-1, 1):
-        wrong = judge.errors(witness.samples, shift)
+        wrong = scorer.errors(recorder.samples, shift)
         assert len(wrong) > 500
         assert sum(error > 10 * TOLERANCE for error in wrong) > 100
         assert max(wrong) > 0.1
 
 
 def test_resumed_answers_carry_each_versions_logprobs() -> None:
-    witness = train(make_config("sorted-partial", lr=1e-3, schedule={"lookahead": 2}, engine={"temperature": 0.8}))
-    mixed = [sample for sample in witness.samples if len(set(sample.versions)) > 1]
+    recorder = train(make_config("sorted-partial", lr=1e-3, schedule={"lookahead": 2}, engine={"temperature": 0.8}))
+    mixed = [sample for sample in recorder.samples if len(set(sample.versions)) > 1]
     assert len(mixed) >= 5
     assert any(len(set(sample.versions)) > 2 for sample in mixed)
     assert all(sample.versions == sorted(sample.versions) for sample in mixed)
-    check_every_token(witness, temperature=0.8)
+    check_every_token(recorder, temperature=0.8)
 
 
 def test_replayed_answers_carry_the_verifying_versions_logprobs() -> None:
-    witness = train(make_config("sorted-replay", lr=1e-3))
-    assert all(set(sample.versions) == {sample.trained_version} for sample in witness.samples if sample.versions)
-    assert sum(sample.attempt > 1 for sample in witness.samples) >= 5
-    check_every_token(witness)
+    recorder = train(make_config("sorted-replay", lr=1e-3))
+    assert all(set(sample.versions) == {sample.trained_version} for sample in recorder.samples if sample.versions)
+    assert sum(sample.attempt > 1 for sample in recorder.samples) >= 5
+    check_every_token(recorder)
 
 
 def test_answers_in_flight_carry_each_versions_logprobs() -> None:
-    witness = train(make_config("async", lr=1e-3, engine={"in_flight": "reprefill"}))
-    in_flight = [s for s in witness.samples if len(set(s.versions)) > 1 and s.num_interrupts == 0]
-    assert len(in_flight) >= 3, "no answer lived through a publication: the test shows nothing"
-    assert all(s.trained_version - min(s.versions) <= 2 for s in witness.samples if s.versions)
-    check_every_token(witness)
+    recorder = train(make_config("async", lr=1e-3, engine={"in_flight": "reprefill"}))
+    in_flight = [s for s in recorder.samples if len(set(s.versions)) > 1 and s.num_interrupts == 0]
+    assert len(in_flight) >= 3, "no answer was running at a publication, so the test checks nothing"
+    assert all(s.trained_version - min(s.versions) <= 2 for s in recorder.samples if s.versions)
+    check_every_token(recorder)
 
 
 # ---- selection ------------------------------------------------------------------------------------------------------
@@ -180,10 +181,10 @@ FROZEN_LR = 1e-30  # a step of this size changes no float32 weight
 
 
 def frozen_answers(strategy: Strategy | str, **sections: dict[str, Any]) -> dict[tuple[str, int], list[int]]:
-    witness = train(make_config(strategy, lr=FROZEN_LR, samples=128, **sections))
-    first, last = witness.weights[0], witness.weights[max(witness.weights)]
+    recorder = train(make_config(strategy, lr=FROZEN_LR, samples=128, **sections))
+    first, last = recorder.weights[0], recorder.weights[max(recorder.weights)]
     assert all(torch.equal(tensor, last[name]) for name, tensor in first.items())
-    return {(sample.prompt.id, sample.index): sample.tokens for sample in witness.samples}
+    return {(sample.prompt.id, sample.index): sample.tokens for sample in recorder.samples}
 
 
 @pytest.fixture(scope="module")

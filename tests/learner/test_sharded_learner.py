@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,11 +27,12 @@ from tests.support.learners import Settings, make_model
 from tests.support.rank_cases import batch_of, run_updates
 
 SETTINGS = Settings(micro_tokens=40, weight_decay=0.1)
-TIMEOUT_S = 20.0
+TIMEOUT_S = 120.0  # how long ranks wait for each other; no test waits it out
+HANG_TIMEOUT_S = 20.0  # a test waits for this one
 
 
 class NoTokenizer:
-    """Checkpoints have one beside the weights; here nothing reads it."""
+    """A checkpoint is saved with a tokenizer; these tests never read it."""
 
     def save_pretrained(self, folder: Path) -> None: ...
 
@@ -40,7 +40,7 @@ class NoTokenizer:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        here = str(Path(__file__).parents[2])  # where the ranks' processes find `Settings`
+        here = str(Path(__file__).parents[2])  # the ranks' processes import `Settings` from there
         patch.setenv("PYTHONPATH", os.pathsep.join([here, os.environ.get("PYTHONPATH", "")]))
         connect()
     yield
@@ -68,13 +68,13 @@ def check_close(model: Any, other: Any) -> None:
 
 
 def test_updates_are_those_of_one_process(sharded: tuple[ShardedLearner, Any], tmp_path: Path) -> None:
-    """And a checkpoint of two ranks goes on in one process."""
+    """And a checkpoint of two ranks is resumed in one process, and in two ranks."""
     learner, _ = sharded
     one = TorchLearner(make_model(), SETTINGS, temperature=1.0)
     found, wanted = run_updates(learner, 0, 2), run_updates(one, 0, 2)
     assert [row["loss"] for row in found] == pytest.approx([row["loss"] for row in wanted], rel=1e-5)
     check_close(learner.source.module, one.model)
-    assert learner.source.module is learner.model  # an engine that was built on it has nothing to copy
+    assert learner.source.module is learner.model  # so an engine built on it has nothing to copy
 
     save_checkpoint(tmp_path / "2", learner.model, NoTokenizer(), learner=learner)
     model = make_model()
@@ -84,7 +84,7 @@ def test_updates_are_those_of_one_process(sharded: tuple[ShardedLearner, Any], t
     saved = learner.state_dict()["optimizer"]
     assert saved.keys() == one.state_dict()["optimizer"].keys()
     assert all(torch.equal(value, saved[name]) for name, value in after.state_dict()["optimizer"].items())
-    load_state(tmp_path / "2", learner)  # and back into the ranks
+    load_state(tmp_path / "2", learner)
     run_updates(learner, 2, 3), run_updates(after, 2, 3)
     check_close(learner.model, after.model)
 
@@ -110,30 +110,42 @@ def test_ranks_listen_on_loopback(sharded: tuple[ShardedLearner, Any]) -> None:
     _, ranks = sharded
     addresses = {
         connection.laddr.ip
-        for _, process in ranks.locations
-        for connection in psutil.Process(process).net_connections()
+        for _, pid in ranks.locations
+        for connection in psutil.Process(pid).net_connections()
         if connection.status == psutil.CONN_LISTEN
     }
     assert addresses
     assert addresses <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
 
 
-def test_a_rank_that_is_killed_in_the_update(sharded: tuple[ShardedLearner, Any]) -> None:
-    """The last of those that share the ranks."""
+def test_a_rank_that_is_killed_in_the_update(
+    sharded: tuple[ShardedLearner, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the last test with the shared ranks, because it ends them."""
+    from sortedrl.learner.sharded import ray_ranks
+
     learner, ranks = sharded
     before = {name: parameter.clone() for name, parameter in learner.model.named_parameters()}
-    pids = [process for _, process in ranks.locations]
-    os.kill(pids[1], signal.SIGSTOP)  # so that the update cannot be over when it is killed
-    threading.Timer(0.2, os.kill, (pids[1], signal.SIGKILL)).start()
+    pids = [pid for _, pid in ranks.locations]
+    os.kill(pids[1], signal.SIGSTOP)  # so that the update cannot finish before the rank is killed
+    wait = ray_ranks.ray.wait
+
+    def kill_and_wait(*args: Any, **options: Any) -> Any:
+        """The driver waits once all ranks have been called."""
+        if psutil.pid_exists(pids[1]):
+            os.kill(pids[1], signal.SIGKILL)
+        return wait(*args, **options)
+
+    monkeypatch.setattr(ray_ranks.ray, "wait", kill_and_wait)
     with pytest.raises(LearnerError, match=rf"rank 1 of 2 \(process {pids[1]} on .*has died.*resume"):
         learner.start(batch_of(4))
     assert all(torch.equal(value, before[name]) for name, value in learner.model.named_parameters())
     with pytest.raises(LearnerError, match="has died"):
         learner.start(batch_of(4))
-    deadline = time.monotonic() + 30
-    while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() < deadline:
+    deadline = time.monotonic() + WAIT_S
+    while any(psutil.pid_exists(pid) for pid in pids):
+        assert time.monotonic() < deadline, "the ranks are still running"
         time.sleep(0.1)
-    assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
 def test_more_ranks_than_processors() -> None:
@@ -147,7 +159,7 @@ def test_more_ranks_than_processors() -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_hangs(cluster: None) -> None:
-    learner, ranks = start_ranks(make_model(), timeout_s=5.0)
+    learner, ranks = start_ranks(make_model(), timeout_s=HANG_TIMEOUT_S)
     os.kill(ranks.locations[1][1], signal.SIGSTOP)
     with pytest.raises(LearnerError, match=r"rank 0 of 2 .* failed .*; rank 1 of 2 .* did not answer.*rank_timeout_s"):
         learner.start(batch_of(0))
@@ -175,7 +187,7 @@ def test_a_run_whose_rank_was_killed_goes_on_in_one_process(tmp_path: Path) -> N
         text=True,
     ) as run:
         try:
-            victim = rank_of(run, tmp_path / "out" / "quickstart" / "metrics.jsonl", after_updates=3)
+            victim = wait_for_rank(run, tmp_path / "out" / "quickstart" / "metrics.jsonl", after_updates=3)
             victim.kill()
             _, err = run.communicate(timeout=WAIT_S)
         finally:
@@ -184,20 +196,20 @@ def test_a_run_whose_rank_was_killed_goes_on_in_one_process(tmp_path: Path) -> N
     (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
     assert f"(process {victim.pid} on 127.0.0.1) has died" in line
     assert "sortedrl train --resume out/quickstart" in err
-    go_on = ["train", "--resume", "out/quickstart", "learner.ranks=1", "run.samples=160", "--json"]
-    done = script(*go_on, cwd=tmp_path)
+    resume = ["train", "--resume", "out/quickstart", "learner.ranks=1", "run.samples=160", "--json"]
+    done = script(*resume, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     ledger = json.loads(done.stdout)["runs"][0]["ledger"]
     assert [ledger[key] for key in ("loaded", "trained", "lost", "duplicated")] == [160, 160, 0, 0]
     assert script("ledger", "out/quickstart", "--verify", cwd=tmp_path).returncode == 0
 
 
-def rank_of(run: subprocess.Popen[str], metrics: Path, *, after_updates: int) -> psutil.Process:
-    """The process of a rank, once the run has made some updates."""
+def wait_for_rank(run: subprocess.Popen[str], metrics: Path, *, after_updates: int) -> psutil.Process:
+    """Wait until the run has made `after_updates` updates; the process of one of its ranks."""
     deadline = time.monotonic() + 2 * WAIT_S
     while not metrics.is_file() or metrics.read_text().count("\n") < after_updates:
-        assert run.poll() is None, "the run has ended by itself"
-        assert time.monotonic() < deadline, "no update was made"
+        assert run.poll() is None, "the run ended before it was killed"
+        assert time.monotonic() < deadline, "the run made too few updates"
         time.sleep(0.05)
     children = psutil.Process(run.pid).children(recursive=True)
     return next(child for child in children if " ".join(child.cmdline()).startswith("ray::_RankActor"))

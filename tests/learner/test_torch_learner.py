@@ -1,4 +1,4 @@
-"""The learner as a whole: updates against a plain reference, its guards, its schedule, and that it learns."""
+"""The whole learner: updates compared with a plain reference, its safety checks, its learning rate, and learning."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_failed_sample_counts_for_its_siblings_only() -> None:
     batch.samples[1].finish_reason = FinishReason.FAILED
     learner = TorchLearner(model, Settings(algorithm="grpo"), temperature=1.0)
     metrics = learner.start(batch).result().metrics
-    # Its sibling still has an advantage of 1, as have all other pairs: everything else is learned from.
+    # Its sibling still has an advantage of 1, like all other pairs, so all other samples are learned from.
     assert metrics["learned_tokens"] == metrics["num_tokens"] == 3 + 1 + 5 + 14 + 2 + 7 + 4
     assert metrics["zero_advantage_fraction"] == 0
 
@@ -199,7 +199,7 @@ def test_overlap_gives_the_same_update_and_snapshots() -> None:
     assert copied.lm_head.weight is copied.model.embed_tokens.weight
 
 
-def test_overlap_hands_on_errors() -> None:
+def test_overlap_passes_errors_on() -> None:
     model = make_model()
     learner = TorchLearner(model, Settings(inner_epochs=3), temperature=1.0, overlap=True)
     batch = make_batch(model)
@@ -222,7 +222,7 @@ def test_a_batch_without_signal_moves_nothing() -> None:
     assert_same(weights(model), before, 0)
 
 
-def test_it_learns_to_say_the_rewarded_token() -> None:
+def test_it_learns_to_sample_the_rewarded_token() -> None:
     model = make_model()
     learner = TorchLearner(model, Settings(algorithm="grpo", group_size=16, lr=1e-2), temperature=1.0)
     noise = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""The learner's loss and gradients against those of TRL's GRPOTrainer, which is called on the same batch."""
+"""The learner's loss and gradients compared with those of TRL's GRPOTrainer on the same batch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def trl_trainer(folder: Path, **arguments: Any) -> Any:
         model=make_model(),
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
         args=settings,
-        # With a name of its own the table is not hashed, which needs pickle to know all of pyarrow.
+        # With an explicit fingerprint, datasets does not hash the table, which fails on some pyarrow objects.
         train_dataset=Dataset(InMemoryTable.from_pydict({"prompt": ["a"] * 8}), fingerprint="prompts"),
         processing_class=AutoTokenizer.from_pretrained(knights_tiny_path()),
     )

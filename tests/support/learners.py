@@ -77,7 +77,7 @@ def logprobs_of(model: Any, prompt: list[int], answer: list[int], temperature: f
 
 
 def make_batch(model: Any, *, temperature: float = 1.0, off_policy: float = 0.0, progress: float = 0.0) -> Batch:
-    """Eight samples of four prompts with behaviour log-probs of the model, moved by up to `off_policy`."""
+    """Eight samples of four prompts. Behaviour log-probs are the model's, changed by up to `off_policy`."""
     noise = torch.Generator().manual_seed(7)
     samples: list[Sample] = []
     for index, length in enumerate([3, 9, 1, 5, 14, 2, 7, 4]):
@@ -108,7 +108,7 @@ def weights(model: Any) -> dict[str, Tensor]:
 
 
 def caught_gradients(learner: TorchLearner) -> dict[str, Tensor]:
-    """Filled with the gradients of the learner's next step."""
+    """A dictionary that is filled with the gradients of the learner's next step."""
     caught: dict[str, Tensor] = {}
 
     def catch(*_: object) -> None:

@@ -30,7 +30,7 @@ ADVANTAGES = [1.0, -0.5, 0.7, 2.0, -1.5, 0.3, -0.2, 0.9]
 
 
 def samples_of(lengths: list[tuple[int, int, int]]) -> list[Sample]:
-    """Samples of (prompt id, prompt length, answer length), with random tokens that depend on their place alone."""
+    """Samples of (prompt id, prompt length, answer length), with random tokens that depend only on their index."""
     samples: list[Sample] = []
     for index, (prompt, prompt_length, length) in enumerate(lengths):
         prompt_noise = torch.Generator().manual_seed(1000 + prompt)

@@ -120,7 +120,7 @@ def run_rank(rank: int, folder: Path) -> None:
     """Run all cases as one of two ranks; writes each final state and each half-way state into `folder`."""
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), NUM_RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=120))
     for name, case in CASES.items():
         learner = rank_learner(name)
         metrics = run_updates(learner, 0, min(SAVED_AFTER, case.num_updates))

@@ -71,6 +71,7 @@ class ShardedLearner:
         self._unscored.add(sample, attempt)
 
     def start(self, batch: Batch) -> Future[UpdateResult]:
+        self._runner.assert_idle()
         scored = self._unscored.remove_from(batch)
         return empty_update() if scored is None else self._runner.start(lambda: self._update(scored))
 
