@@ -233,9 +233,8 @@ def test_effective_share_by_hand() -> None:
 def test_metrics_report_divergence_by_staleness_and_ratios_by_quantile() -> None:
     model = make_model()
     batch = make_batch(model)
-    for sample in (
-        batch.samples
-    ):  # the second half of each answer comes from the current version, the first half from an older one
+    # The first half of each answer comes from an older version, the second half from the current one.
+    for sample in batch.samples:
         (segment,) = sample.segments
         half = len(segment.tokens) // 2
         moved = [logprob - math.log(2) for logprob in segment.logprobs[:half]]

@@ -23,10 +23,10 @@ import numpy as np
 from sortedrl.errors import ConfigError
 from sortedrl.records import SAME_REWARD, FinishReason, Sample, is_flat
 
-EPSILON = SAME_REWARD  # a smaller standard deviation counts as 0; also keeps divisions finite
+_EPSILON = SAME_REWARD  # a smaller standard deviation counts as 0; also keeps divisions finite
 # In the scope `running`, a reward's weight falls to 1/e after this many samples: several cohorts, so all lengths count.
-RUNNING_HORIZON = 1024.0
-COHORTS_KEPT = 64  # statistics of older cohorts are dropped; a cohort is used up long before 64 others are loaded
+_RUNNING_HORIZON = 1024.0
+_COHORTS_KEPT = 64  # statistics of older cohorts are dropped; a cohort is used up long before 64 others are loaded
 
 SCOPES = ("batch", "cohort", "running")
 
@@ -74,11 +74,11 @@ class Moments:
         return Moments(weight=weight, mean=mean, deviation=deviation)
 
 
-def whiten(rewards: np.ndarray, moments: Moments) -> np.ndarray:
+def _whiten(rewards: np.ndarray, moments: Moments) -> np.ndarray:
     """Rewards minus the mean, in standard deviations; all 0 if the standard deviation is 0."""
-    if moments.std < EPSILON:
+    if moments.std < _EPSILON:
         return np.zeros_like(rewards)
-    return (rewards - moments.mean) / (moments.std + EPSILON)
+    return (rewards - moments.mean) / (moments.std + _EPSILON)
 
 
 # ---- advantage functions ---------------------------------------------------------------------------------------------
@@ -92,20 +92,20 @@ AdvantageFunction = Callable[[np.ndarray, Sequence[Hashable], Scope], np.ndarray
 
 def whitened_over_scope(rewards: np.ndarray, _groups: Sequence[Hashable], scope: Scope) -> np.ndarray:
     """Each reward minus the scope's mean, in the scope's standard deviations (REINFORCE++)."""
-    return whiten(rewards, scope(rewards))
+    return _whiten(rewards, scope(rewards))
 
 
 def centred_and_whitened(rewards: np.ndarray, groups: Sequence[Hashable], scope: Scope) -> np.ndarray:
     """Each reward minus its siblings' mean, then whitened over the scope (REINFORCE++-baseline)."""
     centred = centred_on_siblings(rewards, groups, scope)
-    return whiten(centred, scope(centred))
+    return _whiten(centred, scope(centred))
 
 
 def whitened_over_siblings(rewards: np.ndarray, groups: Sequence[Hashable], _scope: Scope) -> np.ndarray:
     """Each reward minus its siblings' mean, in their standard deviations (GRPO)."""
     advantages = np.zeros_like(rewards)
     for members in _members(groups):
-        advantages[members] = whiten(rewards[members], Moments.of(rewards[members]))
+        advantages[members] = _whiten(rewards[members], Moments.of(rewards[members]))
     return advantages
 
 
@@ -131,7 +131,7 @@ def leave_one_out(rewards: np.ndarray, groups: Sequence[Hashable], _scope: Scope
 def leave_one_out_over_scope(rewards: np.ndarray, _groups: Sequence[Hashable], scope: Scope) -> np.ndarray:
     """Each reward minus the mean of all others in the scope; 0 if none differ, and for the very first sample."""
     seen = scope(rewards)
-    if seen.std < EPSILON:
+    if seen.std < _EPSILON:
         return np.zeros_like(rewards)
     return rewards - (seen.weight * seen.mean - rewards) / (seen.weight - 1)
 
@@ -168,7 +168,7 @@ def flat_groups(samples: Sequence[Sample]) -> list[bool]:
 class AdvantageEstimator:
     """An advantage function with its scope's statistics of earlier batches."""
 
-    def __init__(self, function: AdvantageFunction, scope: str = "batch", *, horizon: float = RUNNING_HORIZON) -> None:
+    def __init__(self, function: AdvantageFunction, scope: str = "batch", *, horizon: float = _RUNNING_HORIZON) -> None:
         if scope not in SCOPES:
             raise ConfigError(f"learner.advantage_scope {scope!r} is unknown: use one of {', '.join(SCOPES)}")
         self.function = function
@@ -220,7 +220,7 @@ class AdvantageEstimator:
             moments = self._cohorts.setdefault(cohort, Moments())
             moments.add(Moments.of(values[members]))
             pooled.add(moments)
-        for cohort in sorted(self._cohorts)[:-COHORTS_KEPT]:
+        for cohort in sorted(self._cohorts)[:-_COHORTS_KEPT]:
             del self._cohorts[cohort]
         return pooled
 

@@ -25,12 +25,12 @@ from sortedrl.learner.advantage import (
     whitened_over_siblings,
 )
 
-Level = Literal["token", "sequence"]
+_Level = Literal["token", "sequence"]
 Mean = Literal["token", "sequence", "constant"]
-Overlong = Literal["keep", "mask", "shape"]
-Importance = Literal["none", "token", "sequence"]
+_Overlong = Literal["keep", "mask", "shape"]
+_Importance = Literal["none", "token", "sequence"]
 Estimator = Literal["k1", "k2", "k3"]
-FlatGroups = Literal["keep", "zero", "replace"]
+_FlatGroups = Literal["keep", "zero", "replace"]
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -39,12 +39,12 @@ class Algorithm:
 
     advantage: AdvantageFunction
     without_siblings: AdvantageFunction | None = None  # replaces `advantage` if group_size is 1; scope "running"
-    ratio: Level = "token"  # what is clipped: each token's ratio, or the geometric mean over its sample
+    ratio: _Level = "token"  # what is clipped: each token's ratio, or the geometric mean over its sample
     loss_mean: Mean = "token"  # over tokens, over the samples' means, or over the tokens that the budget allows
     clip_low: float = 0.2
     clip_high: float = 0.28
-    overlong: Overlong = "keep"  # truncated answers: like any other, without gradient, or with a length penalty
-    flat_groups: FlatGroups = "keep"  # if all siblings score the same: count them in means, do not, or replace them
+    overlong: _Overlong = "keep"  # truncated answers: like any other, without gradient, or with a length penalty
+    flat_groups: _FlatGroups = "keep"  # if all siblings score the same: count them in means, do not, or replace them
     needs_siblings: bool = False
     has_critic: bool = False
 
@@ -72,14 +72,14 @@ class Objective:
     """What is optimised: the algorithm's values, overridden by the section's keys."""
 
     algorithm: Algorithm
-    ratio: Level
+    ratio: _Level
     loss_mean: Mean
     clip_low: float
     clip_high: float
-    overlong: Overlong
-    flat_groups: FlatGroups
+    overlong: _Overlong
+    flat_groups: _FlatGroups
     overlong_buffer: float = 0.2
-    importance: Importance = "none"
+    importance: _Importance = "none"
     importance_cap: float | Literal["none"] = 2.0
     kl_coef: float = 0.0
     kl_estimator: Estimator = "k3"
@@ -109,7 +109,7 @@ class Objective:
         return self.algorithm.has_critic or self.has_loss_kl or self.entropy_coef > 0
 
 
-def find_algorithm(name: str) -> Algorithm:
+def _find_algorithm(name: str) -> Algorithm:
     if name not in ALGORITHMS:
         raise ConfigError(f"learner.algorithm {name!r} is unknown: use one of {', '.join(ALGORITHMS)}")
     return ALGORITHMS[name]
@@ -117,12 +117,12 @@ def find_algorithm(name: str) -> Algorithm:
 
 def is_grouped(name: str, group_size: int) -> bool:
     """Whether the algorithm trains the siblings of a prompt together."""
-    return find_algorithm(name).needs_siblings and group_size > 1
+    return _find_algorithm(name).needs_siblings and group_size > 1
 
 
 def needs_more_siblings(name: str, group_size: int) -> bool:
     """Whether the algorithm compares siblings and `group_size` gives it none."""
-    algorithm = find_algorithm(name)
+    algorithm = _find_algorithm(name)
     return algorithm.needs_siblings and algorithm.without_siblings is None and group_size < 2
 
 
@@ -135,7 +135,7 @@ def advantage_function_of(algorithm: Algorithm, group_size: int, scope: str) -> 
 
 def objective_of(settings: Any) -> Objective:
     """The objective that a `learner` section describes. Keys that it lacks or leaves open take their defaults."""
-    algorithm = find_algorithm(settings.algorithm)
+    algorithm = _find_algorithm(settings.algorithm)
     values: dict[str, Any] = {}
     for field in fields(Objective):
         value = getattr(settings, field.name, None)

@@ -1,4 +1,4 @@
-"""Attention that keeps packed samples apart, registered with transformers under the name `PACKED`.
+"""Attention that keeps packed samples apart, registered with transformers as "sortedrl_packed".
 
 `pack.py` makes the layout of a micro-batch (`make_layout`); models use it within `packed_attention`. A row is one
 sample with its prompt, gathered from the packed tokens. Rows attend causally within themselves, and the results are
@@ -30,9 +30,9 @@ try:
 except ImportError:  # an older torch
     varlen_attn = None
 
-PACKED = "sortedrl_packed"
-SIMILAR = 0.8  # rows share a bucket while the shortest is at least this share of the longest
-UNSUPPORTED = ("softcap", "s_aux", "position_bias")  # attention options of some architectures that we do not implement
+_PACKED = "sortedrl_packed"
+_SIMILAR = 0.8  # rows share a bucket while the shortest is at least this share of the longest
+_UNSUPPORTED = ("softcap", "s_aux", "position_bias")  # attention options of some architectures that we do not implement
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -62,7 +62,7 @@ def make_layout(rows: Sequence[np.ndarray], num_tokens: int, device: torch.devic
     while start < len(ordered):
         length = len(ordered[start])
         stop = start + 1
-        while stop < len(ordered) and len(ordered[stop]) >= SIMILAR * length:
+        while stop < len(ordered) and len(ordered[stop]) >= _SIMILAR * length:
             stop += 1
         block = np.zeros((stop - start, length), dtype=np.int64)
         base = sum(block.size for block in padded)
@@ -88,7 +88,7 @@ def make_layout(rows: Sequence[np.ndarray], num_tokens: int, device: torch.devic
 def packed_attention(model: Any) -> Iterator[None]:
     """Make the model use packed attention inside the block, and restore its own attention afterwards."""
     before = model.config._attn_implementation
-    model.config._attn_implementation = PACKED
+    model.config._attn_implementation = _PACKED
     try:
         yield
     finally:
@@ -109,7 +109,7 @@ def _attend(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention with the signature that transformers calls: [1, h, n, d] in, [1, n, h, d] out."""
-    for name in UNSUPPORTED:
+    for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise ModelError(
                 f"{type(module).__name__} needs {name} in attention, which packed training does not support: use "
@@ -188,4 +188,4 @@ def _gather_rows(states: Tensor, padded_p: Tensor, sizes: list[int]) -> tuple[Te
     return states_p.view(-1, h, d).split(sizes)
 
 
-AttentionInterface.register(PACKED, _attend)
+AttentionInterface.register(_PACKED, _attend)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from sortedrl.errors import ModelError
 
-EPSILON = 1e-6
+_EPSILON = 1e-6
 
 
 class Critic(nn.Module):
@@ -71,9 +71,9 @@ def whitened(advantages: Mapping[int, Tensor]) -> dict[int, Tensor]:
         return {}
     all_a = torch.cat(list(advantages.values()))
     std = all_a.std(correction=0)
-    if std < EPSILON:
+    if std < _EPSILON:
         return {index: torch.zeros_like(values_t) for index, values_t in advantages.items()}
-    return {index: (values_t - all_a.mean()) / (std + EPSILON) for index, values_t in advantages.items()}
+    return {index: (values_t - all_a.mean()) / (std + _EPSILON) for index, values_t in advantages.items()}
 
 
 def value_loss(values_a: Tensor, old_a: Tensor, returns_a: Tensor, *, clip: float) -> Tensor:

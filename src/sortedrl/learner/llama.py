@@ -27,8 +27,8 @@ from sortedrl.learner.attention import Layout
 from sortedrl.learner.native_layers import RowAttention, gate, gate_backward, load_layers, norm, norm_backward
 
 MAX_LENGTH = 2048  # of a row: the backward pass holds two square matrices of this size
-VECTOR = 8  # the compiled code works on vectors of this size
-PLAIN_MODULES = {
+_VECTOR = 8  # the compiled code works on vectors of this size
+_PLAIN_MODULES = {
     *(nn.Embedding, nn.Linear, nn.ModuleList, nn.SiLU, SiLUActivation),
     *(modeling_llama.LlamaModel, modeling_llama.LlamaDecoderLayer, modeling_llama.LlamaAttention),
     *(modeling_llama.LlamaMLP, modeling_llama.LlamaRMSNorm, modeling_llama.LlamaRotaryEmbedding),
@@ -51,8 +51,8 @@ def can_use_compiled_layers(model: Any, layout: Layout) -> bool:
 def _has_plain_sizes(config: Any) -> bool:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return (
-        config.hidden_size % VECTOR == 0
-        and config.intermediate_size % VECTOR == 0
+        config.hidden_size % _VECTOR == 0
+        and config.intermediate_size % _VECTOR == 0
         and head_dim % 2 == 0
         and config.hidden_act == "silu"
         and not (config.attention_bias or config.mlp_bias or config.attention_dropout)
@@ -62,7 +62,7 @@ def _has_plain_sizes(config: Any) -> bool:
 def _is_plain(module: nn.Module) -> bool:
     """Whether the module is unmodified (no hooks, no replaced forward) and its weights are float32 on the CPU."""
     return (
-        type(module) in PLAIN_MODULES
+        type(module) in _PLAIN_MODULES
         and "forward" not in module.__dict__
         and not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
         and not module._backward_pre_hooks

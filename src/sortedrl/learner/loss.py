@@ -18,9 +18,9 @@ from torch import Tensor
 
 from sortedrl.learner.algorithms import Objective
 
-MAX_LOG_RATIO = 20.0  # keeps exp finite; tokens beyond it get no gradient
-MAX_LOG_WEIGHT = 80.0  # exp of more overflows float32, so weights without a cap stay finite
-ENTROPY_ROWS = 4096  # rows of logits that the entropy handles at once
+_MAX_LOG_RATIO = 20.0  # keeps exp finite; tokens beyond it get no gradient
+_MAX_LOG_WEIGHT = 80.0  # exp of more overflows float32, so weights without a cap stay finite
+_ENTROPY_ROWS = 4096  # rows of logits that the entropy handles at once
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -69,7 +69,7 @@ def policy_loss(
 ) -> tuple[Tensor, PolicyRatios]:
     """A micro-batch's share of the mini-batch's mean loss: clipped surrogate, importance weights, KL penalty."""
     denominator_a = tokens.behaviour_a if tokens.old_a is None else tokens.old_a
-    log_ratio_a = (logprobs_a - denominator_a).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_ratio_a = (logprobs_a - denominator_a).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
     if objective.ratio == "sequence":
         log_ratio_a = _sample_mean(log_ratio_a, tokens.sample_a)
     ratio_a = log_ratio_a.exp()
@@ -89,7 +89,7 @@ def policy_loss(
     with torch.no_grad():
         # A token is clipped only where the clipped term is the smaller one: there its gradient is 0.
         is_clipped_a = clipped_a * tokens.advantages_a < ratio_a * tokens.advantages_a
-        behaviour_log_ratio_a = (logprobs_a - tokens.behaviour_a).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        behaviour_log_ratio_a = (logprobs_a - tokens.behaviour_a).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
     ratios = PolicyRatios(ratio_a=ratio_a.detach(), is_clipped_a=is_clipped_a, log_ratio_a=behaviour_log_ratio_a)
     return loss_a.sum() / divisor, ratios
 
@@ -105,13 +105,13 @@ def importance_weights(
     their ratios; without a cap, this makes gradient estimates unbiased.
     """
     log_weight_a = log_ratio_a if level == "token" else _sample_sum(log_ratio_a, sample_a)
-    weight_a = log_weight_a.clamp(max=MAX_LOG_WEIGHT).exp()
+    weight_a = log_weight_a.clamp(max=_MAX_LOG_WEIGHT).exp()
     return weight_a if cap is None else weight_a.clamp(max=cap)
 
 
 def divergence(logprobs_a: Tensor, reference_a: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
     """Per-token estimates of KL(policy, reference) at tokens that the policy sampled."""
-    log_ratio_a = (logprobs_a - reference_a).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_ratio_a = (logprobs_a - reference_a).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
     match estimator:
         case "k1":
             return log_ratio_a
@@ -139,6 +139,6 @@ def _scaled(logits_av: Tensor, temperature: float) -> Tensor:
 @torch.no_grad()
 def _entropy_sum(scaled_av: Tensor, logsumexp_a: Tensor) -> Tensor:
     total = logsumexp_a.sum()
-    for scaled, logsumexp in zip(scaled_av.split(ENTROPY_ROWS), logsumexp_a.split(ENTROPY_ROWS), strict=True):
+    for scaled, logsumexp in zip(scaled_av.split(_ENTROPY_ROWS), logsumexp_a.split(_ENTROPY_ROWS), strict=True):
         total = total - ((scaled - logsumexp[:, None]).exp_() * scaled).sum()
     return total

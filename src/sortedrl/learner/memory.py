@@ -13,7 +13,7 @@ import sys
 import torch
 
 # Messages of plain RuntimeErrors that CPU allocators, or libraries that could not allocate, raise.
-OUT_OF_MEMORY_MESSAGES = (
+_OUT_OF_MEMORY_MESSAGES = (
     "can't allocate memory",
     "Cannot allocate memory",
     "out of memory",
@@ -21,15 +21,15 @@ OUT_OF_MEMORY_MESSAGES = (
     "ALLOC_FAILED",
 )
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
-MAX_MMAP_THRESHOLD = 1 << 25  # the largest that glibc accepts
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
+_MAX_MMAP_THRESHOLD = 1 << 25  # the largest that glibc accepts
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means that memory ran out, on any device."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(message in str(error) for message in OUT_OF_MEMORY_MESSAGES)
+    return isinstance(error, RuntimeError) and any(message in str(error) for message in _OUT_OF_MEMORY_MESSAGES)
 
 
 def keep_freed_blocks() -> None:
@@ -39,8 +39,8 @@ def keep_freed_blocks() -> None:
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if set_option is not None:
-        set_option(M_MMAP_THRESHOLD, MAX_MMAP_THRESHOLD)
-        set_option(M_TRIM_THRESHOLD, 2 * MAX_MMAP_THRESHOLD)
+        set_option(_M_MMAP_THRESHOLD, _MAX_MMAP_THRESHOLD)
+        set_option(_M_TRIM_THRESHOLD, 2 * _MAX_MMAP_THRESHOLD)
 
 
 def collect_and_release() -> None:

@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 
 from sortedrl.records import Batch
 
-TENSORS_FILE = "batch.safetensors"
-SAMPLES_FILE = "batch.json"
+_TENSORS_FILE = "batch.safetensors"
+_SAMPLES_FILE = "batch.json"
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def _save(folder: Path, batch: Batch, advantages: Sequence[float], reason: str) 
         "logprobs": torch.tensor([value for sample in samples for value in sample.logprobs], dtype=torch.float64),
         "versions": torch.tensor([version for sample in samples for version in sample.versions]),
     }
-    save_file(tensors, folder / TENSORS_FILE)
+    save_file(tensors, folder / _TENSORS_FILE)
     described: list[dict[str, Any]] = []
     prompt_start = start = 0
     for sample, advantage in zip(samples, advantages, strict=True):
@@ -65,7 +65,7 @@ def _save(folder: Path, batch: Batch, advantages: Sequence[float], reason: str) 
         prompt_start += len(sample.prompt.tokens)
         start += sample.num_tokens
     page = {"update": batch.update, "version": batch.version, "reason": reason, "samples": described}
-    (folder / SAMPLES_FILE).write_text(json.dumps(page, indent=1), encoding="utf-8")
+    (folder / _SAMPLES_FILE).write_text(json.dumps(page, indent=1), encoding="utf-8")
     return folder
 
 

@@ -27,8 +27,8 @@ from sortedrl.learner.llama import can_use_compiled_layers, llama_hidden_states
 from sortedrl.records import Prompt, Sample, Segment
 
 # Largest accepted difference between logits computed packed and alone, relative to the largest logit.
-FLOAT32_TOLERANCE = 3e-5
-HALF_PRECISION_TOLERANCE = 3e-2
+_FLOAT32_TOLERANCE = 3e-5
+_HALF_PRECISION_TOLERANCE = 3e-2
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -200,7 +200,7 @@ def check_packing(model: Any) -> None:
     finally:
         model.train(was_training)
     error = float((packed_av - alone_av).abs().max() / alone_av.abs().max())
-    if error > (FLOAT32_TOLERANCE if model.dtype == torch.float32 else HALF_PRECISION_TOLERANCE):
+    if error > (_FLOAT32_TOLERANCE if model.dtype == torch.float32 else _HALF_PRECISION_TOLERANCE):
         raise ModelError(
             f"{name} mixes samples that are packed in one row, because a layer other than attention looks at several "
             "tokens: use another model"

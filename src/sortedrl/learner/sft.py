@@ -35,9 +35,9 @@ Example = tuple[Sequence[int], Sequence[int]]
 OnStep = Callable[[int, float], None]
 """Called after each step with the number of steps so far and the loss."""
 
-IGNORED = -100  # the label of a position without loss
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Muon's quintic: moves singular values to about 1 in five rounds
-NEWTON_SCHULZ_ROUNDS = 5
+_IGNORED = -100  # the label of a position without loss
+_NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Muon's quintic: moves singular values to about 1 in five rounds
+_NEWTON_SCHULZ_ROUNDS = 5
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -156,7 +156,7 @@ def pad_batch(batch: Sequence[Example]) -> tuple[Tensor, Tensor]:
     """Tokens and labels, padded on the right, where causal attention keeps the padding out."""
     num_positions = max(_length(example) for example in batch)
     tokens_nl = torch.zeros(len(batch), num_positions, dtype=torch.long)
-    labels_nl = torch.full_like(tokens_nl, IGNORED)
+    labels_nl = torch.full_like(tokens_nl, _IGNORED)
     for n, (prompt, answer) in enumerate(batch):
         end = len(prompt) + len(answer)
         tokens_nl[n, :end] = torch.tensor([*prompt, *answer])
@@ -168,7 +168,7 @@ def answer_loss(model: nn.Module, tokens_nl: Tensor, labels_nl: Tensor) -> Tenso
     """Mean negative log-likelihood of the labelled tokens."""
     logits_nlv = model(input_ids=tokens_nl).logits
     return nn.functional.cross_entropy(
-        logits_nlv[:, :-1].flatten(0, 1), labels_nl[:, 1:].flatten(), ignore_index=IGNORED
+        logits_nlv[:, :-1].flatten(0, 1), labels_nl[:, 1:].flatten(), ignore_index=_IGNORED
     )
 
 
@@ -238,9 +238,9 @@ def _short_side_first(matrix: Tensor) -> Tensor:
 
 def orthogonalise(matrices_grc: Tensor) -> Tensor:
     """Move singular values to about 1, by Newton-Schulz iterations."""
-    a, b, c = NEWTON_SCHULZ
+    a, b, c = _NEWTON_SCHULZ
     x_grc = matrices_grc / (matrices_grc.norm(dim=(1, 2), keepdim=True) + 1e-7)
-    for _ in range(NEWTON_SCHULZ_ROUNDS):
+    for _ in range(_NEWTON_SCHULZ_ROUNDS):
         gram_grr = x_grc @ x_grc.mT
         x_grc = a * x_grc + (b * gram_grr + c * gram_grr @ gram_grr) @ x_grc
     return x_grc

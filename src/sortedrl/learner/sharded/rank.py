@@ -37,7 +37,7 @@ from sortedrl.learner.update_metrics import StepMetrics
 from sortedrl.records import Sample
 from sortedrl.weights import array_of
 
-SLACK = 1.1  # micro-batches may exceed an even share of the tokens by this factor, since samples are not split
+_SLACK = 1.1  # micro-batches may exceed an even share of the tokens by this factor, since samples are not split
 
 
 class RankLearner(TorchLearner):
@@ -215,7 +215,7 @@ def split_evenly(
     if not coarse:
         return []
     num_rounds = -(-len(coarse) // num_ranks)
-    share = math.ceil(sum(micro.num_tokens for micro in coarse) / (num_rounds * num_ranks) * SLACK)
+    share = math.ceil(sum(micro.num_tokens for micro in coarse) / (num_rounds * num_ranks) * _SLACK)
     fine = pack(samples, indices, min(share, micro_tokens), device)
     splits = [sorted(micros, key=lambda micro: -micro.num_tokens) for micros in (coarse, fine)]
     # A round takes as long as its largest micro-batch, which is its first.

@@ -31,10 +31,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from sortedrl.errors import LearnerError, SortedRLError, first_line
 
-LOOPBACK = "127.0.0.1"
-PLACEMENT_S = 120.0  # how long to wait for resources: a cluster may have to start machines
-GRACE_S = 10.0  # how long to wait after a failure for another rank's failure that may have caused it
-DIED = (RayActorError, WorkerCrashedError, NodeDiedError)
+_LOOPBACK = "127.0.0.1"
+_PLACEMENT_S = 120.0  # how long to wait for resources: a cluster may have to start machines
+_GRACE_S = 10.0  # how long to wait after a failure for another rank's failure that may have caused it
+_DIED = (RayActorError, WorkerCrashedError, NodeDiedError)
 
 
 class _RankActor:
@@ -68,7 +68,7 @@ class _RankActor:
 
         torch.set_num_threads(self._threads)
         has_gpu = bool(ray.get_gpu_ids()) and torch.cuda.is_available()
-        if host == LOOPBACK:  # otherwise gloo would listen on the address of the machine's name
+        if host == _LOOPBACK:  # otherwise gloo would listen on the address of the machine's name
             names = [name for _, name in socket.if_nameindex()]
             os.environ["GLOO_SOCKET_IFNAME"] = "lo" if "lo" in names else "lo0"
         timeout = timedelta(seconds=timeout_s)
@@ -130,14 +130,14 @@ class RayRanks:
         resources = {"CPU": num_cpus} | ({"GPU": num_gpus} if num_gpus else {})
         self._placement = placement_group([resources] * size, strategy="PACK")
         try:
-            if not self._placement.wait(PLACEMENT_S):
+            if not self._placement.wait(_PLACEMENT_S):
                 raise LearnerError(
                     f"Ray has no resources for {size} ranks of {num_cpus:g} CPUs and {num_gpus:g} GPUs each: lower "
                     "learner.ranks, learner.rank_cpus or learner.rank_gpus, or add machines"
                 )
             self._actors = [self._launch(rank, num_cpus, num_gpus, threads) for rank in range(size)]
             self._locations = self.call("location")
-            host = LOOPBACK if len({node for node, _ in self._locations}) == 1 else self._locations[0][0]
+            host = _LOOPBACK if len({node for node, _ in self._locations}) == 1 else self._locations[0][0]
             port = self.call("listen", host)[0]
             self.call("join", host, port, timeout_s)
         except BaseException:
@@ -157,7 +157,7 @@ class RayRanks:
         results: list[Any] = [None] * self.size
         failures: dict[int, Exception] = {}
         while pending:
-            ready, _ = ray.wait(list(pending), num_returns=1, timeout=GRACE_S if failures else None)
+            ready, _ = ray.wait(list(pending), num_returns=1, timeout=_GRACE_S if failures else None)
             if not ready:
                 break  # the others are waiting for a rank that has failed
             rank = pending.pop(ready[0])
@@ -214,7 +214,7 @@ class RayRanks:
         cause = error.cause if isinstance(error, RayTaskError) else error
         if isinstance(cause, SortedRLError):
             self._failure = f"{name}: {cause}"
-        elif isinstance(error, DIED):
+        elif isinstance(error, _DIED):
             self._failure = (
                 f"{name} has died ({first_line(error)}): it was killed, its machine ran out of memory (lower "
                 "learner.micro_tokens or raise learner.ranks), or its machine lacks this package; fix that and resume"
@@ -236,4 +236,4 @@ class RayRanks:
 
 def _is_cause(error: Exception) -> bool:
     """Whether no other rank caused this failure: a process died, or this package raised an error."""
-    return isinstance(error, DIED) or (isinstance(error, RayTaskError) and isinstance(error.cause, SortedRLError))
+    return isinstance(error, _DIED) or (isinstance(error, RayTaskError) and isinstance(error.cause, SortedRLError))
