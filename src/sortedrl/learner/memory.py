@@ -13,13 +13,7 @@ import sys
 import torch
 
 # Messages of plain RuntimeErrors that CPU allocators, or libraries that could not allocate, raise.
-_OUT_OF_MEMORY_MESSAGES = (
-    "can't allocate memory",
-    "Cannot allocate memory",
-    "out of memory",
-    "bad_alloc",
-    "ALLOC_FAILED",
-)
+_MESSAGES = ("can't allocate memory", "Cannot allocate memory", "out of memory", "bad_alloc", "ALLOC_FAILED")
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 _MAX_MMAP_THRESHOLD = 1 << 25  # the largest that glibc accepts
@@ -29,7 +23,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means that memory ran out, on any device."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(message in str(error) for message in _OUT_OF_MEMORY_MESSAGES)
+    return isinstance(error, RuntimeError) and any(message in str(error) for message in _MESSAGES)
 
 
 def keep_freed_blocks() -> None:
