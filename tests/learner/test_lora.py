@@ -176,7 +176,7 @@ def test_peft_config_and_a_model_that_has_adapters_work_too(tmp_path: Path) -> N
     overlapped = make_config(tmp_path / "b", rank=0, schedule={"strategy": "async"})
     trainer = make_trainer(overlapped, peft_config=config)
     assert trainer.train().status == "complete"
-    with pytest.raises(ConfigError, match="is of a run with adapters: pass its peft_config again"):
+    with pytest.raises(ConfigError, match="belongs to a run with adapters: pass its peft_config again"):
         make_trainer(overlapped).train(resume=True)
     saved = peft.PeftModel.from_pretrained(base_model(), str(newest(trainer) / ADAPTER_FOLDER))
     assert torch.allclose(logits(saved), logits(load_model(newest(trainer))[0]), atol=1e-3)
