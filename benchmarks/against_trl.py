@@ -155,7 +155,7 @@ def prepare(job: dict[str, Any]) -> tuple[list[dict[str, Any]], Any, Any]:
     """Rows, model in float32 and tokenizer; the same for both sides."""
     from sortedrl import SortedConfig
     from sortedrl.learner.model import load_model
-    from sortedrl.run.build.parts import build_task, model_path
+    from sortedrl.run.builders.parts import build_task, model_path
 
     config = SortedConfig(model={"path": job["model"]}, task={"name": job["task"]}, run={"seed": job["seed"]})
     train = build_task(config).train

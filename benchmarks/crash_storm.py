@@ -35,7 +35,7 @@ from sortedrl.learner.torch import TorchLearner
 from sortedrl.ledger.reader import Ledger
 from sortedrl.ledger.verify import verify
 from sortedrl.reward.scorer import SampleScorer
-from sortedrl.run.build.parts import build_parts
+from sortedrl.run.builders.parts import build_parts
 from sortedrl.run.evaluate import Evaluator
 from sortedrl.run.run_checkpoint import RunSaver
 from sortedrl.telemetry.summary import Summary

@@ -26,7 +26,7 @@ from transformers import LlamaConfig
 from sortedrl.engine.base import Finished, Request, Sampling
 from sortedrl.engine.pool.pool import Pool
 from sortedrl.engine.pool.ray_cluster import connect, disconnect
-from sortedrl.run.build.engine import local_engine
+from sortedrl.run.builders.engine import local_engine
 
 SLOTS, PROMPT, ANSWER = 16, 16, 128
 GOAL = 1.7

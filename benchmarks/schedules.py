@@ -24,8 +24,8 @@ from sortedrl.clock import WallClock
 from sortedrl.config import SortedConfig
 from sortedrl.learner.base import UpdateResult
 from sortedrl.records import Batch
-from sortedrl.run.build.loop import build_loop
-from sortedrl.run.build.parts import build_parts
+from sortedrl.run.builders.loop import build_loop
+from sortedrl.run.builders.parts import build_parts
 from sortedrl.telemetry.events import RunEnded
 from sortedrl.telemetry.metrics import RunMetrics
 from sortedrl.telemetry.summary import summarize

@@ -31,9 +31,9 @@ from sortedrl.clock import WallClock
 from sortedrl.config import SortedConfig
 from sortedrl.learner import pack
 from sortedrl.records import Batch
-from sortedrl.run.build.learner import build_learner
-from sortedrl.run.build.loop import build_loop
-from sortedrl.run.build.parts import build_parts
+from sortedrl.run.builders.learner import build_learner
+from sortedrl.run.builders.loop import build_loop
+from sortedrl.run.builders.parts import build_parts
 from sortedrl.telemetry.events import ignore
 
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.toml"

@@ -34,7 +34,7 @@ from sortedrl.engine.base import Request, Sampling
 from sortedrl.engine.local.linear import has_fast_bfloat16
 from sortedrl.engine.vllm.engine import VllmEngine
 from sortedrl.records import Mode
-from sortedrl.run.build.parts import model_path
+from sortedrl.run.builders.parts import model_path
 from sortedrl.run.checkpoint import load_model
 from sortedrl.testing import Caller
 

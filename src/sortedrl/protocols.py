@@ -1,6 +1,6 @@
 """Protocols of the parts that the controller calls besides the engine and the learner.
 
-`run/build/loop.py` passes the real ones in; the simulator and the conformance suite pass simpler ones.
+`run/builders/loop.py` passes the real ones in; the simulator and the conformance suite pass simpler ones.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ from sortedrl.telemetry.trackers import TrackSettings, open_trackers
 if TYPE_CHECKING:
     from sortedrl.controller import Controller
     from sortedrl.protocols import CheckpointHook, EvaluationHook
-    from sortedrl.run.build.parts import RunParts
+    from sortedrl.run.builders.parts import RunParts
     from sortedrl.run.callbacks import CallbackSink
     from sortedrl.run.evaluate import Evaluator
     from sortedrl.run.run_checkpoint import RunFiles, RunSaver
@@ -94,7 +94,7 @@ class SortedTrainer:
 
         `resume`: continue the run in the run directory from its last complete checkpoint.
         """
-        from sortedrl.run.build.parts import build_parts
+        from sortedrl.run.builders.parts import build_parts
 
         self.stop_requested = False
         check_writable(self.run_dir)
@@ -173,7 +173,7 @@ class SortedTrainer:
 
     def _open_session(self, stack: ExitStack, parts: RunParts, clock: WallClock, checkpoint: Path | None) -> _Session:
         """Open the run's files and put evaluation, checkpoints, sinks and the controller together."""
-        from sortedrl.run.build.loop import build_evaluator, build_loop
+        from sortedrl.run.builders.loop import build_evaluator, build_loop
         from sortedrl.run.checkpoint import Checkpoints
         from sortedrl.run.run_checkpoint import CHECKPOINTS, RunFiles, RunSaver, restore
 

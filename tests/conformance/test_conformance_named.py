@@ -19,7 +19,7 @@ from sortedrl.engine.vllm.core import vllm_version
 from sortedrl.engine.vllm.process import VllmSettings
 from sortedrl.engine.vllm.server import serve_command
 from sortedrl.errors import ConfigError, EngineError
-from sortedrl.run.build.parts import build_engine
+from sortedrl.run.builders.parts import build_engine
 from sortedrl.testing import Caller, run_checks
 from tests.conformance.cases import MAX_LENGTH, SLOTS, model_case
 from tests.conformance.process_cases import HEADS, free_port

@@ -16,7 +16,7 @@ from sortedrl.config import SortedConfig
 from sortedrl.engine.base import Delta, Engine, EngineEvent, InFlight, Partial
 from sortedrl.engine.pool.pool import Pool
 from sortedrl.errors import ConfigError, EngineError
-from sortedrl.run.build.engine import build_engine
+from sortedrl.run.builders.engine import build_engine
 from sortedrl.schedule import Strategy, resolve_knobs
 from sortedrl.testing import Caller, EngineCase
 from sortedrl.testing.runs import run_loop

@@ -13,7 +13,7 @@ from sortedrl.config import SortedConfig
 from sortedrl.engine.vllm.adapter import AdapterFolder, find_adapter_fault
 from sortedrl.errors import EngineError
 from sortedrl.learner.lora import adapt
-from sortedrl.run.build.engine import engine_model
+from sortedrl.run.builders.engine import engine_model
 from sortedrl.weights import ModuleWeights, adapter_tensors, base_copy
 from tests.support.tiny_models import tiny_model
 

@@ -20,8 +20,8 @@ from sortedrl.config import SortedConfig
 from sortedrl.controller import Controller
 from sortedrl.learner.base import Update, UpdateResult
 from sortedrl.records import Batch, Sample
-from sortedrl.run.build.loop import build_loop
-from sortedrl.run.build.parts import build_parts
+from sortedrl.run.builders.loop import build_loop
+from sortedrl.run.builders.parts import build_parts
 from sortedrl.run.checkpoint import load_model
 from sortedrl.schedule import Strategy
 from sortedrl.tasks.tiny import knights_tiny_path

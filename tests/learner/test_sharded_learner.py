@@ -149,7 +149,7 @@ def test_a_rank_that_is_killed_in_the_update(
 
 
 def test_more_ranks_than_processors() -> None:
-    from sortedrl.run.build.learner import check_room
+    from sortedrl.run.builders.learner import check_room
 
     config = SortedConfig(learner={"ranks": 2, "rank_cpus": 4096.0})
     with pytest.raises(ConfigError, match=r"8192 processors .* lower learner.rank_cpus"):

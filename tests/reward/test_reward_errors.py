@@ -249,7 +249,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr("sortedrl.run.build.parts.load_model", load)
+    monkeypatch.setattr("sortedrl.run.builders.parts.load_model", load)
 
 
 @pytest.mark.usefixtures("no_weights")

@@ -12,8 +12,8 @@ from sortedrl.cli import app
 from sortedrl.config import SortedConfig
 from sortedrl.errors import ConfigError, DataError
 from sortedrl.learner.model import load_tokenizer
-from sortedrl.run.build.parts import check_prompts
-from sortedrl.run.build.task import build_task, needed_columns
+from sortedrl.run.builders.parts import check_prompts
+from sortedrl.run.builders.task import build_task, needed_columns
 from sortedrl.tasks.base import Task
 from sortedrl.tasks.logic import logic_reward
 from sortedrl.tasks.math import math_reward

@@ -10,7 +10,7 @@ import torch
 
 from sortedrl.config import SortedConfig
 from sortedrl.errors import ModelError
-from sortedrl.run.build.parts import load_model
+from sortedrl.run.builders.parts import load_model
 from sortedrl.run.estimate import Forecast, activation_bytes, estimate_memory, estimate_time, forecast_run, read_shape
 from sortedrl.simulate.costs import ModelShape
 from sortedrl.tasks.tiny import knights_tiny_path

@@ -22,8 +22,8 @@ from sortedrl.learner.model import load_tokenizer
 from sortedrl.records import FinishReason, Prompt, sample_seed
 from sortedrl.reward.pool import RewardPool, RewardScore
 from sortedrl.reward.scorer import SampleScorer
-from sortedrl.run.build.loop import build_evaluator, build_loop
-from sortedrl.run.build.parts import RunParts, build_parts
+from sortedrl.run.builders.loop import build_evaluator, build_loop
+from sortedrl.run.builders.parts import RunParts, build_parts
 from sortedrl.run.evaluate import Answer, Evaluator, answer_all
 from sortedrl.tasks.knights import KnightsTask, verify
 from sortedrl.tasks.tiny import knights_tiny_path

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sortedrl.errors import ModelError
-from sortedrl.run.build.parts import load_model
+from sortedrl.run.builders.parts import load_model
 from sortedrl.run.scores import pass_at
 from sortedrl.run.suite_eval import ExamResult, ExamSettings, find_model, take_exam
 from sortedrl.tasks.knights import KnightsTask, verify

@@ -14,7 +14,7 @@ from sortedrl.errors import DataError
 from sortedrl.learner.model import load_tokenizer
 from sortedrl.learner.pack import packed_attention
 from sortedrl.learner.sft import answer_loss, packed_loss, pad_batch
-from sortedrl.run.build.parts import load_model
+from sortedrl.run.builders.parts import load_model
 from sortedrl.run.sft_run import check_fit, make_example, own_traces, read_examples, tune
 from sortedrl.tasks.knights import KnightsTask, verify
 from sortedrl.tasks.tiny import knights_tiny_path, make_model

@@ -16,7 +16,7 @@ from typing import Any
 
 FORK_SERVER = multiprocessing.get_context("forkserver")
 FORK_SERVER.set_forkserver_preload(
-    ["sortedrl.trainer", "sortedrl.run.build.parts", "transformers.models.llama.modeling_llama"]
+    ["sortedrl.trainer", "sortedrl.run.builders.parts", "transformers.models.llama.modeling_llama"]
 )
 WAIT_S = 120.0  # for a process to end, on a busy machine
 

@@ -95,7 +95,7 @@ def answer_decoder(run: Path) -> Callable[[list[int]], str] | None:
     """The decode function of the run's tokenizer, from its last checkpoint or its initial model; None without one."""
     from sortedrl.config import SortedConfig
     from sortedrl.learner.model import check_model_folder, load_tokenizer
-    from sortedrl.run.build.parts import model_path
+    from sortedrl.run.builders.parts import model_path
     from sortedrl.run.checkpoint import Checkpoints
 
     run = run if run.is_dir() else run.parent

@@ -1,10 +1,10 @@
 """An engine that must answer: wraps any other, and ends the wait for one that hangs.
 
-`build/parts.py` puts it around the engine of a run; the controller sees an engine like any other. Every call notes what
-it is about, and a thread looks at that note about once a second. A call past its limit gets an `EngineError` by a
-signal, which also ends the system call that it may wait in. One that does not react within the grace period is stuck in
-foreign code: the stacks of all threads go to stderr and the process ends with `EXIT_CODE`. Nothing durable is lost,
-since the ledger commits as it goes.
+`run/builders/parts.py` puts it around the engine of a run; the controller sees an engine like any other. Every call
+notes what it is about, and a thread looks at that note about once a second. A call past its limit gets an `EngineError`
+by a signal, which also ends the system call that it may wait in. One that does not react within the grace period is
+stuck in foreign code: the stacks of all threads go to stderr and the process ends with `EXIT_CODE`. Nothing durable is
+lost, since the ledger commits as it goes.
 
 What it keeps true:
 - a call that returns in time is passed on as it is, at the price of about a microsecond;

@@ -1,6 +1,6 @@
 """LoRA adapters through peft: only the adapters are trained, and the base model stays unchanged.
 
-`run/build/parts.py` adds them to a model, from the configuration's `lora` section or from the user's peft
+`run/builders/parts.py` adds them to a model, from the configuration's `lora` section or from the user's peft
 configuration, and restores them from a checkpoint. `weights.py` explains how engines sample from base and adapters
 together.
 """

@@ -1,7 +1,7 @@
 """Loads a causal language model and its tokenizer from a folder.
 
-`run/build` loads the model to train; resuming loads a checkpoint's. Guarantees: no code from the folder is run, pickled
-weights are refused, and nothing is downloaded.
+`run/builders` loads the model to train; resuming loads a checkpoint's. Guarantees: no code from the folder is run,
+pickled weights are refused, and nothing is downloaded.
 """
 
 from __future__ import annotations

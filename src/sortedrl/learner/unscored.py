@@ -1,9 +1,9 @@
 """Samples without a reward, and a learner that leaves them out of its updates.
 
-`run/build/learner.py` makes the learner. With `reward.on_error = "skip"`, the scorer tells it which samples could not
-be scored. The ledger and the schedule treat such samples like any other, but they have no effect on training: they give
-no gradient and do not count in the statistics of their siblings or of the batch. The list of such samples is saved with
-the learner's state, because a sample may wait in the buffer when a checkpoint is written.
+`run/builders/learner.py` makes the learner. With `reward.on_error = "skip"`, the scorer tells it which samples could
+not be scored. The ledger and the schedule treat such samples like any other, but they have no effect on training: they
+give no gradient and do not count in the statistics of their siblings or of the batch. The list of such samples is saved
+with the learner's state, because a sample may wait in the buffer when a checkpoint is written.
 """
 
 from __future__ import annotations

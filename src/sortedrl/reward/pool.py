@@ -1,8 +1,8 @@
 """Scores complete answers in the background, while the engine continues to generate.
 
-`SampleScorer` submits answers as they complete and polls for scores; `run/build` makes the pool. Reward functions have
-TRL's signature, `fn(prompts, completions, **columns) -> list[float]`. They read text that a model wrote, so a call can
-hang, crash or return nonsense. Functions that can be imported by name run in worker processes, others in threads
+`SampleScorer` submits answers as they complete and polls for scores; `run/builders` makes the pool. Reward functions
+have TRL's signature, `fn(prompts, completions, **columns) -> list[float]`. They read text that a model wrote, so a call
+can hang, crash or return nonsense. Functions that can be imported by name run in worker processes, others in threads
 (`reward/caller.py`).
 
 Guarantees: `poll` returns every submission once, in no fixed order, unless failures stop the run; a sample on which a

@@ -1,6 +1,6 @@
 """Decodes complete answers and has a `RewardPool` score them.
 
-The controller calls `submit` and `poll` (the `Scorer` protocol); evaluation calls `submit_answer`. `run/build` makes
+The controller calls `submit` and `poll` (the `Scorer` protocol); evaluation calls `submit_answer`. `run/builders` makes
 one scorer for training and one for held-out prompts.
 """
 

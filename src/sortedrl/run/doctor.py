@@ -113,7 +113,7 @@ def _configuration(path: Path, target: Target) -> list[Finding]:
             f"cohorts of {knobs.cohort_samples} consumed within {bound}, staleness {staleness}",
         )
     ]
-    from sortedrl.run.build.parts import build_task
+    from sortedrl.run.builders.parts import build_task
 
     try:
         build_task(config)
@@ -130,7 +130,7 @@ def _configuration(path: Path, target: Target) -> list[Finding]:
 
 
 def _model(config: SortedConfig, target: Target) -> Finding:
-    from sortedrl.run.build.parts import build_engine, load_model, model_path
+    from sortedrl.run.builders.parts import build_engine, load_model, model_path
 
     try:
         if target.hardware is not None and not model_path(config).is_dir():
@@ -168,7 +168,7 @@ def _ranks(config: SortedConfig, target: Target) -> list[Finding]:
 
 def _needs(config: SortedConfig, target: Target) -> list[Finding]:
     """Memory and time; nothing where the model's shape is not known, since then the model itself is the trouble."""
-    from sortedrl.run.build.parts import model_path
+    from sortedrl.run.builders.parts import model_path
     from sortedrl.run.estimate import forecast_run
 
     try:

@@ -20,7 +20,7 @@ from sortedrl.config import SortedConfig
 from sortedrl.engine.base import EngineStats
 from sortedrl.errors import DamagedLedgerError, RunDirError
 from sortedrl.ledger.store import Store
-from sortedrl.run.build.parts import RunParts
+from sortedrl.run.builders.parts import RunParts
 from sortedrl.run.checkpoint import Checkpoints, load_state
 from sortedrl.run.evaluate import Evaluator
 from sortedrl.run.rng import rng_state, set_rng_state

@@ -23,7 +23,7 @@ from sortedrl.errors import DataError
 from sortedrl.learner.model import check_model_folder, load_tokenizer, read_window
 from sortedrl.learner.pack import check_packing
 from sortedrl.learner.sft import Example, OnStep, SftRates, SftResult, finetune, length_batches
-from sortedrl.run.build.parts import build_task, load_model, model_path
+from sortedrl.run.builders.parts import build_task, load_model, model_path
 from sortedrl.run.checkpoint import save_checkpoint
 from sortedrl.tasks.base import Row, Task, encode_prompt
 from sortedrl.tasks.files import read_rows

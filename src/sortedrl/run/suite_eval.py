@@ -23,8 +23,8 @@ from sortedrl.errors import DataError, ModelError
 from sortedrl.learner.model import check_model_folder, load_tokenizer, read_window
 from sortedrl.records import Prompt
 from sortedrl.reward.scorer import SampleScorer
-from sortedrl.run.build.engine import build_engine, build_sampling
-from sortedrl.run.build.parts import build_rewards, load_model, named_model_path, stop_token_ids
+from sortedrl.run.builders.engine import build_engine, build_sampling
+from sortedrl.run.builders.parts import build_rewards, load_model, named_model_path, stop_token_ids
 from sortedrl.run.checkpoint import Checkpoints
 from sortedrl.run.evaluate import Answer, answer_all
 from sortedrl.run.scores import Figures, Graded, figures

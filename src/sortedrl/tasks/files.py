@@ -1,7 +1,7 @@
 """Reads rows from JSONL, JSON, CSV and Parquet files, folders of them, saved datasets, and the Hugging Face hub.
 
-`run/build/task.py`, `run/sft_run.py` and the suites read rows here. JSON and CSV need no package, Parquet and datasets
-need the extra `data`.
+`run/builders/task.py`, `run/sft_run.py` and the suites read rows here. JSON and CSV need no package, Parquet and
+datasets need the extra `data`.
 
 Guarantees: rows come in the order of the files, and files in the order of their names; required columns are in every
 row, each with one type; nothing that is read is executed; a mistake in a file is a DataError that names the file, the

@@ -1,6 +1,6 @@
 """The generators of reasoning-gym as tasks: `task.name = "reasoning_gym:NAME"`. Their scores are the rewards.
 
-`run/build/task.py` makes the task, reward workers import `gym_reward`. A row does not contain the generator's data,
+`run/builders/task.py` makes the task, reward workers import `gym_reward`. A row does not contain the generator's data,
 which JSON could not carry in full. It names generator, options, seed and number, and the worker generates it again.
 
 Guarantees: `row(i)` depends on name, options, seed and `i` only; a hash of its text decides whether a question is held

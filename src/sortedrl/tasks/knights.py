@@ -2,7 +2,7 @@
 
 Each person makes one claim. Knights tell the truth and knaves lie; the answer says who is which. An answer tries
 assignments one after the other and checks the claims of each until one is refuted, so answer lengths have a heavy tail.
-`run/build/task.py` makes the task, `tiny.py` gets demonstrations from the teachers.
+`run/builders/task.py` makes the task, `tiny.py` gets demonstrations from the teachers.
 
 Guarantees:
 - every puzzle has exactly one solution;

@@ -1,8 +1,9 @@
 """Knights and Knaves in English, for language models: puzzles of two to eight people, their solver and verifier.
 
-`run/build/task.py` makes the task, reward workers import `logic_reward`. Statements are trees in the form of Logic-RL's
-Parquet files, so that rows of those files and generated rows are solved and scored in the same way: ("lying", 2) says
-that the third person is a knave, ("telling-truth", 2) a knight; "not", "and", "or", "->" and "<=>" combine statements.
+`run/builders/task.py` makes the task, reward workers import `logic_reward`. Statements are trees in the form of
+Logic-RL's Parquet files, so that rows of those files and generated rows are solved and scored in the same way:
+("lying", 2) says that the third person is a knave, ("telling-truth", 2) a knight; "not", "and", "or", "->" and "<=>"
+combine statements.
 
 Guarantees: every generated puzzle has exactly one solution; `row(i)` depends on the seed and `i` only; a hash of its
 text decides whether a prompt is held out, so no held-out puzzle is in training; an answer is right only if it names

@@ -14,7 +14,7 @@ from sortedrl.engine.base import Delta
 from sortedrl.engine.pool import ray_cluster
 from sortedrl.engine.pool.pool import Pool
 from sortedrl.errors import EngineError
-from sortedrl.run.build.engine import local_engine
+from sortedrl.run.builders.engine import local_engine
 from tests.support.tiny_models import make_requests, source, tiny_model
 
 pytestmark = [pytest.mark.slow]

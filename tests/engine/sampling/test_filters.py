@@ -15,7 +15,7 @@ from sortedrl.engine.local.engine import LocalEngine
 from sortedrl.engine.sampling.draw import shape_logits
 from sortedrl.engine.sampling.filters import filter_logits
 from sortedrl.records import FinishReason, Mode
-from sortedrl.run.build.parts import build_sampling
+from sortedrl.run.builders.parts import build_sampling
 from tests.support.tiny_models import VOCAB, Caller, make_requests, serve, tiny_model
 
 LOGITS = torch.tensor([[0.15, 0.5, 0.05, 0.3]]).log()

@@ -29,7 +29,7 @@ from sortedrl.engine.vllm.sampling_args import SamplingArgs
 from sortedrl.engine.vllm.weights import WeightFolder
 from sortedrl.errors import ConfigError, EngineError
 from sortedrl.records import FinishReason, Mode
-from sortedrl.run.build.parts import build_engine
+from sortedrl.run.builders.parts import build_engine
 from sortedrl.run.doctor import examine
 from tests.support.tiny_models import add_noise, tiny_model
 

@@ -20,7 +20,7 @@ from sortedrl.engine.vllm.process import StepCounts, VllmLost, VllmProcess, Vllm
 from sortedrl.engine.vllm.server import ServerProcess, find_server_fault, read_metrics
 from sortedrl.engine.vllm.weights import map_tensors
 from sortedrl.errors import ConfigError, EngineError
-from sortedrl.run.build.parts import build_engine
+from sortedrl.run.builders.parts import build_engine
 from tests.conformance.process_cases import free_port
 from tests.support.tiny_models import tiny_model
 

@@ -1,6 +1,6 @@
 """A pool: many engines that look like one engine with the slots of all. It balances load and survives dead engines.
 
-`run/build/engine.py` makes it, and the controller drives it like any other engine. Processes and threads:
+`run/builders/engine.py` makes it, and the controller drives it like any other engine. Processes and threads:
 
     this process, controller's thread                each engine's process (a Ray actor)
     Pool -- RemoteEngine: calls that return futures -->  ActorLoop: Ray's threads queue the calls as commands

@@ -1,6 +1,6 @@
 """The connection to Ray: an existing cluster, or a Ray on this machine that listens on loopback only.
 
-`run/build` connects before it imports anything that needs Ray, because Ray decides on import on which addresses it
+`run/builders` connects before it imports anything that needs Ray, because Ray decides on import on which addresses it
 listens. Guarantees: without an address, no part of Ray can be reached from another machine.
 """
 

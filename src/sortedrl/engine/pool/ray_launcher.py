@@ -1,6 +1,6 @@
 """Engines in Ray actors, on this machine or in a cluster: the remote engines of a pool.
 
-`run/build/engine.py` makes a `RayEngineLauncher` and gives it to the pool, after `ray_cluster.connect`. An actor
+`run/builders/engine.py` makes a `RayEngineLauncher` and gives it to the pool, after `ray_cluster.connect`. An actor
 holds an `ActorLoop`; calls to it are Ray tasks, whose references turn into futures. The driver puts weights into Ray's
 object store once, whatever the number of engines, and every actor of a machine reads them there without a copy.
 

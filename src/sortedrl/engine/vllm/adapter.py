@@ -1,6 +1,6 @@
 """Adapters for vLLM: which ones it can load unmerged, and the folder from which it loads them.
 
-`run/build/engine.py` calls `find_adapter_fault`. The engine (`engine.py`) owns an `AdapterFolder` when its model has
+`run/builders/engine.py` calls `find_adapter_fault`. The engine (`engine.py`) owns an `AdapterFolder` when its model has
 adapters. vLLM then loads the base model once. A publication writes only the adapters, and vLLM loads them in place of
 the previous ones, under the one number that every request names. Running requests continue under the adapters just
 loaded, as they would under full weights.

@@ -1,7 +1,7 @@
 # pyright: reportMissingImports=false
 """The vLLM engine: real vLLM behind the protocol of `engine/base.py`, with shared noise and replay.
 
-`run/build/engine.py` makes it, and the controller drives it like any other engine. Processes and threads:
+`run/builders/engine.py` makes it, and the controller drives it like any other engine. Processes and threads:
 
     this process                                          vLLM's processes
     controller's thread: VllmEngine                       EngineCore: vLLM's scheduler

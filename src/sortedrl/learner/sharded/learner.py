@@ -1,9 +1,9 @@
 """The learner whose updates run on several ranks; to the controller it is a learner like any other.
 
-`run/build/learner.py` makes it if `learner.ranks` is more than one. The driver keeps the whole model on the CPU. After
-each update, rank 0 returns the trained weights, which are copied into the model in place. So engines, checkpoints and
-exports treat it like a model that is trained in this process. The state is that of one process: a run can resume with
-another number of ranks, or with none.
+`run/builders/learner.py` makes it if `learner.ranks` is more than one. The driver keeps the whole model on the CPU.
+After each update, rank 0 returns the trained weights, which are copied into the model in place. So engines, checkpoints
+and exports treat it like a model that is trained in this process. The state is that of one process: a run can resume
+with another number of ranks, or with none.
 
 Guarantees: the model changes only at the end of an update, never while engines read it; if a rank fails, all ranks end
 and the run stops with an error that names the rank.

@@ -1,8 +1,8 @@
 """Ranks in Ray actors, on this machine or on the machines of a cluster.
 
-`run/build/learner.py` connects to Ray, makes a `RayRanks` and gives it to a `ShardedLearner`. The arguments of a call
-go into Ray's object store once, and all ranks of a machine read them there. Ranks communicate by gloo, or by nccl if
-they have GPUs. Each machine of the cluster needs this package, but no copy of the model.
+`run/builders/learner.py` connects to Ray, makes a `RayRanks` and gives it to a `ShardedLearner`. The arguments of a
+call go into Ray's object store once, and all ranks of a machine read them there. Ranks communicate by gloo, or by nccl
+if they have GPUs. Each machine of the cluster needs this package, but no copy of the model.
 
 Guarantees: ranks that are all on one machine listen on loopback only; a call never waits for a dead rank, because Ray
 reports a process that died, and a rank that hangs makes the others time out after `timeout_s`; after a failure all

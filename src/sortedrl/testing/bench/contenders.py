@@ -20,7 +20,7 @@ from sortedrl.config import SortedConfig
 from sortedrl.engine.base import Delta, Finished, Request, Sampling
 from sortedrl.errors import EngineError
 from sortedrl.records import sample_seed
-from sortedrl.run.build.parts import build_engine
+from sortedrl.run.builders.parts import build_engine
 
 _PAGE = 32
 _BATCH_TOKENS = 2048

@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import load_file
 
 from sortedrl.errors import LearnerError
-from sortedrl.run.build.parts import named_model_path
+from sortedrl.run.builders.parts import named_model_path
 from sortedrl.simulate.traces import load_trace
 from sortedrl.testing.bench.learner_round import SAMPLING, Round
 

@@ -27,7 +27,7 @@ from sortedrl.engine.base import Delta, Request, Sampling
 from sortedrl.learner.model import load_model
 from sortedrl.learner.torch import TorchLearner
 from sortedrl.records import Batch, FinishReason, Prompt, Sample, Segment
-from sortedrl.run.build.parts import build_engine
+from sortedrl.run.builders.parts import build_engine
 
 SAMPLING = "sampling"
 LR = 1e-6

@@ -36,7 +36,7 @@ STREAM_EVERY = 16  # decode steps between two deliveries: at most so many tokens
 def build_engine(
     config: SortedConfig, model: Any, knobs: Knobs, decode: Callable[[list[int]], str] | None = None
 ) -> Engine:
-    """The configured engine behind a watchdog. `decode` turns tokens into the text that is searched for stop strings."""
+    """The configured engine behind a watchdog. `decode` turns tokens into text, to search it for stop strings."""
     needs_replay = Fate.REPLAY in (knobs.interrupted, knobs.on_bound)
     length = config.task.max_prompt_tokens + config.engine.max_new_tokens
     has_members = is_pool(config)
@@ -76,7 +76,7 @@ def build_engine(
 
 
 def engine_model(config: SortedConfig, model: Any, source: ModuleWeights) -> Any:
-    """The model that the engine is built with: plain weights, or the model with its adapters if the engine takes them."""
+    """The model that the engine gets: plain weights, or the model with its adapters if the engine takes them."""
     if not is_adapted(model):
         return source.module
     why = _merge_reason(config, model)

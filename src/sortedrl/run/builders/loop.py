@@ -17,7 +17,7 @@ from sortedrl.engine.base import InFlight
 from sortedrl.protocols import CheckpointHook, EvaluationHook
 from sortedrl.reward.pool import RewardCall
 from sortedrl.reward.scorer import SampleScorer
-from sortedrl.run.build.parts import RunParts
+from sortedrl.run.builders.parts import RunParts
 from sortedrl.run.evaluate import Evaluator
 from sortedrl.telemetry.events import Emit, RewardCalled
 

@@ -22,9 +22,9 @@ from sortedrl.learner.model import check_model_folder, load_tokenizer, read_wind
 from sortedrl.learner.smollm2 import smollm2_path
 from sortedrl.records import Prompt
 from sortedrl.reward.pool import RewardPool
-from sortedrl.run.build.engine import build_engine, build_sampling, engine_model
-from sortedrl.run.build.learner import RunLearner, build_learner
-from sortedrl.run.build.task import build_task
+from sortedrl.run.builders.engine import build_engine, build_sampling, engine_model
+from sortedrl.run.builders.learner import RunLearner, build_learner
+from sortedrl.run.builders.task import build_task
 from sortedrl.run.checkpoint import load_model
 from sortedrl.tasks.base import PromptStream, RewardFunc, Task, make_prompt
 from sortedrl.tasks.loader import SampleLoader
