@@ -19,10 +19,11 @@ RunLearner = SkippingLearner | ShardedLearner
 
 
 def build_learner(config: SortedConfig, model: Any) -> RunLearner:
+    """The configured learner. It saves batches whose steps are not finite in the run directory."""
     settings, overlap = config.learner, config.knobs.overlap
     temperature = config.engine.temperature or 1.0
     if settings.ranks == 1:
-        return SkippingLearner(model, settings, temperature=temperature, overlap=overlap)
+        return SkippingLearner(model, settings, temperature=temperature, overlap=overlap, inspect_dir=config.run_dir)
     check_torch()
     check_room(config)
     is_ours = connect(config.engine.cluster or None)
@@ -37,7 +38,9 @@ def build_learner(config: SortedConfig, model: Any) -> RunLearner:
         on_close=disconnect if is_ours else None,
     )
     try:
-        return ShardedLearner(model, settings, temperature=temperature, ranks=ranks, overlap=overlap)
+        return ShardedLearner(
+            model, settings, temperature=temperature, ranks=ranks, overlap=overlap, inspect_dir=config.run_dir
+        )
     except BaseException:
         ranks.close()
         raise
