@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from sortedrl.cli import app
 from sortedrl.errors import ConfigError, EngineError
-from sortedrl.testing.bench.contenders import Generate, timed
+from sortedrl.testing.bench.contenders import GenerateContender, timed
 from sortedrl.testing.bench.engine import EngineBench, measure, prepare_job
 from tests.support.tiny_models import needs_compiler
 
@@ -91,12 +91,12 @@ def test_work_that_was_not_done_is_no_speed() -> None:
 
 def test_generate_does_not_end_early() -> None:
     job = prepare_job(EngineBench(model="knights-tiny", slots=2, new_tokens=90, threads=1))
-    assert Generate(job).run(0, 90).tokens == 180  # an answer is about 30 tokens long
+    assert GenerateContender(job).run(0, 90).tokens == 180  # an answer is about 30 tokens long
 
 
 def test_log_probs_of_generate_are_those_of_its_tokens() -> None:
     job = prepare_job(EngineBench(model="knights-tiny", slots=2, new_tokens=4, threads=1))
-    contender = Generate(job)
+    contender = GenerateContender(job)
     taken: list[torch.Tensor] = []
     generate = job.model.generate
 

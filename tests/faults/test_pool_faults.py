@@ -19,7 +19,7 @@ from sortedrl.errors import ConfigError, EngineError
 from sortedrl.run.builders.engine import build_engine
 from sortedrl.schedule import Strategy, resolve_knobs
 from sortedrl.testing import Caller, EngineCase
-from sortedrl.testing.runs import run_loop
+from sortedrl.testing.loop_checks import run_loop
 from tests.engine.pool.test_pool import MODEL, SLOTS, check_same, make_engine, make_pool, serve_through
 from tests.support.thread_members import PausingEngine, ThreadMember, ThreadMembers
 from tests.support.tiny_models import add_noise, make_requests, serve, source, teacher_forced, tiny_model

@@ -1,4 +1,4 @@
-"""`bench`: speed beside that of peers, measured in one run."""
+"""The command `bench`, which measures speed next to other implementations in the same run."""
 
 from __future__ import annotations
 
@@ -14,24 +14,29 @@ from rich.table import Table
 
 from sortedrl.cli.app import AsJson, app, err, stdout_console
 
-bench = typer.Typer(no_args_is_help=True, help="Speed beside that of peers, measured in one run.")
+bench = typer.Typer(no_args_is_help=True, help="Measure speed next to other implementations, in the same run.")
 app.add_typer(bench, name="bench")
+
+ModelOption = Annotated[str, typer.Option(help="As model.path in a configuration.")]
+RoundsOption = Annotated[int, typer.Option(min=1, help="Number of rounds; the median counts.")]
+ThreadsOption = Annotated[int | None, typer.Option(min=1, help="Threads of every contender; default: all cores.")]
+SeedOption = Annotated[int, typer.Option(min=0, help="Seed of all random choices.")]
 
 
 @bench.command()
 def engine(
-    model: Annotated[str, typer.Option(help="As model.path in a configuration.")] = "smollm2-135m",
-    slots: Annotated[int, typer.Option(min=1)] = 64,
-    new_tokens: Annotated[int, typer.Option(min=1)] = 128,
-    against: Annotated[str, typer.Option(help="Peers, by comma: hf, hf-continuous, vllm.")] = "hf",
-    rounds: Annotated[int, typer.Option(min=1, help="The median of so many rounds counts.")] = 3,
-    threads: Annotated[int | None, typer.Option(min=1, help="For every contender; left out, all cores.")] = None,
-    dtype: Annotated[str, typer.Option(help="Of ours: auto, float32, bfloat16 or int16.")] = "auto",
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    model: ModelOption = "smollm2-135m",
+    slots: Annotated[int, typer.Option(min=1, help="Prompts that are decoded at the same time.")] = 64,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer.")] = 128,
+    against: Annotated[str, typer.Option(help="Peers, separated by commas: hf, hf-continuous, vllm.")] = "hf",
+    rounds: RoundsOption = 3,
+    threads: ThreadsOption = None,
+    dtype: Annotated[str, typer.Option(help="Of the local engine: auto, float32, bfloat16 or int16.")] = "auto",
+    seed: SeedOption = 0,
     vllm_python: Annotated[str | None, typer.Option(help="Python of an environment with vLLM.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Sampling speed of the local engine, transformers and vLLM, and the limit that matrix products set."""
+    """Measure the sampling speed of the local engine, transformers and vLLM, and of the matrix products alone."""
     from sortedrl.testing.bench.engine import EngineBench, measure
 
     peers = tuple(name for name in against.split(",") if name)
@@ -46,26 +51,26 @@ def engine(
         seed=seed,
         vllm_python=vllm_python,
     )
-    with rounds_bar(is_quiet=as_json) as on_round:
+    with _progress_bar(is_quiet=as_json) as on_round:
         result = measure(settings, on_round)
-    print(json.dumps(result)) if as_json else stdout_console().print(engine_table(result))
+    print(json.dumps(result)) if as_json else stdout_console().print(_engine_table(result))
 
 
 @bench.command()
 def learner(
-    model: Annotated[str, typer.Option(help="As model.path in a configuration.")] = "smollm2-135m",
-    trace: Annotated[str | None, typer.Option(help="Lengths of answers, as for simulate; left out, drawn.")] = None,
-    samples: Annotated[int, typer.Option(min=2, help="Answers of an update.")] = 64,
-    scale: Annotated[float, typer.Option(min=0.001, help="Of the trace's lengths.")] = 0.125,
-    prompt_tokens: Annotated[int, typer.Option(min=1)] = 16,
-    passes: Annotated[int, typer.Option(min=1, help="Micro-batches of an update.")] = 4,
-    rounds: Annotated[int, typer.Option(min=1, help="The median of so many rounds counts.")] = 1,
-    threads: Annotated[int | None, typer.Option(min=1, help="For every contender; left out, all cores.")] = None,
-    recomputed: Annotated[bool, typer.Option(help="Also without keeping activations.")] = True,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    model: ModelOption = "smollm2-135m",
+    trace: Annotated[str | None, typer.Option(help="Answer lengths, as for simulate; default: drawn.")] = None,
+    samples: Annotated[int, typer.Option(min=2, help="Answers per update.")] = 64,
+    scale: Annotated[float, typer.Option(min=0.001, help="Factor on the trace's lengths.")] = 0.125,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of every prompt.")] = 16,
+    passes: Annotated[int, typer.Option(min=1, help="Micro-batches per update.")] = 4,
+    rounds: RoundsOption = 1,
+    threads: ThreadsOption = None,
+    recomputed: Annotated[bool, typer.Option(help="Also measure an update that recomputes activations.")] = True,
+    seed: SeedOption = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Speed and memory of an update, packed and padded to the longest answer, and whether gradients are the same."""
+    """Measure speed and memory of an update, packed and padded to the longest answer, and compare the gradients."""
     from sortedrl.testing.bench.learner import LIKE_QWEN, LearnerBench, measure
 
     settings = LearnerBench(
@@ -80,21 +85,21 @@ def learner(
         has_recomputed=recomputed,
         seed=seed,
     )
-    with rounds_bar(is_quiet=as_json) as on_round:
+    with _progress_bar(is_quiet=as_json) as on_round:
         result = measure(settings, on_round)
-    print(json.dumps(result)) if as_json else stdout_console().print(learner_table(result))
+    print(json.dumps(result)) if as_json else stdout_console().print(_learner_table(result))
 
 
 @contextmanager
-def rounds_bar(*, is_quiet: bool) -> Iterator[Callable[[str, int], None]]:
-    """A bar on stderr; what it gives is called with a contender's name before each of so many rounds."""
+def _progress_bar(*, is_quiet: bool) -> Iterator[Callable[[str, int], None]]:
+    """Show a progress bar on stderr; yields the function to call before each round, with name and total rounds."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=err, disable=is_quiet) as progress:
         bar = progress.add_task("loading", total=None)
         yield lambda name, total: progress.update(bar, description=name, total=total, advance=1)
 
 
-def engine_table(result: dict[str, Any]) -> Table:
+def _engine_table(result: dict[str, Any]) -> Table:
     title = f"{result['model']}, {result['slots']} slots x {result['new_tokens']} tokens, {result['threads']} threads"
     table = Table(
         "engine", "computes in", "tokens/s", "tokens per CPU second", "ours is faster by", "note", title=title
@@ -114,7 +119,7 @@ def engine_table(result: dict[str, Any]) -> Table:
     return table
 
 
-def learner_table(result: dict[str, Any]) -> Table:
+def _learner_table(result: dict[str, Any]) -> Table:
     title = (
         f"{result['model']}, {result['samples']} answers, {result['tokens']} tokens, the longest {result['longest']}, "
         f"{result['passes']} passes, float32, {result['threads']} threads"

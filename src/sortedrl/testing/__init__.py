@@ -1,9 +1,9 @@
-"""Check an engine of your own against the protocol that sortedrl's controller relies on.
+"""Checks of your own engine against the protocol that the controller relies on, as a public API.
 
     from sortedrl.testing import EngineCase, run_checks
     print(run_checks(EngineCase(engine=..., ...)))
 
-or, under pytest, one test for each promise:
+or with pytest, one test per promise:
 
     from sortedrl.testing import CHECKS
 
@@ -16,7 +16,7 @@ or, under pytest, one test for each promise:
 from __future__ import annotations
 
 from sortedrl.errors import SortedRLError
-from sortedrl.testing import runs as runs  # its checks join the suite
+from sortedrl.testing import loop_checks as loop_checks  # importing it adds its checks to CHECKS
 from sortedrl.testing.case import Answer, Caller, EngineCase
 from sortedrl.testing.checks import CHECKS, Check
 
@@ -24,17 +24,17 @@ __all__ = ["CHECKS", "Answer", "Caller", "Check", "EngineCase", "run_checks"]
 
 
 def run_checks(case: EngineCase) -> dict[str, str]:
-    """What became of each check: "passed", "not applicable", or what was wrong."""
-    found: dict[str, str] = {}
+    """The result of each check by name: "passed", "not applicable", or "failed: " and the reason."""
+    results: dict[str, str] = {}
     for check in CHECKS:
         if not check.needs(case):
-            found[check.name] = "not applicable"
+            results[check.name] = "not applicable"
             continue
         try:
             check.run(case)
         except (AssertionError, SortedRLError) as error:
-            found[check.name] = f"failed: {error}"
+            results[check.name] = f"failed: {error}"
             case.engine.interrupt()
         else:
-            found[check.name] = "passed"
-    return found
+            results[check.name] = "passed"
+    return results

@@ -1,7 +1,7 @@
-"""An engine to be checked, and a caller that keeps what it says as a ledger would.
+"""The engine under test (`EngineCase`), and a caller that collects its answers as a ledger would.
 
-Whoever checks an engine of their own makes an `EngineCase` of it (see docs/reference/engines.md); the checks know
-nothing else of it. A case may share one engine among all checks: each leaves it idle, and versions only grow.
+To check an engine, make an `EngineCase` (see docs/reference/engines.md); the checks use nothing else. Guarantees: all
+checks can share one engine, because each check leaves it idle and versions only increase.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sortedrl.engine.base import (
 )
 from sortedrl.records import FinishReason, Mode
 
-_PATIENCE_S = 120.0  # for an engine that makes no progress
+_PROGRESS_TIMEOUT_S = 120.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class Answer:
 
 
 class Caller:
-    """Holds answers by sample: a Delta replaces what was there from its start on."""
+    """Collects answers by sample: a Delta replaces the tokens from its start on."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -58,8 +58,8 @@ class Caller:
             answer = self.answers.setdefault(event.sample, Answer())
             match event:
                 case Delta():
-                    assert event.start <= len(answer.tokens), "a delta left a gap"
-                    assert len(event.tokens) == len(event.logprobs), "tokens and log-probs differ in number"
+                    assert event.start <= len(answer.tokens), f"a Delta of sample {event.sample} leaves a gap"
+                    assert len(event.tokens) == len(event.logprobs), "a Delta needs one log-prob per token"
                     answer.tokens[event.start :] = event.tokens
                     answer.logprobs[event.start :] = event.logprobs
                     answer.versions[event.start :] = [event.version] * len(event.tokens)
@@ -78,7 +78,7 @@ class Caller:
         return self.engine.stats().running
 
     def serve(self, requests: Sequence[Request]) -> dict[int, Answer]:
-        """Submit as slots become free, until all have ended."""
+        """Submit requests as slots become free, until all have ended; returns the answers by sample."""
         waiting = list(requests)
         while waiting or self.num_running:
             num_free = self.engine.capabilities.slots - self.num_running
@@ -96,7 +96,7 @@ class Caller:
         self.take(self.engine.interrupt(samples))
 
     def again(self, request: Request, mode: Mode, **changes: Any) -> Request:
-        """The same sample once more, from the tokens that it holds."""
+        """A request for the next attempt of the same sample, with the tokens that it has so far."""
         answer = self.answers.get(request.sample, Answer())
         cached = () if mode is Mode.FRESH else tuple(answer.tokens)
         return replace(request, attempt=request.attempt + 1, mode=mode, cached=cached, **changes)
@@ -104,27 +104,29 @@ class Caller:
 
 @dataclass(slots=True, kw_only=True)
 class EngineCase:
-    """`source(step)` gives the weights after so many publications, those that the engine began with for 0;
-    `logprobs(step, request, tokens)` the log-probs of an answer under them, by an independent pass.
+    """An engine and what the checks need to know about it.
+
+    `source(step)` returns the weights after `step` publications; `source(0)` are the engine's first weights.
+    `logprobs(step, request, tokens)` returns the log-probs of an answer under these weights, by an independent pass.
     """
 
     engine: Engine
     prompts: Sequence[Sequence[int]]
     source: Callable[[int], Any]
     logprobs: Callable[[int, Request, Sequence[int]], Sequence[float]]
-    spoil: Callable[[Request], Request]  # turns a request into one that must fail
-    answer_tokens: int = 48  # a budget that an answer uses up, and that takes the engine a while
+    spoil: Callable[[Request], Request]  # changes a request so that it must fail
+    answer_tokens: int = 48  # a budget that every answer uses up, long enough to interrupt
     tolerance: float = 1e-3  # of log-probs
     has_stop_tokens: bool = True
-    decode: Callable[[list[int]], str] | None = None  # the one that the engine looks for stop strings with, if it does
-    advance: Callable[[], list[EngineEvent]] | None = None  # lets the engine work for a moment; left out, a short poll
-    kill: Callable[[], None] | None = None  # ends the engine's process, if it has one
+    decode: Callable[[list[int]], str] | None = None  # the engine's decoder, if it supports stop strings
+    advance: Callable[[], list[EngineEvent]] | None = None  # one short piece of work; default: a short poll
+    kill: Callable[[], None] | None = None  # kills the engine's process, if it has one
     clock: Clock = field(default_factory=WallClock)
     version: int = 0
     next_sample: int = 0
 
     def requests(self, count: int, **changes: Any) -> list[Request]:
-        """Requests for samples that the engine has never seen."""
+        """Requests for samples that the engine has not seen before."""
         first, self.next_sample = self.next_sample, self.next_sample + count
         made = [
             Request(
@@ -140,19 +142,19 @@ class EngineCase:
         return [replace(request, **changes) for request in made]
 
     def caller(self) -> Caller:
-        assert self.engine.stats().running == 0, "an earlier check left something running"
+        assert self.engine.stats().running == 0, "an earlier check left samples running in the engine"
         return Caller(self.engine)
 
     def run_until(self, caller: Caller, num_tokens: int) -> None:
-        """Let the engine decode at least so many tokens more, and not much more."""
+        """Let the engine decode at least `num_tokens` more tokens, and few beyond that."""
         wanted = self.engine.stats().decoded_tokens + num_tokens
         began = time.monotonic()
         while self.engine.stats().decoded_tokens < wanted:
             caller.take(self.engine.poll(0.005) if self.advance is None else self.advance())
-            assert time.monotonic() - began < _PATIENCE_S, "the engine makes no progress"
+            assert time.monotonic() - began < _PROGRESS_TIMEOUT_S, "the engine makes no progress"
 
     def publish(self, in_flight: InFlight = InFlight.ABORT) -> None:
-        """The next weights, under the next version."""
+        """Publish the next weights under the next version."""
         self.version += 1
         self.engine.publish(self.version, self.source(self.version), in_flight).wait()
 

@@ -1,7 +1,8 @@
-"""The conformance suite of engines: what the protocol promises, each promise a plain function over an `EngineCase`.
+"""The conformance suite of engines: each promise of the engine protocol is a plain function over an `EngineCase`.
 
-No test runner is needed: a check that fails raises AssertionError. `needs` says for which engines a check is meant, by
-their capabilities or by what the case can do; `issue` names the bug of another system that it guards against.
+`run_checks` and the tests of every engine call the checks. No test runner is needed: a check that fails raises
+AssertionError. `needs` selects the engines that a check applies to, by their capabilities or by what the case offers.
+`issue` names the bug of another system that the check guards against.
 """
 
 from __future__ import annotations
@@ -33,12 +34,14 @@ CHECKS: list[Check] = []
 def check(
     promise: str, *, issue: str = "", needs: Callable[[EngineCase], bool] = lambda case: True
 ) -> Callable[[Callable[[EngineCase], None]], Callable[[EngineCase], None]]:
-    def keep(run: Callable[[EngineCase], None]) -> Callable[[EngineCase], None]:
+    """A decorator that adds a function to CHECKS, under the function's name."""
+
+    def register(run: Callable[[EngineCase], None]) -> Callable[[EngineCase], None]:
         name = run.__name__.replace("_", "-")
         CHECKS.append(Check(name=name, promise=promise, run=run, needs=needs, issue=issue))
         return run
 
-    return keep
+    return register
 
 
 def is_exact(case: EngineCase) -> bool:
@@ -99,7 +102,7 @@ def logprobs_match_a_forced_pass(case: EngineCase) -> None:
 
 
 @check(
-    "log-probs are of the distribution really sampled from, temperature included",
+    "log-probs are those of the distribution that was sampled, including temperature",
     issue="verl #6240",
     needs=lambda case: case.has_stop_tokens,
 )
@@ -125,7 +128,7 @@ def answers_do_not_depend_on_neighbours(case: EngineCase) -> None:
 # ---- interruption ----------------------------------------------------------------------------------------------------
 
 
-@check("interruption gives every sample back with its tokens, each event under its attempt")
+@check("interruption returns every sample with its tokens, and every event names its attempt")
 def interruption_returns_every_token(case: EngineCase) -> None:
     caller = case.caller()
     requests = case.requests(3, attempt=5)
@@ -159,7 +162,7 @@ def no_orphan_survives_an_interruption(case: EngineCase) -> None:
     assert case.engine.interrupt() == []
 
 
-@check("some can be interrupted while the others go on")
+@check("some samples can be interrupted while the others continue")
 def some_are_interrupted_and_others_go_on(case: EngineCase) -> None:
     caller = case.caller()
     requests = case.requests(4)
@@ -178,7 +181,7 @@ def some_are_interrupted_and_others_go_on(case: EngineCase) -> None:
         assert case.is_close(answer.logprobs, case.logprobs(case.version, request, answer.tokens))
 
 
-@check("a resumed answer has what is left of its budget, not all of it again", issue="slime #2260")
+@check("a resumed answer has only the rest of its budget", issue="slime #2260")
 def a_resumed_answer_keeps_its_budget(case: EngineCase) -> None:
     caller = case.caller()
     (request,) = case.requests(1)
@@ -193,7 +196,7 @@ def a_resumed_answer_keeps_its_budget(case: EngineCase) -> None:
     assert answer.reason is FinishReason.LENGTH
 
 
-@check("tokens, log-probs and versions stay equally many, however often an answer is cut", issue="slime #1440")
+@check("tokens, log-probs and versions keep the same count after every interruption", issue="slime #1440")
 def lengths_agree_after_partials(case: EngineCase) -> None:
     caller = case.caller()
     requests = case.requests(3)
@@ -207,7 +210,7 @@ def lengths_agree_after_partials(case: EngineCase) -> None:
             assert answer.versions == sorted(answer.versions)
 
 
-@check("a resumed answer is what it would have been without interruption", needs=is_exact)
+@check("a resumed answer equals the uninterrupted answer", needs=is_exact)
 def resumed_equals_uninterrupted(case: EngineCase) -> None:
     requests = case.requests(3)
     expected = case.caller().serve(requests)
@@ -224,10 +227,10 @@ def resumed_equals_uninterrupted(case: EngineCase) -> None:
 # ---- publication -----------------------------------------------------------------------------------------------------
 
 
-@check("after a publication answers are those of the new weights, under the new version")
+@check("after a publication, answers come from the new weights and have the new version")
 def a_publication_takes_effect(case: EngineCase) -> None:
     requests = case.requests(3, budget=20)
-    case.caller().serve(requests)  # so that old prefixes could be found in a cache
+    case.caller().serve(requests)  # fills the prefix cache, whose entries must not survive the publication
     before = case.version
     case.publish()
     again = [replace(request, attempt=1) for request in requests]
@@ -239,7 +242,7 @@ def a_publication_takes_effect(case: EngineCase) -> None:
         assert not case.is_close(answer.logprobs, case.logprobs(before, request, answer.tokens))
 
 
-@check("versions are the engine's: a resumed answer holds the old one, then the new one")
+@check("a resumed answer has tokens of the old version, then of the new one")
 def a_resumed_answer_spans_versions(case: EngineCase) -> None:
     caller = case.caller()
     (request,) = case.requests(1)
@@ -255,7 +258,7 @@ def a_resumed_answer_spans_versions(case: EngineCase) -> None:
     assert case.is_close(answer.logprobs[cut:], case.logprobs(case.version, request, answer.tokens)[cut:])
 
 
-@check("an answer that must be on-policy holds one version only", issue="slime #2092")
+@check("an on-policy answer has tokens of one version only", issue="slime #2092")
 def on_policy_answers_hold_one_version(case: EngineCase) -> None:
     mode = Mode.REPLAY if is_exact(case) else Mode.FRESH
     caller = case.caller()
@@ -271,7 +274,7 @@ def on_policy_answers_hold_one_version(case: EngineCase) -> None:
         assert case.is_close(answer.logprobs, case.logprobs(case.version, request, answer.tokens))
 
 
-@check("replay gives token for token what a restart gives", needs=is_exact)
+@check("replay gives the same tokens as a restart", needs=is_exact)
 def replay_equals_restart(case: EngineCase) -> None:
     caller = case.caller()
     requests = case.requests(4)
@@ -289,7 +292,7 @@ def replay_equals_restart(case: EngineCase) -> None:
         assert replayed.verified[0][0] == cached[request.sample]
 
 
-@check("fed tokens are context: a replay keeps them as given, and goes on behind them", needs=is_exact)
+@check("a replay keeps injected tokens unchanged and continues after them", needs=is_exact)
 def a_replay_keeps_fed_tokens(case: EngineCase) -> None:
     (request,) = case.requests(1)
     first = case.caller().serve([replace(request, budget=8)])[request.sample].tokens
@@ -311,12 +314,12 @@ def a_replay_keeps_fed_tokens(case: EngineCase) -> None:
     assert case.is_close(replayed.logprobs[len(cached) :], resumed.logprobs[len(cached) :])
 
 
-@check("what runs goes on with its old KV cache under the new weights (mixed-kv)", needs=keeps_kv)
+@check("running answers continue with their old KV cache under the new weights (mixed-kv)", needs=keeps_kv)
 def a_kept_cache_goes_on(case: EngineCase) -> None:
     _publish_in_flight(case, InFlight.KEEP)
 
 
-@check("what runs is computed again under the new weights")
+@check("running answers are prefilled again under the new weights")
 def a_reprefilled_cache_is_new(case: EngineCase) -> None:
     for request, answer, cut in _publish_in_flight(case, InFlight.REPREFILL):
         forced = case.logprobs(case.version, request, answer)
@@ -324,7 +327,7 @@ def a_reprefilled_cache_is_new(case: EngineCase) -> None:
 
 
 def _publish_in_flight(case: EngineCase, in_flight: InFlight) -> list[tuple[Request, list[int], list[float]]]:
-    """Publish while samples run; returns requests, their answers, and the log-probs of what the new weights wrote."""
+    """Publish while samples run; returns requests, answers, and the log-probs of the tokens of the new version."""
     caller = case.caller()
     requests = case.requests(3)
     case.engine.submit(requests)
@@ -339,7 +342,7 @@ def _publish_in_flight(case: EngineCase, in_flight: InFlight) -> list[tuple[Requ
         assert answer.versions == [before] * cut + [case.version] * (request.budget - cut)
         assert case.is_close(answer.logprobs[:cut], case.logprobs(before, request, answer.tokens)[:cut])
         found.append((request, answer.tokens, answer.logprobs[cut:]))
-    assert any(0 < len(new) < case.answer_tokens for _, _, new in found), "nothing ran across the publication"
+    assert any(0 < len(new) < case.answer_tokens for _, _, new in found), "no answer ran across the publication"
     return found
 
 
@@ -366,10 +369,10 @@ def slots_are_a_limit(case: EngineCase) -> None:
     except (SortedRLError, AssertionError):
         caller.interrupt()
         return
-    raise AssertionError(f"{slots + 1} requests were taken for {slots} slots")
+    raise AssertionError(f"the engine accepted {slots + 1} requests for {slots} slots")
 
 
-@check("an engine that dies gives its samples back, and goes on under the same version", needs=lambda c: bool(c.kill))
+@check("an engine that dies returns its samples and continues with the same version", needs=lambda c: bool(c.kill))
 def a_dead_engine_gives_its_samples_back(case: EngineCase) -> None:
     assert case.kill is not None, "selected by `needs`"
     case.publish()

@@ -1,1 +1,1 @@
-"""Speed of the parts beside that of their peers; `sortedrl bench` and benchmarks/ call it."""
+"""Benchmarks of the engine and the learner against other implementations, for `sortedrl bench` and benchmarks/."""

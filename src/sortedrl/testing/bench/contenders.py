@@ -1,12 +1,16 @@
-"""The engines that `bench engine` compares in its own process: ours, and two ways of transformers.
+"""The engines that `bench engine` compares: the local engine, two ways of transformers, and vLLM.
 
-A contender's `run` samples the job's prompts once and says how many tokens that made, in what time. Whoever cannot give
-all tokens with finite log-probs fails the benchmark: a speed without them would be no speed.
+`engine.py` calls a contender's `run`, which samples the job's prompts once and returns the number of tokens and the
+time. Guarantees: a contender that does not return all tokens with finite log-probs fails the benchmark, so a speed
+always belongs to completed work.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,45 +28,47 @@ from sortedrl.run.builders.parts import build_engine
 
 _PAGE = 32
 _BATCH_TOKENS = 2048
-_CHECKED = 8  # answers of which log-probs are looked at
+_CHECKED = 8  # answers whose log-probs are compared with a plain pass
+_VLLM_SCRIPT = Path(__file__).with_name("vllm_rounds.py")
+_VLLM_REMEDY = "set --vllm-python or SORTEDRL_VLLM_PYTHON to the Python of an environment with vLLM"
 
 
 @dataclass(slots=True, kw_only=True)
-class Job:
+class SamplingJob:
     folder: Path
     model: Any  # float32
     prompts: list[list[int]]
     new_tokens: int
-    dtype: torch.dtype  # ours
+    dtype: torch.dtype  # of the local engine
     peer_dtype: torch.dtype
     threads: int
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class Timing:
+class RoundTiming:
     tokens: int
     wall_s: float
-    cpu_s: float  # of the whole process
+    cpu_s: float  # of all threads
 
 
 class Contender(Protocol):
-    def run(self, seed: int, new_tokens: int) -> Timing: ...
+    def run(self, seed: int, new_tokens: int) -> RoundTiming: ...
 
     def close(self) -> None: ...
 
 
-def timed(sample: Callable[[], list[list[float]]], num_expected: int) -> Timing:
-    """Time a call that returns the log-probs of all answers, and check that none is missing."""
+def timed(sample: Callable[[], list[list[float]]], num_expected: int) -> RoundTiming:
+    """Time a call that returns the log-probs of all answers, and check that they are complete."""
     wall, cpu = time.perf_counter(), time.process_time()
     logprobs = [value for answer in sample() for value in answer]
-    timing = Timing(tokens=len(logprobs), wall_s=time.perf_counter() - wall, cpu_s=time.process_time() - cpu)
+    timing = RoundTiming(tokens=len(logprobs), wall_s=time.perf_counter() - wall, cpu_s=time.process_time() - cpu)
     if len(logprobs) != num_expected or not all(map(math.isfinite, logprobs)):
-        raise EngineError(f"{len(logprobs)} log-probs for {num_expected} tokens: the engine did not do its work")
+        raise EngineError(f"{len(logprobs)} log-probs for {num_expected} tokens: the engine's answers are not complete")
     return timing
 
 
-class Ours:
-    def __init__(self, job: Job, dtype: torch.dtype) -> None:
+class LocalContender:
+    def __init__(self, job: SamplingJob, dtype: torch.dtype) -> None:
         self._job = job
         self._tokens: list[list[int]] = []
         self._logprobs: list[list[float]] = []
@@ -78,7 +84,7 @@ class Ours:
         )
         self._engine = build_engine(config, job.model, config.knobs)
 
-    def run(self, seed: int, new_tokens: int) -> Timing:
+    def run(self, seed: int, new_tokens: int) -> RoundTiming:
         return timed(lambda: self._sample(seed, new_tokens), len(self._job.prompts) * new_tokens)
 
     def _sample(self, seed: int, new_tokens: int) -> list[list[float]]:
@@ -108,7 +114,7 @@ class Ours:
 
     @torch.inference_mode()
     def gap(self) -> float:
-        """Mean difference of the last round's log-probs to those of a plain float32 pass, over a few answers."""
+        """The mean difference between the last round's log-probs and a plain float32 pass, over a few answers."""
         gaps: list[torch.Tensor] = []
         for prompt, tokens, logprobs in zip(self._job.prompts[:_CHECKED], self._tokens, self._logprobs, strict=False):
             logits_tv = self._job.model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
@@ -120,8 +126,8 @@ class Ours:
         self._engine.close()
 
 
-class LogProbs(LogitsProcessor):
-    """Notes the log-prob of every token that `generate` takes; keeping all logits would need gigabytes."""
+class LogprobRecorder(LogitsProcessor):
+    """Records the log-prob of every token that `generate` samples; keeping all logits would need gigabytes."""
 
     def __init__(self) -> None:
         self._before: torch.Tensor | None = None
@@ -137,49 +143,49 @@ class LogProbs(LogitsProcessor):
             self.steps.append(self._before.gather(1, input_ids[:, -1:]).squeeze(1))
 
 
-class Generate:
+class GenerateContender:
     """transformers' `generate` on one left-padded batch."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: SamplingJob) -> None:
         self._job = job
-        self._model = copy_of(job)
+        self._model = peer_model(job)
         longest = max(map(len, job.prompts))
         self._ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in job.prompts])
         self._mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in job.prompts])
 
-    def run(self, seed: int, new_tokens: int) -> Timing:
+    def run(self, seed: int, new_tokens: int) -> RoundTiming:
         return timed(lambda: self._sample(seed, new_tokens), len(self._job.prompts) * new_tokens)
 
     @torch.inference_mode()
     def _sample(self, seed: int, new_tokens: int) -> list[list[float]]:
         torch.manual_seed(seed)
-        noted = LogProbs()
+        recorder = LogprobRecorder()
         ids = self._model.generate(
             self._ids,
             attention_mask=self._mask,
             generation_config=sampling_config(new_tokens),
-            logits_processor=LogitsProcessorList([noted]),
+            logits_processor=LogitsProcessorList([recorder]),
         )
-        noted.take(ids)
-        return torch.stack(noted.steps, 1).tolist()
+        recorder.take(ids)
+        return torch.stack(recorder.steps, 1).tolist()
 
     def close(self) -> None:
         pass
 
 
-class Continuous:
-    """transformers' continuous batching; it gives its log-probs itself where it can."""
+class ContinuousContender:
+    """transformers' continuous batching, which returns log-probs itself."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: SamplingJob) -> None:
         self._job = job
-        self._model = copy_of(job)
+        self._model = peer_model(job)
         try:
             self.run(0, 2)
         except Exception as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise EngineError(f"transformers' continuous batching does not run here: {reason}") from error
 
-    def run(self, seed: int, new_tokens: int) -> Timing:
+    def run(self, seed: int, new_tokens: int) -> RoundTiming:
         return timed(lambda: self._sample(seed, new_tokens), len(self._job.prompts) * new_tokens)
 
     def _sample(self, seed: int, new_tokens: int) -> list[list[float]]:
@@ -189,7 +195,7 @@ class Continuous:
         outputs = self._model.generate_batch(
             self._job.prompts,
             generation_config=sampling_config(new_tokens),
-            # Left to itself it takes nearly all memory of a machine without a GPU.
+            # By default it takes nearly all memory of a machine without a GPU.
             continuous_batching_config=ContinuousBatchingConfig(
                 page_size=_PAGE,
                 num_blocks=len(self._job.prompts) * (longest // _PAGE + 2),
@@ -204,14 +210,85 @@ class Continuous:
         pass
 
 
-def copy_of(job: Job) -> Any:
-    """The model in the peers' precision, without an end token; in float32 it is shared, since nobody changes it."""
+class VllmContender:
+    """vLLM in a separate process, because it pins other package versions than this package.
+
+    The process runs `vllm_rounds.py` with the Python of an environment that has vLLM. vLLM runs inside that process
+    with all threads, which is its fastest way on a CPU. Both sides exchange one JSON line per round.
+    """
+
+    def __init__(self, job: SamplingJob, python: str | None) -> None:
+        if python is None or not Path(python).is_file():
+            raise EngineError(f"vLLM was not found ({python or 'no Python given'}): {_VLLM_REMEDY}")
+        threads = str(job.threads)
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": threads,
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_KVCACHE_SPACE": "2",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "HF_HUB_OFFLINE": "1",
+        }
+        environment.pop("PYTHONPATH", None)
+        self._process = subprocess.Popen(
+            [python, "-P", str(_VLLM_SCRIPT)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
+        )
+        settings = {
+            "model": str(job.folder),
+            "dtype": str(job.peer_dtype).removeprefix("torch."),
+            "prompts": job.prompts,
+            "max_length": max(map(len, job.prompts)) + job.new_tokens + 1,
+            "threads": job.threads,
+        }
+        try:
+            self._ask(settings)
+        except EngineError:
+            self.close()
+            raise
+
+    def run(self, seed: int, new_tokens: int) -> RoundTiming:
+        return RoundTiming(**self._ask({"seed": seed, "new_tokens": new_tokens}))
+
+    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None, "opened with PIPE"
+        assert self._process.stdout is not None, "opened with PIPE"
+        try:
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # the process wrote its error before it ended
+        line = self._process.stdout.readline()
+        answer = json.loads(line) if line else {"error": "its process ended without a message"}
+        if "error" in answer:
+            raise EngineError(f"vLLM does not run here: {answer['error']}")
+        return answer
+
+    def close(self) -> None:
+        """End the process, which exits when its input is closed."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            self._process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def peer_model(job: SamplingJob) -> Any:
+    """The model in the peers' precision, without an end token. In float32 it is the job's own model."""
     model = job.model
     if job.peer_dtype != torch.float32:
         from transformers import AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_pretrained(job.folder, dtype=job.peer_dtype)
-    # `generate` fills what its configuration leaves open from the model's, an end token included.
+    # `generate` takes settings that its configuration does not set, such as an end token, from the model.
     model.generation_config.eos_token_id = None
     return model.eval()
 

@@ -1,11 +1,12 @@
-"""Tokens per second of the local engine and of its peers on the same prompts, in turns within one run.
+"""The speed of the local engine and of its peers on the same prompts, in tokens per second.
 
 `sortedrl bench engine` and benchmarks/engine.py call `measure`. Every contender samples `new_tokens` tokens for each of
-`slots` prompts, at temperature 1, seeded, with the log-prob of every token, and stops at no token; all have the same
-model and threads. Peers have the same precision, or float32 where ours is fixed point, which none of them has: then
-ours is measured in float32 as well. Rounds are interleaved, so that whatever else the machine does meets all of them,
-and the median counts. The limit is the speed of the matrix products alone in the peers' precision, measured in the same
-rounds.
+`slots` prompts, at temperature 1, with a seed, with the log-prob of every token, and without stop tokens. All have the
+same model and number of threads. Peers compute in the same precision. If the local engine computes in fixed point,
+which no peer has, the peers compute in float32, and the local engine is measured in float32 as well.
+
+Guarantees: rounds are interleaved, so other load on the machine affects all contenders; the median counts. The limit is
+the speed of the matrix products alone in the peers' precision, measured in the same rounds.
 """
 
 from __future__ import annotations
@@ -23,19 +24,24 @@ from sortedrl.engine.local.decoder_choice import choose_dtype
 from sortedrl.errors import ConfigError, SortedRLError
 from sortedrl.run.builders.parts import build_task, model_path, prompt_stream
 from sortedrl.run.checkpoint import load_model
-from sortedrl.testing.bench.contenders import Contender, Continuous, Generate, Job, Ours, Timing
-from sortedrl.testing.bench.limit import ProductLimit
-from sortedrl.testing.bench.vllm_process import Vllm
+from sortedrl.testing.bench.contenders import (
+    Contender,
+    ContinuousContender,
+    GenerateContender,
+    LocalContender,
+    RoundTiming,
+    SamplingJob,
+    VllmContender,
+)
+from sortedrl.testing.bench.matmul_limit import MatmulLimit
 
 OURS = "sortedrl"
-SAME = "sortedrl-float32"  # in the peers' precision, where ours is fixed point
+SAME_DTYPE = "sortedrl-float32"  # the local engine in the peers' precision, if it computes in fixed point
 PEERS = ("hf", "hf-continuous", "vllm")
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class EngineBench:
-    """What is measured."""
-
     model: str = "smollm2-135m"
     slots: int = 64
     new_tokens: int = 128
@@ -44,19 +50,19 @@ class EngineBench:
     threads: int = field(default_factory=lambda: os.cpu_count() or 1)
     dtype: str = "auto"
     seed: int = 0
-    vllm_python: str | None = None  # of an environment with vLLM
+    vllm_python: str | None = None  # Python of an environment with vLLM
 
 
 def measure(bench: EngineBench, on_round: Callable[[str, int], None] = lambda name, total: None) -> dict[str, Any]:
-    """The result as `sortedrl bench engine --json` prints it. `on_round` hears whose round begins, and of how many."""
+    """The result of `sortedrl bench engine --json`. `on_round` gets a contender's name and the number of rounds."""
     unknown = sorted(set(bench.against) - set(PEERS))
     if unknown:
-        raise ConfigError(f"--against {', '.join(unknown)} is not known: the peers are {', '.join(PEERS)}")
+        raise ConfigError(f"--against {', '.join(unknown)} is unknown: the peers are {', '.join(PEERS)}")
     torch.set_num_threads(bench.threads)
     job = prepare_job(bench)
-    limit = ProductLimit(job)
-    contenders, skipped = start_contenders(bench, job)
-    timings: dict[str, list[Timing]] = {name: [] for name in (*contenders, "limit")}
+    limit = MatmulLimit(job)
+    contenders, skipped = _start_contenders(bench, job)
+    timings: dict[str, list[RoundTiming]] = {name: [] for name in (*contenders, "limit")}
     try:
         for contender in contenders.values():
             contender.run(bench.seed, min(4, bench.new_tokens))  # warm-up
@@ -65,25 +71,27 @@ def measure(bench: EngineBench, on_round: Callable[[str, int], None] = lambda na
             for name, contender in contenders.items():
                 on_round(name, bench.rounds * len(contenders))
                 timings[name].append(contender.run(bench.seed + number, bench.new_tokens))
-        gaps = {name: contender.gap() for name, contender in contenders.items() if isinstance(contender, Ours)}
+        gaps = {
+            name: contender.gap() for name, contender in contenders.items() if isinstance(contender, LocalContender)
+        }
     finally:
         for contender in contenders.values():
             contender.close()
-    return summarize(bench, job, timings, gaps, skipped)
+    return _summarize(bench, job, timings, gaps, skipped)
 
 
-def prepare_job(bench: EngineBench) -> Job:
+def prepare_job(bench: EngineBench) -> SamplingJob:
     config = SortedConfig(
         model={"path": bench.model},
         run={"seed": bench.seed},
-        task={"max_prompt_tokens": 512, "people": {"2": 1}},  # short prompts: decoding is what is measured
+        task={"max_prompt_tokens": 512, "people": {"2": 1}},  # short prompts, because decoding is measured
     )
     folder = model_path(config)
     model, tokenizer = load_model(folder)
     stream = prompt_stream(config, build_task(config), tokenizer)
     prompts = [list(prompt.tokens) for _, prompt in stream.take(bench.slots)]
     dtype = choose_dtype(model, bench.dtype, needs_exact_replay=False)
-    return Job(
+    return SamplingJob(
         folder=folder,
         model=model,
         prompts=prompts,
@@ -94,29 +102,33 @@ def prepare_job(bench: EngineBench) -> Job:
     )
 
 
-def start_contenders(bench: EngineBench, job: Job) -> tuple[dict[str, Contender], dict[str, str]]:
-    """Those that can run here, and why the others cannot."""
+def _start_contenders(bench: EngineBench, job: SamplingJob) -> tuple[dict[str, Contender], dict[str, str]]:
+    """The contenders that can run on this machine, and for each other one the reason."""
     makers: dict[str, Callable[[], Contender]] = {
-        OURS: lambda: Ours(job, job.dtype),
-        SAME: lambda: Ours(job, job.peer_dtype),
-        "hf": lambda: Generate(job),
-        "hf-continuous": lambda: Continuous(job),
-        "vllm": lambda: Vllm(job, bench.vllm_python or os.environ.get("SORTEDRL_VLLM_PYTHON")),
+        OURS: lambda: LocalContender(job, job.dtype),
+        SAME_DTYPE: lambda: LocalContender(job, job.peer_dtype),
+        "hf": lambda: GenerateContender(job),
+        "hf-continuous": lambda: ContinuousContender(job),
+        "vllm": lambda: VllmContender(job, bench.vllm_python or os.environ.get("SORTEDRL_VLLM_PYTHON")),
     }
     started: dict[str, Contender] = {}
     skipped: dict[str, str] = {}
-    for name in (OURS, *((SAME,) if job.peer_dtype != job.dtype else ()), *bench.against):
+    for name in (OURS, *((SAME_DTYPE,) if job.peer_dtype != job.dtype else ()), *bench.against):
         try:
             started[name] = makers[name]()
         except SortedRLError as error:
-            if name in (OURS, SAME):
+            if name in (OURS, SAME_DTYPE):
                 raise
             skipped[name] = str(error)
     return started, skipped
 
 
-def summarize(
-    bench: EngineBench, job: Job, timings: dict[str, list[Timing]], gaps: dict[str, float], skipped: dict[str, str]
+def _summarize(
+    bench: EngineBench,
+    job: SamplingJob,
+    timings: dict[str, list[RoundTiming]],
+    gaps: dict[str, float],
+    skipped: dict[str, str],
 ) -> dict[str, Any]:
     speeds = {name: statistics.median(t.tokens / t.wall_s for t in rounds) for name, rounds in timings.items()}
     per_cpu = {name: statistics.median(t.tokens / t.cpu_s for t in rounds) for name, rounds in timings.items()}
@@ -133,11 +145,11 @@ def summarize(
     ]
     results += [{"name": name, "tokens_per_s": None, "skipped": reason} for name, reason in skipped.items()]
     peers = [name for name in timings if name not in (OURS, "limit")]
-    same = SAME if SAME in timings else OURS
+    same = SAME_DTYPE if SAME_DTYPE in timings else OURS
     return {
         "results": results,
         "ratio": {name: speeds[OURS] / speeds[name] for name in peers},
-        "ratio_same_dtype": {name: speeds[same] / speeds[name] for name in peers if name != SAME},
+        "ratio_same_dtype": {name: speeds[same] / speeds[name] for name in peers if name != SAME_DTYPE},
         "ratio_cpu": {name: per_cpu[OURS] / per_cpu[name] for name in peers},
         "limit_fraction": speeds[OURS] / speeds["limit"],
         "limit_fraction_cpu": per_cpu[OURS] / per_cpu["limit"],

@@ -1,9 +1,9 @@
-"""Speed and memory of an update on answers of very different length: packed, as the learner does it, and padded.
+"""Speed and memory of an update on answers of very different lengths: packed, as in the learner, and padded.
 
-`sortedrl bench learner` and benchmarks/learner.py call `measure`. Both take the same model, batch, loss and optimiser,
-and cut the batch into the same number of passes. Every round of every contender is a process of its own
-(`learner_round.py`), so that its peak memory is its alone; rounds are interleaved and the median counts. The answers'
-log-probs come from one process before all others. Gradients are compared: a speed with others would be no speed.
+`sortedrl bench learner` and benchmarks/learner.py call `measure`. Both contenders use the same model, batch, loss,
+optimizer and number of micro-batches. Every round runs in a new process (`learner_round.py`), so its peak memory is not
+mixed with others. The first process samples the answers and their log-probs. Guarantees: rounds are interleaved, the
+median counts, and gradients are compared, so both contenders are known to compute the same update.
 """
 
 from __future__ import annotations
@@ -25,22 +25,20 @@ from safetensors.torch import load_file
 from sortedrl.errors import LearnerError
 from sortedrl.run.builders.parts import named_model_path
 from sortedrl.simulate.traces import load_trace
-from sortedrl.testing.bench.learner_round import SAMPLING, Round
+from sortedrl.testing.bench.learner_round import SAMPLING, UpdateRound
 
 OURS = "packed"
 PEER = "padded"
-RECOMPUTED = "packed, recomputed"  # activations are not kept; one round is enough to see what that saves and costs
-LIKE_QWEN = "lognormal(370, 0.55, 4507)"  # about as Qwen2.5-Math's published samples of MATH are distributed
+RECOMPUTED = "packed, recomputed"  # recomputes activations instead of keeping them; measured in one round only
+LIKE_QWEN = "lognormal(370, 0.55, 4507)"  # similar to the published answers of Qwen2.5-Math on MATH
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class LearnerBench:
-    """What is measured."""
-
     model: str = "smollm2-135m"
     trace: str = LIKE_QWEN
     samples: int = 64
-    scale: float = 0.125  # of the trace's lengths: padded to the longest, they have to fit in memory
+    scale: float = 0.125  # factor on the trace's lengths, so that a batch padded to the longest fits in memory
     prompt_tokens: int = 16
     passes: int = 4  # micro-batches of an update
     rounds: int = 1
@@ -50,11 +48,11 @@ class LearnerBench:
 
 
 def measure(bench: LearnerBench, on_round: Callable[[str, int], None] = lambda name, total: None) -> dict[str, Any]:
-    """The result as `sortedrl bench learner --json` prints it. `on_round` hears whose round begins, and of how many."""
-    lengths = heavy_tailed(bench)
+    """The result of `sortedrl bench learner --json`. `on_round` gets a contender's name and the number of rounds."""
+    lengths = spread_lengths(bench)
     folder = named_model_path(bench.model)
     names = (OURS, PEER, *((RECOMPUTED,) if bench.has_recomputed else ()))
-    rounds: dict[str, list[Round]] = {name: [] for name in names}
+    rounds: dict[str, list[UpdateRound]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory(prefix="sortedrl-bench-") as scratch:
         shared = {
             "folder": str(folder),
@@ -75,42 +73,42 @@ def measure(bench: LearnerBench, on_round: Callable[[str, int], None] = lambda n
                     "recompute": name == RECOMPUTED,
                     "gradients": str(Path(scratch) / f"{name}.safetensors") if number == 0 else None,
                 }
-                rounds[name].append(Round(**json.loads(run_process(job).splitlines()[-1])))
+                rounds[name].append(UpdateRound(**json.loads(run_process(job).splitlines()[-1])))
         errors = {name: gradient_error(Path(scratch), name) for name in names if name != PEER}
     return summarize(bench, lengths, rounds, errors)
 
 
-def heavy_tailed(bench: LearnerBench) -> list[int]:
-    """Lengths spread evenly over the trace's distribution, its tail included; the same for every seed."""
+def spread_lengths(bench: LearnerBench) -> list[int]:
+    """Lengths at even quantiles of the trace, including its tail; the same for every seed."""
     ordered = sorted(load_trace(bench.trace).lengths)
     places = [(2 * number + 1) * len(ordered) // (2 * bench.samples) for number in range(bench.samples)]
     return [max(1, round(ordered[place] * bench.scale)) for place in places]
 
 
 def run_process(job: dict[str, Any]) -> str:
-    """What a process says; `learner_round.py` has the jobs."""
+    """Run one job of `learner_round.py` in a new process; returns what it prints."""
     command = [sys.executable, "-m", "sortedrl.testing.bench.learner_round", json.dumps(job)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(job["threads"])}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
         why = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}: out of memory?"])[-1]
-        raise LearnerError(f"the {job['contender']} process did not end well ({why}): lower --samples or --scale")
+        raise LearnerError(f"the {job['contender']} process failed ({why}): lower --samples or --scale")
     return done.stdout
 
 
 def gradient_error(folder: Path, name: str) -> float:
-    """The largest difference of a parameter's gradient to the padded one, in units of the largest gradient's norm."""
+    """The largest difference between a gradient and the padded one, relative to the largest gradient norm."""
     ours, theirs = (load_file(folder / f"{one}.safetensors") for one in (name, PEER))
     scale = max(float(torch.linalg.vector_norm(value)) for value in theirs.values())
     return max(float(torch.linalg.vector_norm(ours[key] - value)) for key, value in theirs.items()) / scale
 
 
 def summarize(
-    bench: LearnerBench, lengths: list[int], rounds: dict[str, list[Round]], errors: dict[str, float]
+    bench: LearnerBench, lengths: list[int], rounds: dict[str, list[UpdateRound]], errors: dict[str, float]
 ) -> dict[str, Any]:
     tokens = sum(lengths)
 
-    def median(name: str, value: Callable[[Round], float]) -> float:
+    def median(name: str, value: Callable[[UpdateRound], float]) -> float:
         return statistics.median(value(found) for found in rounds[name])
 
     results: list[dict[str, Any]] = [

@@ -1,8 +1,8 @@
-"""One update of one contender of `bench learner`, in a process of its own: its time, its peak memory, its gradients.
+"""One update of one contender of `bench learner` in its own process: its time, peak memory and gradients.
 
-Run as a module with a job as JSON; it prints a `Round` as JSON. A job for `SAMPLING` comes first: it has the model
-write the answers, which all others read. The padded contender is written as trainers write it, without anything of the
-learner's: all answers padded to the longest, logits of all of them, a softmax over those.
+`learner.py` runs this module with a job as JSON; the module prints an `UpdateRound` as JSON. The first job is
+`SAMPLING`: the model writes the answers that all other jobs read. The padded contender is written as other trainers
+write it, without code of the learner: it pads all answers to the longest and computes a softmax over all logits.
 
 Shapes: b rows of a pass, l positions, v vocabulary.
 """
@@ -35,15 +35,15 @@ CLIP = (0.2, 0.28)
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class Round:
+class UpdateRound:
     wall_s: float
     cpu_s: float
     peak_bytes: int
-    start_bytes: int  # model loaded, before the update
+    start_bytes: int  # after loading the model, before the update
 
 
 def write_answers(model: Any, job: dict[str, Any]) -> None:
-    """Answers of the wanted lengths, in random order, to prompts of random tokens, and their log-probs."""
+    """Write answers of the given lengths, in random order, to prompts of random tokens, and their log-probs."""
     generator = torch.Generator().manual_seed(job["seed"])
     lengths = [job["lengths"][place] for place in torch.randperm(len(job["lengths"]), generator=generator).tolist()]
     size = model.config.vocab_size, (len(lengths), job["prompt_tokens"])
@@ -54,7 +54,7 @@ def write_answers(model: Any, job: dict[str, Any]) -> None:
         schedule={"strategy": "sorted-partial"},
     )
     longest = max(lengths) + job["prompt_tokens"] + 64
-    model.config.max_position_embeddings = max(model.config.max_position_embeddings, longest)  # speed is what is asked
+    model.config.max_position_embeddings = max(model.config.max_position_embeddings, longest)  # answers may be nonsense
     engine = build_engine(config, model, config.knobs)
     engine.submit(
         Request(sample=number, attempt=0, prompt=prompt, budget=length, seed=number, sampling=Sampling())
@@ -76,7 +76,7 @@ def write_answers(model: Any, job: dict[str, Any]) -> None:
 
 
 def read_samples(job: dict[str, Any]) -> list[Sample]:
-    """The answers as samples with varied rewards."""
+    """The answers as samples with different rewards."""
     answers = {name: value.tolist() for name, value in load_file(job["answers"]).items()}
     return [
         Sample(
@@ -162,16 +162,16 @@ def main() -> None:
     gradients: dict[str, torch.Tensor] = {}
 
     def catch(*_: object) -> None:
-        """References alone: a copy would count as memory of the update."""
+        """Keep references, because copies would count as memory of the update."""
         gradients.update({name: value.grad for name, value in model.named_parameters() if value.grad is not None})
 
     handle = register_optimizer_step_pre_hook(catch)
     for parameter in model.parameters():
-        parameter.detach().sum()  # weights that are mapped from a file take memory once they are read
+        parameter.detach().sum()  # read the weights, so that memory-mapped ones are counted before the update
     start_bytes = memory("VmRSS")
     wall, cpu = time.perf_counter(), time.process_time()
     update()
-    found = Round(
+    found = UpdateRound(
         wall_s=time.perf_counter() - wall,
         cpu_s=time.process_time() - cpu,
         peak_bytes=memory("VmHWM"),
@@ -184,7 +184,7 @@ def main() -> None:
 
 
 def memory(field: str) -> int:
-    """Memory of this process as Linux counts it; elsewhere the peak that the system reports stands for both."""
+    """A memory field of /proc/self/status, in bytes; without /proc, the peak memory for every field."""
     try:
         lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,7 +1,7 @@
-"""Run under the Python of an environment with vLLM; `vllm_process.py` starts it. It imports nothing of this package.
+"""The vLLM side of `bench engine`: `contenders.py` starts it with the Python of an environment that has vLLM.
 
-Standard input: one JSON line of settings, then one line per round. Standard output: one JSON line for each, and nothing
-else: vLLM's own output goes to standard error.
+Guarantees: it imports nothing of this package. It reads one JSON line of settings and then one line per round from
+standard input, and answers each with one JSON line on standard output. vLLM's own output goes to standard error.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def serve(answers: Any) -> None:
         dtype=settings["dtype"],
         max_model_len=settings["max_length"],
         max_num_seqs=len(prompts),
-        # Whole prompts: one read in pieces has its seed's generator turned back, which those of a CPU cannot do.
+        # Prefill whole prompts: for a partial prefill vLLM rewinds the seeded generator, which fails on a CPU.
         max_num_batched_tokens=num_tokens if num_tokens > 2048 else None,
         enforce_eager=True,
         enable_prefix_caching=False,

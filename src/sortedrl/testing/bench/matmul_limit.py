@@ -1,8 +1,8 @@
-"""How fast a decoder could be if it did nothing but its matrix products.
+"""The speed of a decoder that computes nothing but its matrix products: an upper limit for `bench engine`.
 
-`bench engine` measures it in the same rounds as the engines. The products are those of a Llama layer with q, k, v and
-gate, up fused, and the head's, at as many rows as there are slots, each in the faster of the two layouts that
-`engine/linear.py` knows. Weights are random and too many for the processor's cache, as a model's are.
+`engine.py` measures it in the same rounds as the engines. The products are those of the head and of a Llama layer with
+fused q, k, v and fused gate, up. They have one row per slot, and use the faster of the two layouts in
+`engine/local/linear.py`. Weights are random and, like a model's, too large for the processor's cache.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import torch
 
 from sortedrl.engine.local.linear import Linear, PackedLinear, PlainLinear, can_pack
 from sortedrl.engine.local.module_decoder import Geometry
-from sortedrl.testing.bench.contenders import Job, Timing
+from sortedrl.testing.bench.contenders import RoundTiming, SamplingJob
 
 _CACHE_ELEMENTS = 16 << 20
 _TRIES = 3
 
 
-class ProductLimit:
-    def __init__(self, job: Job) -> None:
+class MatmulLimit:
+    def __init__(self, job: SamplingJob) -> None:
         config, geometry = job.model.config, Geometry.of(job.model)
         size, inner = config.hidden_size, config.intermediate_size
         heads, kv_heads = geometry.heads * geometry.head_dim, geometry.kv_heads * geometry.head_dim
@@ -48,15 +48,15 @@ class ProductLimit:
         packed: list[Linear] = [PackedLinear(weight, None) for weight in weights]
         return min(plain, packed, key=lambda linears: min(_seconds(x, linears)[1] for _ in range(_TRIES)))
 
-    def run(self) -> Timing:
-        """The time of as many steps as there are new tokens, from one step."""
+    def run(self) -> RoundTiming:
+        """The time of one step, multiplied by the number of new tokens."""
         wall_s = cpu_s = 0.0
         for x, linears, times in self._groups:
             tries = [_seconds(x, linears) for _ in range(_TRIES)]
             wall_s += times * min(wall for wall, _ in tries)
             cpu_s += times * min(cpu for _, cpu in tries)
         steps = self._new_tokens
-        return Timing(tokens=self._rows * steps, wall_s=wall_s * steps, cpu_s=cpu_s * steps)
+        return RoundTiming(tokens=self._rows * steps, wall_s=wall_s * steps, cpu_s=cpu_s * steps)
 
 
 @torch.inference_mode()

@@ -1,7 +1,7 @@
-"""Checks that need the whole loop: the real controller, buffer and schedule over the engine, with a learner of paper.
+"""Checks that run the whole loop: the real controller, buffer and schedule drive the engine, with a stub learner.
 
-They are part of the conformance suite (`checks.py`): what other systems' users report is often not the engine's fault
-but that of who drives it.
+They are part of the conformance suite (`checks.py`), because many bugs that users of other systems report are not in
+the engine but in the code that drives it.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from sortedrl.testing.case import EngineCase
 from sortedrl.testing.checks import check
 
 _SAMPLES = 24
-_SLOW_POLLS = 12  # that a slow reward takes
+_SLOW_POLLS = 12  # polls until a slow reward is ready
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class Given:
+class StubScore:
     key: tuple[int, int]
     reward: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True)
-class PaperScorer:
-    """Scores at once; if `is_slow`, every third answer late."""
+class StubScorer:
+    """Scores at once; with `is_slow`, every third answer is scored late."""
 
     is_slow: bool = False
-    waiting: list[tuple[int, Given]] = field(default_factory=list)
+    waiting: list[tuple[int, StubScore]] = field(default_factory=list)
 
     def submit(self, sample: Sample) -> None:
         delay = _SLOW_POLLS if self.is_slow and sample.id % 3 == 0 else 0
-        self.waiting.append((delay, Given(key=(sample.id, sample.attempt))))
+        self.waiting.append((delay, StubScore(key=(sample.id, sample.attempt))))
 
-    def poll(self, timeout: float) -> list[Given]:
+    def poll(self, timeout: float) -> list[StubScore]:
         ready = [score for delay, score in self.waiting if delay <= 0]
         self.waiting = [(delay - 1, score) for delay, score in self.waiting if delay > 0]
         return ready
 
 
-class PaperUpdate:
+class StubUpdate:
     def done(self) -> bool:
         return True
 
@@ -55,33 +55,33 @@ class PaperUpdate:
 
 
 @dataclass(slots=True, kw_only=True)
-class PaperLearner:
-    """Remembers its batches, and how many scores were awaited when they came; an update gives the next weights."""
+class StubLearner:
+    """Keeps its batches, and counts the scores that were still missing when they came."""
 
     case: EngineCase
-    scorer: PaperScorer
-    kill_at: int | None = None  # the batch at which it kills the engine
+    scorer: StubScorer
+    kill_at: int | None = None  # number of the batch at which to kill the engine
     batches: list[Batch] = field(default_factory=list)
-    num_awaited: int = 0
+    num_unscored: int = 0
 
     @property
     def source(self) -> Any:
         return self.case.source(self.batches[-1].version + 1)
 
-    def start(self, batch: Batch) -> PaperUpdate:
+    def start(self, batch: Batch) -> StubUpdate:
         if len(self.batches) == self.kill_at and self.case.kill is not None:
             self.case.kill()
         self.batches.append(batch)
-        self.num_awaited += len(self.scorer.waiting)
-        return PaperUpdate()
+        self.num_unscored += len(self.scorer.waiting)
+        return StubUpdate()
 
 
-def run_loop(case: EngineCase, knobs: Knobs, *, is_slow: bool = False, kill_at: int | None = None) -> PaperLearner:
-    """Train `_SAMPLES` samples of differing length; the controller itself checks staleness, budgets and versions."""
+def run_loop(case: EngineCase, knobs: Knobs, *, is_slow: bool = False, kill_at: int | None = None) -> StubLearner:
+    """Train `_SAMPLES` samples of different lengths; the controller itself checks staleness, budgets and versions."""
     buffer = Buffer()
-    buffer.version = case.version  # the engine has lived before
-    scorer = PaperScorer(is_slow=is_slow)
-    learner = PaperLearner(case=case, scorer=scorer, kill_at=kill_at)
+    buffer.version = case.version  # earlier checks have published versions
+    scorer = StubScorer(is_slow=is_slow)
+    learner = StubLearner(case=case, scorer=scorer, kill_at=kill_at)
 
     def load(cohort: int, count: int) -> list[Sample]:
         numbers = range(buffer.num_loaded, min(buffer.num_loaded + count, _SAMPLES))
@@ -97,7 +97,7 @@ def run_loop(case: EngineCase, knobs: Knobs, *, is_slow: bool = False, kill_at: 
     )
     is_complete = controller.run()
     case.version = buffer.version
-    assert is_complete, "the run did not come to its end"
+    assert is_complete, "the run stopped before its end"
     trained = Counter(sample.id for batch in learner.batches for sample in batch.samples)
     assert trained == Counter(range(_SAMPLES)), "samples were lost, or trained twice"
     return learner
@@ -105,7 +105,7 @@ def run_loop(case: EngineCase, knobs: Knobs, *, is_slow: bool = False, kill_at: 
 
 def _sample(case: EngineCase, number: int, cohort: int) -> Sample:
     prompt = Prompt(id=str(number), tokens=tuple(case.prompts[number % len(case.prompts)]), content="")
-    budget = 4 + number % 5 * (case.answer_tokens // 5)  # were all as long, there would be nothing to interrupt
+    budget = 4 + number % 5 * (case.answer_tokens // 5)  # different lengths, so that there is something to interrupt
     seed = sample_seed(case.version, 0, prompt.id, 0)
     return Sample(id=number, prompt=prompt, index=0, epoch=0, cohort=cohort, seed=seed, budget=budget)
 
@@ -114,10 +114,10 @@ def _sample(case: EngineCase, number: int, cohort: int) -> Sample:
 def updates_do_not_wait_for_slow_rewards(case: EngineCase) -> None:
     knobs = resolve_knobs(Strategy.SORTED_PARTIAL, update_batch=4, cohort_batches=3)
     learner = run_loop(case, knobs, is_slow=True)
-    assert learner.num_awaited > 0
+    assert learner.num_unscored > 0
 
 
-@check("a run on this engine trains every sample once, within its staleness")
+@check("a run on this engine trains every sample exactly once, within its staleness bound")
 def a_run_is_exact(case: EngineCase) -> None:
     interrupted = "replay" if case.engine.capabilities.exact_replay else "restart"
     knobs = resolve_knobs(
