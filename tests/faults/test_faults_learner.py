@@ -1,4 +1,4 @@
-"""The learner when memory runs out: in a process whose address space is limited, so that allocations really fail."""
+"""The learner when memory runs out, in a process with a limited address space, so that allocations really fail."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.forked_process import ForkedProcess
 from tests.support.learners import Settings
 
 M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
-VOCABULARY = 4096  # logits of n answer tokens take n x 16 KiB, several times over: they are what does not fit
+VOCABULARY = 4096  # logits of n answer tokens take several times n x 16 KiB: they are what does not fit
 
 Shape = tuple[int, int]  # tokens of a prompt and of its answer
 
@@ -43,7 +43,7 @@ def make_model() -> Any:
 
 
 def make_batch(shapes: list[Shape]) -> Batch:
-    """Answers of one token over and over, each with a prompt, a token and an old log-prob of its own."""
+    """Answers that repeat one token; prompt, token and old log-prob differ between answers."""
     samples = [
         Sample(
             id=index,
@@ -72,12 +72,14 @@ def limit_address_space(extra_mib: int) -> None:
 
 
 def train(shapes: list[list[Shape]], *, micro_tokens: int, extra_mib: int = 0, **settings: Any) -> dict[str, Any]:
-    """Updates on batches of these shapes: their metrics, and a digest of the weights that result."""
+    """Run updates on batches of these shapes; returns their metrics and the resulting weights."""
     batches = [make_batch(batch) for batch in shapes]
     learner = TorchLearner(make_model(), Settings(micro_tokens=micro_tokens, **settings), temperature=1.0)
     if extra_mib:
-        TorchLearner(make_model(), Settings(), temperature=1.0).start(make_batch([(2, 2)] * 2)).result()  # what is lazy
-        # A fixed threshold: large blocks go back to the system when freed, and what fits does not depend on history.
+        TorchLearner(make_model(), Settings(), temperature=1.0).start(
+            make_batch([(2, 2)] * 2)
+        ).result()  # allocate what is lazy
+        # With a fixed threshold, freed large blocks go back to the system, so earlier allocations do not matter.
         assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1_000_000)
         limit_address_space(extra_mib)
     results = [learner.start(batch).result() for batch in batches]
@@ -90,7 +92,7 @@ def train(shapes: list[list[Shape]], *, micro_tokens: int, extra_mib: int = 0, *
 
 
 HALVES = {
-    # A long prompt goes first, being the longest, and needs little: logits are for answers only.
+    # The sample with the long prompt is the longest and goes first, but needs little: only answers have logits.
     "shapes": [[(8, 100)] * 5 + [(2000, 20)] + [(8, 500)] * 4, [(8, 500)] * 8],
     "inner_steps": 2,
     "lr": 1e-3,
@@ -110,7 +112,7 @@ class Done:
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
-    """What became of each case, in a process of its own."""
+    """The result of each case, which runs in its own process."""
     return {name: run_case(name, tmp_path_factory.mktemp(name)) for name in CASES}
 
 
@@ -131,9 +133,9 @@ linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, an
 
 @linux_only
 def test_what_does_not_fit_is_done_in_halves(done: dict[str, Done]) -> None:
-    """Memory runs out in the second step of an update, when the first of its two micro-batches is done.
+    """Memory runs out in the second step of an update, after the first of its two micro-batches.
 
-    Then the first step must not be taken again, nor the first micro-batch's gradients be counted twice.
+    The first step must not be repeated, and the first micro-batch's gradients must not be counted twice.
     """
     halves = done["halves"]
     assert halves.exit_code == 0, halves.stderr
@@ -145,7 +147,7 @@ def test_what_does_not_fit_is_done_in_halves(done: dict[str, Done]) -> None:
     ours = json.loads(halves.result.read_text())
     theirs = train(micro_tokens=1014, **HALVES)
     assert ours["steps"] == theirs["steps"] == [2, 2]
-    # What the failed try computed is not counted: 5 x 107 + 2019 + 4 x 507 tokens, then 8 x 507.
+    # Tokens of the failed attempt are not counted: 5 x 107 + 2019 + 4 x 507 tokens, then 8 x 507.
     assert ours["computed"] == theirs["computed"] == [4582, 4056]
     assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-6)
     before = torch.cat([parameter.detach().flatten() for parameter in make_model().parameters()])
