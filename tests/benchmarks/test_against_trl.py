@@ -1,4 +1,4 @@
-"""benchmarks/against_trl.py runs from end to end, and both sides do the same work."""
+"""benchmarks/against_trl.py runs completely, and both sides do the same work."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ def test_both_sides_do_the_same_work() -> None:
         parts = sum(row[f"{part}_s"] for part in ("generation", "logprobs", "update", "other"))
         assert parts == pytest.approx(row["wall_s"])
         assert min(row["generation_s"], row["update_s"]) > 0
-    # As many tokens on both sides, so per token or per step makes no difference.
+    # Both sides have the same number of tokens, so the ratios per token and per step are equal.
     wall_ratio = rows["trl"]["wall_s"] / rows["sortedrl"]["wall_s"]
     assert result["ratio"]["trl"] == result["ratio_per_token"]["trl"] == pytest.approx(wall_ratio)

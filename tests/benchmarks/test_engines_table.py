@@ -1,4 +1,4 @@
-"""benchmarks/engines_table.py: columns that were run apart become one table, and the page keeps what is around it."""
+"""benchmarks/engines_table.py: results of separate runs become one table, and the text around it stays."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def column(day: str, **changed: str) -> dict[str, Any]:
 
 def test_each_engine_is_a_column_with_its_day() -> None:
     old = column("2026-01-02", stop_tokens_stop="not applicable", slots_are_a_limit="failed: 5 were taken")
-    del old["result"]["budgets-are-kept"]  # a check that came later
+    del old["result"]["budgets-are-kept"]  # a check that was added later
     lines = table({"sim": old, "vllm": column("2026-02-03")})
     rows = {
         line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:4]] for line in lines if "|" in line

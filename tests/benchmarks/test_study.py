@@ -1,4 +1,4 @@
-"""The study's figures: paired differences, intervals and verdicts, worked out by hand."""
+"""benchmarks/study_figures.py: paired differences, intervals and verdicts, compared with values worked out by hand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import study_figures as figures
 def record(
     arm: str, seed: int, accuracies: list[float], *, bubble: float = 0.5, seconds: float = 10.0
 ) -> dict[str, Any]:
-    """A run of 100 samples between evaluations."""
+    """A run with 100 samples between evaluations."""
     points = [
         {"samples": 100 * at, "seconds": seconds * at, "accuracy": accuracy, "length": 5.0}
         for at, accuracy in enumerate(accuracies)
@@ -52,7 +52,7 @@ def test_the_bootstrap_goes_through_all_draws() -> None:
     mean, low, high = figures.bootstrap([0.0, 1.0, 2.0, 3.0, 4.0])
     assert mean == 2.0
     assert 0.0 < low < 2.0 < high < 4.0
-    assert low + high == pytest.approx(4.0), "what is symmetric has a symmetric interval"
+    assert low + high == pytest.approx(4.0), "symmetric values have a symmetric interval"
     assert figures.bootstrap([3.0]) == (3.0, -math.inf, math.inf)
 
 
@@ -68,7 +68,7 @@ def test_differences_are_taken_seed_by_seed() -> None:
     assert first["accuracy_difference"] == pytest.approx((0.0, 0.0, 0.0))
     assert second["accuracy_difference"] == pytest.approx((0.1, 0.1, 0.1))
     assert second["speed_ratio"] == pytest.approx((1.0, 1.0, 1.0))
-    assert first["samples_to_0.5"] is None, "a seed never gets there"
+    assert first["samples_to_0.5"] is None, "one seed never reaches it"
 
 
 @pytest.mark.parametrize(

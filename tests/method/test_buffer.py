@@ -1,4 +1,4 @@
-"""The ledger: every transition of docs/reference/guarantees.md, the refusal of all others, and its durable form."""
+"""The buffer: every transition of docs/reference/guarantees.md, the rejection of all others, and its durable form."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def write(
 
 
 def bring(buffer: Buffer, sample: Sample, state: State, tokens: list[int] | None = None) -> None:
-    """The straight way into a state."""
+    """Bring a sample into a state by the shortest way."""
     path = [State.PENDING, State.RUNNING, State.FINISHED, State.SCORED, State.TRAINED]
     steps: list[Callable[[], object]] = [
         lambda: (buffer.start(sample), write(buffer, sample, tokens or [4, 5, 6])),
@@ -239,7 +239,7 @@ def test_tokens_that_cannot_be_are_refused(start: int, tokens: list[int], num_lo
 
 
 def replaying(segments: list[Segment]) -> tuple[Buffer, Sample]:
-    """A sample that holds these segments and runs as a replay under version 2."""
+    """A sample with these segments that runs as a replay under version 2."""
     buffer, (sample,) = loaded()
     buffer.start(sample)
     for segment in segments:
@@ -253,7 +253,7 @@ def replaying(segments: list[Segment]) -> tuple[Buffer, Sample]:
 
 
 def test_a_replay_keeps_the_slot_time_of_what_it_verified() -> None:
-    # 4 tokens in 4 s, then 2 in 1 s. Verified: the first 5, so 4 + 0.5 s are kept and one token is thrown away; the two
+    # 4 tokens in 4 s, then 2 in 1 s. Verified: the first 5, so 4 + 0.5 s are kept and one token is discarded; the two
     # tokens that follow take 3 s.
     old = [Segment(version=0, tokens=[1, 2, 3, 4], logprobs=[], slot_s=4.0)]
     old.append(Segment(version=1, tokens=[5, 6], logprobs=[], slot_s=1.0))
@@ -273,7 +273,7 @@ def test_a_replay_that_verifies_nothing_starts_over() -> None:
 
 
 def test_only_what_was_verified_counts_as_kept() -> None:
-    # From position 1 on: 2 was verified, 8 differs, and the 4 behind it, though equal, was decoded anew.
+    # From position 1: 2 was verified, 8 differs, and the 4 after it is equal but was decoded again.
     buffer, sample = replaying([Segment(version=0, tokens=[1, 2, 3, 4], logprobs=[], slot_s=4.0)])
     assert write(buffer, sample, [2, 8, 4], start=1, slot_s=2.0, verified=1) == 2
     assert [(s.version, s.tokens) for s in sample.segments] == [(0, [1]), (2, [2, 8, 4])]
@@ -297,7 +297,7 @@ def test_the_age_of_a_running_attempt() -> None:
     buffer.requeue(replayed, Mode.REPLAY)
     for sample in (fresh, resumed, replayed):
         buffer.start(sample)
-    # A replay rewrites what it holds under the version that it began with; a resumed one keeps version 0.
+    # A replay writes its tokens again under the version it started with; a resumed sample keeps version 0.
     assert [buffer.oldest_version(sample) for sample in (fresh, resumed, replayed)] == [4, 0, 4]
     assert buffer.staleness(resumed, 5) == 5
 
@@ -340,7 +340,7 @@ def test_expected_length_learns_from_siblings_and_earlier_epochs() -> None:
     assert buffer.expected_length(samples[3]) == 0
     bring(buffer, samples[0], State.FINISHED, tokens=[1] * 2)
     bring(buffer, samples[1], State.SCORED, tokens=[1] * 6)
-    bring(buffer, samples[2], State.RUNNING, tokens=[1] * 9)  # not done: says nothing of the others
+    bring(buffer, samples[2], State.RUNNING, tokens=[1] * 9)  # not finished, so it does not affect the estimate
     assert buffer.expected_length(samples[3]) == 4
     assert buffer.expected_length(samples[2]) == 9
     # The next epoch: (2 + 6 + 9 + 3) tokens in 4 samples.
@@ -398,7 +398,7 @@ def test_running_samples_are_read_back_as_interrupted() -> None:
 @pytest.mark.parametrize("strategy", list(Strategy))
 @pytest.mark.parametrize("grouped", [False, True])
 def test_a_run_continues_from_the_durable_form(strategy: Strategy, grouped: bool) -> None:
-    """Stop in the middle, write the ledger, read it into another controller, go on: all is trained once."""
+    """Stop half-way, save the buffer, load it into another controller and continue: every sample is trained once."""
     knobs = resolve_knobs(strategy, 4)
     policy = ScriptedPolicy(longest=30, length_change=0.3, divergence=0.05)
     setting = {"policy": policy, "slots": 6, "num_samples": 64, "siblings": 2, "grouped": grouped, "score_lag": 2}
@@ -410,7 +410,7 @@ def test_a_run_continues_from_the_durable_form(strategy: Strategy, grouped: bool
     buffer = through_json(first.controller.buffer)
     assert 20 <= buffer.num_trained < 64
     assert buffer.samples
-    second.controller.load_samples(0, buffer.num_loaded)  # the data goes on where it stopped
+    second.controller.load_samples(0, buffer.num_loaded)  # continue with the next data
     second.controller.buffer = buffer
     second.engine.publish(buffer.version, None)
     assert second.controller.run()

@@ -1,4 +1,4 @@
-"""The loop on the simulated engine: failures, late news, slow scores, pauses, stops, time and overlap."""
+"""The controller on the simulated engine: failures, late events, slow scores, pauses, stops, time and overlap."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.scripted_runs import DelayedScorer, ScriptedPolicy, ScriptedR
 
 
 def make_run(strategy: Strategy, lengths: list[int], *, slots: int, update_batch: int, **more: Any) -> ScriptedRun:
-    """Samples 0, 1, ... with these lengths under every version, sample i with seed i; `more`: run options and knobs."""
+    """A run of samples 0, 1, ... with these lengths under every version; `more` are options of the run and knobs."""
     names = ("siblings", "grouped", "update_s", "score_lag", "fails", "budget", "max_failures", "score_grace_s")
     options = {name: more.pop(name) for name in names if name in more}
     return scripted_run(
@@ -95,7 +95,7 @@ def test_no_row_of_the_timeline_is_held_twice() -> None:
     assert not held
 
 
-# ---- late news ------------------------------------------------------------------------------------------------------
+# ---- late events ----------------------------------------------------------------------------------------------------
 
 
 def late_events(sample: int, attempt: int) -> list[EngineEvent]:
@@ -136,7 +136,7 @@ def test_scores_of_attempts_that_are_over_change_nothing() -> None:
 
 @dataclass(slots=True, kw_only=True)
 class CountingScorer(DelayedScorer):
-    """Quick with some samples, slow with others."""
+    """Scores some samples at once and others late."""
 
     delivered: list[tuple[int, int]] = field(default_factory=list)
 
@@ -151,7 +151,7 @@ class CountingScorer(DelayedScorer):
 
 
 def test_a_late_score_never_reaches_another_answer() -> None:
-    """Answers that wait past an update are replayed and change; the score of the old text comes later."""
+    """Answers that wait for another update are replayed and change; the score of the old text comes later."""
     run = scripted_run(
         resolve_knobs(Strategy.SORTED_REPLAY, 4, cohort_batches=3),
         policy=ScriptedPolicy(longest=25, length_change=0.5, divergence=0.2),
@@ -169,8 +169,8 @@ def test_a_late_score_never_reaches_another_answer() -> None:
 # ---- an engine at its own pace --------------------------------------------------------------------------------------
 
 
-class HastyEngine(SimEngine):
-    """Takes one more step before it interrupts, so that answers may end in the meantime."""
+class SteppingEngine(SimEngine):
+    """Decodes one more step before it interrupts, so that answers may end during the call."""
 
     num_late = 0
 
@@ -198,7 +198,7 @@ def test_answers_that_end_while_they_are_interrupted_are_kept(strategy: Strategy
         num_samples=96,
         update_s=2.5,
     )
-    engine = HastyEngine(run.engine.script, slots=8, clock=run.clock)
+    engine = SteppingEngine(run.engine.script, slots=8, clock=run.clock)
     run.controller.engine = engine
     run.controller.should_stop = lambda: run.controller.buffer.num_trained >= 48
     assert not run.controller.run()  # the interrupt at a stop may end answers too
@@ -216,7 +216,7 @@ def test_answers_that_end_while_they_are_interrupted_are_kept(strategy: Strategy
 
 @dataclass(slots=True, kw_only=True)
 class TimedScorer:
-    """Scores an answer `delay` seconds after it ended; waiting moves the clock on."""
+    """Scores an answer `delay` seconds after it ended; waiting advances the virtual clock."""
 
     clock: VirtualClock
     delay: float
@@ -241,9 +241,9 @@ class TimedScorer:
     [
         # 0 and 1 end at 1 and fill the batch; 2 would end at 9.
         (0.125, 0.25, [(1.125, [0, 1]), (9.25, [2])]),  # scored within the grace; 2 goes on from 1.125
-        # No grace: the engine goes on, to the next end, at 9; a last look, since nothing runs, takes 0.05 s.
+        # No grace: the engine continues until the next end, at 9; nothing runs then, so the last poll waits 0.05 s.
         (0.125, 0.0, [(9.05, [0, 1]), (9.125, [2])]),
-        (5.0, 0.25, [(9.5, [0, 1]), (14.25, [2])]),  # 0.25 s are given up at 1, and again at 9.25 for sample 2
+        (5.0, 0.25, [(9.5, [0, 1]), (14.25, [2])]),  # the grace of 0.25 s passes at 1, and again at 9.25 for sample 2
         (5.0, 8.0, [(6.0, [0, 1]), (19.0, [2])]),  # a grace that long holds the engine from 1 to 6
     ],
 )
@@ -260,7 +260,7 @@ def test_a_harvest_waits_for_scores_no_longer_than_the_grace(
 
 
 def test_answers_that_end_together_wait_for_each_others_scores() -> None:
-    """However the scores of one step trickle in, the batch is the same."""
+    """The batch is the same in whatever order the scores of one step arrive."""
 
     @dataclass(slots=True, kw_only=True)
     class Trickle(DelayedScorer):
@@ -276,7 +276,7 @@ def test_answers_that_end_together_wait_for_each_others_scores() -> None:
 
 def test_siblings_that_only_lack_scores_are_waited_for() -> None:
     # Prompts (0, 1), (2, 3), (4, 5), U = 4. At step 3 all but 5 have ended; the scores of 0 to 2 are there and that of
-    # 3, the last that the second prompt lacks, needs 0.125 s. One answer is missing, but two samples hinge on it.
+    # 3, the last one missing for the second prompt, needs 0.125 s. One score is missing, but two samples depend on it.
     setting = {"slots": 6, "update_batch": 4, "cohort_batches": 2, "siblings": 2, "grouped": True}
     run = make_run(Strategy.SORTED_PARTIAL, [1, 1, 1, 3, 2, 9], **setting)
     run.controller.scorer = TimedScorer(clock=run.clock, delay=0.125)
@@ -289,21 +289,21 @@ def test_siblings_that_only_lack_scores_are_waited_for() -> None:
 
 
 @dataclass(slots=True, kw_only=True)
-class Nap:
-    """An evaluation that takes long, every `every` samples, and needs the engine empty."""
+class LongEvaluation:
+    """A pause of many seconds after every `every` samples, for which the engine must be empty."""
 
     run_of: ScriptedRun
     every: int
     seconds: float = 100.0
-    naps: list[tuple[int, int]] = field(default_factory=list)
+    pauses: list[tuple[int, int]] = field(default_factory=list)
 
     def is_due(self, num_trained: int) -> bool:
-        return num_trained - (self.naps[-1][1] if self.naps else 0) >= self.every
+        return num_trained - (self.pauses[-1][1] if self.pauses else 0) >= self.every
 
     def run(self, version: int, num_trained: int) -> None:
         assert not self.run_of.engine.running, "the engine is not free"
         assert self.run_of.engine.version == version
-        self.naps.append((version, num_trained))
+        self.pauses.append((version, num_trained))
         self.run_of.clock.advance(self.run_of.clock.now() + self.seconds)
 
 
@@ -311,15 +311,15 @@ class Nap:
 def test_a_pause_is_no_time_of_the_run(strategy: Strategy) -> None:
     lengths = [1, 9, 2, 3, 4, 2, 7, 1]
     plain, paused = (make_run(strategy, lengths, slots=3, update_batch=2, update_s=1.0) for _ in range(2))
-    paused.controller.evaluation = nap = Nap(run_of=paused, every=4)
+    paused.controller.evaluation = evaluation = LongEvaluation(run_of=paused, every=4)
     assert plain.controller.run()
     assert paused.controller.run()
-    assert len(nap.naps) >= 1
-    assert [num_trained for _, num_trained in nap.naps] == sorted({n for _, n in nap.naps})
+    assert len(evaluation.pauses) >= 1
+    assert [num_trained for _, num_trained in evaluation.pauses] == sorted({n for _, n in evaluation.pauses})
     assert sorted(sample.id for sample in paused.trained) == list(range(8))
     wall_s = paused.controller.timing().wall_s
     assert wall_s == pytest.approx(paused.clock.now())
-    if strategy != Strategy.ASYNC:  # there a pause interrupts what would have gone on
+    if strategy != Strategy.ASYNC:  # with async, a pause interrupts answers that would have continued
         assert paused.batches == plain.batches
         assert wall_s == pytest.approx(plain.controller.timing().wall_s)
 
@@ -368,7 +368,7 @@ def test_the_parts_of_the_time_add_up() -> None:
     assert (timing.rollout_s, timing.update_s, timing.publish_s, timing.wall_s) == (9.0, 8.0, 1.0, 18.0)
     assert [e.seconds for e in told(run, events.UpdateDone)] == [4.0, 4.0]
     assert [e.seconds for e in told(run, events.WeightsPublished)] == [0.5, 0.5]
-    assert run.engine.published == [InFlight.REPREFILL, InFlight.ABORT]  # one answer waits in its slot, then none
+    assert run.engine.published == [InFlight.REPREFILL, InFlight.ABORT]  # one answer is paused in its slot, then none
 
 
 def test_with_overlap_rollout_is_all_but_publishing() -> None:

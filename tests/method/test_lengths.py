@@ -1,4 +1,4 @@
-"""The length estimator: what it guesses, worked out by hand, and how its account of guesses is kept."""
+"""The length estimator: its estimates, worked out by hand, and its record of how good they were."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_guesses_are_compared_with_what_was_trained() -> None:
     estimator = taught(a=[8], b=[32])  # over all 20
     estimator.start(1, "a")  # (20 + 8) / 2 = 14
     estimator.start(2, "b")  # (20 + 32) / 2 = 26
-    estimator.start(3, "c")  # nothing of its own: not counted
+    estimator.start(3, "c")  # no own answers yet, so it is not counted
     estimator.learn([(1, "a", 7), (2, "b", 52), (3, "c", 1)])
     calibration = estimator.calibration
     assert (calibration.num_guesses, calibration.num_pairs, calibration.num_in_order) == (2, 1, 1)
@@ -63,11 +63,11 @@ def test_pairs_in_the_wrong_order_count_against_it() -> None:
     assert in_order((1.0, 10)) is None
     assert in_order((1.0, 10), (2.0, 20)) == 1.0
     assert in_order((1.0, 10), (2.0, 9)) == 0.0
-    assert in_order((1.0, 10), (1.0, 20)) is None  # a tie says nothing
+    assert in_order((1.0, 10), (1.0, 20)) is None  # a tie is not counted
 
 
 def test_the_share_in_order_does_not_hang_on_the_order_of_training() -> None:
-    """Guesses off by a factor between 1/2 and 2: sorted in batches or not, the share is that over all pairs."""
+    """Estimates are wrong by factors from 1/2 to 2; in any order of training, the share is that over all pairs."""
     pairs = [(length * 2 ** math.sin(7 * length), length) for length in range(10, 1010)]
     true = [(a[0] - b[0]) * (a[1] - b[1]) > 0 for n, a in enumerate(pairs) for b in pairs[:n]]
     shuffled = sorted(pairs, key=lambda pair: math.sin(1e4 * pair[1]))
@@ -88,7 +88,7 @@ def test_state_survives() -> None:
 
 
 def test_a_simulation_tells_how_good_its_guesses_were() -> None:
-    """Two epochs of prompts with their own lengths: the second time each is guessed in order, the first not at all."""
+    """Two epochs of prompts of different lengths: only the second has estimates, all in the right order."""
     lengths = [10, 50, 20, 40, 30, 60]
     trace = Trace(lengths=lengths * 2, prompts=[*range(6), *range(6)], cap=64, source="by hand")
     shape = {"strategy": "sync", "slots": 6, "update_batch": 6}

@@ -1,4 +1,4 @@
-"""Hand-worked schedules on the simulated engine: steps, batches, staleness and waste, worked out in the comments."""
+"""Schedules on the simulated engine, with steps, batches, staleness and waste worked out by hand in the comments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.scripted_runs import ScriptedPolicy, ScriptedRun, scripted_ru
 def run_lengths(
     strategy: Strategy, lengths: list[int], *, slots: int, update_batch: int, **knobs: object
 ) -> ScriptedRun:
-    """Samples 0, 1, ... with these lengths under every version; sample i has seed i."""
+    """Run samples 0, 1, ... with these lengths under every version; sample i has seed i."""
     options = {name: knobs.pop(name) for name in ("siblings", "grouped", "update_s", "score_lag") if name in knobs}
     run = scripted_run(
         resolve_knobs(strategy, update_batch, **knobs),
@@ -117,7 +117,7 @@ def test_lookahead_fills_idle_slots() -> None:
 
 
 def test_april_never_waits_for_a_cohort() -> None:
-    # Like lookahead without end: 1 is interrupted at every harvest and ends at 9 = 3 + 6; the short ones pass by.
+    # Like an unlimited lookahead: 1 is interrupted at every harvest and ends at 9 = 3 + 6, after the short ones.
     lengths = [1, 9, 2, 3, 2, 2]
     run = run_lengths(Strategy.APRIL, lengths, slots=2, update_batch=2, cohort_batches=1)
     # Slot A: 1 (0..9). Slot B: 0 (0..1), 2 (1..3): harvest {0, 2}; 3 (3..6), 4 (6..8): harvest {4, 3};
@@ -144,12 +144,12 @@ def test_tail_batching_sets_long_ones_aside() -> None:
 
 
 def test_async_rolls_on_during_the_update() -> None:
-    # U = 1, Q = 2, an update takes 4. Sample 0 ends at 1 and 2 takes its slot. Apart, the engine stands still for every
-    # update: 1 ends after 5 steps, 2 after 7, and with three updates that is 7 + 3 x 4 = 19.
+    # U = 1, Q = 2, an update takes 4. Sample 0 ends at 1 and 2 takes its slot. Without overlap the engine is paused
+    # during every update: 1 ends after 5 steps, 2 after 7, and with three updates that is 7 + 3 x 4 = 19.
     knobs = {"slots": 2, "update_batch": 1, "cohort_batches": 3, "lookahead": 0, "update_s": 4.0}
     apart = run_lengths(Strategy.SORTED_PARTIAL, [1, 5, 6], **knobs)
     assert (apart.batches, apart.clock.now()) == ([[0], [1], [2]], 19)
-    # Beside: updates 1..5, 5..9 and 9..13; sample 1 is there at 5, sample 2 at 7.
+    # With overlap: updates 1..5, 5..9 and 9..13; sample 1 is there at 5, sample 2 at 7.
     beside = run_lengths(Strategy.ASYNC, [1, 5, 6], **knobs)
     assert (beside.batches, beside.clock.now()) == ([[0], [1], [2]], 13)
     assert beside.engine.stats().busy_slot_s == 12
@@ -171,7 +171,7 @@ def test_async_trains_batches_of_their_size_and_starts_no_more_than_they_hold() 
 
 
 def test_a_drain_with_overlap_starts_all_of_its_cohort() -> None:
-    # Batches are dealt when all eight are scored, so that holding six of them back for the bound would end nowhere.
+    # Batches are made when all eight samples are scored, so holding six of them back for the bound would never end.
     knobs = {"overlap": True, "max_staleness": 1, "on_bound": "restart", "order": "shortest-first"}
     run = run_lengths(Strategy.SYNC_LARGE, [1] * 8, slots=2, update_batch=2, cohort_batches=4, update_s=3.0, **knobs)
     assert sorted(number for batch in run.batches for number in batch) == list(range(8))
@@ -301,7 +301,7 @@ def test_explicit_knobs_override_the_preset() -> None:
 
 def test_waiting_siblings_are_admitted_while_the_harvest_waits_for_them() -> None:
     # Staleness 0 with wait, k = 2, three slots: when prompt 0 is ready, sample 2 is running or done and its sibling 3
-    # has not started. The batch must take both, so 3 gets a slot although a batch is there already.
+    # has not started. The batch must take both, so 3 gets a slot although there are enough samples for a batch.
     run = run_lengths(
         Strategy.SORTED_PARTIAL,
         [2, 2, 3, 4],

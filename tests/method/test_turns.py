@@ -1,4 +1,4 @@
-"""Answers of several turns: tokens that were fed in between are context, and nothing else, from buffer to learner."""
+"""Answers of several turns: injected tokens are only context, everywhere from the buffer to the learner."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def write(buffer: Buffer, sample: Sample, tokens: list[int], *, start: int | Non
 
 
 def one_turn(buffer: Buffer, sample: Sample) -> None:
-    """Loaded, and two tokens written and finished."""
+    """Load the sample and finish a first turn of two tokens."""
     buffer.load([sample])
     buffer.start(sample)
     write(buffer, sample, [3, 4])
@@ -89,7 +89,7 @@ def test_what_cannot_be_fed_is_refused(tokens: list[int], reason: FinishReason, 
     buffer.start(sample)
     write(buffer, sample, [3, 4])
     with pytest.raises(AssertionError, match="fed"):
-        buffer.feed(sample, [1])  # it still runs
+        buffer.feed(sample, [1])  # it is still running
     buffer.finish(sample, reason)
     with pytest.raises(AssertionError, match=message):
         buffer.feed(sample, tokens)
@@ -172,7 +172,7 @@ STOP = 3
 
 
 def run(model: Any, request: Request) -> Answer:
-    """One attempt of a caller that holds what the request has cached."""
+    """Serve one attempt, for a caller that already has the request's cached tokens."""
     caller = Caller(LocalEngine(model, slots=1, max_length=64))
     held = len(request.cached)
     caller.answers[request.sample] = Answer(tokens=list(request.cached), logprobs=[0.0] * held, versions=[0] * held)
@@ -180,7 +180,7 @@ def run(model: Any, request: Request) -> Answer:
 
 
 def two_turns(model: Any, request: Request) -> tuple[list[int], list[int]]:
-    """A first turn as the model writes it, and the second behind FED; no token ends either."""
+    """The model's first turn, and its second turn after FED; neither has a stop token."""
     first = run(model, replace(request, budget=8)).tokens
     resumed = replace(request, budget=20, mode=Mode.RESUME, cached=[*first, *FED])
     return first, run(model, resumed).tokens[len(resumed.cached) :]
@@ -218,7 +218,7 @@ def test_a_replay_takes_fed_tokens_as_given(scale: float) -> None:
     for request in requests:
         first, rest = written[request.sample]
         cached = [*first, *FED, *rest]
-        # What restarting the first turn, and resuming behind what was fed, gives: an independent way to the same thing.
+        # An independent way to the same result: restart the first turn, then resume after the injected tokens.
         first_again, rest_again = two_turns(model, request)
         if first_again != first:
             cuts.append("first")
@@ -248,7 +248,7 @@ def test_without_the_mask_a_replay_rejects_what_was_fed() -> None:
 
 
 def test_weights_published_under_way_leave_the_turns_as_they_are() -> None:
-    """The engine prefills what runs again: the stop tokens of earlier turns must not end it then either."""
+    """The engine prefills running answers again; stop tokens of earlier turns must not end them."""
     model, (request,) = tiny_model(), make_requests(1)
     first, rest = two_turns(model, request)
     stops = Sampling(stop_tokens=(first[-1],))
@@ -264,7 +264,7 @@ def test_weights_published_under_way_leave_the_turns_as_they_are() -> None:
 
 def test_simulated_answers_take_fed_tokens_as_given() -> None:
     policy = ScriptedPolicy(lengths={7: 4}, divergence=0.0)
-    first = [policy.token(7, position, 0) for position in range(4)]  # the last of these ends the turn
+    first = [policy.token(7, position, 0) for position in range(4)]  # the last token ends the turn
     second = [policy.token(7, position, 0) for position in (7, 8)]
     cached = [*first, *FED, *second]
     request = Request(
@@ -284,7 +284,7 @@ def test_simulated_answers_take_fed_tokens_as_given() -> None:
     tokens, logprobs = answers.written(request, 0, 9, 1)
     assert tokens == cached
     assert [place for place, logprob in enumerate(logprobs) if logprob == 0.0] == [4, 5, 6]
-    # Half of all tokens of version 0 differ under version 1, but none of those that were fed.
+    # Half of all tokens of version 0 differ under version 1, but no injected token does.
     traced = TraceAnswers([100], [7], divergence=0.5, cap=100)
     fed = replace(request, budget=90, cached=bytearray(80), spans=[Span(0, 80, True)])
     assert traced.accepted(fed, 1) == 80
@@ -295,7 +295,7 @@ def test_simulated_answers_take_fed_tokens_as_given() -> None:
 
 
 def mask_the_middle(batch: Batch) -> None:
-    """Of the sample with 14 tokens, those from the 6th to the 9th are fed."""
+    """Mark the 6th to the 9th token of the sample with 14 tokens as injected."""
     sample = batch.samples[4]
     (whole,) = sample.segments
     sample.segments = [

@@ -1,4 +1,4 @@
-"""The look-up of known vulnerabilities: a finding fails, no service is no failure, and nothing is taken for nothing."""
+"""tools/audit.py: a known vulnerability is a failure, an unreachable service is not, and no result is not success."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def audit() -> ModuleType:
 
 @contextmanager
 def serving(answer: Any) -> Iterator[str]:
-    """A server on this machine that answers every question with `answer(question)`; its address."""
+    """Run a local server that answers every request body with `answer(body)`; yields its address."""
 
     class Answers(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -53,8 +53,8 @@ def serving(answer: Any) -> Iterator[str]:
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
-        often_s = 0.01  # how often it looks whether it is to end
-        threading.Thread(target=server.serve_forever, args=(often_s,), daemon=True).start()
+        poll_s = 0.01  # how often it checks for shutdown
+        threading.Thread(target=server.serve_forever, args=(poll_s,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/"
         server.shutdown()
 
@@ -93,13 +93,13 @@ def test_a_service_must_have_advisories(audit: ModuleType) -> None:
         assert audit.has_advisories(address)
     with serving(lambda _: {"info": {}}) as address:
         assert not audit.has_advisories(address)
-    assert not audit.has_advisories(address)  # nobody is there any more
+    assert not audit.has_advisories(address)  # the server has stopped
 
 
 def test_offline_is_one_line_and_no_failure(
     audit: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # nobody is there
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # no server listens there
     assert audit.main([]) == 0
     assert capsys.readouterr().out == "pip-audit: no advisory service reachable, skipped\n"
 
@@ -108,7 +108,7 @@ def test_offline_is_one_line_and_no_failure(
 def test_pip_audit_itself_against_a_service(
     audit: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], has_fault: bool
 ) -> None:
-    """The real program, on one made-up package and a service of our own."""
+    """Run pip-audit itself, on one invented package and a local advisory service."""
     pytest.importorskip("pip_audit")
     package = {"name": "brittle", "ecosystem": "PyPI"}
     advisory = {

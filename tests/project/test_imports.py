@@ -1,4 +1,4 @@
-"""What importing the package loads, and which modules keep to the standard library."""
+"""Which packages an import of sortedrl loads, and which modules use only the standard library."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEAVY = {"torch", "transformers", "vllm", "ray", "plotly", "datasets"}
 
 
 def loaded_by(statement: str) -> set[str]:
-    """Top-level modules in a fresh interpreter after a statement."""
+    """The top-level modules that a new interpreter has loaded after the statement."""
     code = (
         f"import sys; sys.path[:] = {sys.path!r}; {statement}; print(*{{name.split('.')[0] for name in sys.modules}})"
     )
@@ -33,7 +33,7 @@ def loaded_by(statement: str) -> set[str]:
         "import sortedrl.telemetry.events, sortedrl.engine.base, sortedrl.learner.base",
     ],
 )
-def test_heavy_packages_are_loaded_at_need_only(statement: str) -> None:
+def test_heavy_packages_are_loaded_only_when_needed(statement: str) -> None:
     loaded = loaded_by(statement)
     assert "sortedrl" in loaded
     assert loaded & HEAVY == set()

@@ -1,4 +1,4 @@
-"""The project's frame: version, package data, and a tree that names no machine."""
+"""The project as a whole: version, package data, make targets, and no paths of a developer's machine."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ import sortedrl
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-# Where people keep their files: no file of the tree may point there. Spelled so that this line does not match itself.
+# Folders of a developer's machine: no file may mention them. The pattern does not match itself.
 MACHINE_PATH = re.compile(r"(?<![\w.:/-])/(?:home|Users|root|work|mnt|scratch)/[\w.]")
 TEXT = {".py", ".toml", ".md", ".txt", ".json", ".jsonl", ".html", ".yaml", ".yml", ".cfg", ".sh", ""}
 
 
 def tracked_files() -> list[Path]:
-    """The files that a clone has, with those that are about to be added."""
+    """The files of the repository, including new ones that are not committed yet."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
-        pytest.skip("the tree is no git checkout")
+        pytest.skip("this is not a git checkout")
     return [path for name in done.stdout.split("\0") if name and (path := ROOT / name).is_file()]
 
 
@@ -60,7 +60,7 @@ def test_every_file_of_the_package_is_shipped() -> None:
         if path.suffix != ".py" and not any(fnmatch(str(name := path.relative_to(package)), p) for p in patterns)
     ]
     assert left_out == []
-    # setuptools takes a folder for a package, and ships its modules, by its __init__.py.
+    # setuptools ships the modules of a folder only if it has an __init__.py.
     assert [path for path in files if path.suffix == ".py" and not (path.parent / "__init__.py").exists()] == []
 
 

@@ -1,4 +1,4 @@
-"""The README's example runs as it stands, and on chat messages, with a reward function and a callback of TRL's kind."""
+"""The README's example runs unchanged, and so do chat prompts, reward functions and callbacks written for TRL."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_reward_function_of_trls_kind_runs_unchanged(is_chat: bool, tmp_path: 
             steps.append(state.global_step)
 
     def says_yes(completions: list[Any], ground_truth: list[str], **kwargs: Any) -> list[float]:
-        """Reads either form, as TRL's own do, and what TRL gives besides."""
+        """Reads text or chat completions, as TRL's own functions do, and the other arguments that TRL passes."""
         texts = [completion if isinstance(completion, str) else completion[0]["content"] for completion in completions]
         assert len(kwargs["completion_ids"]) == len(texts)
         assert kwargs["trainer_state"].global_step <= kwargs["trainer_state"].max_steps

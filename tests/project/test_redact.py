@@ -1,4 +1,4 @@
-"""What is taken out of saved trees, lines and log records, and what is left alone."""
+"""Secrets are removed from saved settings, text and log records; other text stays unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The package runs no data as code, and docs/guides/security.md names what is there."""
+"""The package never runs data as code, and docs/guides/security.md names only files and tests that exist."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CALLS = {"torch.load", "os.system", "os.popen", "numpy.load", "np.load", "subpro
 
 
 def faults(source: str) -> list[str]:
-    """What in a module could run data as code, by name."""
+    """The names in a module's source that could run data as code."""
     found: list[str] = []
     for node in ast.walk(ast.parse(source)):
         match node:

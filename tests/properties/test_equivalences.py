@@ -1,10 +1,10 @@
-"""Runs that must not differ: each pair against the other, and both against a trajectory that is kept beside the tests.
+"""Pairs of runs that must not differ: they are compared with each other and with a committed trajectory.
 
-    python -m tests.properties.test_equivalences   # writes trajectories/ anew, from the first run of each pair
+    python -m tests.properties.test_equivalences   # writes trajectories/ again, from the first run of each pair
 
-A trajectory says of every update which samples it took, their lengths and rewards, and the loss. Against the file whole
-numbers are equal and losses agree to 1e-4 of their size, since another machine rounds otherwise; the two runs of a pair
-are of one machine and agree to 1e-5, or bit by bit where nothing is computed in another order.
+A trajectory has the samples of every update, their lengths and rewards, and the loss. Compared with the file, whole
+numbers are equal and losses agree to 1e-4, because another machine rounds differently. The two runs of a pair agree to
+1e-5, or bit by bit if everything is computed in the same order.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def in_two_parts(config: SortedConfig) -> Trajectory:
 
 
 def by_micro_batches(folder: Path) -> tuple[Callable[[], Trajectory], Callable[[], Trajectory]]:
-    """All tokens of an update at once, or a few answers at a time."""
+    """Updates in one micro-batch, or in micro-batches of a few answers."""
     schedule = {"strategy": "sorted-replay"}
     return (
         lambda: whole(make_config(folder, "at-once", schedule)),
@@ -75,7 +75,7 @@ def by_micro_batches(folder: Path) -> tuple[Callable[[], Trajectory], Callable[[
 
 
 def by_strategy(folder: Path) -> tuple[Callable[[], Trajectory], Callable[[], Trajectory]]:
-    """`sync`, or a sorted strategy with one batch to a cohort, drained."""
+    """`sync`, or a sorted strategy with one batch per cohort and harvest = drain."""
     drained = {"strategy": "sorted-replay", "cohort_batches": 1, "harvest": "drain", "order": "shuffled"}
     return (
         lambda: whole(make_config(folder, "sync", {"strategy": "sync"})),
@@ -84,7 +84,7 @@ def by_strategy(folder: Path) -> tuple[Callable[[], Trajectory], Callable[[], Tr
 
 
 def by_resuming(folder: Path) -> tuple[Callable[[], Trajectory], Callable[[], Trajectory]]:
-    """In one go, or stopped after three updates and resumed."""
+    """Without a stop, or stopped after three updates and resumed."""
     schedule = {"strategy": "sorted-partial", "lookahead": 1}
     return (
         lambda: whole(make_config(folder, "one-go", schedule)),
@@ -93,7 +93,7 @@ def by_resuming(folder: Path) -> tuple[Callable[[], Trajectory], Callable[[], Tr
 
 
 PAIRS = {"micro_batches": by_micro_batches, "sync": by_strategy, "resume": by_resuming}
-TOLERANCE = {"micro_batches": 1e-5, "sync": 0.0, "resume": 1e-5}  # of the second run's losses to the first's
+TOLERANCE = {"micro_batches": 1e-5, "sync": 0.0, "resume": 1e-5}  # between the losses of the two runs
 
 
 def assert_same(ours: Trajectory, theirs: Trajectory, tolerance: float) -> None:

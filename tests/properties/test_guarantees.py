@@ -103,7 +103,7 @@ def assert_staleness(run: ScriptedRun) -> None:
 
 
 def assert_batch_sizes(run: ScriptedRun) -> None:
-    """With overlap a batch exceeds U, by more than siblings that are taken whole, only for what cannot wait."""
+    """With overlap, a batch is larger than U plus one group only if its samples cannot wait."""
     knobs = run.controller.knobs
     loaded_at = {e.cohort: e.update for e in run.events if isinstance(e, events.CohortLoaded)}
     for batch in run.learner.batches if knobs.overlap and knobs.harvest == HarvestRule.BATCH else ():
@@ -138,7 +138,7 @@ def assert_logprobs_of_named_version(run: ScriptedRun) -> None:
 
 
 def assert_tokens_add_up(run: ScriptedRun) -> None:
-    """What was decoded was trained or thrown away; each trained token's slot time is counted once."""
+    """Every decoded token was trained or discarded; the slot time of each trained token is counted once."""
     rejected = sum(e.cached - e.accepted for e in run.events if isinstance(e, events.AttemptVerified))
     discarded = sum(e.discarded for e in run.events if isinstance(e, events.SampleRequeued))
     trained = sum(sample.num_tokens for sample in run.trained)

@@ -1,11 +1,11 @@
-"""A state machine over buffer, store and schedule: whatever happens, and whenever it is cut off, the ledger holds.
+"""A state machine over buffer, store and schedule: the ledger stays correct in any order of actions and crashes.
 
-Hypothesis chooses what happens next: cohorts are loaded, samples submitted, tokens delivered or verified, answers
-finished, interrupted, failed, scored, taken, weights published, checkpoints made, processes killed. A copy of the
-buffer is kept at each checkpoint; after a crash the ledger is cut there, read back and compared with it.
+Hypothesis chooses the next action: load a cohort, submit samples, deliver or verify tokens, finish, interrupt, fail or
+score answers, train, publish weights, make a checkpoint, or kill the process. The test keeps a copy of the buffer at
+each checkpoint. After a crash, the ledger is cut at the checkpoint, read back and compared with the copy.
 
-It is one rule that chooses, not a rule for each thing: of many rules hypothesis leaves out half in every run, and
-without any one of load, submit, finish, score and train nothing gets anywhere.
+A single rule chooses among all actions. With one rule per action, hypothesis would leave out half of them in every run,
+and without load, submit, finish, score and train a run makes no progress.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from sortedrl.ledger.tables import ledger_command
 from sortedrl.records import FinishReason, Mode, Prompt, Sample, Segment, State
 from sortedrl.schedule import Knobs, Strategy, resolve_knobs
 
-SHM = Path("/dev/shm")  # where there is one, syncs cost nothing; the code that syncs runs all the same
+SHM = Path("/dev/shm")  # in memory, so that syncs are fast; the code that syncs runs anyway
 BUDGET = 12
 NUM_PROMPTS = 7  # in an epoch
 
-# What may happen to samples, and how often beside the rest; and to processes.
+# Actions on samples with their relative frequencies, and actions on processes.
 WEIGHTS = {
     "load": 1,
     "submit": 3,
@@ -52,7 +52,7 @@ PROCESSES = ["commit", "checkpoint", "crash"]
 
 
 def as_read_back(buffer: Buffer) -> dict[str, Any]:
-    """A copy of the buffer as plain data, in which nothing runs."""
+    """A copy of the buffer as plain data, with running samples as pending ones."""
     state = buffer.state_dict()
     for sample in state["samples"]:
         if sample["state"] == State.RUNNING:
@@ -60,7 +60,7 @@ def as_read_back(buffer: Buffer) -> dict[str, Any]:
     return state
 
 
-class Ledger(RuleBasedStateMachine):
+class LedgerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.folder = Path(tempfile.mkdtemp(prefix="test-store-", dir=SHM if SHM.is_dir() else None))
@@ -94,7 +94,7 @@ class Ledger(RuleBasedStateMachine):
         which=st.integers(0, 9),
     )
     def happens(self, what: str, which: int) -> None:
-        """What was chosen, or, if it cannot be, something that can."""
+        """Do the chosen action, or a possible one if it is impossible now."""
         possible = self.possible(which)
         if what not in possible:
             others = [name for name in possible if name not in PROCESSES] or ["commit"]
@@ -131,7 +131,7 @@ class Ledger(RuleBasedStateMachine):
             "crash": lambda: self.crash(is_committed=which % 2 == 0, from_snapshot=which < 3),
         }
 
-    # ---- what happens to samples ------------------------------------------------------------------------------------
+    # ---- actions on samples -----------------------------------------------------------------------------------------
 
     def load(self) -> None:
         first, cohort = self.buffer.num_loaded, self.buffer.next_cohort
@@ -155,7 +155,7 @@ class Ledger(RuleBasedStateMachine):
                 self.verify(sample)
 
     def verify(self, sample: Sample) -> None:
-        """A replay keeps part of what is there, more or less by the sample's number, and goes on with another token."""
+        """A replay keeps a part of the tokens that depends on the sample's id, and adds another token."""
         held = sample.tokens
         kept = min(sample.id % (len(held) + 1), BUDGET - 1)
         self.append(sample, [*held[:kept], 90 + sample.id], start=0, verified=kept)
@@ -191,14 +191,14 @@ class Ledger(RuleBasedStateMachine):
             self.buffer.requeue(sample, fate.mode)
         self.is_updating = False
 
-    # ---- what happens to processes ----------------------------------------------------------------------------------
+    # ---- actions on processes ---------------------------------------------------------------------------------------
 
     def checkpoint(self) -> None:
         self.store.commit(durable=True)
         self.kept = (self.store.seq, as_read_back(self.buffer), set(self.loaded), dict(self.trained))
 
     def crash(self, *, is_committed: bool, from_snapshot: bool) -> None:
-        """The process is gone; the next one goes on from the checkpoint, in its ledger or in a copy of it."""
+        """End the process; a new one continues from the checkpoint, in its ledger or in a copy of it."""
         lineage, end = self.store.lineage, (self.store.seq, as_read_back(self.buffer))
         seq, state, self.loaded, self.trained = self.kept
         self.store.close(commit=is_committed)
@@ -219,10 +219,10 @@ class Ledger(RuleBasedStateMachine):
         self.is_updating = False
         self.checkpoint()
 
-    # ---- what holds -------------------------------------------------------------------------------------------------
+    # ---- invariants -------------------------------------------------------------------------------------------------
 
     @invariant()
-    def nothing_is_lost_twice_or_too_old(self) -> None:
+    def no_sample_is_lost_or_duplicated_or_too_stale(self) -> None:
         if not self.has_begun:
             return
         live = set(self.buffer.samples)
@@ -242,14 +242,14 @@ class Ledger(RuleBasedStateMachine):
         shutil.rmtree(self.folder)
 
     def prove(self) -> None:
-        """The file alone, read by code that shares nothing with the buffer."""
+        """Verify the file with the command `ledger`, whose code shares nothing with the buffer."""
         said = io.StringIO()
         console = Console(file=said, width=200)
         code = ledger_command(self.folder, verify=True, sample=None, console=console, as_json=False)
         assert code == 0, said.getvalue()
 
 
-Ledger.TestCase.settings = settings(
+LedgerMachine.TestCase.settings = settings(
     max_examples=200, stateful_step_count=100, suppress_health_check=list(HealthCheck), deadline=None
 )
-TestLedger = Ledger.TestCase
+TestLedger = LedgerMachine.TestCase

@@ -1,4 +1,4 @@
-"""Cost models: closed forms against sums step by step, figures by hand, presets and their mistakes."""
+"""Cost models: closed forms compared with sums over steps, figures worked out by hand, presets and mistakes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fitting costs to a run: the rows by hand, and known costs found again in the events of a toy engine."""
+"""Costs fitted to a run: spans worked out by hand, and known costs recovered from the events of a toy engine."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ def rows(*seen: events.Event) -> list[tuple[object, ...]]:
     return [(s.seconds, s.started, s.cached, s.steps, s.lengths) for s in observe(*seen).spans]
 
 
-def test_stretches_by_hand() -> None:
+def test_spans_by_hand() -> None:
     # The prefill gives each a token. One step more ends the first (2 tokens); two more by itself end the second (4).
     log = [started(5.0, 0), started(5.1, 1), ended(6.0, 0, 2), ended(8.5, 1, 4)]
     assert rows(*log) == [(1.0, 2, 0, 1, (1, 1)), (2.5, 0, 0, 2, (2,))]
 
 
 def test_a_replay_goes_on_from_what_was_accepted() -> None:
-    # 6 of 9 cached tokens stand, the seventh comes with the prefill, and three steps end it at 10.
+    # 6 of 9 cached tokens are accepted, the prefill adds the seventh, and three steps end the answer at 10.
     log = [
         started(0.0, 0, cached=9, mode="replay"),
         events.AttemptVerified(t=0.5, sample=0, attempt=1, cached=9, accepted=6),
@@ -123,7 +123,7 @@ def test_what_waits_in_its_slot_is_prefilled_with_what_starts() -> None:
     assert rows(*log) == [(2.0, 2, 0, 2, (1, 1)), (pytest.approx(1.3), 2, 3, 1, (4, 1))]
 
 
-def test_endings_in_one_step_are_one_stretch_and_interruptions_none() -> None:
+def test_ends_in_one_step_are_one_span_and_interruptions_none() -> None:
     log = [started(0.0, n) for n in range(3)]
     log += [ended(1.0, 0, 3), ended(1.1, 1, 3), ended(1.2, 2, 3, "interrupted")]
     assert [row[0] for row in rows(*log)] == [1.0]
@@ -136,7 +136,7 @@ def test_a_run_with_overlap_is_refused() -> None:
 
 @dataclass(slots=True, kw_only=True)
 class ToyRun:
-    """Decodes step by step at the true costs, refilling `slots` from a queue, and writes a run directory."""
+    """Decodes step by step with the true costs, fills `slots` from a queue, and writes a run directory."""
 
     cost: FittedCost
     slots: int
@@ -230,7 +230,7 @@ def test_known_costs_are_found_again(tmp_path: Path) -> None:
 
 
 def test_what_sync_cannot_tell_is_said(tmp_path: Path) -> None:
-    """All prefills start eight: (2e-3 + 8 x 2e-4) s are halved; a cached token is a third of 6e-5 s."""
+    """All prefills start eight samples: (2e-3 + 8 x 2e-4) s are halved; a cached token costs a third of 6e-5 s."""
     run = ToyRun(cost=TRUE, slots=8, refills=False).run(LENGTHS, 8, {})
     found = fit_runs([run.write(tmp_path / "run")])
     assert found.assumed == ["call_s", "start_s", "token_s"]
@@ -243,9 +243,9 @@ def test_what_sync_cannot_tell_is_said(tmp_path: Path) -> None:
 
 
 def test_a_sync_run_is_forecast_from_its_own_fit(tmp_path: Path) -> None:
-    """The toy run's times come back from the simulator: same schedule, lengths and costs, written independently.
+    """The simulator gives the toy run's times again: schedule, lengths and costs are equal, the code is independent.
 
-    But for the window: a forecast leaves out the token that comes with the prefill.
+    The attention window differs, because a forecast leaves out the token that comes from the prefill.
     """
     run = ToyRun(cost=TRUE, slots=8, refills=False).run(LENGTHS, 8, {})
     config = SortedConfig(
@@ -286,7 +286,7 @@ def test_a_plan_takes_costs_and_settings_from_a_run(tmp_path: Path) -> None:
 def test_two_runs_are_fitted_together(tmp_path: Path) -> None:
     runs = [ToyRun(cost=TRUE, slots=slots, refills=False).run(LENGTHS, slots, {}) for slots in (8, 4)]
     found = fit_runs([run.write(tmp_path / str(run.slots)) for run in runs])
-    assert found.assumed == ["token_s"]  # calls of 8 and of 4 tell a call from its samples
+    assert found.assumed == ["token_s"]  # calls with 8 and with 4 samples separate call_s from start_s
     assert found.cost.call_s == pytest.approx(TRUE.call_s, rel=1e-3)
     assert found.cost.harvest_s == pytest.approx(TRUE.harvest_s, rel=1e-3)
 

@@ -1,4 +1,4 @@
-"""The planner: the front and the recommendation by hand, the search on small traces, the command as shipped."""
+"""The planner: front and recommendation worked out by hand, the search on small traces, and the command."""
 
 from __future__ import annotations
 

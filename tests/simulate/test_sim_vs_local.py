@@ -1,8 +1,8 @@
-"""Property test: the simulated engine and the local one, running the same scripted answers, lead to the same decisions.
+"""Property test: with the same scripted answers, the simulated and the local engine lead to the same decisions.
 
-The local engine is the real one (batching, prefill, replay, interruption, delivery, its cache); only its decoder is
-replaced, by one that reads from the cache whose answer it is writing and forces the scripted token there. One decode
-step is one unit of virtual time on both sides.
+The local engine is the real one (batching, prefill, replay, interruption, delivery, cache). Only its decoder is
+replaced: it reads from the cache which sample a row belongs to, and forces that sample's scripted token. One decode
+step is one second of virtual time on both sides.
 
 Shapes: t packed tokens, r rows of logits, v vocabulary, h heads, d head size.
 """
@@ -39,13 +39,13 @@ MAX_SAMPLES = 40
 PROMPT_TOKENS = 3
 BUDGETS = (4, 30)
 SOME = settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-# What splits the log: between two of these, several answers may end in any order.
+# Events that divide the log: between two of these, several answers may end in any order.
 DECISIONS = (events.CohortLoaded, events.AttemptStarted, events.BatchTaken, events.WeightsPublished)
 
 
 @dataclass(slots=True, kw_only=True)
 class SmallPolicy(ScriptedPolicy):
-    """A small vocabulary; an answer that has outlived its length ends with the next token."""
+    """A policy with a small vocabulary; an answer that is longer than its new length ends with the next token."""
 
     def token(self, seed: int, position: int, version: int) -> int:
         if self.is_last(seed, position, version):
@@ -57,8 +57,8 @@ class SmallPolicy(ScriptedPolicy):
 
 
 class ScriptedDecoder:
-    """Forces scripted tokens. A prompt's tokens name its sample; later positions find that name by attention, in the
-    engine's own cache, so that a slot that is moved, copied or refilled wrongly writes somebody else's answer.
+    """Forces scripted tokens. The prompt's tokens name its sample, and later positions find the name by attention in
+    the engine's own cache. If a slot is moved, copied or refilled wrongly, it writes the answer of another sample.
     """
 
     name = "scripted"
@@ -76,7 +76,7 @@ class ScriptedDecoder:
         names_a_sample_t = tokens_t >= FIRST_SAMPLE_TOKEN
         q_thd = torch.zeros(len(tokens_t), 1, self.head_dim)
         k_thd, v_thd = torch.zeros_like(q_thd), torch.zeros_like(q_thd)
-        q_thd[:, 0, 0] = 200.0  # so that nothing but the prompt's keys counts
+        q_thd[:, 0, 0] = 200.0  # so that only the prompt's keys count
         k_thd[:, 0, 0] = names_a_sample_t.float()
         v_thd[:, 0, 0] = torch.where(names_a_sample_t, tokens_t - FIRST_SAMPLE_TOKEN, -1000).float()
         samples_t = plan.attend(0, q_thd, torch.cat([k_thd, v_thd], 1), 1.0)[:, 0, 0].round().int()
@@ -89,9 +89,9 @@ class ScriptedDecoder:
 
 
 class PrefilledSim(SimEngine):
-    """The simulated engine with the local one's habit: an attempt's first token comes from its prefill, without a step.
+    """A simulated engine in which, as in the local engine, the first token of an attempt comes from its prefill.
 
-    The shift matters for the order of endings: an attempt that starts among running ones is a step ahead of `unit`.
+    This changes the order in which answers end: an attempt that starts next to running ones is one step ahead.
     """
 
     def submit(self, requests: Iterable[Request]) -> None:
@@ -189,14 +189,14 @@ class Case:
         )
 
 
-# Rows of the timeline, and what only an engine or a learner knows of itself.
+# Fields for the timeline, and fields that differ between engines or learners.
 APART = {"slot", "slot_s", "metrics", "busy_s", "prefill_s", "prompt_tokens", "recomputed_tokens"}
 
 
 def decisions(log: list[events.Event]) -> list[object]:
-    """What was decided, in order; endings between two decisions as a set, and no timeline rows.
+    """The decisions in order; ends of answers between two decisions are sorted.
 
-    What replays kept is told apart: when it is heard of hangs on how long the engine is polled for.
+    The results of replays are listed separately, because their time depends on how long the engine is polled.
     """
     told: list[object] = []
     between: list[tuple[object, ...]] = []
@@ -261,7 +261,7 @@ def test_same_decisions_in_the_same_order(strategy: Strategy) -> None:
 
 
 def test_a_replay_runs_on_through_a_publication() -> None:
-    """Sample 4 is replayed and runs on while weights are published under which it would be over: one token more."""
+    """Sample 4 is replayed and runs while weights are published under which it would have ended: one more token."""
     knobs = resolve_knobs(Strategy.ASYNC, 1, cohort_batches=4, on_bound="replay")
     policy = SmallPolicy(longest=12, length_change=0.9)
     case = Case(knobs=knobs, policy=policy, slots=3, num_samples=8, siblings=1, grouped=False, budget=4, update_s=0.0)

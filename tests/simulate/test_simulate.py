@@ -1,4 +1,4 @@
-"""The simulator as a whole: against the scripted engine, against known figures, and through the command line."""
+"""The simulator as a whole: compared with scripted runs and with known figures, and through the command line."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_the_simulator_decides_as_the_engine_with_real_tokens_does(
         order=None,
     )
     if knobs.order == "shuffled":
-        return  # shuffled by seeds, which differ on purpose between the two
+        return  # the order depends on the seeds, which differ between the two runs
     run = scripted_run(
         knobs,
         policy=ScriptedPolicy(lengths=dict(enumerate(lengths))),
@@ -89,7 +89,7 @@ def test_the_simulator_decides_as_the_engine_with_real_tokens_does(
 
 @pytest.mark.parametrize("seed", [1])
 def test_known_figures_of_a_lognormal_trace(seed: int) -> None:
-    # What two independent programs gave for this trace, to a few percent across seeds.
+    # Two independent programs gave these figures for this trace, within a few percent across seeds.
     trace = load_trace("lognormal(700, 1.1, 8192)", samples=4096, seed=seed)
     expected = [
         ("sync", {}, 0.84),
@@ -109,7 +109,7 @@ def test_known_figures_of_a_lognormal_trace(seed: int) -> None:
 
 
 class WatchedEngine(SimEngine):
-    """Checks after every call that what decodes fits the KV cache and that nothing is forgotten."""
+    """Checks after every poll that the decoding sequences fit the KV cache and that none is lost."""
 
     def poll(self, timeout: float | None = None) -> list[EngineEvent]:
         events = super().poll(timeout)
@@ -151,7 +151,7 @@ def test_a_small_kv_cache_loses_nothing(question: tuple[list[int], dict[str, obj
 
 
 def request(sample: int, seed: int, runs: list[tuple[int, int]], mode: Mode = Mode.REPLAY) -> Request:
-    """An attempt that holds so many tokens of these versions."""
+    """A request whose cached tokens are `runs` of (version, count)."""
     return Request(
         sample=sample,
         attempt=1,
@@ -205,7 +205,7 @@ def test_fresh_noise_shortens_what_is_trained_and_seeded_noise_does_not() -> Non
 
 @pytest.mark.parametrize("strategy", list(Strategy))
 @pytest.mark.parametrize("noise", ["seeded", "fresh"])
-def test_the_summary_is_the_same_whoever_listens(strategy: Strategy, noise: str) -> None:
+def test_the_summary_does_not_depend_on_a_listener(strategy: Strategy, noise: str) -> None:
     trace = load_trace("lognormal(40, 1.0, 200)", samples=192, seed=5)
     options = {"strategy": strategy, "slots": 12, "update_batch": 16, "divergence": 0.01, "drift": 0.97}
     told: list[Event] = []
@@ -214,7 +214,7 @@ def test_the_summary_is_the_same_whoever_listens(strategy: Strategy, noise: str)
     assert sum(isinstance(event, AttemptStarted) for event in told) >= 192
 
 
-def test_what_is_told_in_segments_are_deltas_in_one_piece() -> None:
+def test_segments_expand_to_deltas() -> None:
     policy, clock = ScriptedPolicy(lengths={7: 5}), VirtualClock()
     engine = SimEngine(policy, slots=1, clock=clock)
     engine.submit([Request(sample=3, attempt=2, prompt=(1,), budget=9, seed=7, sampling=Sampling())])
@@ -266,7 +266,7 @@ def test_a_simulation_repeats_itself() -> None:
     assert simulate(trace, seed=3, **options) != simulate(trace, seed=4, **options)
 
 
-# ---- what is asked and shown ----------------------------------------------------------------------------------------
+# ---- questions and output -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

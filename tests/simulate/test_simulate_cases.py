@@ -1,4 +1,4 @@
-"""Simulated runs small enough to work out by hand: steps, bubble, waste, staleness and batches are in the comments."""
+"""Small simulated runs with steps, bubble, waste, staleness and batches worked out by hand in the comments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.simulate.test_costs import PLAIN, TOY
 def run(
     prompts: Sequence[int | list[int]], strategy: str, *, cap: int = 64, **options
 ) -> tuple[Summary, list[list[int]]]:
-    """The summary and the batches; a list among `prompts` holds siblings."""
+    """Simulate a run and return its summary and batches; a list in `prompts` has the lengths of siblings."""
     groups = [prompt if isinstance(prompt, list) else [prompt] for prompt in prompts]
     trace = Trace(
         lengths=[length for group in groups for length in group],
@@ -36,7 +36,7 @@ def run(
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class PlainCost:
-    """A second a step, half a second per prefilled token, 3 s an update, 2 s a publication."""
+    """A second per step, half a second per prefilled token, 3 s per update, 2 s per publication."""
 
     kv_tokens: int | None = None
 
@@ -53,7 +53,7 @@ class PlainCost:
         return 2.0
 
 
-# ---- unit cost: every running sequence makes a token a step, all else is free ---------------------------------------
+# ---- unit cost: every running sequence makes one token per step, the rest is free ------------------------------------
 
 
 def test_sync() -> None:
@@ -92,7 +92,7 @@ def test_sorted_partial() -> None:
 
 
 def test_sorted_on_policy() -> None:
-    # As above up to step 2; then 2 + 1 tokens are thrown away, and 3 (2..5) and 0 (2..8) write again.
+    # As above up to step 2; then 2 + 1 tokens are discarded, and 3 (2..5) and 0 (2..8) write again.
     # 6 + 3 + 6 = 15 slot-steps decode, 12 of them what is trained, in 8 steps of 3 slots.
     summary, batches = run([6, 1, 2, 3], "sorted-on-policy", **SHARED)
     assert batches == [[1, 2], [3, 0]]
@@ -112,7 +112,7 @@ def test_sorted_replay_that_keeps_everything() -> None:
 
 
 def test_sorted_replay_that_keeps_nothing() -> None:
-    # Every token changes with every version: the steps of sorted-on-policy, and the price of checking besides.
+    # Every token changes with every version: the steps of sorted-on-policy, plus the cost of verification.
     summary, batches = run([6, 1, 2, 3], "sorted-replay", divergence=1 - 1e-12, **SHARED)
     assert batches == [[1, 2], [3, 0]]
     assert (summary.decode_steps, summary.discarded_tokens, summary.recomputed_tokens) == (8, 3, 3)

@@ -1,4 +1,4 @@
-"""Traces: every form that is read, and every mistake that is refused with its place and remedy."""
+"""Traces: every format that can be read, and every mistake, whose error names its position and the remedy."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_csv_mistakes(tmp_path: Path) -> None:
         load_trace(write(tmp_path / "negative.csv", "length\n5\n-1\n"))
 
 
-# Each table as CSV, which is always read, and as Parquet where pyarrow is there: the same trace, or the same mistake.
+# Each table is read as CSV and, if pyarrow is installed, as Parquet: with the same trace or the same error.
 TABLES = {
     "numbers": ({"length": [12, 7, 30], "id": ["a", "b", "c"]}, {}, [12, 7, 30]),
     "another column": ({"tokens": [12, 7]}, {"column": "tokens"}, [12, 7]),
