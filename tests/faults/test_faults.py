@@ -36,6 +36,7 @@ def make_config(folder: Path, **sections: dict[str, Any]) -> SortedConfig:
         "run": {"name": "faulty", "dir": str(folder), "samples": SAMPLES, "report": False},
         "engine": {"slots": 16, "max_new_tokens": 48},
         "schedule": {"update_batch": 16},
+        "reward": {"grace_s": 60.0},  # batches do not depend on the speed of the reward workers
         "learner": {"algorithm": "reinforce++", "group_size": 1},
         "eval": {"prompts": 0},
         "checkpoint": {"every_updates": 1},

@@ -33,6 +33,7 @@ def make_config(folder: Path, name: str, schedule: dict[str, Any], **learner: An
         run={"name": name, "dir": str(folder), "samples": 16 * UPDATES, "report": False},
         engine={"slots": 16, "max_new_tokens": 56},
         schedule={"update_batch": 16, **schedule},
+        reward={"grace_s": 60.0},  # batches do not depend on the speed of the reward workers
         learner={"algorithm": "reinforce++", "group_size": 1, "lr": 1e-3, **learner},
         eval={"prompts": 0},
         checkpoint={"every_updates": 0},
