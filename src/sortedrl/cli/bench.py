@@ -53,7 +53,7 @@ def engine(
     )
     with _progress_bar(is_quiet=as_json) as on_round:
         result = measure(settings, on_round)
-    print(json.dumps(result)) if as_json else stdout_console().print(_engine_table(result))
+    print(json.dumps(result)) if as_json else stdout_console().print(engine_table(result))
 
 
 @bench.command()
@@ -87,7 +87,7 @@ def learner(
     )
     with _progress_bar(is_quiet=as_json) as on_round:
         result = measure(settings, on_round)
-    print(json.dumps(result)) if as_json else stdout_console().print(_learner_table(result))
+    print(json.dumps(result)) if as_json else stdout_console().print(learner_table(result))
 
 
 @contextmanager
@@ -99,7 +99,7 @@ def _progress_bar(*, is_quiet: bool) -> Iterator[Callable[[str, int], None]]:
         yield lambda name, total: progress.update(bar, description=name, total=total, advance=1)
 
 
-def _engine_table(result: dict[str, Any]) -> Table:
+def engine_table(result: dict[str, Any]) -> Table:
     title = f"{result['model']}, {result['slots']} slots x {result['new_tokens']} tokens, {result['threads']} threads"
     table = Table(
         "engine", "computes in", "tokens/s", "tokens per CPU second", "ours is faster by", "note", title=title
@@ -119,7 +119,7 @@ def _engine_table(result: dict[str, Any]) -> Table:
     return table
 
 
-def _learner_table(result: dict[str, Any]) -> Table:
+def learner_table(result: dict[str, Any]) -> Table:
     title = (
         f"{result['model']}, {result['samples']} answers, {result['tokens']} tokens, the longest {result['longest']}, "
         f"{result['passes']} passes, float32, {result['threads']} threads"
