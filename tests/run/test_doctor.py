@@ -12,7 +12,7 @@ import pytest
 
 from sortedrl.config import SortedConfig
 from sortedrl.run.doctor import Finding, Target, examine
-from sortedrl.run.estimate import forecast_run
+from sortedrl.run.estimate import estimate_run
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 QUICKSTART = CONFIGS / "quickstart.toml"
@@ -41,7 +41,7 @@ def test_every_shipped_configuration_loads_and_has_an_estimate(path: Path) -> No
     config = SortedConfig.load(path)
     assert config.run.name == path.stem  # so that recipes do not overwrite each other's runs
     if path.stem.endswith("smollm2"):  # its folder may not be here: its shape is known by name
-        assert forecast_run(config, Path("nowhere"), hardware="cpu", devices=1, from_run=None).fits
+        assert estimate_run(config, Path("nowhere"), hardware="cpu", devices=1, from_run=None).fits
 
 
 @pytest.mark.parametrize(
@@ -142,6 +142,6 @@ def test_a_missing_package_and_a_full_disk_are_named(monkeypatch: pytest.MonkeyP
     found = by_name(examine())
     assert (found["safetensors"].is_fine, found["safetensors"].text) == (False, "missing: pip install safetensors")
     assert not found["disk"].is_fine
-    assert "make room" in found["disk"].text
+    assert "free some space" in found["disk"].text
     assert found["torch"].is_fine
     assert found["disk"].as_dict() == {"name": "disk", "text": found["disk"].text, "is_fine": False}

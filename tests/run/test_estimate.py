@@ -11,7 +11,14 @@ import torch
 from sortedrl.config import SortedConfig
 from sortedrl.errors import ModelError
 from sortedrl.run.builders.parts import load_model
-from sortedrl.run.estimate import Forecast, activation_bytes, estimate_memory, estimate_time, forecast_run, read_shape
+from sortedrl.run.estimate import (
+    RunEstimate,
+    activation_bytes,
+    estimate_memory,
+    estimate_run,
+    estimate_time,
+    read_shape,
+)
 from sortedrl.simulate.costs import ModelShape
 from sortedrl.tasks.tiny import knights_tiny_path
 from tests.simulate.test_costs import PLAIN, RooflineCost
@@ -74,7 +81,7 @@ def test_memory_over_ranks_by_hand() -> None:
 
 
 def test_a_rank_has_to_fit_its_device(tmp_path: Path) -> None:
-    def forecast(**learner: object) -> Forecast:
+    def forecast(**learner: object) -> RunEstimate:
         sizes = {"task": {"max_prompt_tokens": 512}, "engine": {"slots": 8, "max_new_tokens": 4096}}
         learner |= {
             "micro_tokens": 16384,
@@ -84,7 +91,7 @@ def test_a_rank_has_to_fit_its_device(tmp_path: Path) -> None:
             "rank_gpus": 1,
         }
         large = config(model={"path": "llama-3.1-8b"}, learner=learner, **sizes)
-        return forecast_run(large, tmp_path, hardware="h100", devices=8, from_run=None)
+        return estimate_run(large, tmp_path, hardware="h100", devices=8, from_run=None)
 
     # 8 billion parameters of 16 bytes: of two ranks each would hold 60 GiB and its activations, of eight a quarter.
     assert not forecast(ranks=2).fits
@@ -147,10 +154,10 @@ def test_siblings_share_their_prompt() -> None:
 
 def test_a_forecast_says_what_does_not_fit() -> None:
     wanted = config(model={"path": "Qwen2.5-32B"}, engine={"max_new_tokens": 8192}, learner={"micro_tokens": 8192})
-    one = forecast_run(wanted, Path("nowhere"), hardware="h100", devices=1, from_run=None)
+    one = estimate_run(wanted, Path("nowhere"), hardware="h100", devices=1, from_run=None)
     assert not one.fits
-    assert "that does not fit" in one.memory_text
-    many = forecast_run(wanted, Path("nowhere"), hardware="h100", devices=16, from_run=None)
+    assert "this does not fit" in one.memory_text
+    many = estimate_run(wanted, Path("nowhere"), hardware="h100", devices=16, from_run=None)
     assert many.fits
     assert "16 x h100" in many.memory_text
     assert many.typical.length == 2048

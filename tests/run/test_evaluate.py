@@ -24,7 +24,7 @@ from sortedrl.reward.pool import RewardPool, RewardScore
 from sortedrl.reward.scorer import SampleScorer
 from sortedrl.run.builders.loop import build_evaluator, build_loop
 from sortedrl.run.builders.parts import RunParts, build_parts
-from sortedrl.run.evaluate import Answer, Evaluator, answer_all
+from sortedrl.run.evaluate import EvalAnswer, Evaluator, answer_all
 from sortedrl.tasks.knights import KnightsTask, verify
 from sortedrl.tasks.tiny import knights_tiny_path
 from sortedrl.telemetry.events import Evaluated, Event
@@ -262,11 +262,11 @@ def test_held_out_answers_are_drawn_as_in_training() -> None:
 def test_answers_are_scored_while_the_engine_goes_on() -> None:
     order: list[str] = []
     engine, scorer = HalfFailing(), LengthScorer()
-    answers = [Answer(prompt=Prompt(id=f"p{n}", tokens=(0,), content=""), temperature=1.0) for n in range(5)]
+    answers = [EvalAnswer(prompt=Prompt(id=f"p{n}", tokens=(0,), content=""), temperature=1.0) for n in range(5)]
     submit, submit_answer = engine.submit, scorer.submit_answer
     engine.submit = lambda requests: (order.extend("s" for _ in requests), submit(requests))[1]  # type: ignore[method-assign]
     scorer.submit_answer = lambda *given: (order.append("a"), submit_answer(*given))[1]  # type: ignore[method-assign]
-    seen: list[Answer] = []
+    seen: list[EvalAnswer] = []
     answer_all(engine, scorer, answers, sampling=Sampling(), budget=3, seed=0, on_scored=seen.append)
     # Two slots: each answer that ends is handed on and its slot refilled before the next one ends.
     assert "".join(order) == "ssasasasaa"
@@ -279,6 +279,6 @@ def test_a_reward_that_is_to_stop_the_run_stops_an_evaluation() -> None:
     # No reward function: it raises when it is called like one. A worker that imports this file would import torch.
     with RewardPool(json.loads, timeout_s=5.0, workers=1, on_error="stop") as pool:
         scorer = SampleScorer(pool=pool, tokenizer=tokenizer)
-        answers = [Answer(prompt=Prompt(id="p", tokens=(0,), content=""), temperature=1.0)]
+        answers = [EvalAnswer(prompt=Prompt(id="p", tokens=(0,), content=""), temperature=1.0)]
         with pytest.raises(RewardError, match=r"set reward\.on_error to zero or skip"):
             answer_all(HalfFailing(), scorer, answers, sampling=Sampling(), budget=3, seed=0)

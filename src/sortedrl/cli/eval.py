@@ -52,9 +52,9 @@ def evaluate(
 
     Reports mean@k, pass@k and maj@k with standard errors, answer lengths, and the share of truncated answers.
     """
-    from sortedrl.run.suite_eval import ExamSettings, take_exam
+    from sortedrl.run.suite_eval import SuiteEvalSettings, evaluate_suites
 
-    settings = ExamSettings(
+    settings = SuiteEvalSettings(
         model=model,
         suites=suite,
         samples=samples,
@@ -77,7 +77,7 @@ def evaluate(
         def on_progress(done: int, total: int, share: float) -> None:
             progress.update(bar, completed=done, total=total, right=f"right {share:.3f}" if done else "")
 
-        found = take_exam(settings, on_progress)
+        found = evaluate_suites(settings, on_progress)
     if out is not None:
         found.write_answers(out)
     if as_json:

@@ -52,12 +52,12 @@ def sft(
 
 
 def _fine_tune(config: SortedConfig, out: Path | None, as_json: bool) -> None:
-    from sortedrl.run.sft_run import tune
+    from sortedrl.run.sft_run import run_sft
 
     folder = out or config.run_dir / "sft"
     with _progress_bar(as_json) as progress:
         bar = progress.add_task("sft", total=None, loss="")
-        result = tune(
+        result = run_sft(
             config,
             folder,
             on_step=lambda step, loss: progress.update(bar, completed=step, loss=f"loss {loss:.3f}"),

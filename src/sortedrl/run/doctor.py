@@ -1,4 +1,7 @@
-"""`sortedrl doctor`: what this machine can run, and whether a configuration is sound, before anything is trained."""
+"""`sortedrl doctor`: report what this machine can run, and check a configuration before training.
+
+The command line calls `examine` and prints `findings_table`, or the findings as JSON.
+"""
 
 from __future__ import annotations
 
@@ -32,15 +35,15 @@ class Finding:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Target:
-    """Where the run is meant to go: accelerators by the name of their preset, or, left out, this machine."""
+    """Where the run is planned: accelerators by the name of their preset; None means this machine."""
 
     hardware: str | None = None
     devices: int = 1
-    from_run: Path | None = None  # an earlier run whose times stand for those to come
+    from_run: Path | None = None  # an earlier run, from which times are estimated
 
 
 def examine(config_path: Path | None = None, target: Target | None = None) -> list[Finding]:
-    """Everything worth knowing, in the order in which a run would trip over it."""
+    """All findings, in the order in which a run would fail on them."""
     findings = [
         Finding(name="python", text=platform.python_version(), is_fine=sys.version_info >= (3, 11)),
         *(_package(name) for name in ("torch", "transformers", "tokenizers", "safetensors")),
@@ -69,7 +72,7 @@ def _devices() -> Finding:
 
 
 def _local() -> Finding:
-    """Whether models of the Llama family run compiled, and what `engine.dtype = auto` is for large ones."""
+    """Whether Llama models run on the compiled kernel, and the dtype that `engine.dtype = auto` gives large ones."""
     from sortedrl.engine.local.decoder_choice import fast_dtype
     from sortedrl.native.kernel import load_kernel
 
@@ -80,10 +83,10 @@ def _local() -> Finding:
 
 
 def _vllm() -> Finding:
-    """Nobody needs it, so its absence is no fault."""
+    """Whether vLLM works. It is optional, so its absence is fine."""
     version = vllm_version()
     if version is None:
-        return Finding(name="engine vllm", text=f"not here: {INSTALL}")
+        return Finding(name="engine vllm", text=f"not installed: {INSTALL}")
     try:
         check_installed()
     except EngineError as error:
@@ -94,7 +97,11 @@ def _vllm() -> Finding:
 def _disk(folder: Path) -> Finding:
     there = folder if folder.exists() else Path()
     free = shutil.disk_usage(there).free / 2**30
-    text = f"{free:.1f} GiB free for {folder}/" if free >= 1 else f"only {free:.2f} GiB free for {folder}/: make room"
+    text = (
+        f"{free:.1f} GiB free for {folder}/"
+        if free >= 1
+        else f"only {free:.2f} GiB free for {folder}/: free some space"
+    )
     return Finding(name="disk", text=text, is_fine=free >= 1)
 
 
@@ -120,11 +127,11 @@ def _configuration(path: Path, target: Target) -> list[Finding]:
     except DataError as error:
         if target.hardware is None:
             return [*findings, Finding(name="task", text=str(error), is_fine=False)]
-        findings.append(Finding(name="task", text=f"{config.task.path}: not on this machine, so not read"))
+        findings.append(Finding(name="task", text=f"{config.task.path}: not on this machine, so not checked"))
     except SortedRLError as error:
         return [*findings, Finding(name="task", text=str(error), is_fine=False)]
     needs = [*_ranks(config, target), *_needs(config, target)]
-    if any(not need.is_fine for need in needs):  # a model that does not fit is not loaded either
+    if any(not need.is_fine for need in needs):  # do not load a model that does not fit
         return [*findings, *needs]
     return [*findings, _model(config, target), *needs]
 
@@ -134,11 +141,11 @@ def _model(config: SortedConfig, target: Target) -> Finding:
 
     try:
         if target.hardware is not None and not model_path(config).is_dir():
-            return Finding(name="model", text=f"{config.model.path}: not on this machine, so not tried")
+            return Finding(name="model", text=f"{config.model.path}: not on this machine, so not checked")
         model, tokenizer = load_model(model_path(config))
         if config.engine.kind == "vllm":
             if not config.engine.address:
-                check_installed()  # starting it would take a minute
+                check_installed()  # checks the installation only: starting vLLM takes a minute
         else:
             build_engine(config, model, config.knobs)
     except SortedRLError as error:
@@ -149,7 +156,7 @@ def _model(config: SortedConfig, target: Target) -> Finding:
 
 
 def _ranks(config: SortedConfig, target: Target) -> list[Finding]:
-    """What a learner over ranks talks by; nothing where there is but one."""
+    """Whether the libraries for a learner with several ranks are there; no finding for one rank."""
     if config.learner.ranks == 1:
         return []
     import torch.distributed as dist
@@ -159,30 +166,30 @@ def _ranks(config: SortedConfig, target: Target) -> list[Finding]:
     if importlib.util.find_spec("ray") is None:
         text, is_fine = f"{text}: Ray is missing: pip install 'sortedrl[ray]'", False
     elif target.hardware is not None:
-        is_fine = True  # this machine need not have what that one has
+        is_fine = True  # another machine is planned
     else:
         is_fine = dist.is_available() and (dist.is_nccl_available() if backend == "nccl" else dist.is_gloo_available())
-        text += "" if is_fine else f": this torch has no {backend}; install a build that has"
+        text += "" if is_fine else f": this torch has no {backend}: install a build that has it"
     return [Finding(name="ranks", text=text, is_fine=is_fine)]
 
 
 def _needs(config: SortedConfig, target: Target) -> list[Finding]:
-    """Memory and time; nothing where the model's shape is not known, since then the model itself is the trouble."""
+    """Memory and time; no finding if the model folder is missing, which `_model` reports."""
     from sortedrl.run.builders.parts import model_path
-    from sortedrl.run.estimate import forecast_run
+    from sortedrl.run.estimate import estimate_run
 
     try:
         folder = model_path(config)
         if target.hardware is None and not folder.is_dir():
             return []
-        forecast = forecast_run(
+        estimate = estimate_run(
             config, folder, hardware=target.hardware, devices=target.devices, from_run=target.from_run
         )
     except SortedRLError as error:
         return [Finding(name="estimate", text=str(error), is_fine=False)]
     return [
-        Finding(name="memory", text=forecast.memory_text, is_fine=forecast.fits),
-        Finding(name="time", text=forecast.time_text),
+        Finding(name="memory", text=estimate.memory_text, is_fine=estimate.fits),
+        Finding(name="time", text=estimate.time_text),
     ]
 
 

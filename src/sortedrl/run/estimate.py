@@ -1,10 +1,10 @@
-"""What a run will need, before it runs: memory by part, and time by phase.
+"""Estimate the memory and time that a run needs, before it starts.
 
-`doctor` shows it. Memory is counted from the model's shape and the configuration; time comes from a cost model of
-`simulate/`, the roofline of some hardware or one fitted to an earlier run. Both are estimates: activations are those of
-a Llama block, and how long answers become is what training decides, so time is given for two lengths.
+`sortedrl doctor` shows it. Memory follows from the model's shape and the configuration. Time comes from a cost model of
+`simulate/`: a roofline of some hardware, or one fitted to an earlier run. Both are approximate: activations are counted
+for Llama blocks, and the length of answers is not known before training, so time is given for two lengths.
 
-What it keeps true: no weights are read; every part is bytes or seconds of its own, and totals are their sums.
+Guarantees: no weights are read; parts do not overlap, and totals are their sums.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from sortedrl.simulate.costs import (
 )
 from sortedrl.simulate.fit import fit_runs
 
-FLOAT = 4  # bytes of what the learner holds, and of all of the local engine
-HALF = 2  # of an engine on accelerators
-TYPICAL_SHARE = 0.25  # of the token budget that a typical answer is taken to use
+FLOAT = 4  # bytes per value in the learner and in the local engine
+HALF = 2  # bytes per value in an engine on accelerators
+TYPICAL_SHARE = 0.25  # assumed length of a typical answer, as a share of the token budget
 LOGIT_COPIES = 3  # logits, their log-softmax, and its exponential or the gradient
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Memory:
-    """Bytes by part, at the peak of an update; rollout needs less. Parts of a learner over ranks are those of all."""
+    """Bytes by part at the peak of an update; rollout needs less. The learner's parts are sums over all ranks."""
 
     weights: int
-    engine_copy: int  # of the weights, where the engine has its own
+    engine_copy: int  # the engine's own copy of the weights
     reference: int
     gradients: int
     optimizer: int
     kv_cache: int
     activations: int
     logits: int
-    gathered: int = 0  # over ranks: the layer at hand, whole, and its gradients
-    driver: int = 0  # over ranks: the whole model in the run's own process, and the trained weights on their way there
+    gathered: int = 0  # several ranks: the current layer as a whole, and its gradients
+    driver: int = 0  # several ranks: the model in the main process, and the trained weights sent to it
     ranks: int = 1
 
     @property
@@ -57,9 +57,9 @@ class Memory:
 
     @property
     def of_rank(self) -> int:
-        """What one rank holds: its rows of all that is cut, and micro-batches of its own."""
-        cut = self.weights + self.reference + self.gradients + self.optimizer
-        return (cut + self.activations + self.logits + self.gathered) // self.ranks
+        """Bytes of one rank: its shard of the parameters and states, and its own micro-batches."""
+        sharded = self.weights + self.reference + self.gradients + self.optimizer
+        return (sharded + self.activations + self.logits + self.gathered) // self.ranks
 
     @property
     def total(self) -> int:
@@ -68,7 +68,7 @@ class Memory:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Duration:
-    """Seconds of one update by phase, and of the run, if every answer has `length` tokens."""
+    """Seconds of one update by phase and of the whole run, if every answer has `length` tokens."""
 
     length: int
     rollout_s: float
@@ -88,7 +88,7 @@ class Duration:
 
 
 def read_shape(path: str, folder: Path) -> ModelShape:
-    """The shape of a model from its config.json, or, where the folder is not there, from a preset of its name."""
+    """A model's shape from its config.json; without the folder, from a preset with its name."""
     if (folder / "config.json").is_file():
         return _shape_of(folder)
     name = Path(path).name.lower()
@@ -96,11 +96,11 @@ def read_shape(path: str, folder: Path) -> ModelShape:
         if name.startswith(preset) or name.replace("meta-", "").startswith(preset):
             return replace(load_model_shape(preset), bytes_per_value=FLOAT)
     known = ", ".join(preset_names("models"))
-    raise ModelError(f"the shape of model {path!r} is not known: give a folder with config.json, or one of {known}")
+    raise ModelError(f"the shape of model {path!r} is unknown: give a folder with a config.json, or one of {known}")
 
 
 def _shape_of(folder: Path) -> ModelShape:
-    """Counted on the meta device, where a model has shapes and no numbers."""
+    """Build the model on the meta device, where tensors have shapes but no data, and read its shape."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -127,17 +127,19 @@ def _shape_of(folder: Path) -> ModelShape:
 
 
 def estimate_memory(config: SortedConfig, model: ModelShape) -> Memory:
-    """The learner trains in float32; an engine has its own weights, the local one for its fused kernels.
+    """Count the memory of learner and engine. The learner trains in float32; each engine has a copy of the weights.
 
-    `model.bytes_per_value` is that of the engine's weights and KV cache.
+    `model.bytes_per_value` applies to the engine's weights and KV cache.
     """
     weights = int(model.params) * FLOAT
     trained = int(model.params) if config.lora.rank == 0 else _adapter_params(config, model)
     window, ranks = config.task.max_prompt_tokens + config.engine.max_new_tokens, config.learner.ranks
-    # An update has no more tokens than its samples, and a micro-batch no more than its budget, one sample excepted.
+    # A micro-batch has at most `micro_tokens` tokens, unless a single sample is longer, and at most the rank's samples.
     share = -(-config.schedule.update_batch // ranks)
     micro = max(min(config.learner.micro_tokens, share * window), window)
-    has_reference = config.learner.kl_coef > 0 and config.lora.rank == 0  # without adapters the model is its reference
+    has_reference = (
+        config.learner.kl_coef > 0 and config.lora.rank == 0
+    )  # with adapters, the model without them is the reference
     return Memory(
         weights=weights,
         engine_copy=int(model.weight_bytes) * config.engine.replicas,
@@ -145,47 +147,47 @@ def estimate_memory(config: SortedConfig, model: ModelShape) -> Memory:
         gradients=trained * FLOAT,
         optimizer=2 * trained * FLOAT,
         kv_cache=int(config.slots * window * model.kv_bytes),
-        activations=ranks * _kept_bytes(model, micro, is_recomputed=config.learner.recompute),
+        activations=ranks * _activation_bytes(model, micro, is_recomputed=config.learner.recompute),
         logits=ranks * _logit_bytes(micro * model.vocab),
         gathered=ranks * 2 * weights // model.layers if ranks > 1 else 0,
-        driver=2 * weights if ranks > 1 and not config.learner.rank_gpus else 0,  # with GPUs it is in other memory
+        driver=2 * weights if ranks > 1 and not config.learner.rank_gpus else 0,  # with GPUs, host memory
         ranks=ranks,
     )
 
 
 def _logit_bytes(size: int) -> int:
-    """What a micro-batch with so many logits holds of them at once: a piece's, and what is kept of the others."""
+    """Bytes that the logits of a micro-batch take at once: the current piece, and what is kept of the others."""
     kept = min(size, KEPT_ELEMENTS) if size > WHOLE_ELEMENTS else 0
     return (LOGIT_COPIES * min(size, PIECE_ELEMENTS) + kept) * FLOAT
 
 
 def activation_bytes(model: ModelShape) -> int:
-    """What a Llama block keeps of one token for the backward pass, over all layers.
+    """Bytes that all Llama blocks keep for the backward pass of one token.
 
-    Of the hidden size: both norms' inputs, what they normalise and their outputs; of the query heads: before and
-    after the rotation, and attention's output; of the key-value heads likewise, and the values; of the feed-forward
-    size: gate, its activation, up, and their product.
+    Hidden size: input, normalised input and output of both norms. Query heads: before and after the rotation, and the
+    attention output. Key-value heads: keys before and after the rotation, and values. Feed-forward size: gate, its
+    activation, up, and the product.
     """
-    of_block = (
+    per_block = (
         6 * model.hidden
         + 3 * model.heads * model.head_dim
         + 3 * model.kv_heads * model.head_dim
         + 4 * model.intermediate
     )
-    return model.layers * of_block * FLOAT
+    return model.layers * per_block * FLOAT
 
 
-def _kept_bytes(model: ModelShape, num_tokens: int, *, is_recomputed: bool) -> int:
-    """Activations of a micro-batch: all of them, or every layer's input and all of one layer."""
+def _activation_bytes(model: ModelShape, num_tokens: int, *, is_recomputed: bool) -> int:
+    """Bytes of a micro-batch's activations; with recomputation, only each layer's input and one whole layer."""
     if not is_recomputed:
         return num_tokens * activation_bytes(model)
     return num_tokens * (model.layers * model.hidden * FLOAT + activation_bytes(model) // model.layers)
 
 
 def _adapter_params(config: SortedConfig, model: ModelShape) -> int:
-    """Two thin matrices beside each of the seven linear maps of a block; all of them unless modules are named."""
+    """Parameters of LoRA: two low-rank matrices for each chosen linear layer; by default all seven of a block."""
     q, kv, h, f = model.heads * model.head_dim, model.kv_heads * model.head_dim, model.hidden, model.intermediate
-    sides = {
+    num_sides = {
         "q_proj": h + q,
         "k_proj": h + kv,
         "v_proj": h + kv,
@@ -194,12 +196,12 @@ def _adapter_params(config: SortedConfig, model: ModelShape) -> int:
         "up_proj": h + f,
         "down_proj": f + h,
     }
-    chosen = config.lora.target_modules or tuple(sides)
-    return model.layers * config.lora.rank * sum(sides.get(name, h + f) for name in chosen)
+    chosen = config.lora.target_modules or tuple(num_sides)
+    return model.layers * config.lora.rank * sum(num_sides.get(name, h + f) for name in chosen)
 
 
 def estimate_time(config: SortedConfig, cost: CostModel, length: int) -> Duration:
-    """A schedule that keeps every slot busy: the least that this hardware needs for answers of this length."""
+    """The time with every slot busy, which is a lower bound for answers of this length on this hardware."""
     prompt, batch = config.task.max_prompt_tokens // 2, config.schedule.update_batch
     num_updates = -(-config.run.samples // batch)
     num_evals = 0
@@ -209,7 +211,7 @@ def estimate_time(config: SortedConfig, cost: CostModel, length: int) -> Duratio
     return Duration(
         length=length,
         rollout_s=_rollout_s(config, cost, batch, prompt, length),
-        # Siblings share their prompt, in the update as in the prefill.
+        # Siblings share their prompt, both in the update and in the prefill.
         update_s=cost.update_s(batch * length + batch // config.learner.group_size * prompt)
         * config.learner.inner_epochs,
         publish_s=cost.publish_s(),
@@ -227,8 +229,8 @@ def _rollout_s(config: SortedConfig, cost: CostModel, num_samples: int, prompt: 
     return rounds * (cost.decode_s(slots, slots * prompt, length) + cost.prefill_s([prompt] * num_prompts))
 
 
-def measured_hardware(cpu: Hardware) -> Hardware:
-    """This machine's processor: what a product of matrices and a copy reach now, the rest as in the preset."""
+def _measure_hardware(cpu: Hardware) -> Hardware:
+    """The CPU preset with this machine's measured speed of matrix products and copies."""
     import time
 
     import torch
@@ -246,21 +248,21 @@ def measured_hardware(cpu: Hardware) -> Hardware:
     flops = 2 * side**3 / seconds(lambda: a @ b)
     source, target = torch.rand(size // FLOAT), torch.empty(size // FLOAT)
     bandwidth = 2 * size / seconds(lambda: target.copy_(source))
-    # Shares of what was measured, which is what kernels reach: small batches and many small products reach less.
+    # Small batches and small matrices reach only a share of the measured peak.
     return replace(cpu, flops=flops, bandwidth=bandwidth, bandwidth_share=0.8, train_flops_share=0.5)
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class Forecast:
-    """What `doctor` says about memory and time."""
+class RunEstimate:
+    """Memory and time of a run, with the texts that `sortedrl doctor` shows."""
 
     memory: Memory
-    room: int  # bytes there are
-    room_of_rank: int  # of them, what one rank can have
+    room: int  # bytes available
+    room_of_rank: int  # bytes available to one rank
     where: str
     typical: Duration
     longest: Duration
-    source: str  # of the times
+    source: str  # what the times are based on
 
     @property
     def fits(self) -> bool:
@@ -275,31 +277,31 @@ class Forecast:
         if self.memory.ranks > 1:
             total += f"; each of {self.memory.ranks} ranks {_bytes(self.memory.of_rank)} of {_bytes(self.room_of_rank)}"
         remedy = "lower learner.micro_tokens or engine.slots, set lora.rank, or use more devices"
-        return total if self.fits else f"{total}; that does not fit: {remedy}"
+        return total if self.fits else f"{total}; this does not fit: {remedy}"
 
     @property
     def time_text(self) -> str:
-        told = [
+        texts = [
             f"{_seconds(d.total_s)} if answers take {d.length:,} tokens ({d.num_updates:,} updates of "
             f"{_seconds(d.cycle_s)}: rollout {_seconds(d.rollout_s)}, update {_seconds(d.update_s)}; "
             f"{d.num_evals} evaluations of {_seconds(d.eval_s)})"
             for d in (self.typical, self.longest)
         ]
-        return f"at least {told[0]}; {told[1]}; by {self.source}"
+        return f"at least {texts[0]}; {texts[1]}; by {self.source}"
 
 
-def forecast_run(
+def estimate_run(
     config: SortedConfig, folder: Path, *, hardware: str | None, devices: int, from_run: Path | None
-) -> Forecast:
-    """For `devices` of some hardware, or for this machine; times by an earlier run where one is given."""
+) -> RunEstimate:
+    """Estimate for `devices` of some hardware, or for this machine; `from_run` gives the times of an earlier run."""
     shape = read_shape(config.model.path, folder)
     on_accelerators = hardware is not None and hardware != "cpu"
     shape = replace(shape, bytes_per_value=HALF if on_accelerators else FLOAT)
     room_of_rank: int | None = None
     if hardware is None:
         room, where = _machine_memory(), "this machine"
-        kind = measured_hardware(load_hardware("cpu"))
-        source = "a roofline of this machine as busy as it is"
+        kind = _measure_hardware(load_hardware("cpu"))
+        source = "a roofline of this machine under its current load"
     else:
         kind = load_hardware(hardware)
         room, where = int(kind.memory * kind.memory_share * devices), f"{devices} x {hardware}"
@@ -310,7 +312,7 @@ def forecast_run(
     if from_run is not None:
         cost, source = fit_runs([from_run]).cost, f"what {from_run} took"
     budget = config.engine.max_new_tokens
-    return Forecast(
+    return RunEstimate(
         memory=estimate_memory(config, shape),
         room=room,
         room_of_rank=room if room_of_rank is None else room_of_rank,
@@ -322,7 +324,7 @@ def forecast_run(
 
 
 def _machine_memory() -> int:
-    """Of the first accelerator, since one that is there holds the model; else all that this machine has."""
+    """Bytes of the first accelerator, if there is one; else of this machine's memory."""
     import torch
 
     if torch.cuda.is_available():

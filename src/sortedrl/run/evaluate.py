@@ -1,8 +1,8 @@
-"""Evaluation: answers to a set of prompts, scored while the engine goes on, and their figures.
+"""Evaluation: generate answers to a set of prompts, score them while the engine decodes, and compute accuracies.
 
-`Evaluator` runs before, after and at intervals of a training run, on the run's own engine while it has nothing else to
-do; `run/suite_eval.py` runs the suites of `sortedrl eval`. Both call `answer_all`: all that is to be answered is one
-oversubscribed batch, so a slot that gets free takes the next answer at once, whichever suite or temperature it has.
+`Evaluator` evaluates a training run before, during and after training, on the run's engine while training is paused;
+`suite_eval.py` evaluates the suites of `sortedrl eval`. Both call `answer_all`, which submits all answers as one
+oversubscribed batch: a free slot takes the next answer at once, of any suite and temperature.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from sortedrl.records import FinishReason, Prompt, sample_seed
 from sortedrl.run.scores import Figures, Graded, average, figures
 from sortedrl.telemetry.events import Emit, Evaluated
 
-HELDOUT_EPOCH = -1  # sets the seeds of evaluation apart from those of training
-SCORE_POLL_S = 0.1  # how long to wait for a score when nothing is left to generate
+HELDOUT_EPOCH = -1  # an epoch that training never has, so that evaluation has other seeds
+SCORE_POLL_S = 0.1  # how long one poll waits for scores when all answers are generated
 
 
 class AnswerScorer(Protocol):
-    """Scores answers in the background; nothing but the evaluation may be under way in it."""
+    """Scores answers in the background; during an evaluation it must have no other work."""
 
     @property
     def failure(self) -> Exception | None:
-        """Why scoring is to end, if it is."""
+        """The error that must stop the run, or None."""
         ...
 
     def submit_answer(self, key: tuple[int, int], prompt: Prompt, tokens: Sequence[int]) -> None: ...
@@ -37,8 +37,8 @@ class AnswerScorer(Protocol):
 
 
 @dataclass(slots=True, kw_only=True)
-class Answer:
-    """One answer that is wanted, and what became of it. `index` counts the sampled answers to one prompt."""
+class EvalAnswer:
+    """One requested answer and its result. `index` numbers the sampled answers to one prompt."""
 
     prompt: Prompt
     temperature: float
@@ -55,16 +55,16 @@ class Answer:
 def answer_all(
     engine: Engine,
     scorer: AnswerScorer,
-    answers: Sequence[Answer],
+    answers: Sequence[EvalAnswer],
     *,
     sampling: Sampling,
     budget: int,
     seed: int,
-    on_scored: Callable[[Answer], None] | None = None,
+    on_scored: Callable[[EvalAnswer], None] | None = None,
 ) -> None:
-    """Have every answer written and scored. One on which the engine fails is scored as it is.
+    """Generate and score every answer, in place. An answer on which the engine fails is scored with the tokens it has.
 
-    `sampling` holds for all of them, but for the temperature, which is the answer's own.
+    `sampling` holds for all answers, except that each has its own temperature.
     """
     waiting = deque(_request(number, answer, sampling, budget, seed) for number, answer in enumerate(answers))
     num_running = num_scored = 0
@@ -92,7 +92,7 @@ def answer_all(
             raise scorer.failure
 
 
-def _request(number: int, answer: Answer, sampling: Sampling, budget: int, seed: int) -> Request:
+def _request(number: int, answer: EvalAnswer, sampling: Sampling, budget: int, seed: int) -> Request:
     return Request(
         sample=number,
         attempt=0,
@@ -105,12 +105,12 @@ def _request(number: int, answer: Answer, sampling: Sampling, budget: int, seed:
 
 @dataclass(slots=True, kw_only=True)
 class Evaluator:
-    """`every_samples` = 0 leaves it to the caller when to run; a reward above `right_above` makes an answer right."""
+    """`every_samples` = 0: the caller decides when it runs. An answer is right if its reward is above `right_above`."""
 
     engine: Engine
     prompts: Sequence[Prompt]
     scorer: AnswerScorer
-    sampling: Sampling  # as in training; a greedy answer to each prompt comes besides
+    sampling: Sampling  # as in training; each prompt also gets one greedy answer
     budget: int
     seed: int
     clock: Clock
@@ -119,8 +119,8 @@ class Evaluator:
     num_samples: int = 1
     group_column: str | None = None
     every_samples: int = 0
-    last_run: int = -1  # samples trained when it ran last
-    used: EngineStats = field(default_factory=EngineStats)  # the engine's counters that evaluation caused
+    last_run: int = -1  # number of trained samples at the last evaluation
+    used: EngineStats = field(default_factory=EngineStats)  # the share of the engine's counters that evaluation caused
 
     def is_due(self, num_trained: int) -> bool:
         return bool(self.prompts) and 0 < self.every_samples <= num_trained - max(self.last_run, 0)
@@ -149,19 +149,20 @@ class Evaluator:
             )
         )
 
-    def answers(self) -> tuple[list[list[Answer]], list[list[Answer]]]:
-        """Sampled answers to every prompt, and a greedy one: by prompt, scored."""
+    def answers(self) -> tuple[list[list[EvalAnswer]], list[list[EvalAnswer]]]:
+        """The scored answers by prompt: the sampled ones, and the greedy ones."""
         indices = range(self.num_samples)
         sampled = [
-            [Answer(prompt=p, temperature=self.sampling.temperature, index=i) for i in indices] for p in self.prompts
+            [EvalAnswer(prompt=p, temperature=self.sampling.temperature, index=i) for i in indices]
+            for p in self.prompts
         ]
-        greedy = [[Answer(prompt=prompt, temperature=0.0)] for prompt in self.prompts]
-        # Those of one prompt follow each other: an engine may then read the prompt once for all of them.
+        greedy = [[EvalAnswer(prompt=prompt, temperature=0.0)] for prompt in self.prompts]
+        # Answers to one prompt are submitted together, so that an engine can prefill the prompt once.
         every = [answer for pair in zip(sampled, greedy, strict=True) for answers in pair for answer in answers]
         answer_all(self.engine, self.scorer, every, sampling=self.sampling, budget=self.budget, seed=self.seed)
         return sampled, greedy
 
-    def _by_group(self, sampled: list[list[Answer]], greedy: list[list[Answer]]) -> dict[str, dict[str, float]]:
+    def _by_group(self, sampled: list[list[EvalAnswer]], greedy: list[list[EvalAnswer]]) -> dict[str, dict[str, float]]:
         if self.group_column is None:
             return {}
         groups: dict[str, list[int]] = defaultdict(list)
@@ -178,7 +179,7 @@ class Evaluator:
             }
         return found
 
-    def _figures(self, answers: Sequence[Sequence[Answer]]) -> Figures:
-        """Of answers that are right or wrong: what a wrong one earns for its form is no accuracy."""
+    def _figures(self, answers: Sequence[Sequence[EvalAnswer]]) -> Figures:
+        """Figures of right (1) and wrong (0) answers: partial rewards, such as for the format, do not count."""
         marks = [[replace(a.graded(), reward=float(a.reward > self.right_above)) for a in each] for each in answers]
         return figures(marks)

@@ -1,8 +1,8 @@
-"""Figures of an evaluation: k answers to each of n problems, as mean@k, pass@k, maj@k, lengths and standard errors.
+"""Metrics of an evaluation with k answers to each problem: mean@k, pass@k, maj@k, lengths and standard errors.
 
-`evaluate.py` uses it for the held-out prompts of a run, `run/suite_eval.py` for the suites of `sortedrl eval`. Pure
-functions of what was graded. What they keep true: problems weigh alike, however many answers each has; a standard error
-is that of the mean over problems, since answers to one problem are no independent draws.
+`evaluate.py` uses it for the held-out prompts of a run, `suite_eval.py` for the suites of `sortedrl eval`. All
+functions are pure. Guarantees: every problem has the same weight, whatever its number of answers; standard errors are
+those of the mean over problems, because answers to one problem are not independent.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Graded:
-    """One answer. `vote` is what it says in the end, in a form that equal answers share; None: it says nothing."""
+    """One answer. `vote`: its final answer in a normal form, equal for equal answers; None if it gives none."""
 
     reward: float
     length: int
@@ -26,7 +26,7 @@ class Graded:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Estimate:
-    """A mean over problems and its standard error, which a single problem does not have."""
+    """A mean over problems and its standard error, which is None for a single problem."""
 
     value: float
     error: float | None
@@ -34,7 +34,7 @@ class Estimate:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Figures:
-    """What k answers to each problem of a set came to; `k` is the fewest that any problem has."""
+    """Metrics of a set of problems; `k` is the smallest number of answers to a problem."""
 
     num_problems: int
     num_samples: int  # in all
@@ -45,7 +45,7 @@ class Figures:
     pass_at_k_se: float | None
     maj_at_k: float
     maj_at_k_se: float | None
-    pass_at: dict[str, float]  # by the number of tries: 1, 2, 4, ... up to k
+    pass_at: dict[str, float]  # pass@n for n = 1, 2, 4, ... and k
     mean_length: float
     mean_length_se: float | None
     truncation_rate: float
@@ -55,9 +55,9 @@ class Figures:
 
 
 def figures(problems: Sequence[Sequence[Graded]], *, is_right: Callable[[float], bool] = lambda r: r > 0.5) -> Figures:
-    """`is_right` tells a right answer by its reward, for pass@k and maj@k; mean@k is the mean of the rewards."""
-    assert problems, "an evaluation without problems has no figures"
-    assert all(problems), "a problem without answers has no figures"
+    """The metrics of all problems. mean@k averages rewards; pass@k and maj@k count answers that `is_right` accepts."""
+    assert problems, "an evaluation needs problems"
+    assert all(problems), "every problem needs answers"
     k = min(len(answers) for answers in problems)
     mean = estimate(average(answer.reward for answer in answers) for answers in problems)
     passed = estimate(_pass(answers, k, is_right) for answers in problems)
@@ -82,10 +82,9 @@ def figures(problems: Sequence[Sequence[Graded]], *, is_right: Callable[[float],
 
 
 def pass_at(num_answers: int, num_right: int, tries: int) -> float:
-    """Chance that of `tries` answers, drawn without putting back from those there are, one at least is right.
+    """The probability that at least one of `tries` answers, drawn without replacement from all answers, is right.
 
-    Over many sets of `num_answers` its mean is that of tries independent answers: it is unbiased, which the share of
-    problems solved by the first `tries` is too, at a larger variance.
+    This is the unbiased estimator of pass@k; counting only the first `tries` answers would have a larger variance.
     """
     assert 0 <= num_right <= num_answers, f"{num_right} right of {num_answers}"
     assert 1 <= tries <= num_answers, f"{tries} tries of {num_answers} answers"
@@ -93,9 +92,9 @@ def pass_at(num_answers: int, num_right: int, tries: int) -> float:
 
 
 def majority(answers: Sequence[Graded], is_right: Callable[[float], bool]) -> float:
-    """Whether the answer given most often is right; of several given equally often, the share that is right.
+    """1 if the most frequent vote is right, else 0; with a tie, the mean over the tied votes.
 
-    An answer that says nothing has no vote. Equal votes have been graded alike, or else count by their share.
+    Answers without a vote are ignored. If equal votes have different rewards, their mean counts.
     """
     votes = Counter(answer.vote for answer in answers if answer.vote is not None)
     if not votes:
@@ -106,7 +105,7 @@ def majority(answers: Sequence[Graded], is_right: Callable[[float], bool]) -> fl
 
 
 def estimate(values: Iterable[float]) -> Estimate:
-    """The mean, and the sample's standard deviation over the root of its size."""
+    """The mean and its standard error: the sample's standard deviation divided by the root of its size."""
     numbers = list(values)
     mean = average(numbers)
     if len(numbers) < 2:
@@ -116,7 +115,7 @@ def estimate(values: Iterable[float]) -> Estimate:
 
 
 def average(values: Iterable[float]) -> float:
-    """0 where there is nothing."""
+    """The mean; 0 for no values."""
     numbers = list(values)
     return sum(numbers) / len(numbers) if numbers else 0.0
 

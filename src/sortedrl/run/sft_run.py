@@ -1,11 +1,10 @@
-"""Supervised fine-tuning as a configuration says: rows, tokens, training, and a folder that a run can start from.
+"""Supervised fine-tuning from a configuration: read examples, train, and save a model that a run can start from.
 
-`sortedrl sft CONFIG` calls `tune`. Rows come through the loaders of the tasks: a dataset with `prompt` and
-`completion`, or `messages` that end with the assistant's, or else the task's own training prompts with a completion
-that its verifier accepts.
+`sortedrl sft CONFIG` calls `run_sft`. Examples are rows of a dataset, with `prompt` and `completion` or with
+`messages` that end with an assistant message. Without `sft.path` they are the task's training prompts, each with a
+completion that the task's verifier accepts.
 
-What it keeps true: the loss covers the completion and the end token, nothing else; traces of a task are of training
-prompts only, so held-out ones stay unseen.
+Guarantees: the loss covers only the completion and the end token; a task's held-out prompts are never trained on.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from sortedrl.tasks.files import read_rows
 from sortedrl.tasks.knights import KnightsRows, teach
 
 
-def tune(
+def run_sft(
     config: SortedConfig,
     out: Path,
     on_step: OnStep | None = None,
     on_start: Callable[[int], None] | None = None,
 ) -> SftResult:
-    """Train the configured model on examples and save it to `out`; `on_start` hears how many steps there will be."""
+    """Train the configured model and save it to `out`; `on_start` is called with the number of steps."""
     settings = config.sft
     torch.set_num_threads(config.run.threads)
     torch.manual_seed(config.run.seed)
@@ -58,17 +57,17 @@ def tune(
 
 
 def check_fit(examples: Sequence[Example], folder: Path) -> None:
-    """Refuse examples that are longer than what the model can look at."""
+    """Raise if an example is longer than the model's window."""
     window, longest = read_window(folder), max(len(prompt) + len(answer) for prompt, answer in examples)
     if window is not None and longest > window:
         raise DataError(
             f"the longest example has {longest} tokens, more than the {window} positions of the model in {folder}: "
-            "leave out such rows"
+            "remove such rows"
         )
 
 
 def read_examples(config: SortedConfig, tokenizer: Any) -> list[Example]:
-    """The configured examples as tokens, each within the limits that a run would have."""
+    """The configured examples as tokens; raises if one does not fit a batch."""
     settings = config.sft
     if settings.path:
         source = read_rows(settings.path, columns=settings.columns, split=settings.split or None, required=())
@@ -76,30 +75,30 @@ def read_examples(config: SortedConfig, tokenizer: Any) -> list[Example]:
         places = [f"{settings.path}, row {index}" for index in range(len(rows))]
     else:
         task = build_task(config)
-        rows = list(own_traces(task, settings.examples))
+        rows = list(task_examples(task, settings.examples))
         places = [f"{task.name}/{index}" for index in range(len(rows))]
     examples = [make_example(row, tokenizer, where) for row, where in zip(rows, places, strict=True)]
     for (prompt, answer), where in zip(examples, places, strict=True):
         if len(prompt) + len(answer) > settings.batch_tokens:
             raise DataError(
                 f"{where} has {len(prompt) + len(answer)} tokens, more than sft.batch_tokens {settings.batch_tokens}: "
-                "raise that, or leave the row out"
+                "raise it, or remove the row"
             )
     return examples
 
 
 def make_example(row: Mapping[str, Any], tokenizer: Any, where: str) -> Example:
-    prompt, completion = _halves(row, where)
+    prompt, completion = _split_row(row, where)
     answer = [*tokenizer(completion, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
     return encode_prompt(prompt, tokenizer, where), answer
 
 
-def _halves(row: Mapping[str, Any], where: str) -> tuple[Any, str]:
-    """The prompt as it is, and the completion as text."""
+def _split_row(row: Mapping[str, Any], where: str) -> tuple[Any, str]:
+    """The prompt as given (text or messages), and the completion as text."""
     if "messages" in row:
         messages = row["messages"]
         if not isinstance(messages, list) or len(messages) < 2 or messages[-1].get("role") != "assistant":
-            raise DataError(f"{where}: messages must be a list that ends with the assistant's; mend or leave it out")
+            raise DataError(f"{where}: messages must be a list that ends with an assistant message: correct the row")
         prompt, completion = messages[:-1], messages[-1]["content"]
     else:
         for column in ("prompt", "completion"):
@@ -109,41 +108,39 @@ def _halves(row: Mapping[str, Any], where: str) -> tuple[Any, str]:
                     f"sft.columns.{column}=NAME, or give messages"
                 )
         prompt, completion = row["prompt"], row["completion"]
-        if isinstance(completion, list):  # a chat's: one message of the assistant
+        if isinstance(completion, list):  # in chat format: one message of the assistant
             completion = completion[-1].get("content") if completion else None
     if not isinstance(completion, str) or not completion.strip():
-        raise DataError(f"{where} has the completion {completion!r:.80}; it must be text that is not empty")
+        raise DataError(f"{where} has the completion {completion!r:.80}: it must be text and not empty")
     return prompt, completion
 
 
-def own_traces(task: Task, num: int) -> Iterator[Row]:
-    """Training prompts of a task, each with a completion that its verifier accepts."""
+def task_examples(task: Task, num: int) -> Iterator[Row]:
+    """A task's training prompts, each with a completion that the task's verifier accepts."""
     size = task.train.size
     rng = random.Random("own traces")
     for index in range(num if size is None else min(num, size)):
         row = task.train.row(index)
         if "completion" not in row and "messages" not in row:
-            row = {**row, "completion": _accepted(task, index, row, rng)}
+            row = {**row, "completion": _accepted_completion(task, index, row, rng)}
         yield row
 
 
-def _accepted(task: Task, index: int, row: Row, rng: random.Random) -> str:
+def _accepted_completion(task: Task, index: int, row: Row, rng: random.Random) -> str:
     if isinstance(task.train, KnightsRows):
         return teach(task.train.puzzle(index), rng)
     answer = row.get("answer")
     if answer in (None, ""):
-        raise DataError(
-            f"row {index} of task {task.name} has neither completion nor answer: give it one, or set sft.path"
-        )
+        raise DataError(f"row {index} of task {task.name} has neither completion nor answer: add one, or set sft.path")
     if task.name != "math":
         return f"<answer>{answer}</answer>"
-    from sortedrl.tasks.math import reference_answer  # needs a package that the others do not
+    from sortedrl.tasks.math import reference_answer  # only this task needs math-verify
 
     return f"\\boxed{{{reference_answer(answer)}}}"
 
 
 def _epochs(examples: Sequence[Example], seed: int) -> Iterator[Example]:
-    """All examples in an order of their own, again and again."""
+    """All examples, endlessly, in a new random order in each epoch."""
     epoch = 0
     while True:
         order = list(range(len(examples)))

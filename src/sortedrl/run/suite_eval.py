@@ -1,8 +1,8 @@
-"""An exam: a model answers test suites, and its answers become figures.
+"""Evaluate a model on test suites: `sortedrl eval` calls `evaluate_suites`.
 
-`sortedrl eval` calls `take_exam`. Suites, samples and temperatures do not wait for each other: all answers are one
-oversubscribed batch through the engine (`evaluate.answer_all`), marked in reward workers while the engine goes on. What
-it keeps true: an answer depends on model, problem, seed and sampling alone, not on which other suites are asked for.
+All answers of all suites are one oversubscribed batch through the engine (`evaluate.answer_all`); reward workers mark
+them while the engine decodes. Guarantees: an answer depends only on model, problem, seed and sampling settings, not on
+the other suites of the same call.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from sortedrl.reward.scorer import SampleScorer
 from sortedrl.run.builders.engine import build_engine, build_sampling
 from sortedrl.run.builders.parts import build_rewards, load_model, named_model_path, stop_token_ids
 from sortedrl.run.checkpoint import Checkpoints
-from sortedrl.run.evaluate import Answer, answer_all
+from sortedrl.run.evaluate import EvalAnswer, answer_all
 from sortedrl.run.scores import Figures, Graded, figures
 from sortedrl.tasks.base import Row, make_prompt
 from sortedrl.tasks.suites import Suite, find_suites, load_suite, read_mark, suite_mark
 
-SAMPLED_TEMPERATURE = 0.6  # of several answers to a problem, where nothing else is said
-ANY_LENGTH = 2**31  # prompts are as long as they are; the model's window is what they have to fit
+SAMPLED_TEMPERATURE = 0.6  # default for several answers to a problem
+ANY_LENGTH = 2**31  # no limit of their own: prompts must only fit the model's window
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class ExamSettings:
-    """`temperature` None: greedy for one answer a problem, 0.6 for several."""
+class SuiteEvalSettings:
+    """`temperature` None: 0 (greedy) for one answer per problem, 0.6 for several."""
 
     model: str
     suites: str
@@ -54,15 +54,15 @@ class ExamSettings:
     timeout_s: float = 10.0
 
     @property
-    def heat(self) -> float:
+    def used_temperature(self) -> float:
         if self.temperature is not None:
             return self.temperature
         return 0.0 if self.samples == 1 else SAMPLED_TEMPERATURE
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class Written:
-    """One answer as it is kept."""
+class SuiteAnswer:
+    """One answer with its mark, as `write_answers` writes it."""
 
     suite: str
     problem: int
@@ -74,13 +74,13 @@ class Written:
 
 
 @dataclass(slots=True, kw_only=True)
-class ExamResult:
-    settings: ExamSettings
+class SuiteEvalResult:
+    settings: SuiteEvalSettings
     suites: dict[str, Figures]
-    written: list[Written]
+    answers: list[SuiteAnswer]
     seconds: float
     num_tokens: int
-    busy_share: float  # of slots over time
+    busy_share: float  # share of slot time in which slots were busy
 
     def as_dict(self) -> dict[str, Any]:
         settings = self.settings
@@ -89,7 +89,7 @@ class ExamResult:
             "model": settings.model,
             "engine": settings.engine,
             "samples": settings.samples,
-            "temperature": settings.heat,
+            "temperature": settings.used_temperature,
             "max_tokens": settings.max_tokens,
             "seed": settings.seed,
             "wall_s": self.seconds,
@@ -115,25 +115,25 @@ class ExamResult:
         return table
 
     def write_answers(self, path: Path) -> None:
-        """Every answer with its mark, one JSON object a line."""
+        """Write every answer with its mark to a JSONL file."""
         try:
-            path.write_text("".join(json.dumps(asdict(one)) + "\n" for one in self.written), encoding="utf-8")
+            path.write_text("".join(json.dumps(asdict(one)) + "\n" for one in self.answers), encoding="utf-8")
         except OSError as error:
-            raise DataError(f"cannot write {path}: {error.strerror or error}; name another file") from error
+            raise DataError(f"cannot write {path}: {error.strerror or error}; give another file") from error
 
 
 OnProgress = Callable[[int, int, float], None]
-"""Answers marked, answers in all, and the share of right ones so far."""
+"""Called with the number of marked answers, the number of all answers, and the share of right ones so far."""
 
 
-def take_exam(settings: ExamSettings, on_progress: OnProgress | None = None) -> ExamResult:
+def evaluate_suites(settings: SuiteEvalSettings, on_progress: OnProgress | None = None) -> SuiteEvalResult:
     suites = find_suites(settings.suites)
     torch.set_num_threads(settings.threads)
     folder = find_model(settings.model)
     tokenizer = load_tokenizer(folder)
     prompts = {suite.name: _prompts(suite, settings, tokenizer) for suite in suites}
     config = _config(settings, folder, max(len(prompt.tokens) for each in prompts.values() for prompt in each))
-    answers = {name: _blank(each, settings) for name, each in prompts.items()}
+    answers = {name: _requested_answers(each, settings) for name, each in prompts.items()}
     every = [answer for each in answers.values() for of_problem in each for answer in of_problem]
     with ExitStack() as stack:
         model, _ = load_model(folder)
@@ -152,21 +152,21 @@ def take_exam(settings: ExamSettings, on_progress: OnProgress | None = None) -> 
             on_scored=_counting(len(every), on_progress) if on_progress is not None else None,
         )
         seconds, stats = time.perf_counter() - start, engine.stats()
-    return ExamResult(
+    return SuiteEvalResult(
         settings=settings,
         suites={name: figures([[_graded(a) for a in each] for each in of]) for name, of in answers.items()},
-        written=[one for name, of in answers.items() for one in _written(name, of, tokenizer)],
+        answers=[one for name, of in answers.items() for one in _suite_answers(name, of, tokenizer)],
         seconds=seconds,
         num_tokens=stats.decoded_tokens,
         busy_share=stats.busy_slot_s / (settings.slots * seconds) if seconds else 0.0,
     )
 
 
-def _counting(total: int, on_progress: OnProgress) -> Callable[[Answer], None]:
+def _counting(total: int, on_progress: OnProgress) -> Callable[[EvalAnswer], None]:
     num_marked = num_right = 0
     on_progress(0, total, 0.0)
 
-    def count(answer: Answer) -> None:
+    def count(answer: EvalAnswer) -> None:
         nonlocal num_marked, num_right
         num_marked += 1
         num_right += read_mark(answer.reward)[0]
@@ -176,17 +176,17 @@ def _counting(total: int, on_progress: OnProgress) -> Callable[[Answer], None]:
 
 
 def find_model(name: str) -> Path:
-    """A model's folder: as a configuration names it, or the last checkpoint of a run's directory."""
+    """The folder of a model by its name or path; for a run directory, its latest checkpoint."""
     path = Path(name)
     if (path / "checkpoints").is_dir():
         checkpoint = Checkpoints(path / "checkpoints").latest()
         if checkpoint is None:
-            raise ModelError(f"the run in {path} has no whole checkpoint: name a model's folder")
+            raise ModelError(f"the run in {path} has no whole checkpoint: give the folder of a model")
         return check_model_folder(checkpoint)
     return check_model_folder(named_model_path(name))
 
 
-def _prompts(suite: Suite, settings: ExamSettings, tokenizer: Any) -> list[Prompt]:
+def _prompts(suite: Suite, settings: SuiteEvalSettings, tokenizer: Any) -> list[Prompt]:
     rows: list[Row] = load_suite(
         suite, data=settings.data, limit=settings.limit, is_chat=tokenizer.chat_template is not None
     )
@@ -196,8 +196,8 @@ def _prompts(suite: Suite, settings: ExamSettings, tokenizer: Any) -> list[Promp
     ]
 
 
-def _config(settings: ExamSettings, folder: Path, longest: int) -> SortedConfig:
-    """The part of a run's configuration that engine and rewards read."""
+def _config(settings: SuiteEvalSettings, folder: Path, longest: int) -> SortedConfig:
+    """A configuration with the settings that the engine and the reward workers read."""
     window = read_window(folder)
     if window is not None and longest + settings.max_tokens > window:
         raise ModelError(
@@ -214,20 +214,22 @@ def _config(settings: ExamSettings, folder: Path, longest: int) -> SortedConfig:
     )
 
 
-def _blank(prompts: Sequence[Prompt], settings: ExamSettings) -> list[list[Answer]]:
-    """The answers that are wanted, by problem; those of one problem follow each other, and share its prefill."""
-    heat, indices = settings.heat, range(settings.samples)
-    return [[Answer(prompt=prompt, temperature=heat, index=index) for index in indices] for prompt in prompts]
+def _requested_answers(prompts: Sequence[Prompt], settings: SuiteEvalSettings) -> list[list[EvalAnswer]]:
+    """The answers to generate, by problem; answers to one problem are adjacent, so that they can share its prefill."""
+    temperature, indices = settings.used_temperature, range(settings.samples)
+    return [
+        [EvalAnswer(prompt=prompt, temperature=temperature, index=index) for index in indices] for prompt in prompts
+    ]
 
 
-def _graded(answer: Answer) -> Graded:
+def _graded(answer: EvalAnswer) -> Graded:
     is_right, vote = read_mark(answer.reward)
     return replace(answer.graded(vote), reward=float(is_right))
 
 
-def _written(suite: str, answers: Sequence[Sequence[Answer]], tokenizer: Any) -> list[Written]:
+def _suite_answers(suite: str, answers: Sequence[Sequence[EvalAnswer]], tokenizer: Any) -> list[SuiteAnswer]:
     return [
-        Written(
+        SuiteAnswer(
             suite=suite,
             problem=problem,
             sample=answer.index,

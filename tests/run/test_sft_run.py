@@ -15,7 +15,7 @@ from sortedrl.learner.model import load_tokenizer
 from sortedrl.learner.pack import packed_attention
 from sortedrl.learner.sft import answer_loss, packed_loss, pad_batch
 from sortedrl.run.builders.parts import load_model
-from sortedrl.run.sft_run import check_fit, make_example, own_traces, read_examples, tune
+from sortedrl.run.sft_run import check_fit, make_example, read_examples, run_sft, task_examples
 from sortedrl.tasks.knights import KnightsTask, verify
 from sortedrl.tasks.tiny import knights_tiny_path, make_model
 
@@ -63,8 +63,8 @@ def test_messages_are_put_through_the_chat_template() -> None:
     [
         ({"prompt": "Ann", "text": "x"}, r"row 7 has no column 'completion'; it has: prompt, text; .*sft.columns"),
         ({"completion": "x"}, "has no column 'prompt'"),
-        ({"prompt": "Ann", "completion": " "}, "completion ' '; it must be text that is not empty"),
-        ({"prompt": "Ann", "completion": []}, "must be text that is not empty"),
+        ({"prompt": "Ann", "completion": " "}, "completion ' ': it must be text and not empty"),
+        ({"prompt": "Ann", "completion": []}, "must be text and not empty"),
         ({"messages": [{"role": "user", "content": "x"}]}, "ends with the assistant's"),
         ({"messages": "x"}, "must be a list"),
     ],
@@ -74,9 +74,9 @@ def test_rows_that_are_no_examples_are_named(row: dict[str, Any], message: str) 
         make_example(row, TOKENIZER, "row 7")
 
 
-def test_a_tasks_own_traces_are_right_and_of_training_puzzles() -> None:
+def test_a_tasks_task_examples_are_right_and_of_training_puzzles() -> None:
     task = KnightsTask(seed=2)
-    rows = list(own_traces(task, 20))
+    rows = list(task_examples(task, 20))
     heldout = {row["prompt"] for row in task.heldout(200)}
     assert not heldout & {row["prompt"] for row in rows}
     scores = [verify([row["prompt"]], [row["completion"]], [row["answer"]])[0] for row in rows]
@@ -89,7 +89,7 @@ def write_config(folder: Path, **sft: Any) -> SortedConfig:
 
 def test_tuning_on_a_file_learns_it_and_saves_a_model_that_loads(tmp_path: Path) -> None:
     task = KnightsTask(seed=5)
-    rows = [{"q": row["prompt"], "a": row["completion"]} for row in own_traces(task, 40)]
+    rows = [{"q": row["prompt"], "a": row["completion"]} for row in task_examples(task, 40)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     columns = {"prompt": "q", "completion": "a"}
     config = write_config(tmp_path, path=str(tmp_path / "rows.jsonl"), columns=columns, epochs=4, warmup_steps=2)
@@ -98,7 +98,7 @@ def test_tuning_on_a_file_learns_it_and_saves_a_model_that_loads(tmp_path: Path)
     before = answer_loss(load_model(knights_tiny_path())[0], *pad_batch(batch)).item()
     losses: list[float] = []
     totals: list[int] = []
-    result = tune(config, tmp_path / "out", lambda step, loss: losses.append(loss), totals.append)
+    result = run_sft(config, tmp_path / "out", lambda step, loss: losses.append(loss), totals.append)
     assert totals == [result.steps] == [len(losses)]
     # Four epochs: every answer token was trained four times.
     assert result.num_tokens == 4 * sum(len(answer) for _, answer in batch)
@@ -109,7 +109,7 @@ def test_tuning_on_a_file_learns_it_and_saves_a_model_that_loads(tmp_path: Path)
 def test_steps_and_examples_are_limits(tmp_path: Path) -> None:
     config = write_config(tmp_path, examples=12, epochs=50, steps=2)
     assert len(read_examples(config, TOKENIZER)) == 12
-    assert tune(config, tmp_path / "out").steps == 2
+    assert run_sft(config, tmp_path / "out").steps == 2
 
 
 def test_an_example_has_to_fit_the_model() -> None:
