@@ -1,4 +1,4 @@
-"""Reading a ledger file: what is shown, whoever writes it meanwhile, and the text of models kept harmless."""
+"""Reading a ledger file: what is run_command, whoever writes it meanwhile, and the text of models kept harmless."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def shown(run: Path, *, is_terminal: bool = False, **asked: object) -> tuple[int, str]:
+def run_command(run: Path, *, is_terminal: bool = False, **asked: object) -> tuple[int, str]:
     """Exit code and output of the command."""
     out = StringIO()
     console = Console(file=out, width=100, force_terminal=is_terminal, color_system="standard" if is_terminal else None)
@@ -99,13 +99,13 @@ def test_the_oldest_waiting_holds_what_was_not_thrown_away(tmp_path: Path) -> No
 
 def test_an_empty_ledger_is_shown(tmp_path: Path) -> None:
     ledgers.write_ledger(tmp_path / "ledger.sqlite", [])
-    code, text = shown(tmp_path)
+    code, text = run_command(tmp_path)
     assert code == 0
     assert "0 of 0 samples trained in 0 updates, version 0" in text
 
 
 def test_the_table_says_what_people_ask(run: Path) -> None:
-    code, text = shown(run)
+    code, text = run_command(run)
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert code == 0
     assert lines[0].endswith("ledger.sqlite: 4 of 6 samples trained in 2 updates, version 2")
@@ -124,7 +124,7 @@ def test_the_table_says_what_people_ask(run: Path) -> None:
 
 
 def test_json_is_one_object(run: Path) -> None:
-    code, text = shown(run, as_json=True)
+    code, text = run_command(run, as_json=True)
     record = json.loads(text)
     assert (code, text.count("\n")) == (0, 1)
     assert record["by_state"]["trained"] == 4
@@ -174,19 +174,19 @@ def test_a_restart_throws_all_away(tmp_path: Path) -> None:
 def test_a_life_without_tokens(run: Path) -> None:
     with ledgers.writing(run / "ledger.sqlite") as connection:
         connection.execute("UPDATE segments SET tokens = NULL, logprobs = NULL WHERE sample = 2")
-    assert "has no tokens of this sample" in shown(run, sample=2)[1]
-    assert json.loads(shown(run, sample=2, as_json=True)[1])["tokens"] is None
+    assert "has no tokens of this sample" in run_command(run, sample=2)[1]
+    assert json.loads(run_command(run, sample=2, as_json=True)[1])["tokens"] is None
 
 
 def test_a_sample_that_is_not_there(run: Path) -> None:
     with pytest.raises(LedgerError, match="has no sample 6: it has samples 0 to 5"):
-        shown(run, sample=6)
+        run_command(run, sample=6)
     with pytest.raises(ConfigError, match="give only one of them"):
-        shown(run, sample=1, verify=True)
+        run_command(run, sample=1, verify=True)
 
 
 def test_the_answer_is_coloured_by_version(run: Path) -> None:
-    text = shown(run, sample=2, is_terminal=True)[1]
+    text = run_command(run, sample=2, is_terminal=True)[1]
     assert "\x1b[36m0 (tokens 0 to 1)  \x1b[0m\x1b[33m1 (tokens 2 to 2)  \x1b[0m" in text
     assert "\x1b[36m13 14 \x1b[0m\x1b[33m18 \x1b[0m" in text
 
@@ -198,9 +198,9 @@ def test_a_character_of_two_tokens_is_not_torn(run: Path) -> None:
     def decode(given: list[int]) -> str:
         return b"".join(letters[token] for token in given).decode(errors="replace")
 
-    text = shown(run, sample=2, is_terminal=True, decode=decode)[1]
+    text = run_command(run, sample=2, is_terminal=True, decode=decode)[1]
     assert text.endswith("\x1b[36ma\x1b[0m\x1b[33mé\x1b[0m\n")
-    assert json.loads(shown(run, sample=2, as_json=True, decode=decode)[1])["text"] == "aé"
+    assert json.loads(run_command(run, sample=2, as_json=True, decode=decode)[1])["text"] == "aé"
 
 
 HOSTILE = "[red]:smile:[/] \x1b]0;owned\x07 \x9b31m \u202egnp.exe \r\x00 end"
@@ -217,7 +217,7 @@ def test_text_of_models_and_data_reaches_no_terminal_raw(tmp_path: Path) -> None
         connection.execute("UPDATE samples SET prompt = ? WHERE id = 2", (HOSTILE,))
         connection.execute("UPDATE steps SET value = ?, step = ? WHERE seq = 33", (HOSTILE, "[bold]\x1b[2J"))
     for asked in ({"sample": 2, "decode": lambda given: HOSTILE}, {"verify": True}, {"sample": 2, "as_json": True}):
-        text = shown(tmp_path, **asked)[1]
+        text = run_command(tmp_path, **asked)[1]
         assert not set(text) & set("\x1b\x07\x9b\u202e\r\x00"), asked
         assert "[red]" in text, asked
         assert "smile" in text, asked
@@ -227,14 +227,14 @@ def test_text_of_models_and_data_reaches_no_terminal_raw(tmp_path: Path) -> None
 
 
 def test_a_proof_ends_with_0_or_1(run: Path) -> None:
-    code, text = shown(run, verify=True)
+    code, text = run_command(run, verify=True)
     assert code == 0
     assert text.startswith("proven: 6 samples loaded = 4 trained once + 2 waiting;")
     assert text.count("\n") == 1
     with ledgers.writing(run / "ledger.sqlite") as connection:
         connection.execute("UPDATE trained SET length = 9 WHERE sample = 3")
-    assert shown(run, verify=True) == (1, "record: sample 3: trained with length 9, but its rows give 4\n")
-    code, text = shown(run, verify=True, as_json=True)
+    assert run_command(run, verify=True) == (1, "record: sample 3: trained with length 9, but its rows give 4\n")
+    code, text = run_command(run, verify=True, as_json=True)
     record = json.loads(text)
     assert (code, record["proven"], record["num_violations"]) == (1, False, 1)
     text = "trained with length 9, but its rows give 4"
@@ -243,14 +243,14 @@ def test_a_proof_ends_with_0_or_1(run: Path) -> None:
 
 def test_files_that_are_no_ledger_are_refused(tmp_path: Path) -> None:
     with pytest.raises(LedgerError, match=r"no ledger at .*ledger\.sqlite: give a run directory"):
-        shown(tmp_path)
+        run_command(tmp_path)
     path = tmp_path / "ledger.sqlite"
     path.write_text("this is no database, but it is long enough to be looked at" * 20)
     with pytest.raises(LedgerError, match="file is not a database"):
-        shown(tmp_path)
+        run_command(tmp_path)
     path.write_bytes(b"")
     with pytest.raises(LedgerError, match="is a database but no ledger"):
-        shown(tmp_path)
+        run_command(tmp_path)
 
 
 def test_a_file_cut_short_is_refused(run: Path) -> None:
@@ -258,7 +258,7 @@ def test_a_file_cut_short_is_refused(run: Path) -> None:
     for part in (0.9, 0.5, 0.1):
         path.write_bytes(path.read_bytes()[: int(path.stat().st_size * part)])
         with pytest.raises(LedgerError, match="damaged"):
-            shown(run, verify=True)
+            run_command(run, verify=True)
 
 
 @pytest.mark.parametrize(
@@ -278,15 +278,15 @@ def test_other_schemas_are_refused(run: Path, statement: str, message: str) -> N
     with ledgers.writing(run / "ledger.sqlite") as connection:
         connection.execute(statement)
     with pytest.raises(LedgerError, match=message):
-        shown(run)
+        run_command(run)
 
 
 def test_a_path_is_a_path_whatever_its_letters(tmp_path: Path) -> None:
     folder = tmp_path / "a?mode=rwc#b %41 [c]"
     folder.mkdir()
     ledgers.write_good(folder / "ledger.sqlite")
-    assert shown(folder, verify=True)[0] == 0
-    assert shown(folder / "ledger.sqlite", verify=True)[0] == 0
+    assert run_command(folder, verify=True)[0] == 0
+    assert run_command(folder / "ledger.sqlite", verify=True)[0] == 0
 
 
 # ---- while a run writes, and after it was killed --------------------------------------------------------------------
@@ -327,7 +327,7 @@ def writer(file: Path) -> Iterator[subprocess.Popen[bytes]]:
 def test_a_ledger_is_read_while_it_is_written(tmp_path: Path) -> None:
     with writer(tmp_path / "ledger.sqlite"):
         assert (tmp_path / "ledger.sqlite-wal").stat().st_size
-        code, text = shown(tmp_path, verify=True)
+        code, text = run_command(tmp_path, verify=True)
         assert code == 0, text
         assert "52 rows" in text
 
@@ -353,7 +353,7 @@ def test_a_ledger_is_read_after_its_process_was_killed(tmp_path: Path) -> None:
     killed(tmp_path / "ledger.sqlite")
     before = (tmp_path / "ledger.sqlite").read_bytes(), (tmp_path / "ledger.sqlite-wal").read_bytes()
     for _ in range(2):
-        code, text = shown(tmp_path, verify=True)
+        code, text = run_command(tmp_path, verify=True)
         assert code == 0, text
         assert "52 rows" in text
     assert ((tmp_path / "ledger.sqlite").read_bytes(), (tmp_path / "ledger.sqlite-wal").read_bytes()) == before
@@ -364,7 +364,7 @@ def test_a_copy_with_its_log_alone_is_read(tmp_path: Path) -> None:
     killed(tmp_path / "killed" / "ledger.sqlite")
     for name in ("ledger.sqlite", "ledger.sqlite-wal"):
         shutil.copy(tmp_path / "killed" / name, tmp_path / name)
-    assert "52 rows" in shown(tmp_path, verify=True)[1]
+    assert "52 rows" in run_command(tmp_path, verify=True)[1]
 
 
 @contextmanager
@@ -383,7 +383,7 @@ def read_only(folder: Path) -> Iterator[None]:
 
 def test_a_ledger_is_read_where_nothing_may_be_written(run: Path) -> None:
     with read_only(run):
-        assert shown(run, verify=True)[0] == 0
+        assert run_command(run, verify=True)[0] == 0
 
 
 def test_a_log_is_never_passed_over(tmp_path: Path) -> None:
@@ -391,4 +391,4 @@ def test_a_log_is_never_passed_over(tmp_path: Path) -> None:
     killed(tmp_path / "ledger.sqlite")
     (tmp_path / "ledger.sqlite-shm").unlink()
     with read_only(tmp_path), pytest.raises(LedgerError, match=r"ledger\.sqlite-wal belongs to it: copy both"):
-        shown(tmp_path, verify=True)
+        run_command(tmp_path, verify=True)

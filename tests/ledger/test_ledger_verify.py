@@ -14,7 +14,7 @@ from tests.support import ledgers
 from tests.support.ledgers import GOOD, KNOBS, LINEAGES, Row, step, tokens, trained, update, version
 
 
-def judged(path: Path) -> list[str]:
+def violations_of(path: Path) -> list[str]:
     with Ledger(path) as ledger:
         return [str(violation) for violation in verify(ledger).violations]
 
@@ -33,12 +33,12 @@ def test_a_good_file_is_proven(tmp_path: Path) -> None:
 def test_a_run_may_end_anywhere_but_inside_a_batch_or_a_cohort(tmp_path: Path) -> None:
     for count in [0, *range(7, 22), *range(24, 37), 39, 40, *range(43, len(GOOD) + 1)]:
         cuts = [lineage for lineage in LINEAGES if lineage[1] < max(count, 1)]
-        assert judged(ledgers.write_ledger(tmp_path / f"{count}.sqlite", GOOD[:count], lineages=cuts)) == []
+        assert violations_of(ledgers.write_ledger(tmp_path / f"{count}.sqlite", GOOD[:count], lineages=cuts)) == []
 
 
 def test_a_lineage_that_was_cut_away_leaves_nothing_behind(tmp_path: Path) -> None:
     lineages = [(0, 0, 0), (1, 60, 3), (2, 48, 2), (3, 48, 2)]
-    assert judged(ledgers.write_ledger(tmp_path / "l", GOOD, lineages=lineages)) == []
+    assert violations_of(ledgers.write_ledger(tmp_path / "l", GOOD, lineages=lineages)) == []
 
 
 def test_tokens_of_trained_samples_may_be_left_out(tmp_path: Path) -> None:
@@ -313,7 +313,7 @@ def test_a_broken_rule_is_named(name: str, tmp_path: Path) -> None:
     path = ledgers.write_good(tmp_path / "ledger.sqlite")
     with ledgers.writing(path) as connection:
         connection.executescript(statement)
-    assert judged(path) == expected
+    assert violations_of(path) == expected
 
 
 GIVEN_UP = [*GOOD[:33], step(3, 2, "give-up"), GOOD[34], step(3, 2, "score", 0.0), update(1, 1, 2), GOOD[37]]
@@ -380,14 +380,14 @@ FILES: Mapping[str, tuple[list[Row], Mapping[str, object], list[str]]] = {
 def test_files(name: str, tmp_path: Path) -> None:
     rows, knobs, expected = FILES[name]
     path = ledgers.write_ledger(tmp_path / "ledger.sqlite", rows, knobs={**KNOBS, **knobs})
-    assert judged(path) == expected
+    assert violations_of(path) == expected
 
 
 def test_siblings_may_part_where_they_are_no_group(tmp_path: Path) -> None:
     path = ledgers.write_ledger(tmp_path / "ledger.sqlite", GOOD, lineages=LINEAGES, grouped=False)
     with ledgers.writing(path) as connection:
         connection.execute("UPDATE samples SET prompt = 'a', idx = 2 WHERE id = 2")
-    assert judged(path) == []
+    assert violations_of(path) == []
 
 
 def test_many_violations_are_counted_not_kept(tmp_path: Path) -> None:
@@ -406,7 +406,7 @@ def test_no_page_can_be_lost_unnoticed(tmp_path: Path) -> None:
         path = tmp_path / f"{begin}.sqlite"
         path.write_bytes(good[:begin] + b"\xa5" * size + good[begin + size :])
         with pytest.raises(LedgerError, match=path.name):
-            judged(path)
+            violations_of(path)
 
 
 # What no rule speaks of: (table, column) and rows.
@@ -434,6 +434,6 @@ def test_hardly_a_number_can_be_changed_unnoticed(tmp_path: Path) -> None:
                     connection.execute(f"UPDATE {table} SET {column} = {column} + 1 WHERE seq = {seq}")
             except ledgers.sqlite3.IntegrityError:
                 continue  # the table itself refuses
-            if not judged(path):
+            if not violations_of(path):
                 unnoticed.setdefault((table, column), set()).add(seq)
     assert unnoticed == FREE

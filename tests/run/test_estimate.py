@@ -129,7 +129,7 @@ def test_a_shape_is_read_without_weights(tmp_path: Path) -> None:
 def test_a_model_that_is_not_here_has_the_shape_of_its_name() -> None:
     shape = read_shape("models/Meta-Llama-3.1-8B-Instruct", Path("nowhere"))
     assert (shape.layers, shape.vocab) == (32, 128256)
-    with pytest.raises(ModelError, match=r"give a folder with config\.json, or one of llama"):
+    with pytest.raises(ModelError, match=r"give a folder with a config\.json, or one of llama"):
         read_shape("models/gpt-7", Path("nowhere"))
 
 

@@ -277,7 +277,7 @@ def test_answers_are_scored_while_the_engine_goes_on() -> None:
 def test_a_reward_that_is_to_stop_the_run_stops_an_evaluation() -> None:
     tokenizer = load_tokenizer(knights_tiny_path())
     # No reward function: it raises when it is called like one. A worker that imports this file would import torch.
-    with RewardPool(json.loads, timeout_s=5.0, workers=1, on_error="stop") as pool:
+    with RewardPool(json.loads, timeout_s=60.0, workers=1, on_error="stop") as pool:
         scorer = SampleScorer(pool=pool, tokenizer=tokenizer)
         answers = [EvalAnswer(prompt=Prompt(id="p", tokens=(0,), content=""), temperature=1.0)]
         with pytest.raises(RewardError, match=r"set reward\.on_error to zero or skip"):

@@ -33,7 +33,7 @@ needs_flock = pytest.mark.skipif(run_lock.fcntl is None, reason="the system has 
 
 
 @contextmanager
-def started(code: str, run_dir: Path) -> Iterator[subprocess.Popen[str]]:
+def start_process(code: str, run_dir: Path) -> Iterator[subprocess.Popen[str]]:
     command = [
         sys.executable,
         "-c",
@@ -47,7 +47,7 @@ def started(code: str, run_dir: Path) -> Iterator[subprocess.Popen[str]]:
             child.kill()
 
 
-def said_pid(child: subprocess.Popen[str]) -> int:
+def read_pid(child: subprocess.Popen[str]) -> int:
     assert child.stdout is not None
     return int(child.stdout.readline())
 
@@ -55,8 +55,8 @@ def said_pid(child: subprocess.Popen[str]) -> int:
 @contextmanager
 def process(code: str, run_dir: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """A process that runs until its standard input ends, and the process id that it has printed."""
-    with started(code, run_dir) as child:
-        yield child, said_pid(child)
+    with start_process(code, run_dir) as child:
+        yield child, read_pid(child)
 
 
 def is_free(run_dir: Path) -> bool:
@@ -111,8 +111,8 @@ except OSError:
     print(0, flush=True)
 """
     with ExitStack() as stack:
-        children = [stack.enter_context(started(code, tmp_path)) for _ in range(6)]
-        pids = sorted(said_pid(child) for child in children)
+        children = [stack.enter_context(start_process(code, tmp_path)) for _ in range(6)]
+        pids = sorted(read_pid(child) for child in children)
     assert pids[:5] == [0] * 5
     assert pids[5] > 0
 

@@ -7,7 +7,7 @@ from math import sqrt
 
 import pytest
 
-from sortedrl.run.scores import Graded, estimate, figures, majority, pass_at
+from sortedrl.run.scores import Graded, figures, majority, mean_and_error, pass_at
 
 
 def graded(reward: float, vote: str | None = None, length: int = 10, *, is_truncated: bool = False) -> Graded:
@@ -82,6 +82,4 @@ def test_rewards_beyond_one_count_as_given() -> None:
 
 
 def test_an_estimate_is_the_mean_and_its_standard_error() -> None:
-    found = estimate([1.0, 2.0, 3.0, 6.0])
-    assert found.value == 3.0
-    assert found.error == pytest.approx(sqrt(14 / 3 / 4))
+    assert mean_and_error([1.0, 2.0, 3.0, 6.0]) == (3.0, pytest.approx(sqrt(14 / 3 / 4)))

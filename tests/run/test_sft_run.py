@@ -65,7 +65,7 @@ def test_messages_are_put_through_the_chat_template() -> None:
         ({"completion": "x"}, "has no column 'prompt'"),
         ({"prompt": "Ann", "completion": " "}, "completion ' ': it must be text and not empty"),
         ({"prompt": "Ann", "completion": []}, "must be text and not empty"),
-        ({"messages": [{"role": "user", "content": "x"}]}, "ends with the assistant's"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "ends with an assistant message"),
         ({"messages": "x"}, "must be a list"),
     ],
 )

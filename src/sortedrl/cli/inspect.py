@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -125,7 +126,7 @@ def doctor(
 
     findings = examine(config, Target(hardware=hardware, devices=devices, from_run=from_run))
     if as_json:
-        print(json.dumps({"findings": [finding.as_dict() for finding in findings]}))
+        print(json.dumps({"findings": [asdict(finding) for finding in findings]}))
     else:
         Console().print(findings_table(findings))
     if any(not finding.is_fine for finding in findings):

@@ -11,7 +11,6 @@ import math
 import sqlite3
 import struct
 import zlib
-from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,8 +29,8 @@ class Packed(NamedTuple):
 
     num_tokens: int
     crc: int
-    tokens: bytes
-    logprobs: bytes
+    tokens: bytes | None  # None in a copy, for a trained sample
+    logprobs: bytes | None
 
 
 class PromptRow(NamedTuple):
@@ -53,6 +52,8 @@ def pack(tokens: list[int], logprobs: list[float]) -> tuple[Packed, list[float]]
 
 
 def unpack(packed: Packed) -> tuple[list[int], list[float]]:
+    if packed.tokens is None or packed.logprobs is None:
+        raise ValueError("this copy has no tokens of it, because it was trained when the copy was made")
     crc = zlib.crc32(packed.logprobs, zlib.crc32(packed.tokens))
     if crc != packed.crc or len(packed.tokens) != 4 * packed.num_tokens:
         raise ValueError("its tokens do not match their checksum")
@@ -142,7 +143,7 @@ def _apply_rows(buffer: Buffer, sample: Sample, connection: sqlite3.Connection) 
             elif len(row) == 2:
                 _apply_step(buffer, sample, *row)
             elif is_fed:
-                Buffer.feed(buffer, sample, unpack(_packed(row[4:]))[0])
+                Buffer.feed(buffer, sample, unpack(Packed(*row[4:]))[0])
                 sample.segments[-1].version = row[2]  # the buffer has the version of the last row
                 is_fed = False
             else:
@@ -181,15 +182,8 @@ def _apply_step(buffer: Buffer, sample: Sample, step: str, value: Any) -> None:
 def _apply_segment(
     buffer: Buffer, sample: Sample, start: int, verified: int, version: int, slot_s: float, *packed: Any
 ) -> None:
-    tokens, logprobs = unpack(_packed(packed))
+    tokens, logprobs = unpack(Packed(*packed))
     Buffer.append(buffer, sample, Segment(version, tokens, logprobs, slot_s), start=start, verified=verified)
-
-
-def _packed(columns: Sequence[Any]) -> Packed:
-    row = Packed(*columns)
-    if row.tokens is None:
-        raise ValueError("this copy has no tokens of it, because it was trained when the copy was made")
-    return row
 
 
 def _set_counters(buffer: Buffer, connection: sqlite3.Connection) -> None:

@@ -6,10 +6,10 @@ them: `verify.py` does.
 
 from __future__ import annotations
 
-import sys
-from array import array
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from sortedrl.errors import LedgerError
 from sortedrl.ledger.reader import STATE_AFTER, Ledger, StoredAnswer
@@ -140,10 +140,7 @@ class _HistoryBuilder:
                 f"{self.ledger.path}: row {seq} has {len(blob)} bytes for {num_tokens} tokens; it is damaged; "
                 "`sortedrl ledger --verify` lists all faults"
             )
-        tokens = array("i", blob)
-        if sys.byteorder == "big":
-            tokens.byteswap()
-        return tokens.tolist()
+        return np.frombuffer(blob, "<i4").tolist()
 
 
 def _number(value: object) -> str:

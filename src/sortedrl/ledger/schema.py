@@ -159,7 +159,12 @@ def open_file(path: Path) -> sqlite3.Connection:
             (application,) = connection.execute("PRAGMA application_id").fetchone()
             if application != APPLICATION_ID:
                 raise damaged(path, "it is a database but no ledger")
-            _check_version(path, read_meta(path, connection)["schema_version"])
+            version = read_meta(path, connection)["schema_version"]
+            if version != str(SCHEMA_VERSION):
+                raise LedgerError(
+                    f"ledger {path} has schema version {version}, this sortedrl knows {SCHEMA_VERSION}: use the "
+                    "version that wrote it"
+                )
             use_wal(path, connection)
             connection.execute("BEGIN IMMEDIATE")  # fail now, not hours later, if the file is locked or read-only
             connection.execute("ROLLBACK")
@@ -264,14 +269,6 @@ def _connect(path: Path, mode: str) -> sqlite3.Connection:
     connection = sqlite3.connect(uri, uri=True, timeout=BUSY_S, isolation_level=None)
     connection.execute("PRAGMA temp_store = MEMORY")
     return connection
-
-
-def _check_version(path: Path, version: str) -> None:
-    if version != str(SCHEMA_VERSION):
-        raise LedgerError(
-            f"ledger {path} has schema version {version}, this sortedrl knows {SCHEMA_VERSION}: use the version "
-            "that wrote it"
-        )
 
 
 def _check_whole(path: Path, connection: sqlite3.Connection) -> None:

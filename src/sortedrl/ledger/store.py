@@ -187,7 +187,7 @@ class Store:
     ) -> None:
         began = perf_counter()
         self._add("segments", sample.id, sample.attempt, start, verified, version, slot_s, *packed)
-        self._num_bytes += len(packed.tokens) + len(packed.logprobs)
+        self._num_bytes += 8 * packed.num_tokens
         self._commit_if_due(began)
 
     def add_feed(self, sample: Sample, packed: Packed, *, start: int, version: int) -> None:
@@ -195,7 +195,7 @@ class Store:
         began = perf_counter()
         self._add("steps", sample.id, sample.attempt, "feed", packed.num_tokens)
         self._add("segments", sample.id, sample.attempt, start, 0, version, 0.0, *packed)
-        self._num_bytes += len(packed.tokens) + len(packed.logprobs)
+        self._num_bytes += 8 * packed.num_tokens
         self._commit_if_due(began)
 
     def add_cohort(self, cohort: Cohort, samples: Sequence[Sample], prompts: Mapping[str, PromptRow]) -> None:

@@ -11,9 +11,8 @@ import os
 import platform
 import shutil
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
@@ -28,9 +27,6 @@ class Finding:
     name: str
     text: str
     is_fine: bool = True
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -97,12 +93,9 @@ def _vllm() -> Finding:
 def _disk(folder: Path) -> Finding:
     there = folder if folder.exists() else Path()
     free = shutil.disk_usage(there).free / 2**30
-    text = (
-        f"{free:.1f} GiB free for {folder}/"
-        if free >= 1
-        else f"only {free:.2f} GiB free for {folder}/: free some space"
-    )
-    return Finding(name="disk", text=text, is_fine=free >= 1)
+    if free < 1:
+        return Finding(name="disk", text=f"only {free:.2f} GiB free for {folder}/: free some space", is_fine=False)
+    return Finding(name="disk", text=f"{free:.1f} GiB free for {folder}/")
 
 
 def _configuration(path: Path, target: Target) -> list[Finding]:

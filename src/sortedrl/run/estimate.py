@@ -137,9 +137,8 @@ def estimate_memory(config: SortedConfig, model: ModelShape) -> Memory:
     # A micro-batch has at most `micro_tokens` tokens, unless a single sample is longer, and at most the rank's samples.
     share = -(-config.schedule.update_batch // ranks)
     micro = max(min(config.learner.micro_tokens, share * window), window)
-    has_reference = (
-        config.learner.kl_coef > 0 and config.lora.rank == 0
-    )  # with adapters, the model without them is the reference
+    # With LoRA, the model without its adapters is the reference.
+    has_reference = config.learner.kl_coef > 0 and config.lora.rank == 0
     return Memory(
         weights=weights,
         engine_copy=int(model.weight_bytes) * config.engine.replicas,

@@ -151,11 +151,8 @@ class Evaluator:
 
     def answers(self) -> tuple[list[list[EvalAnswer]], list[list[EvalAnswer]]]:
         """The scored answers by prompt: the sampled ones, and the greedy ones."""
-        indices = range(self.num_samples)
-        sampled = [
-            [EvalAnswer(prompt=p, temperature=self.sampling.temperature, index=i) for i in indices]
-            for p in self.prompts
-        ]
+        indices, temperature = range(self.num_samples), self.sampling.temperature
+        sampled = [[EvalAnswer(prompt=p, temperature=temperature, index=i) for i in indices] for p in self.prompts]
         greedy = [[EvalAnswer(prompt=prompt, temperature=0.0)] for prompt in self.prompts]
         # Answers to one prompt are submitted together, so that an engine can prefill the prompt once.
         every = [answer for pair in zip(sampled, greedy, strict=True) for answers in pair for answer in answers]

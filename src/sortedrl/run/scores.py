@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -22,14 +21,6 @@ class Graded:
     length: int
     is_truncated: bool = False
     vote: str | None = None
-
-
-@dataclass(slots=True, kw_only=True, frozen=True)
-class Estimate:
-    """A mean over problems and its standard error, which is None for a single problem."""
-
-    value: float
-    error: float | None
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -50,33 +41,30 @@ class Figures:
     mean_length_se: float | None
     truncation_rate: float
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def figures(problems: Sequence[Sequence[Graded]], *, is_right: Callable[[float], bool] = lambda r: r > 0.5) -> Figures:
     """The metrics of all problems. mean@k averages rewards; pass@k and maj@k count answers that `is_right` accepts."""
     assert problems, "an evaluation needs problems"
     assert all(problems), "every problem needs answers"
     k = min(len(answers) for answers in problems)
-    mean = estimate(average(answer.reward for answer in answers) for answers in problems)
-    passed = estimate(_pass(answers, k, is_right) for answers in problems)
-    voted = estimate(majority(answers, is_right) for answers in problems)
-    length = estimate(average(answer.length for answer in answers) for answers in problems)
+    mean, mean_se = mean_and_error(average(answer.reward for answer in answers) for answers in problems)
+    passed, passed_se = mean_and_error(_pass(answers, k, is_right) for answers in problems)
+    voted, voted_se = mean_and_error(majority(answers, is_right) for answers in problems)
+    length, length_se = mean_and_error(average(answer.length for answer in answers) for answers in problems)
     tries = sorted({*(2**power for power in range(k.bit_length())), k})
     return Figures(
         num_problems=len(problems),
         num_samples=sum(len(answers) for answers in problems),
         k=k,
-        mean_at_k=mean.value,
-        mean_at_k_se=mean.error,
-        pass_at_k=passed.value,
-        pass_at_k_se=passed.error,
-        maj_at_k=voted.value,
-        maj_at_k_se=voted.error,
+        mean_at_k=mean,
+        mean_at_k_se=mean_se,
+        pass_at_k=passed,
+        pass_at_k_se=passed_se,
+        maj_at_k=voted,
+        maj_at_k_se=voted_se,
         pass_at={str(num): average(_pass(answers, num, is_right) for answers in problems) for num in tries},
-        mean_length=length.value,
-        mean_length_se=length.error,
+        mean_length=length,
+        mean_length_se=length_se,
         truncation_rate=average(average(answer.is_truncated for answer in answers) for answers in problems),
     )
 
@@ -104,14 +92,14 @@ def majority(answers: Sequence[Graded], is_right: Callable[[float], bool]) -> fl
     return average(average(is_right(a.reward) for a in answers if a.vote == winner) for winner in winners)
 
 
-def estimate(values: Iterable[float]) -> Estimate:
-    """The mean and its standard error: the sample's standard deviation divided by the root of its size."""
+def mean_and_error(values: Iterable[float]) -> tuple[float, float | None]:
+    """The mean and its standard error (the standard deviation over the root of the count), None for one value."""
     numbers = list(values)
     mean = average(numbers)
     if len(numbers) < 2:
-        return Estimate(value=mean, error=None)
+        return mean, None
     variance = sum((number - mean) ** 2 for number in numbers) / (len(numbers) - 1)
-    return Estimate(value=mean, error=math.sqrt(variance / len(numbers)))
+    return mean, math.sqrt(variance / len(numbers))
 
 
 def average(values: Iterable[float]) -> float:

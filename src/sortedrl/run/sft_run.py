@@ -134,7 +134,7 @@ def _accepted_completion(task: Task, index: int, row: Row, rng: random.Random) -
         raise DataError(f"row {index} of task {task.name} has neither completion nor answer: add one, or set sft.path")
     if task.name != "math":
         return f"<answer>{answer}</answer>"
-    from sortedrl.tasks.math import reference_answer  # only this task needs math-verify
+    from sortedrl.tasks.math import reference_answer  # needs a package that other tasks do not
 
     return f"\\boxed{{{reference_answer(answer)}}}"
 

@@ -85,7 +85,7 @@ class SuiteEvalResult:
     def as_dict(self) -> dict[str, Any]:
         settings = self.settings
         return {
-            "suites": {name: found.as_dict() for name, found in self.suites.items()},
+            "suites": {name: asdict(found) for name, found in self.suites.items()},
             "model": settings.model,
             "engine": settings.engine,
             "samples": settings.samples,
@@ -217,9 +217,7 @@ def _config(settings: SuiteEvalSettings, folder: Path, longest: int) -> SortedCo
 def _requested_answers(prompts: Sequence[Prompt], settings: SuiteEvalSettings) -> list[list[EvalAnswer]]:
     """The answers to generate, by problem; answers to one problem are adjacent, so that they can share its prefill."""
     temperature, indices = settings.used_temperature, range(settings.samples)
-    return [
-        [EvalAnswer(prompt=prompt, temperature=temperature, index=index) for index in indices] for prompt in prompts
-    ]
+    return [[EvalAnswer(prompt=p, temperature=temperature, index=i) for i in indices] for p in prompts]
 
 
 def _graded(answer: EvalAnswer) -> Graded:
