@@ -1,4 +1,4 @@
-"""Reading a ledger file: what is run_command, whoever writes it meanwhile, and the text of models kept harmless."""
+"""Reading a ledger file: tables and JSON, reading while another process writes, and harmless output of model text."""
 
 from __future__ import annotations
 
@@ -312,7 +312,7 @@ sys.stdin.read()
 
 @contextmanager
 def writer(file: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that has written the rest of the good ledger, is in the middle of a change, and holds the file."""
+    """A process that has written the rest of the good ledger, and holds the file in the middle of a transaction."""
     ledgers.write_ledger(file, GOOD[:40])
     code = WRITER.format(path=sys.path, file=str(file))
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
@@ -369,7 +369,7 @@ def test_a_copy_with_its_log_alone_is_read(tmp_path: Path) -> None:
 
 @contextmanager
 def read_only(folder: Path) -> Iterator[None]:
-    """The folder on a file system that cannot be written, which holds for the superuser too."""
+    """Mount the folder read-only, which also stops the superuser from writing."""
     mounts = [["mount", "--bind", folder, folder], ["mount", "-o", "remount,ro,bind", folder]]
     if shutil.which("mount") is None or subprocess.run(mounts[0], capture_output=True).returncode:
         pytest.skip("mounting a folder read-only needs the superuser")

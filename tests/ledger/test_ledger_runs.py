@@ -25,15 +25,15 @@ from tests.support.scripted_runs import DelayedScorer, ScriptedPolicy, ScriptedR
 
 SOME = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 
-MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # waiting for a disk proves nothing here
+MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # memory: these tests do not depend on syncs to disk
 
 
 class Ended(Exception):
-    """The process ended, here."""
+    """Stands for the end of the process at this point."""
 
 
 class Session:
-    """Runs a scripted run on a ledger file, and ends it where it is told to."""
+    """Runs a scripted run on a ledger file, and ends it at a given point."""
 
     def __init__(self, run: ScriptedRun, path: Path) -> None:
         self.run = run
@@ -78,7 +78,7 @@ class Session:
         return controller
 
     def compare(self, buffer: DurableBuffer) -> None:
-        """What the file says is what the buffer holds."""
+        """Check that the file and the buffer hold the same."""
         with Ledger(self.path) as ledger:
             overview = ledger.overview()
             assert overview.by_state == buffer.counts()

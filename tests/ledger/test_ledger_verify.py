@@ -1,4 +1,4 @@
-"""The proof of a ledger file: good files pass, and each rule is shown to fail on a file that breaks it."""
+"""Verification of a ledger file: good files pass, and each rule fails on a file that breaks it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ UPDATE meta SET value = 53 WHERE key = 'seq';
 INSERT INTO trained VALUES (53, 0, 0, 0, 2, 1.0, 0);
 """
 
-# Row numbers are those of ledgers.GOOD. Each statement breaks one rule; what is expected is all that is said.
+# Row numbers are those of ledgers.GOOD. Each statement breaks one rule; the list has all expected violations.
 MUTATIONS: Mapping[str, tuple[str, list[str]]] = {
     "row missing": (
         "DELETE FROM segments WHERE seq = 52",
@@ -318,7 +318,7 @@ def test_a_broken_rule_is_named(name: str, tmp_path: Path) -> None:
 
 GIVEN_UP = [*GOOD[:33], step(3, 2, "give-up"), GOOD[34], step(3, 2, "score", 0.0), update(1, 1, 2), GOOD[37]]
 
-# Other files: rows, knobs that differ, and what is expected.
+# Other files: rows, changed knobs, and the expected violations.
 FILES: Mapping[str, tuple[list[Row], Mapping[str, object], list[str]]] = {
     "given up": ([*GIVEN_UP, trained(3, 1, 1, 0, 0.0, 0)], {}, []),
     "given up, with tokens": (
@@ -399,7 +399,7 @@ def test_many_violations_are_counted_not_kept(tmp_path: Path) -> None:
 
 
 def test_no_page_can_be_lost_unnoticed(tmp_path: Path) -> None:
-    """Each page in turn is overwritten; SQLite or the proof must see it."""
+    """Overwrite one page at a time; SQLite or a rule must report it."""
     good = ledgers.write_good(tmp_path / "ledger.sqlite").read_bytes()
     size = int.from_bytes(good[16:18], "big")
     for begin in range(0, len(good), size):
@@ -409,7 +409,7 @@ def test_no_page_can_be_lost_unnoticed(tmp_path: Path) -> None:
             violations_of(path)
 
 
-# What no rule speaks of: (table, column) and rows.
+# Values that no rule checks: (table, column) and rows.
 FREE = {
     ("samples", "epoch"): {6, 7, 42, 43},  # siblings that happen to be trained together
     ("samples", "idx"): {5, 7, 43},  # those of the last siblings
@@ -422,7 +422,7 @@ FREE = {
 
 
 def test_hardly_a_number_can_be_changed_unnoticed(tmp_path: Path) -> None:
-    """Each number of each row in turn is raised by one."""
+    """Raise one number of one row at a time by one."""
     good = ledgers.write_good(tmp_path / "good.sqlite").read_bytes()
     unnoticed: dict[tuple[str, str], set[int]] = {}
     for seq, (table, record) in enumerate(GOOD, start=1):

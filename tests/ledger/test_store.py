@@ -1,4 +1,4 @@
-"""The ledger's file: every row of it, what is read back, and what becomes of it when disks and processes fail."""
+"""The store: the rows that it writes, the buffer that it restores, and failures of disks and processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.scripted_runs import ScriptedRun
 from tests.support.small_disk import mount_small_disk
 
 BUDGET = 2000
-SHM = Path("/dev/shm")  # where there is one, syncs cost nothing
+SHM = Path("/dev/shm")  # in memory, where syncs are fast
 
 
 def make_sample(number: int, *, cohort: int = 0, siblings: int = 1, prompt: Prompt | None = None) -> Sample:
@@ -59,7 +59,7 @@ def bring_to_score(buffer: Buffer, sample: Sample, tokens: list[int]) -> None:
 
 
 def as_read_back(buffer: Buffer) -> dict[str, object]:
-    """What the buffer in memory would be, had it been saved and read: the independent way to the same thing."""
+    """The expected state after a restore, computed without the store: the buffer's state with nothing running."""
     return Buffer.from_state_dict(buffer.state_dict()).state_dict()
 
 
@@ -671,7 +671,7 @@ def test_flipped_bytes_anywhere_bring_no_wrong_token(tmp_path: Path) -> None:
 
 
 def test_the_pages_of_a_small_file_are_all_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those that nothing else reads, such as the answers of a sample that is trained."""
+    """Pages that a restore does not read, such as those of trained samples, are checked too."""
     from sortedrl.ledger import schema
 
     store, buffer = create_ledger(tmp_path)

@@ -1,4 +1,4 @@
-"""transformers' callbacks on a run: at which points they are called, what they see, and what they may ask for."""
+"""transformers' callbacks on a run: when they are called, what they see, and what they can request."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def make_config(folder: Path, **sections: dict[str, Any]) -> SortedConfig:
     )
 
 
-class Witness(TrainerCallback):
-    """Notes every call; `ask` may then change the control, or raise."""
+class RecordingCallback(TrainerCallback):
+    """Records every call; `ask` may then change the control, or raise."""
 
     def __init__(self, ask: Any = None) -> None:
         self.calls: list[tuple[str, int]] = []
@@ -79,7 +79,7 @@ def batches(trainer: SortedTrainer) -> list[events.BatchTaken]:
 
 
 def test_a_callback_sees_every_update(tmp_path: Path) -> None:
-    witness = Witness()
+    witness = RecordingCallback()
     trainer = trainer_with(witness, make_config(tmp_path, eval={"prompts": 2}))
     assert witness.names() == ["on_init_end"]
     summary = trainer.train()
@@ -115,7 +115,7 @@ def test_callbacks_get_what_transformers_gives_them(tmp_path: Path) -> None:
         assert args.output_dir == str(tmp_path / "run")
         assert args.to_dict()["num_generations"] == 4
 
-    trainer_with(Witness(ask), make_config(tmp_path)).train()
+    trainer_with(RecordingCallback(ask), make_config(tmp_path)).train()
     assert seen["on_init_end"][0] is None
     model, tokenizer, optimizer, max_steps = seen["on_step_end"]
     assert type(model).__name__ == "LlamaForCausalLM"
@@ -131,9 +131,9 @@ def test_a_callback_can_stop_the_run_which_goes_on_later(tmp_path: Path) -> None
         return control
 
     config = make_config(tmp_path)
-    stopped = trainer_with(Witness(ask), config).train()
+    stopped = trainer_with(RecordingCallback(ask), config).train()
     assert (stopped.status, stopped.updates) == ("stopped", 1)
-    witness = Witness()
+    witness = RecordingCallback()
     resumed = trainer_with(witness, config)
     summary = resumed.train(resume=True)
     assert summary.status == "complete"
@@ -148,7 +148,7 @@ def test_a_callback_can_ask_for_evaluation_and_checkpoint(tmp_path: Path) -> Non
         if name == "on_step_end" and state.global_step == 1:
             control.should_evaluate = control.should_save = True
 
-    witness = Witness(ask)
+    witness = RecordingCallback(ask)
     config = make_config(tmp_path, eval={"prompts": 2}, checkpoint={"every_updates": 0, "keep": 9})
     trainer = trainer_with(witness, config)
     summary = trainer.train()
@@ -161,14 +161,14 @@ def test_what_a_callback_raises_ends_the_run_once_it_is_saved(tmp_path: Path) ->
         if name == "on_log" and state.global_step == 1:
             raise KeyError("of mine")
 
-    witness = Witness(ask)
+    witness = RecordingCallback(ask)
     config = make_config(tmp_path, checkpoint={"every_updates": 0})
     trainer = trainer_with(witness, config)
     with pytest.raises(KeyError, match="of mine"):
         trainer.train()
     assert witness.calls[-1] == ("on_log", 1)
     assert Checkpoints(trainer.run_dir / "checkpoints").versions() == [1]
-    assert trainer_with(Witness(), config).train(resume=True).status == "complete"
+    assert trainer_with(RecordingCallback(), config).train(resume=True).status == "complete"
 
 
 def test_transformers_own_early_stopping_works(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints: the round trip through transformers, exact optimiser state, and folders that are none."""
+"""Checkpoints: the round trip through transformers, exact optimiser state, and folders that are not checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes killed in the middle of saves: whatever the moment, the newest checkpoint is found, and it is whole."""
+"""Processes killed while they save: at any moment, `latest` finds a whole checkpoint, the newest."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from tests.support.forked_process import FORK_SERVER, WAIT_S, ForkedProcess
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
 
 
-def serve(folder: Path, asked: Any) -> None:
-    """Fork one saver for each question (folder, version, turn, kill_at); answer its process id, and how it ended.
+def serve(folder: Path, requests: Any) -> None:
+    """Fork one saver for each request (folder, version, turn, kill_at); reply with its process id and its exit code.
 
     With `kill_at` the saver saves once and kills itself before that file operation; with 0 it saves until it is killed.
-    What is saved has the turn written all over it.
+    Every file of a save contains its turn number.
     """
     model, tokenizer = make_model(), make_tokenizer()
     learner = TorchLearner(model, SETTINGS, temperature=1.0)
@@ -48,23 +48,23 @@ def serve(folder: Path, asked: Any) -> None:
         )
 
     save(folder, 0, 0)  # what is imported at the first save is not imported in each saver
-    asked.send("ready")
+    requests.send("ready")
     while True:
-        folder, version, turn, kill_at = asked.recv()
+        folder, version, turn, kill_at = requests.recv()
         pid = os.fork()
         if pid == 0:
             if kill_at:
-                die_at(kill_at)
+                kill_before_operation(kill_at)
             save(folder, version, turn)
             while not kill_at:
                 version, turn = version + 1, turn + 1
                 save(folder, version, turn)
             os._exit(0)
-        asked.send(pid)
-        asked.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        requests.send(pid)
+        requests.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
-def die_at(count: int) -> None:
+def kill_before_operation(count: int) -> None:
     def hook(event: str, _: object) -> None:
         nonlocal count
         if event in ("open", "os.rename", "os.mkdir", "os.rmdir", "os.remove"):
@@ -103,8 +103,8 @@ def savers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Savers]:
         yield Savers(ours)
 
 
-def found(folder: Path) -> tuple[int, int]:
-    """Version and turn of the newest checkpoint, of which every part has to be of the same save."""
+def newest_checkpoint(folder: Path) -> tuple[int, int]:
+    """Version and turn of the newest checkpoint; checks that all its files are from the same save."""
     path = Checkpoints(folder).latest()
     assert path is not None
     # Half of a checkpoint, written or deleted, never has a version's name.
@@ -119,7 +119,7 @@ def found(folder: Path) -> tuple[int, int]:
 
 @pytest.mark.parametrize("step", [1, 0])
 def test_killed_before_each_file_operation_in_turn(savers: Savers, tmp_path: Path, step: int) -> None:
-    """Of a save of the next version, and of one that replaces the same version; one checkpoint is kept."""
+    """Kill a save of the next version, and one that replaces the same version; one checkpoint is kept."""
     savers.start(tmp_path, 1, 0, kill_at=10_000)
     assert savers.wait() == 0
     before = (1, 0)
@@ -129,12 +129,12 @@ def test_killed_before_each_file_operation_in_turn(savers: Savers, tmp_path: Pat
         turn = len(was_kept) + 1
         savers.start(tmp_path, before[0] + step, turn, kill_at=turn)
         code = savers.wait()
-        after = found(tmp_path)
+        after = newest_checkpoint(tmp_path)
         assert after in (before, (before[0] + step, turn))
         was_kept.append(after == before)
         before = after
     assert code == 0
-    # The old one was there until the one moment at which the next was, and all that was left aside is gone.
+    # The old checkpoint was there until the new one was, and no temporary folder is left.
     assert was_kept == sorted(was_kept, reverse=True)
     assert was_kept.count(True) > 20
     assert was_kept.count(False) > 5
@@ -150,11 +150,11 @@ def test_killed_at_random_moments(savers: Savers, tmp_path: Path) -> None:
         pid = savers.start(tmp_path, first, newest[1] + 1)
         while max(Checkpoints(tmp_path).versions(), default=0) < first:
             time.sleep(0.001)
-        # However fast the machine is, it is then somewhere in the next save or two.
+        # By the time that one save took, this is somewhere in the next save or two.
         time.sleep(choices.uniform(0, 2 * (time.monotonic() - began)))
         os.kill(pid, signal.SIGKILL)
         assert savers.wait() == -signal.SIGKILL
-        after = found(tmp_path)
+        after = newest_checkpoint(tmp_path)
         assert after[0] == after[1] >= first
         newest = after
     path = Checkpoints(tmp_path).latest()

@@ -1,4 +1,4 @@
-"""A run's checkpoints: which are kept, which is used when some are damaged, and disks that are full."""
+"""A run's checkpoints: which are kept, which is used when some are damaged, and full disks."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ def test_all_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pyte
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 512 KiB of its own."""
+    """A file system of 512 KiB."""
     yield from mount_small_disk("512k", tmp_path)
 
 
@@ -262,7 +262,7 @@ def fill(disk: Path, *, leave: int) -> None:
 
 
 def test_a_disk_that_gets_full_anywhere_in_a_save_costs_nothing(small_disk: Path) -> None:
-    """Room for one more page at a time, until a save goes through: every file in turn is the one that does not fit."""
+    """Free one more page at a time until a save succeeds, so that each file in turn is the one that does not fit."""
     model = make_model(hidden_size=32)
     learner = TorchLearner(model, SETTINGS, temperature=1.0)
     learner.start(make_batch(0))

@@ -1,4 +1,4 @@
-"""`doctor` finds what a run would trip over, and says what to do."""
+"""`sortedrl doctor` finds what would make a run fail, and names the remedy."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def evaluated_run() -> Iterator[tuple[EvaluatedRun, Evaluated]]:
 
 @pytest.fixture(scope="module")
 def evaluated() -> Iterator[tuple[EvaluatedRun, Evaluated]]:
-    """A run that has been evaluated and not trained, and what that found."""
+    """A run that was evaluated but not trained, and the event with the result."""
     with evaluated_run() as found:
         yield found
 
@@ -81,7 +81,7 @@ def rows() -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def sampled_texts(evaluated: tuple[EvaluatedRun, Evaluated], rows: list[dict[str, Any]]) -> list[list[str]]:
-    """The sampled answers, made by an engine of its own, one after the other."""
+    """The sampled answers, generated one after the other by another engine."""
     parts = evaluated[0].parts
     engine = LocalEngine(parts.model, slots=1, max_length=512)
     stop = parts.tokenizer.eos_token_id

@@ -1,4 +1,4 @@
-"""The garbage collector during a run: as it was when the run is over, whatever ends it."""
+"""The garbage collector during a run; its settings are restored however the run ends."""
 
 from __future__ import annotations
 

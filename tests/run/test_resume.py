@@ -1,4 +1,4 @@
-"""A run that is stopped and resumed, against the same run that was never stopped."""
+"""A run that is stopped and resumed equals the same run without a stop."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def make_config(folder: Path, name: str, strategy: str, **sections: dict) -> Sor
 
 
 class StopAfter:
-    """Asks a run to stop once it has done so many updates."""
+    """Stops a run after a number of updates."""
 
     def __init__(self, updates: int) -> None:
         self.updates = updates
@@ -60,7 +60,7 @@ def batches(run_dir: Path) -> list[tuple[list[int], list[int], list[float], list
 
 
 def answers(run_dir: Path) -> dict[int, list[tuple[int, int, bytes]]]:
-    """What every sample was told to hold, in order: where, by which version, which tokens."""
+    """The token rows of every sample, in order: start, version, tokens."""
     rows = sqlite3.connect(run_dir / "ledger.sqlite").execute(
         "SELECT sample, start, version, tokens FROM segments ORDER BY seq"
     )

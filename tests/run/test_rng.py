@@ -1,4 +1,4 @@
-"""The global random generators: what is drawn after a state was set is what was drawn after it was taken."""
+"""The global random generators: after a state is restored, they draw the same numbers as after it was saved."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sortedrl.run.rng import rng_state, set_rng_state
 
 @pytest.fixture(autouse=True)
 def seeded() -> Iterator[None]:
-    """Known generators in each test, and the others' left as they were."""
+    """Seed the generators for each test, and restore them afterwards."""
     python, numpy_state, torch_state = random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()
     random.seed(1)
     np.random.seed(2)

@@ -1,4 +1,4 @@
-"""The run directory's lock, with processes that are really killed, and how an earlier run makes way."""
+"""The run directory: its lock, with real processes that are killed, and the renaming of an earlier run."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def read_pid(child: subprocess.Popen[str]) -> int:
 
 @contextmanager
 def process(code: str, run_dir: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A process that runs until its standard input ends, and the process id that it has printed."""
+    """Start a process that runs until its standard input ends; yields it and the process id that it printed."""
     with start_process(code, run_dir) as child:
         yield child, read_pid(child)
 

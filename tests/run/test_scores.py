@@ -1,4 +1,4 @@
-"""Figures of an evaluation, worked out by hand and by counting every draw."""
+"""Metrics of an evaluation, computed by hand and by enumerating all draws."""
 
 from __future__ import annotations
 

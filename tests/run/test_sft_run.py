@@ -1,4 +1,4 @@
-"""Supervised fine-tuning from a configuration: examples from rows and traces, packed loss, a model that a run takes."""
+"""Supervised fine-tuning from a configuration: examples from rows and tasks, packed loss, and the saved model."""
 
 from __future__ import annotations
 

@@ -121,6 +121,7 @@ _JOURNAL: Mapping[str, str] = {
     "version": "SELECT seq, 7, version, lineage FROM versions ORDER BY seq",
 }
 _STEP, _TRAINED = list(_JOURNAL).index("step"), list(_JOURNAL).index("trained")
+
 # (rule, text before the second column, query that gives a sample and what is wrong with it)
 _REFERENCE_FAULTS = (
     ("reference", "there is no prompt", "SELECT id, prompt FROM samples WHERE prompt NOT IN (SELECT id FROM prompts)"),
@@ -215,6 +216,37 @@ class _Proof:
 
     def broken(self, rule: str, sample: int | None, text: str) -> None:
         self.verdict.add(rule, sample, text)
+
+    def conclude(self) -> None:
+        """Check what only the whole file shows."""
+        for rule, words, query in _REFERENCE_FAULTS:
+            for sample, what in self.ledger.rows(query):
+                self.broken(rule, sample, f"{words} {what!r}")
+        self._conclude_counts()
+        for number, cohort in self.cohorts.items():
+            if cohort.num_seen != cohort.num_samples:
+                said = f"cohort {number} records {cohort.num_samples} samples"
+                self.broken("cohort", None, f"{said}, but {cohort.num_seen} are in it")
+            is_over = self.cohort_updates is not None and self.num_updates >= cohort.loaded_update + self.cohort_updates
+            if is_over and cohort.num_left:
+                left = next(sample for sample, track in self.samples.items() if track.cohort == number)
+                self.broken("starvation", left, f"not trained, although all updates of its cohort {number} are over")
+        for sample, track in self.samples.items():
+            if track.is_blank:
+                self.broken("integrity", sample, "its tokens are missing although it is not trained")
+
+    def _conclude_counts(self) -> None:
+        counts, ledger = self.verdict.counts, self.ledger
+        counts.update(live=len(self.samples), rows=self.seq, cohorts=len(self.cohorts), updates=self.num_updates)
+        counts.update(lineages=len(ledger.lineages), versions=self.version)
+        loaded, trained = ledger.one("SELECT count(*) FROM samples"), ledger.one("SELECT count(*) FROM trained")
+        if loaded != trained + len(self.samples):
+            self.broken("exactly-once", None, f"{loaded} loaded, but {trained} trained and {len(self.samples)} waiting")
+        if ledger.meta.get("seq") not in (None, str(self.seq)):
+            self.broken("journal", None, f"the last row is {self.seq}, but {ledger.meta['seq']} were written")
+        numbers = [lineage.lineage for lineage in ledger.lineages]
+        if numbers != list(range(len(numbers))):
+            self.broken("lineage", None, f"lineages are numbered {numbers}")
 
     # ---- one check for each table -----------------------------------------------------------------------------------
 
@@ -436,37 +468,6 @@ class _Proof:
         is_known = self.ledger.one("SELECT count(*) FROM samples WHERE id = ? AND seq <= ?", sample, self.seq)
         rule, why = ("exactly-once", "trained before") if is_known else ("reference", "never loaded")
         self.broken(rule, sample, f"{what} in row {self.seq}, although it was {why}")
-
-    def conclude(self) -> None:
-        """Check what only the whole file shows."""
-        for rule, words, query in _REFERENCE_FAULTS:
-            for sample, what in self.ledger.rows(query):
-                self.broken(rule, sample, f"{words} {what!r}")
-        self._conclude_counts()
-        for number, cohort in self.cohorts.items():
-            if cohort.num_seen != cohort.num_samples:
-                said = f"cohort {number} records {cohort.num_samples} samples"
-                self.broken("cohort", None, f"{said}, but {cohort.num_seen} are in it")
-            is_over = self.cohort_updates is not None and self.num_updates >= cohort.loaded_update + self.cohort_updates
-            if is_over and cohort.num_left:
-                left = next(sample for sample, track in self.samples.items() if track.cohort == number)
-                self.broken("starvation", left, f"not trained, although all updates of its cohort {number} are over")
-        for sample, track in self.samples.items():
-            if track.is_blank:
-                self.broken("integrity", sample, "its tokens are missing although it is not trained")
-
-    def _conclude_counts(self) -> None:
-        counts, ledger = self.verdict.counts, self.ledger
-        counts.update(live=len(self.samples), rows=self.seq, cohorts=len(self.cohorts), updates=self.num_updates)
-        counts.update(lineages=len(ledger.lineages), versions=self.version)
-        loaded, trained = ledger.one("SELECT count(*) FROM samples"), ledger.one("SELECT count(*) FROM trained")
-        if loaded != trained + len(self.samples):
-            self.broken("exactly-once", None, f"{loaded} loaded, but {trained} trained and {len(self.samples)} waiting")
-        if ledger.meta.get("seq") not in (None, str(self.seq)):
-            self.broken("journal", None, f"the last row is {self.seq}, but {ledger.meta['seq']} were written")
-        numbers = [lineage.lineage for lineage in ledger.lineages]
-        if numbers != list(range(len(numbers))):
-            self.broken("lineage", None, f"lineages are numbered {numbers}")
 
 
 def _tokens_fault(num_tokens: int, tokens: bytes, logprobs: bytes, crc: int) -> str | None:
