@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sortedrl.buffer import Buffer
+from sortedrl.controller import Controller, LoopParts
 from sortedrl.errors import DamagedLedgerError, DataError, LedgerError
 from sortedrl.ledger.store import DurableBuffer, Store
 from sortedrl.records import FinishReason, Mode, Prompt, Sample, Segment, State
@@ -334,15 +335,15 @@ def test_a_run_that_is_cut_goes_on_and_trains_all_once(strategy: Strategy) -> No
                 for s in loaded.get(cohort, [])
             ]
 
-        second = type(controller)(
-            buffer=buffer,
-            knobs=controller.knobs,
-            engine=type(run.engine)(run.engine.script, slots=controller.slots, clock=run.clock),
-            learner=run.learner,
-            scorer=type(controller.scorer)(),
-            load_samples=load_again,
-            total_samples=total,
-            sampling=controller.sampling,
+        second = Controller(
+            buffer,
+            LoopParts(
+                engine=type(run.engine)(run.engine.script, slots=controller.slots, clock=run.clock),
+                learner=run.learner,
+                scorer=type(controller.scorer)(),
+                load_samples=load_again,
+            ),
+            controller.settings,
             clock=run.clock,
         )
         second.engine.publish(version, None)

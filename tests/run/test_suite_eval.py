@@ -92,5 +92,5 @@ def test_the_model_may_be_that_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(ModelError, match="has no whole checkpoint"):
         find_model(str(tmp_path))
-    with pytest.raises(ModelError, match="is no folder"):
+    with pytest.raises(ModelError, match="is not a folder"):
         find_model(str(tmp_path / "none"))

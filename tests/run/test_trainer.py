@@ -163,7 +163,7 @@ def test_datasets_and_rewards_that_cannot_be(
     ("arguments", "error", "message"),
     [
         ({"model": object()}, ConfigError, "pass processing_class"),
-        ({"model": "nowhere"}, ModelError, "'nowhere' is no folder"),
+        ({"model": "nowhere"}, ModelError, "'nowhere' is not a folder"),
         ({"train_dataset": ROWS, "reward_funcs": ["says_yes"]}, RewardError, "cannot be called"),
         (
             {"train_dataset": [{"prompt": "who is who among these"}], "reward_funcs": says_yes},
