@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -48,15 +49,24 @@ def defines(path: Path, name: str) -> bool:
     return False
 
 
-def is_there(dotted: str) -> bool:
-    """Whether `sortedrl.module.name` is a module, or a name in one."""
+def resolve(dotted: str) -> tuple[Path, list[str]]:
+    """The file of the module that `sortedrl.module.name` begins with, and the names behind the module."""
     place, parts = PACKAGE, dotted.split(".")[1:]
     while parts and (place / parts[0]).is_dir():
         place, parts = place / parts[0], parts[1:]
     if parts and (place / f"{parts[0]}.py").is_file():
         place, parts = place / f"{parts[0]}.py", parts[1:]
-    module = place / "__init__.py" if place.is_dir() else place
-    return not parts or defines(module, parts[0])
+    return place / "__init__.py" if place.is_dir() else place, parts
+
+
+def module_of(dotted: str) -> Path:
+    return resolve(dotted)[0]
+
+
+def is_there(dotted: str) -> bool:
+    """Whether `sortedrl.module.name` is a module, or a name in one."""
+    module, names = resolve(dotted)
+    return not names or defines(module, names[0])
 
 
 def test_every_file_that_is_named_exists() -> None:
@@ -74,6 +84,48 @@ def test_every_module_and_name_exists() -> None:
     dotted = named(r"\b(sortedrl(?:\.\w+)+)")
     assert len(dotted) > 10
     assert [(page, name) for page, name in dotted if not is_there(name)] == []
+
+
+def test_every_member_of_the_api_page_exists() -> None:
+    """mkdocstrings leaves out members that it does not find, without a warning."""
+    page = (ROOT / "docs" / "reference" / "api.md").read_text(encoding="utf-8")
+    entries = re.findall(r"^::: ([\w.]+)(?:\n    options:\n      members: \[(.*?)\])?", page, re.MULTILINE)
+    assert len(entries) > 10
+    missing = [
+        (dotted, member)
+        for dotted, members in entries
+        for member in re.findall(r"\w+", members)
+        if not defines(module_of(dotted), member)
+    ]
+    assert missing == []
+
+
+def test_the_import_layers_are_those_of_the_contract() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
+        "contracts"
+    ]
+    layers = next(contract["layers"] for contract in contracts if contract["type"] == "layers")
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    block = re.search(r"## Import layers\n.*?```\n(.*?)```", page, re.DOTALL)
+    assert block is not None
+    assert block[1].splitlines() == [layer.replace(" : ", ", ") for layer in layers]
+
+
+def test_the_trees_name_modules_that_exist() -> None:
+    found = {path.name for path in PACKAGE.rglob("*.py")}
+    for name in ("docs/architecture.md", "CONTRIBUTING.md"):
+        text = (ROOT / name).read_text(encoding="utf-8")
+        tree = next(
+            block for block in re.findall(r"```\n(.*?)```", text, re.DOTALL) if block.startswith("src/sortedrl/")
+        )
+        modules = set(re.findall(r"\b\w+\.py\b", tree))
+        folders = set(re.findall(r"^ +(\w+)/", tree, re.MULTILINE))
+        assert modules - found == set()
+        assert {folder for folder in folders if not any(path.is_dir() for path in PACKAGE.rglob(folder))} <= {
+            "conformance",
+            "faults",
+            "docs",
+        }
 
 
 def test_every_configuration_key_exists() -> None:
