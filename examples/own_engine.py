@@ -204,7 +204,7 @@ def table_of(step: int) -> Table:
 
 
 def forced_logprobs(step: int, request: Request, tokens: Sequence[int]) -> list[float]:
-    """Log-probs of an answer by a pass of its own, for comparison with the engine's."""
+    """Log-probs of an answer by an independent pass, for comparison with the engine's."""
     table, before = table_of(step), [request.prompt[-1], *tokens]
     temperature = request.sampling.temperature
     return [logprobs_after(table, before[i], temperature)[token] for i, token in enumerate(tokens)]
