@@ -161,7 +161,7 @@ def wait_until(condition, seconds: float = 60.0) -> bool:
 
 
 def test_each_key_gets_the_score_of_its_own_answer(rewards) -> None:
-    with RewardPool(rewards.length, timeout_s=10, workers=2) as pool:
+    with RewardPool(rewards.length, timeout_s=60, workers=2) as pool:
         for index in range(500):
             pool.submit((index, index % 3), "prompt", "x" * index, {})
         scores = collect(pool)
@@ -171,7 +171,7 @@ def test_each_key_gets_the_score_of_its_own_answer(rewards) -> None:
 
 
 def test_waiting_submissions_share_a_call(rewards) -> None:
-    with RewardPool(rewards.batch_size, timeout_s=10, workers=1) as pool:
+    with RewardPool(rewards.batch_size, timeout_s=60, workers=1) as pool:
         sizes = [score.reward for score in score_texts(pool, ["text"] * 40)]
     assert max(sizes) > 10
     # An answer that was told "n in this call" has n - 1 companions that were told the same.
@@ -179,7 +179,7 @@ def test_waiting_submissions_share_a_call(rewards) -> None:
 
 
 def test_columns_reach_the_function_by_row(rewards) -> None:
-    with RewardPool(rewards.matches, timeout_s=10, workers=1) as pool:
+    with RewardPool(rewards.matches, timeout_s=60, workers=1) as pool:
         pool.submit((0, 0), "p", "yes", {"answer": "yes", "prompt": "p"})
         pool.submit((1, 0), "p", "yes", {"answer": "no"})
         pool.submit((2, 0), "p", "\ud800 é\n", {"answer": "\ud800 é\n"})
@@ -187,7 +187,7 @@ def test_columns_reach_the_function_by_row(rewards) -> None:
 
 
 def test_numpy_columns_are_sent_and_other_objects_refused(rewards) -> None:
-    with RewardPool(rewards.matches, timeout_s=10, workers=1) as pool:
+    with RewardPool(rewards.matches, timeout_s=60, workers=1) as pool:
         pool.submit((0, 0), "p", "a", {"answer": np.array(["a"])[0], "size": np.int64(3)})
         assert collect(pool)[0, 0].reward == 1.0
         with pytest.raises(RewardError, match=r"answer.*object is not JSON.*lambda"):
@@ -196,14 +196,14 @@ def test_numpy_columns_are_sent_and_other_objects_refused(rewards) -> None:
 
 
 def test_chat_prompts_get_chat_completions(rewards) -> None:
-    with RewardPool(rewards.chat, timeout_s=10, workers=1) as pool:
+    with RewardPool(rewards.chat, timeout_s=60, workers=1) as pool:
         pool.submit((0, 0), [{"role": "user", "content": "abc"}], "four", {})
         assert collect(pool)[0, 0].reward == 3 + 10 + 400
 
 
 def test_weighted_sum_over_processes_and_threads(rewards) -> None:
     functions = [rewards.length, lambda completions, **kwargs: [3.0] * len(completions), rewards.moody]
-    with RewardPool(functions, timeout_s=10, workers=1, weights=[0.5, -2, 4]) as pool:
+    with RewardPool(functions, timeout_s=60, workers=1, weights=[0.5, -2, 4]) as pool:
         scores = score_texts(pool, ["123456", "nan"])
     assert scores[0].reward == 0.5 * 6 - 2 * 3.0 + 4 * 1.0
     assert scores[1].reward == 0.0
@@ -245,7 +245,7 @@ def test_answers_that_are_slow_together_are_not_taken_for_hung() -> None:
     ],
 )
 def test_bad_results_cost_only_their_own_answer(rewards, text: str, kind: str, words: str) -> None:
-    with RewardPool(rewards.moody, timeout_s=10, workers=1) as pool:
+    with RewardPool(rewards.moody, timeout_s=60, workers=1) as pool:
         scores = score_texts(pool, ["good", text, "print", "good"])
         assert [score.reward for score in scores] == [1.0, 0.0, 1.0, 1.0]
         assert [score.error is None for score in scores] == [True, False, True, True]
@@ -254,7 +254,7 @@ def test_bad_results_cost_only_their_own_answer(rewards, text: str, kind: str, w
 
 
 def test_a_result_that_is_no_list_is_an_error_for_each(rewards) -> None:
-    with RewardPool(rewards.scalar, timeout_s=10, workers=1) as pool:
+    with RewardPool(rewards.scalar, timeout_s=60, workers=1) as pool:
         scores = score_texts(pool, ["a", "b"])
     assert [score.reward for score in scores] == [0.0, 0.0]
     assert all("returned a float: make it return a list" in score.error for score in scores)
@@ -262,12 +262,12 @@ def test_a_result_that_is_no_list_is_an_error_for_each(rewards) -> None:
 
 
 def test_coroutine_functions_are_awaited(rewards) -> None:
-    with RewardPool(rewards.slow_judge, timeout_s=10, workers=1) as pool:
+    with RewardPool(rewards.slow_judge, timeout_s=60, workers=1) as pool:
         assert score_texts(pool, ["a"])[0].reward == 2.0
 
 
 def test_a_worker_killed_from_outside_costs_nothing(rewards) -> None:
-    with RewardPool(rewards.pid, timeout_s=10, workers=1) as pool:
+    with RewardPool(rewards.pid, timeout_s=60, workers=1) as pool:
         first = int(score_texts(pool, ["a"])[0].reward)
         os.kill(first, signal.SIGKILL)
         again = score_texts(pool, ["a", "b"])
@@ -293,7 +293,7 @@ memory_is_limited = pytest.mark.skipif(sys.platform != "linux", reason="few othe
 
 @memory_is_limited
 def test_only_the_answer_that_eats_memory_is_punished(rewards) -> None:
-    with RewardPool(rewards.moody, timeout_s=20, workers=1, memory_bytes=1 << 30) as pool:
+    with RewardPool(rewards.moody, timeout_s=60, workers=1, memory_bytes=1 << 30) as pool:
         scores = score_texts(pool, ["good", "hungry", "good"])
         assert [score.reward for score in scores] == [1.0, 0.0, 1.0]
         assert re.search(r"moody ran out of memory \(MemoryError.*raise reward\.memory_mb", scores[1].error)
@@ -303,7 +303,7 @@ def test_only_the_answer_that_eats_memory_is_punished(rewards) -> None:
 @memory_is_limited
 def test_a_worker_that_has_filled_up_is_replaced(rewards) -> None:
     """100 MiB stay behind at each call, and a worker has 350: a third or fourth call needs another worker."""
-    with RewardPool(rewards.leaky, timeout_s=20, workers=1, memory_bytes=350 << 20) as pool:
+    with RewardPool(rewards.leaky, timeout_s=60, workers=1, memory_bytes=350 << 20) as pool:
         scores = [score_texts(pool, ["text"])[0] for _ in range(8)]
         assert [score.error for score in scores] == [None] * 8
         assert [score.reward for score in scores].count(1.0) >= 2
@@ -312,12 +312,12 @@ def test_a_worker_that_has_filled_up_is_replaced(rewards) -> None:
 
 @memory_is_limited
 def test_processes_of_a_reward_function_have_the_limit_too(rewards) -> None:
-    with RewardPool(rewards.child_memory, timeout_s=20, workers=1, memory_bytes=1 << 30) as pool:
+    with RewardPool(rewards.child_memory, timeout_s=60, workers=1, memory_bytes=1 << 30) as pool:
         assert score_texts(pool, ["text"])[0].reward == 1.0
 
 
 def test_memory_can_be_unlimited(rewards) -> None:
-    with RewardPool(rewards.moody, timeout_s=20, workers=1, memory_bytes=None) as pool:
+    with RewardPool(rewards.moody, timeout_s=60, workers=1, memory_bytes=None) as pool:
         assert score_texts(pool, ["good"])[0].reward == 1.0
 
 
@@ -325,7 +325,7 @@ def test_text_of_a_model_reaches_no_terminal_as_it_is(rewards, capfd, caplog: py
     """Clear the screen, set the title, end the line early, write from right to left, and a C1 control."""
     evil = "\x1b[2J\x1b]0;owned\x07\rok\u202e\x9b1m é"
     shown = r"\x1b[2J\x1b]0;owned\x07\rok\u202e\x9b1m é"
-    with RewardPool(rewards.loud, timeout_s=10, workers=1) as pool:
+    with RewardPool(rewards.loud, timeout_s=60, workers=1) as pool:
         score = score_texts(pool, [evil])[0]
     assert f"raised ValueError: {shown} (" in score.error
     assert shown in caplog.text
@@ -355,19 +355,19 @@ def test_secrets_stay_with_the_parent(rewards, monkeypatch: pytest.MonkeyPatch) 
     seen = ["JUDGE_KEY", "PATH", "HOME", "LC_ALL", "PYTHONHASHSEED", "OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM"]
     for name in [*hidden, *seen]:
         monkeypatch.setenv(name, "0")
-    with RewardPool(rewards.secrets, timeout_s=10, workers=1, keep_env=["JUDGE_KEY"]) as pool:
+    with RewardPool(rewards.secrets, timeout_s=60, workers=1, keep_env=["JUDGE_KEY"]) as pool:
         assert [score.reward for score in score_texts(pool, hidden)] == [0] * 7
         assert [score.reward for score in score_texts(pool, seen)] == [1] * 7
     assert "JUDGE_KEY" not in clean_environment()
 
 
 def test_workers_load_neither_this_package_nor_torch(rewards) -> None:
-    with RewardPool(rewards.modules, timeout_s=10, workers=1) as pool:
+    with RewardPool(rewards.modules, timeout_s=60, workers=1) as pool:
         assert [s.reward for s in score_texts(pool, ["user_rewards", "sortedrl", "torch", "numpy"])] == [1, 0, 0, 0]
 
 
 def test_reward_functions_cannot_eat_requests(rewards) -> None:
-    with RewardPool(rewards.reads_stdin, timeout_s=10, workers=1) as pool:
+    with RewardPool(rewards.reads_stdin, timeout_s=60, workers=1) as pool:
         assert score_texts(pool, ["a"])[0].reward == 1.0
         assert score_texts(pool, ["b"])[0].reward == 1.0
 
@@ -426,7 +426,7 @@ def test_lambdas_closures_and_partials_are_called_here(rewards) -> None:
     def flat(value, completions, **kwargs):
         return [value] * len(completions)
 
-    with RewardPool([closure, partial(flat, 2)], timeout_s=10, workers=1) as pool:
+    with RewardPool([closure, partial(flat, 2)], timeout_s=60, workers=1) as pool:
         assert score_texts(pool, ["a"])[0].reward == 2.25
 
 
@@ -459,7 +459,7 @@ def test_close_does_not_wait_for_a_thread_that_hangs() -> None:
 
 
 def test_poll_returns_at_once_when_nothing_is_outstanding(rewards) -> None:
-    with RewardPool(rewards.length, timeout_s=10, workers=1) as pool:
+    with RewardPool(rewards.length, timeout_s=60, workers=1) as pool:
         assert pool.poll(1e6) == []
         assert pool.poll() == []
 
@@ -488,9 +488,9 @@ def test_a_module_that_only_this_process_can_import_stops_the_run(
     monkeypatch.setenv("PARENT_KEY", "here")
     monkeypatch.delitem(sys.modules, "fragile", raising=False)
     fragile = importlib.import_module("fragile")
-    with RewardPool(fragile.f, timeout_s=10, workers=1) as pool, pytest.raises(RewardError, match=r"fragile\.f"):
+    with RewardPool(fragile.f, timeout_s=60, workers=1) as pool, pytest.raises(RewardError, match=r"fragile\.f"):
         pool.start()
-    with RewardPool(fragile.f, timeout_s=10, workers=1) as pool:
+    with RewardPool(fragile.f, timeout_s=60, workers=1) as pool:
         pool.submit((0, 0), "p", "text", {})
         with pytest.raises(RewardError, match=r"fragile\.f"):
             pool.poll(20)

@@ -70,19 +70,19 @@ def score(pool: RewardPool, *texts: str, tokens: tuple[int, ...] = (1, 2)) -> li
 @pytest.mark.parametrize("is_local", [False, True])
 def test_functions_get_what_trl_gives_them(is_local: bool) -> None:
     function = (lambda **kwargs: everything(**kwargs)) if is_local else everything
-    with RewardPool(function, timeout_s=20, workers=1) as pool:
+    with RewardPool(function, timeout_s=60, workers=1) as pool:
         pool.progress.update(global_step=3, max_steps=9, epoch=0.5)
         assert [got.reward for got in score(pool, "a")] == [23.0]
-    with RewardPool(by_kind, timeout_s=20, workers=1) as pool:
+    with RewardPool(by_kind, timeout_s=60, workers=1) as pool:
         pool.progress.update(epoch=0.5)
         assert [got.reward for got in score(pool, "abc")] == [3.0]
 
 
 def test_none_is_no_say_and_weights_count() -> None:
-    with RewardPool([even_only, odd_only, judged], timeout_s=20, workers=1, weights=[2, 3, 4]) as pool:
+    with RewardPool([even_only, odd_only, judged], timeout_s=60, workers=1, weights=[2, 3, 4]) as pool:
         assert [got.reward for got in score(pool, "ab", "abc")] == [2 + 2, 3 + 2]
         assert pool.errors == {}
-    with RewardPool([even_only, never], timeout_s=20, workers=1) as pool:
+    with RewardPool([even_only, never], timeout_s=60, workers=1) as pool:
         assert [(got.reward, got.error is None) for got in score(pool, "ab", "abc")] == [(1.0, True), (0.0, False)]
         assert [name.endswith("never: no reward") for name in pool.errors] == [True]
 

@@ -26,6 +26,7 @@ def make_config(folder: Path, name: str, strategy: str, **sections: dict) -> Sor
         "learner": {"algorithm": "reinforce++", "group_size": 1, "lr": 1e-3, "warmup_samples": 40},
         "eval": {"prompts": 8, "every_samples": 48},
         "checkpoint": {"every_updates": 0},
+        "reward": {"grace_s": 60.0},  # batches do not depend on the speed of the reward workers
     }
     for section, values in sections.items():
         settings[section] = {**settings.get(section, {}), **values}
