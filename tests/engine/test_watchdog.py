@@ -159,7 +159,7 @@ def test_the_handler_before_is_put_back() -> None:
 def test_a_late_signal_is_ignored() -> None:
     dog = Watchdog(FakeEngine(), 60)
     signal.raise_signal(SIGNAL)
-    dog._accused = ("poll", 60.0, threading.get_ident())  # of a call that has just returned
+    dog._overdue = ("poll", 60.0, threading.get_ident())  # of a call that has just returned
     signal.raise_signal(SIGNAL)
     dog.close()
 

@@ -10,8 +10,18 @@ from typing import Any
 import pytest
 
 from sortedrl.clock import VirtualClock
-from sortedrl.engine.base import Capabilities, Delta, EngineEvent, Failed, Finished, InFlight, Partial, Verified
-from sortedrl.engine.sim.engine import Done, SimEngine
+from sortedrl.engine.base import (
+    Capabilities,
+    CompletedHandle,
+    Delta,
+    EngineEvent,
+    Failed,
+    Finished,
+    InFlight,
+    Partial,
+    Verified,
+)
+from sortedrl.engine.sim.engine import SimEngine
 from sortedrl.errors import EngineError
 from sortedrl.records import FinishReason, Sample, State
 from sortedrl.schedule import Strategy, resolve_knobs
@@ -344,11 +354,11 @@ def test_a_stop_leaves_no_update_half_done(strategy: Strategy) -> None:
 class SlowPublish(SimEngine):
     published: list[InFlight]
 
-    def publish(self, version: int, source: Any, in_flight: InFlight = InFlight.ABORT) -> Done:
+    def publish(self, version: int, source: Any, in_flight: InFlight = InFlight.ABORT) -> CompletedHandle:
         self.published.append(in_flight)
         super().publish(version, source, in_flight)
         self.clock.advance(self.clock.now() + 0.5)
-        return Done()
+        return CompletedHandle()
 
 
 def with_slow_publish(run: ScriptedRun) -> ScriptedRun:

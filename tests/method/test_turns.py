@@ -14,7 +14,7 @@ from torch import Tensor
 from sortedrl.buffer import Buffer
 from sortedrl.engine.base import EngineStats, InFlight, Request, Sampling, Span
 from sortedrl.engine.local.engine import LocalEngine
-from sortedrl.engine.sim.script import SpelledOut
+from sortedrl.engine.sim.script import ScriptedAnswers
 from sortedrl.learner.torch import TorchLearner
 from sortedrl.ledger.reader import Ledger
 from sortedrl.ledger.store import Store
@@ -278,7 +278,7 @@ def test_simulated_answers_take_fed_tokens_as_given() -> None:
         cached=cached,
         spans=spans_of(first, second),
     )
-    answers = SpelledOut(script=policy)
+    answers = ScriptedAnswers(script=policy)
     assert answers.accepted(request, 1) == 9
     assert answers.accepted(replace(request, spans=()), 1) == 4
     tokens, logprobs = answers.written(request, 0, 9, 1)

@@ -26,7 +26,7 @@ from sortedrl.controller import Controller, LoopParts, LoopSettings
 from sortedrl.engine.base import Handle, InFlight, Request, Sampling
 from sortedrl.engine.local.cache import DecodePlan
 from sortedrl.engine.local.engine import LocalEngine
-from sortedrl.engine.sim.engine import Running, SimEngine
+from sortedrl.engine.sim.engine import RunningAttempt, SimEngine
 from sortedrl.errors import ConfigError
 from sortedrl.records import Prompt, Sample
 from sortedrl.schedule import Admission, Knobs, Order, Strategy, resolve_knobs
@@ -109,7 +109,7 @@ class PrefilledSim(SimEngine):
             self._draw_first(self.running.values())
         return handle
 
-    def _draw_first(self, attempts: Iterable[Running]) -> None:
+    def _draw_first(self, attempts: Iterable[RunningAttempt]) -> None:
         for running in attempts:
             if running.length < running.end:
                 running.length += 1

@@ -1,1 +1,1 @@
-"""Rollout engines behind one protocol (`base.py`). Import the concrete ones from their own modules."""
+"""Rollout engines behind one protocol (`base.py`). Import a concrete engine from its own module."""

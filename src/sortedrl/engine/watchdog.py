@@ -1,19 +1,18 @@
-"""An engine that must answer: wraps any other, and ends the wait for one that hangs.
+"""A watchdog around any engine: it ends the wait for an engine that hangs.
 
-`run/builders/parts.py` puts it around the engine of a run; the controller sees an engine like any other. Every call
-notes what it is about, and a thread looks at that note about once a second. A call past its limit gets an `EngineError`
-by a signal, which also ends the system call that it may wait in. One that does not react within the grace period is
-stuck in foreign code: the stacks of all threads go to stderr and the process ends with `EXIT_CODE`. Nothing durable is
-lost, since the ledger commits as it goes.
+`run/build/engine.py` puts it around the engine of a run; the controller uses it like any other engine. Every call notes
+its name and limit, and a thread checks that note about once a second. A call past its limit gets an `EngineError` by a
+signal, which also ends a blocking system call. A call that does not react within the grace period is stuck in native
+code: then the stacks of all threads go to stderr and the process ends with `EXIT_CODE`. The ledger is up to date, so
+the run can be resumed.
 
-What it keeps true:
-- a call that returns in time is passed on as it is, at the price of about a microsecond;
-- whatever else the engine raises, the caller gets an `EngineError`;
-- waiting is no hanging: a long `poll` is made of short ones, and the time that a caller allows comes on top;
-- time during which this process was stopped or the machine slept does not count, since the thread counts its own
-  beats and was stopped too.
-Only the main thread can be given an error; a call from another one has but the second stage. A call that blocks and
-keeps the interpreter lock blocks the thread as well: that is for a supervisor outside of the process.
+Guarantees:
+- a call that returns in time is passed on unchanged, at a cost of about a microsecond;
+- whatever error the engine raises, the caller gets an `EngineError`;
+- a long wait is not a hang: a long `poll` is split into short ones, and a caller's timeout is added to the limit;
+- time in which this process was stopped or the machine slept does not count, because the thread counts its own ticks.
+Only the main thread can receive the error; for a call in another thread, only the end of the process remains. A call
+that blocks and holds the interpreter lock blocks the thread too: only a supervisor outside the process can help there.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ from sortedrl.errors import ConfigError, EngineError, SortedRLError
 EXIT_CODE: Final = 70  # EX_SOFTWARE of sysexits.h
 GRACE_S = 10.0
 MAX_TICK_S = 1.0
-# One that hardly anybody else uses: SIGALRM and SIGUSR1 belong to test runners and batch systems.
+# A signal that few programs use: test runners and batch systems use SIGALRM and SIGUSR1.
 SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR2)
 
-_Call = tuple[str, float, int]  # name, limit, thread; a tuple of its own for each call: identity tells calls apart
+_Call = tuple[str, float, int]  # name, limit, thread; each call makes a new tuple, so calls are compared by identity
 _Result = TypeVar("_Result")
 
 
@@ -51,7 +50,7 @@ class Watchdog:
         self.grace_s = grace_s
         self._tick_s = min(MAX_TICK_S, limit_s / 20, grace_s / 4)
         self._call: _Call | None = None
-        self._accused: _Call | None = None
+        self._overdue: _Call | None = None
         self._closing = threading.Event()
         self._previous: Any = None
         # Signal handlers run in the main thread only, and only it may set them.
@@ -71,7 +70,7 @@ class Watchdog:
         self._watched("submit", self.limit_s, self.engine.submit, requests)
 
     def poll(self, timeout: float | None = None) -> list[EngineEvent]:
-        """As the engine's own. A long wait is cut up: an engine at work on long answers is not one that hangs."""
+        """The engine's poll. A long wait is split, because an engine that works on long answers does not hang."""
         longest = self.limit_s / 2
         if timeout is not None and timeout <= longest:
             return self._watched("poll", self.limit_s + timeout, self.engine.poll, timeout)
@@ -81,7 +80,7 @@ class Watchdog:
             share = longest if deadline is None else max(0.0, min(longest, deadline - began))
             events = self._watched("poll", self.limit_s + share, self.engine.poll, share)
             now = time.monotonic()
-            # An engine that returns early with nothing has nothing to wait for.
+            # An engine that returns early without events has nothing to do.
             if events or now - began < share or (deadline is not None and now >= deadline):
                 return events
 
@@ -96,7 +95,7 @@ class Watchdog:
         return self.engine.stats()
 
     def close(self) -> None:
-        """Close the engine, under watch like the rest, and stop watching."""
+        """Close the engine, also under watch, and stop watching."""
         if self._closing.is_set():
             return
         try:
@@ -108,7 +107,7 @@ class Watchdog:
                 signal.signal(SIGNAL, self._previous)
 
     def wait_for(self, handle: Handle) -> None:
-        """Wait for a publication, under watch."""
+        """Wait for a publication under watch."""
         self._watched("publish", self.limit_s, handle.wait)
 
     # ---- inside -----------------------------------------------------------------------------------------------------
@@ -117,53 +116,53 @@ class Watchdog:
         self._call = (name, limit_s, threading.get_ident())
         try:
             return call(*arguments)
-        except (SortedRLError, AssertionError):  # what it says on purpose, and mistakes in the program
+        except (SortedRLError, AssertionError):  # errors with a clear message, and broken invariants
             raise
         except Exception as error:
             raise EngineError(
-                f"the engine failed in {name} ({type(error).__name__}: {error}): see to its device or process, then "
+                f"the engine failed in {name} ({type(error).__name__}: {error}): check its device or process, then "
                 "resume the run"
             ) from error
         finally:
             self._call = None
 
     def _watch(self) -> None:
-        """Count for how many beats the same call has been under way."""
+        """Measure how long the current call has been running, in ticks of this thread."""
         seen: _Call | None = None
         age_s = 0.0
         last = time.monotonic()
         while not self._closing.wait(self._tick_s):
             now = time.monotonic()
-            # A longer gap between two beats means that the process did not run: not the engine's fault.
-            beat_s, last = min(now - last, 2 * self._tick_s), now
+            # A longer gap between two ticks means that the process did not run, which is not the engine's fault.
+            tick_s, last = min(now - last, 2 * self._tick_s), now
             call = self._call
             if call is None or call is not seen:
                 seen, age_s = call, 0.0
                 continue
-            age_s += beat_s
-            if self._accused is not call:
+            age_s += tick_s
+            if self._overdue is not call:
                 if age_s >= call[1]:
-                    self._accuse(call)
+                    self._signal_overdue(call)
                     age_s = 0.0
             elif age_s >= self.grace_s:
-                self._end(call)
+                self._end_process(call)
 
-    def _accuse(self, call: _Call) -> None:
-        self._accused = call
+    def _signal_overdue(self, call: _Call) -> None:
+        self._overdue = call
         if call[2] == self._main:
             signal.pthread_kill(call[2], SIGNAL)
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
-        """The signal's handler. A call may have ended between the decision and this: then nothing is wrong."""
+        """The signal handler. If the call has ended meanwhile, nothing is wrong."""
         call = self._call
-        if call is not None and call is self._accused:
-            raise EngineError(_complaint(call))
-        if callable(self._previous):  # another watchdog's
+        if call is not None and call is self._overdue:
+            raise EngineError(_message(call))
+        if callable(self._previous):  # the handler of another watchdog
             self._previous(number, frame)
 
-    def _end(self, call: _Call) -> None:
-        # Straight to the descriptor: the main thread may be stuck with the lock of a logger or console in its hands.
-        message = f"sortedrl: {_complaint(call)}\nIt is stuck in foreign code; the process ends. Its threads:\n"
+    def _end_process(self, call: _Call) -> None:
+        # Write to the file descriptor: the main thread may be stuck while it holds the lock of a logger or of stderr.
+        message = f"sortedrl: {_message(call)}\nIt is stuck in native code; the process ends. Its threads:\n"
         try:
             os.write(2, message.encode())
             faulthandler.dump_traceback(file=2, all_threads=True)
@@ -180,9 +179,9 @@ class _WatchedHandle:
         self._watchdog.wait_for(self._handle)
 
 
-def _complaint(call: _Call) -> str:
+def _message(call: _Call) -> str:
     name, limit_s, _ = call
     return (
-        f"the engine did not answer for {limit_s:g} s in {name}: see whether its process or device hangs, then resume "
-        "the run, or raise engine.watchdog_s if its steps take that long"
+        f"the engine did not answer for {limit_s:g} s in {name}: check whether its process or device hangs, then "
+        "resume the run, or raise engine.watchdog_s if its steps take that long"
     )

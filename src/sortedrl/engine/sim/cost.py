@@ -1,6 +1,6 @@
-"""What a simulated engine's work takes: the protocol of cost models, and the one in which only steps count.
+"""Cost models for the simulated engine: the protocol, and a model in which only decode steps take time.
 
-`SimEngine` asks it; `simulate/costs.py` has the models of real hardware.
+`SimEngine` calls it; `simulate/costs.py` has the models of real hardware.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Protocol
 
 
 class DecodeCost(Protocol):
-    """What the engine's work takes, in seconds, and how many tokens its KV cache holds (None: any number)."""
+    """How long the engine's work takes, in seconds, and how many tokens its KV cache holds (None: unlimited)."""
 
     @property
     def kv_tokens(self) -> int | None: ...
 
     def decode_s(self, running: int, context: int, steps: int) -> float:
-        """`steps` steps of `running` sequences that have `context` tokens altogether before the first."""
+        """The time of `steps` steps of `running` sequences with `context` tokens in total before the first step."""
         ...
 
     def prefill_s(self, lengths: Iterable[int]) -> float: ...
@@ -27,7 +27,7 @@ class DecodeCost(Protocol):
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class UnitCost:
-    """A step takes `step_s` whatever runs; prefill, publication and update take nothing."""
+    """A step takes `step_s`, however many sequences run; prefill, publication and update take no time."""
 
     step_s: float = 1.0
     kv_tokens: int | None = None

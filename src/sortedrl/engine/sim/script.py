@@ -1,8 +1,8 @@
-"""Where a simulated engine's answers come from: spelled out by a script, or known by their lengths alone.
+"""Where the simulated engine's answers come from: a script that gives every token, or only the lengths of answers.
 
-`SimEngine` asks an `Answers`; property tests give it a `Script`, which `SpelledOut` turns into one, and the simulator
-answers from a trace (`simulate/answers.py`). What they keep true: the same request under the same version always gets
-the same answer.
+`SimEngine` asks an `Answers`. Property tests give it a `Script`, which `ScriptedAnswers` turns into one; the simulator
+takes answers from a trace (`simulate/answers.py`). Guarantees: the same request under the same version always gets the
+same answer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from sortedrl.engine.base import Request, masked_places
 
 
 class Script(Protocol):
-    """A policy reduced to what the schedule sees: which token stands where, under which version."""
+    """A policy as a table: the token at each position under each version."""
 
     def token(self, seed: int, position: int, version: int) -> int: ...
 
@@ -25,44 +25,44 @@ class Script(Protocol):
         ...
 
     def length(self, seed: int, start: int, version: int) -> int:
-        """Length of an answer that goes on from `start` tokens."""
+        """Length of an answer that continues after `start` tokens."""
         ...
 
 
 @runtime_checkable
 class Answers(Protocol):
-    """What the engine asks about answers; they need not be spelled out token by token."""
+    """What the engine asks about answers. An implementation need not know their tokens."""
 
     @property
     def is_steady(self) -> bool:
-        """Whether new weights leave the length of every answer under way as it is."""
+        """Whether running answers keep their lengths when weights are published."""
         ...
 
     @property
     def is_blank(self) -> bool:
-        """Whether tokens and log-probs are nothing but zeros, given as bytes: then answers can share them."""
+        """Whether all tokens and log-probs are zero bytes, which answers can share."""
         ...
 
     def accepted(self, request: Request, version: int) -> int:
-        """How many cached tokens these weights would write again."""
+        """How many cached tokens a replay under this version keeps."""
         ...
 
     def is_complete(self, request: Request, length: int, version: int) -> bool:
-        """Whether an answer of this length ends by itself."""
+        """Whether an answer of this length is complete."""
         ...
 
     def end(self, request: Request, length: int, version: int) -> int:
-        """Length of an answer that has `length` tokens and goes on."""
+        """The final length of an answer that continues after `length` tokens."""
         ...
 
     def written(self, request: Request, start: int, count: int, version: int) -> tuple[list[int], list[float]]:
-        """Tokens and log-probs from position `start` on."""
+        """`count` tokens and log-probs from position `start` on."""
         ...
 
 
 @dataclass(slots=True, kw_only=True)
-class SpelledOut:
-    """Answers of a script, token by token."""
+class ScriptedAnswers:
+    """The answers of a script."""
 
     script: Script
     is_steady: bool = False
