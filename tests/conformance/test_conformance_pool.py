@@ -37,7 +37,7 @@ def pool(case: EngineCase) -> Pool:
 
 
 def wait_until_all_are_up(pool: Pool) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while len(member_pids(pool)) < 2 and time.monotonic() < deadline:
         pool.submit([])  # looks after the members
         time.sleep(0.1)

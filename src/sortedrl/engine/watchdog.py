@@ -127,23 +127,16 @@ class Watchdog:
             self._call = None
 
     def _watch(self) -> None:
-        """Measure how long the current call has been running, in ticks of this thread."""
-        seen: _Call | None = None
-        age_s = 0.0
-        last = time.monotonic()
+        timer = _CallTimer(self._tick_s, time.monotonic())
         while not self._closing.wait(self._tick_s):
-            now = time.monotonic()
-            # A longer gap between two ticks means that the process did not run, which is not the engine's fault.
-            tick_s, last = min(now - last, 2 * self._tick_s), now
             call = self._call
-            if call is None or call is not seen:
-                seen, age_s = call, 0.0
+            age_s = timer.tick(call, time.monotonic())
+            if call is None:
                 continue
-            age_s += tick_s
             if self._overdue is not call:
                 if age_s >= call[1]:
                     self._signal_overdue(call)
-                    age_s = 0.0
+                    timer.age_s = 0.0
             elif age_s >= self.grace_s:
                 self._end_process(call)
 
@@ -168,6 +161,23 @@ class Watchdog:
             faulthandler.dump_traceback(file=2, all_threads=True)
         finally:
             os._exit(EXIT_CODE)
+
+
+class _CallTimer:
+    """Measures how long the current call has been running, in ticks of the thread that watches it."""
+
+    def __init__(self, tick_s: float, now: float) -> None:
+        self.age_s = 0.0
+        self._tick_s = tick_s
+        self._last = now
+        self._seen: _Call | None = None
+
+    def tick(self, call: _Call | None, now: float) -> float:
+        # A longer gap between two ticks means that the process did not run, which is not the engine's fault.
+        gap_s, self._last = min(now - self._last, 2 * self._tick_s), now
+        self.age_s = self.age_s + gap_s if call is not None and call is self._seen else 0.0
+        self._seen = call
+        return self.age_s
 
 
 class _WatchedHandle:

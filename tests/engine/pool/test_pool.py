@@ -61,7 +61,7 @@ def paced() -> Iterator[Paces]:
 
 
 def make_pool(members: ThreadMembers, size: int = 2) -> Pool:
-    return Pool(members, size=size, slots=SLOTS, exact_replay=True, keep_kv=True, waits=True, health_s=20, start_s=20)
+    return Pool(members, size=size, slots=SLOTS, exact_replay=True, keep_kv=True, waits=True, health_s=120, start_s=120)
 
 
 def serve_through(pool: Pool, requests: list[Request], *, meanwhile: Any = lambda caller: None) -> dict[int, Answer]:
@@ -158,8 +158,8 @@ def test_what_is_not_interrupted_stands_still_until_somebody_polls(paced: Paces)
     assert pool.interrupt([]) == []
     decoded = pool.stats().decoded_tokens
     may_go_on.set()
-    time.sleep(0.3)
-    assert pool.stats().decoded_tokens == decoded
+    for _ in range(50):  # an engine that did not pause would decode between two of these commands
+        assert pool.stats().decoded_tokens == decoded
     while pool.num_running:
         caller.take(pool.poll())
     check_same(caller.answers, serve(MODEL, requests))
@@ -264,7 +264,8 @@ def test_a_pool_whose_members_all_keep_dying_gives_up(members: ThreadMembers, mo
     pool = make_pool(members)
 
     def go_on_dying() -> None:
-        for _ in range(1000):
+        deadline = time.monotonic() + 200
+        while time.monotonic() < deadline:
             for member in members.started:
                 member.is_dead = True
             pool.poll(0.01)
