@@ -26,7 +26,7 @@ quickstart: $(VENV)/.runtime ## Train the embedded default on this machine; more
 	$(BIN)/sortedrl train configs/quickstart.toml $(ARGS)
 
 study-quick: $(VENV)/.runtime ## Four strategies on the quickstart task, three seeds each: what is learned, and how fast.
-	$(BIN)/python benchmarks/study.py runs/study-quick --quick $(ARGS)
+	$(BIN)/python -m benchmarks.study.study runs/study-quick --quick $(ARGS)
 
 test: $(VENV)/.dev ## Run the tests (not the slow ones).
 	@start=$$(date +%s); \

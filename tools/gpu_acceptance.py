@@ -31,7 +31,7 @@ class Step:
 
 def steps(quick: bool) -> list[Step]:
     python, sortedrl = sys.executable, str(Path(sys.executable).with_name("sortedrl"))
-    control = [python, "benchmarks/vllm_control.py", "--json"]
+    control = [python, "-m", "benchmarks.engine.vllm_control", "--json"]
     runs = [f"run.dir={OUT / 'runs'}", "engine=vllm"]
     recipe = [
         "run.samples=256",

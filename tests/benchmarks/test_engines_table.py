@@ -1,15 +1,10 @@
-"""benchmarks/engines_table.py: results of separate runs become one table, and the text around it stays."""
+"""benchmarks/engine/engines_table.py joins the results of several runs in one table and leaves the rest of the page."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-from engines_table import put_into, table
-
+from benchmarks.engine.engines_table import put_into, table
 from sortedrl.testing import CHECKS
 
 PAGE = """# Engines
@@ -35,7 +30,7 @@ def column(day: str, **changed: str) -> dict[str, Any]:
 
 def test_each_engine_is_a_column_with_its_day() -> None:
     old = column("2026-01-02", stop_tokens_stop="not applicable", slots_are_a_limit="failed: 5 were taken")
-    del old["result"]["budgets-are-kept"]  # a check that was added later
+    del old["result"]["budgets-are-kept"]  # a check that did not exist when this engine was last run
     lines = table({"sim": old, "vllm": column("2026-02-03")})
     rows = {
         line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:4]] for line in lines if "|" in line

@@ -1,22 +1,19 @@
-"""benchmarks/study_figures.py: paired differences, intervals and verdicts, compared with values worked out by hand."""
+"""benchmarks/study/study_figures.py: paired differences, intervals and verdicts against values worked out by hand."""
 
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import study_figures as figures
+from benchmarks.study import study_figures as figures
 
 
 def record(
     arm: str, seed: int, accuracies: list[float], *, bubble: float = 0.5, seconds: float = 10.0
 ) -> dict[str, Any]:
-    """A run with 100 samples between evaluations."""
+    """The record of a run that is evaluated every 100 samples."""
     points = [
         {"samples": 100 * at, "seconds": seconds * at, "accuracy": accuracy, "length": 5.0}
         for at, accuracy in enumerate(accuracies)
@@ -46,9 +43,9 @@ def test_where_a_curve_first_has_an_accuracy() -> None:
 def test_the_bootstrap_goes_through_all_draws() -> None:
     # Two values: 00, 01, 10, 11, each a quarter of the draws.
     assert figures.bootstrap([0.0, 1.0]) == (0.5, 0.0, 1.0)
-    # Three values, one of them 1: means 0, 1/3, 2/3, 1 in 8, 12, 6 and 1 of 27 draws. 1/27 = 3.7 % is past the end.
+    # Three values, one of them 1: the means 0, 1/3, 2/3, 1 have 8, 12, 6 and 1 of 27 draws. 1/27 is more than 2.5 %.
     assert figures.bootstrap([0.0, 0.0, 1.0]) == pytest.approx((1 / 3, 0.0, 1.0))
-    # Five values: the least mean has one draw in 3,125, so the ends are inside.
+    # Five values: the smallest mean has one draw in 3,125, so both ends lie inside the range.
     mean, low, high = figures.bootstrap([0.0, 1.0, 2.0, 3.0, 4.0])
     assert mean == 2.0
     assert 0.0 < low < 2.0 < high < 4.0
@@ -61,14 +58,14 @@ def test_the_final_accuracy_is_that_of_the_last_three_evaluations() -> None:
 
 
 def test_differences_are_taken_seed_by_seed() -> None:
-    # Seeds differ by far more than the arms: paired, the arm is better by 0.1 with no spread at all.
+    # Seeds differ by more than the arms. Paired by seed, the arm is better by exactly 0.1 without any spread.
     runs = [record("sync", seed, [0.1, *[0.2 + 0.2 * seed] * 3]) for seed in range(3)]
     runs += [record("sorted-replay", seed, [0.1, *[0.3 + 0.2 * seed] * 3], bubble=0.1) for seed in range(3)]
     first, second = figures.tabulate(runs, "a")
     assert first["accuracy_difference"] == pytest.approx((0.0, 0.0, 0.0))
     assert second["accuracy_difference"] == pytest.approx((0.1, 0.1, 0.1))
     assert second["speed_ratio"] == pytest.approx((1.0, 1.0, 1.0))
-    assert first["samples_to_0.5"] is None, "one seed never reaches it"
+    assert first["samples_to_0.5"] is None, "one seed never reaches this accuracy"
 
 
 @pytest.mark.parametrize(
@@ -87,6 +84,6 @@ def test_claims_are_judged_for_sorted_arms_alone() -> None:
     assert {found["arm"] for found in (gain, fewer, cut)} == {"sorted-partial"}
     assert gain["interval"][0] == pytest.approx(0.1)
     assert (gain["answer"], cut["answer"]) == ("yes", "yes")
-    # To 0.54: sync at 140 samples, the arm at 88: 37 % fewer, on both seeds.
+    # Accuracy 0.54 is reached by sync after 140 samples and by the arm after 88, on both seeds.
     assert fewer["interval"][0] == pytest.approx(1 - 88 / 140)
     assert fewer["answer"] == "no"

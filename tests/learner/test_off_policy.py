@@ -7,25 +7,19 @@ samples. Seeds are fixed: a test of significance gives the same figure each time
 from __future__ import annotations
 
 import math
-import sys
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from benchmarks.learner import off_policy, toy_policy
+from benchmarks.learner.toy_policy import COHORT, END, LONGEST, Drawn
 from sortedrl.config.sections import LearnerSection
 from sortedrl.engine.sampling.noise import gumbel_scalar
 from sortedrl.learner.algorithms import objective_of
 from sortedrl.learner.loss import TokenInputs, policy_loss
 from sortedrl.records import FinishReason, sample_seed
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-import off_policy
-import toy_policy
-from toy_policy import COHORT, END, LONGEST, Drawn
 
 NUM_COHORTS = 834  # of 24 samples
 RATE = 8.0

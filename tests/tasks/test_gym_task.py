@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
+from benchmarks.tasks.adversarial import GYM, outputs
+from benchmarks.tasks.verifiers import measure_gym
 from sortedrl.errors import ConfigError
 from sortedrl.tasks.gym import FORMULAS, LISTS, GymTask, generator_names, gym_reward, is_harmless, score
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from adversarial import GYM, outputs
-from verifiers import measure_gym
 
 # One is made of others, which have to be named; these tell no answer, so that there is none to score.
 WITHOUT_ANSWER = {"boxnet", "composite", "rush_hour"}

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 import random
-import sys
-from pathlib import Path
 
 import pytest
 
+from benchmarks.tasks.adversarial import LOGIC, LOGIC_REFERENCE, outputs
 from sortedrl.errors import ConfigError, DataError
 from sortedrl.tasks.files import read_rows
 from sortedrl.tasks.logic import (
@@ -24,9 +23,6 @@ from sortedrl.tasks.logic import (
     solutions,
 )
 from tests.support.shared_data import DATA, needs_data
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from adversarial import LOGIC, LOGIC_REFERENCE, outputs
 
 KNIGHT, KNAVE = "telling-truth", "lying"
 

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
+from benchmarks.tasks.adversarial import MATH, MATH_REFERENCE, outputs
+from benchmarks.tasks.verifiers import RESPONSES, SUITES, measure_math
 from sortedrl.tasks import math as math_task
 from sortedrl.tasks.files import read_rows
 from sortedrl.tasks.math import extract_answer, is_equal, is_right, math_reward, reference_answer
 from tests.support.shared_data import DATA, needs_data
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from adversarial import MATH, MATH_REFERENCE, outputs
-from verifiers import RESPONSES, SUITES, measure_math
 
 
 @pytest.mark.parametrize(

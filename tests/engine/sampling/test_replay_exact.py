@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
-
-from replay import measure
+from benchmarks.engine.replay import measure
 
 
 def test_replayed_samples_equal_restarted_ones() -> None:

@@ -1,0 +1,53 @@
+"""Sampling speed of the local engine beside transformers and vLLM, on the real model and on the tiny one.
+
+    python -m benchmarks.engine.engine [--vllm-python PYTHON] [--threads N] [--rounds 3] [--cases smollm2-64,tiny-16,...]
+
+Each case is what `sortedrl bench engine` measures; all go into results/engine.json, stamped. On a machine that does
+other work compare `ratio_cpu`, tokens per CPU second, which waiting for a core does not change.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.record import make_parser, save
+from sortedrl.cli.bench import engine_table
+from sortedrl.testing.bench.engine import EngineBench, measure
+
+CASES: dict[str, dict[str, Any]] = {
+    "smollm2-64": {"model": "smollm2-135m", "slots": 64, "new_tokens": 128, "against": ("hf", "vllm")},
+    "smollm2-256": {"model": "smollm2-135m", "slots": 256, "new_tokens": 64, "against": ("hf", "vllm")},
+    "tiny-16": {"model": "knights-tiny", "slots": 16, "new_tokens": 128, "against": ("hf", "hf-continuous", "vllm")},
+    "tiny-64": {"model": "knights-tiny", "slots": 64, "new_tokens": 128, "against": ("hf", "hf-continuous", "vllm")},
+}
+
+
+def main() -> None:
+    parser = make_parser(__doc__, has_json=False)
+    parser.add_argument("--vllm-python")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cases", default=",".join(CASES))
+    options = parser.parse_args()
+    results = {}
+    for name in options.cases.split(","):
+        bench = EngineBench(
+            **CASES[name],
+            rounds=options.rounds,
+            threads=1 if name.startswith("tiny") else options.threads,  # tiny products gain nothing from a second
+            seed=options.seed,
+            vllm_python=options.vllm_python,
+        )
+        results[name] = measure(bench, lambda contender, _, case=name: print(f"{case}: {contender}", file=sys.stderr))
+        Console(width=120).print(engine_table(results[name]))
+    arguments = {key: value for key, value in vars(options).items() if key != "vllm_python"}
+    print(f"saved {save('engine', {'arguments': arguments, 'cases': results})}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+# pyright: reportMissingImports=false
+"""Which engine keeps which promise: the conformance suite on every engine, as the table of docs/reference/engines.md.
+
+    .venv/bin/python -m benchmarks.engine.engines_table --engines sim,local,pool --write
+    .venv-vllm/bin/python -m benchmarks.engine.engines_table --engines vllm --write      (of `make vllm`; so the next two)
+    .venv-vllm/bin/python -m benchmarks.engine.engines_table --engines vllm-server --write
+    .venv-vllm/bin/python -m benchmarks.engine.engines_table --engines pool-vllm --write
+
+Each run adds its engines to benchmarks/results/engines.json, with the commit and the day, in place of what was there of
+them; the table has a column for every engine in that file. `--write` puts it into the page, `--engines ""` makes it
+again without running anything, `--json` prints what was found. What an engine does not claim by its capabilities is no
+promise of it and shows as a dash.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from datetime import UTC, datetime
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.record import RESULTS, ROOT, make_parser, save, stamp
+from sortedrl.engine.vllm.core import vllm_version
+from sortedrl.testing import CHECKS, EngineCase, run_checks
+from tests.conformance.cases import local_case, sim_case
+from tests.conformance.process_cases import local_pool_case, vllm_case, vllm_pool_case
+
+PAGE = ROOT / "docs" / "reference" / "engines.md"
+MARKS = {"passed": "yes", "not applicable": "-"}
+
+
+@contextmanager
+def plain(make: Callable[[], EngineCase]) -> Iterator[EngineCase]:
+    case = make()
+    try:
+        yield case
+    finally:
+        case.engine.close()
+
+
+MAKERS: dict[str, Callable[[], AbstractContextManager[EngineCase]]] = {
+    "sim": lambda: plain(sim_case),
+    "local": lambda: plain(lambda: local_case("auto")),
+    "pool": local_pool_case,
+    "vllm": vllm_case,
+    "vllm-server": lambda: vllm_case(is_server=True),
+    "pool-vllm": vllm_pool_case,
+}
+
+
+def run(name: str) -> dict[str, Any]:
+    """One engine's column."""
+    console = Console(stderr=True)
+    with console.status(f"checking {name}"), MAKERS[name]() as case:
+        found = run_checks(case)
+    for check, result in found.items():
+        if result.startswith("failed"):
+            console.print(f"{name}: {check} {result}", markup=False)
+    day = datetime.now(UTC).date().isoformat()
+    return {"stamp": stamp(), "day": day, "vllm": vllm_version() if "vllm" in name else None, "result": found}
+
+
+def table(engines: dict[str, dict[str, Any]]) -> list[str]:
+    """Rows by promise, columns by engine, and behind them when each was run."""
+    lines = ["| promise | " + " | ".join(engines) + " | guards against |", "| --- |" + " --- |" * (len(engines) + 1)]
+    for check in CHECKS:
+        results = [engine["result"].get(check.name) for engine in engines.values()]
+        marks = ["not run" if result is None else MARKS.get(result, "NO") for result in results]
+        lines.append(f"| {check.promise} | {' | '.join(marks)} | {check.issue} |")
+    runs = [f"`{name}` {engine['day']} at {engine['stamp']['commit']}" for name, engine in engines.items()]
+    missing = [f"`{name}`" for name in MAKERS if name not in engines]
+    rest = f" Not run: {', '.join(missing)}." if missing else ""
+    return [*lines, "", *wrapped(f"Run: {', '.join(runs)}.{rest}")]
+
+
+def wrapped(text: str, width: int = 120) -> list[str]:
+    lines = [""]
+    for word in text.split():
+        lines = [*lines, word] if len(lines[-1]) + len(word) >= width else [*lines[:-1], f"{lines[-1]} {word}".strip()]
+    return lines
+
+
+def put_into(page: str, lines: list[str]) -> str:
+    """The page with this table, and its line on the runs, in place of the one that it has."""
+    rows = page.splitlines()
+    start = next(number for number, row in enumerate(rows) if row.startswith("| promise |"))
+    end = next(number for number in range(start, len(rows)) if not rows[number])
+    if rows[end + 1].startswith("Run: "):
+        end = next(number for number in range(end + 1, len(rows)) if not rows[number])
+    return "\n".join([*rows[:start], *lines, *rows[end:]]) + "\n"
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--engines", default="sim,local,pool", help=f"of {', '.join(MAKERS)}")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/reference/engines.md")
+    options = parser.parse_args()
+    chosen = [name for name in options.engines.split(",") if name]
+    unknown = [name for name in chosen if name not in MAKERS]
+    if unknown:
+        parser.error(f"no engine {unknown[0]}: it is one of {', '.join(MAKERS)}")
+    path = RESULTS / "engines.json"
+    kept = json.loads(path.read_text(encoding="utf-8"))["engines"] if path.exists() else {}
+    for name in chosen:
+        kept[name] = run(name)
+        save("engines", {"engines": kept})
+    engines = {name: kept[name] for name in MAKERS if name in kept}
+    lines = table(engines)
+    if options.write:
+        PAGE.write_text(put_into(PAGE.read_text(encoding="utf-8"), lines), encoding="utf-8")
+    print(json.dumps(engines) if options.json else "\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

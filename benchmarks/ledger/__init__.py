@@ -1,0 +1,1 @@
+"""The ledger: what it costs, and what it proves after a crash."""

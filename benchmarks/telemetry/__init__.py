@@ -1,0 +1,1 @@
+"""Telemetry: the report of a long run."""
