@@ -1,6 +1,6 @@
 """Sampling speed of the local engine beside transformers and vLLM, on the real model and on the tiny one.
 
-    python -m benchmarks.engine.engine [--vllm-python PYTHON] [--threads N] [--rounds 3] [--cases smollm2-64,tiny-16,...]
+    python -m benchmarks.engine.engine [--vllm-python PYTHON] [--threads N] [--rounds 3] [--cases smollm2-64,tiny-16]
 
 Each case is what `sortedrl bench engine` measures; all go into results/engine.json, stamped. On a machine that does
 other work compare `ratio_cpu`, tokens per CPU second, which waiting for a core does not change.

@@ -2,7 +2,7 @@
 """Which engine keeps which promise: the conformance suite on every engine, as the table of docs/reference/engines.md.
 
     .venv/bin/python -m benchmarks.engine.engines_table --engines sim,local,pool --write
-    .venv-vllm/bin/python -m benchmarks.engine.engines_table --engines vllm --write      (of `make vllm`; so the next two)
+    .venv-vllm/bin/python -m benchmarks.engine.engines_table --engines vllm --write     # set up by `make vllm`
     .venv-vllm/bin/python -m benchmarks.engine.engines_table --engines vllm-server --write
     .venv-vllm/bin/python -m benchmarks.engine.engines_table --engines pool-vllm --write
 

@@ -1,6 +1,6 @@
 """What `advantage_scope` and `overlong` do to learning from sorted batches, on the quickstart task with REINFORCE++.
 
-    python -m benchmarks.study.advantage_scope RUNS_DIR [--only scopes|tail] [--samples 256]   # makes what runs are missing
+    python -m benchmarks.study.advantage_scope RUNS_DIR [--only scopes|tail] [--samples 256]
     python -m benchmarks.study.draw_scopes docs/images/advantage_scope.svg   # the chart, from the result file
 
 Two studies, paired by seed (same prompts, same noise):

@@ -1,8 +1,8 @@
 """Does sorted scheduling learn better, or only faster? Each strategy on the quickstart task, equal data, with controls.
 
-    python -m benchmarks.study.study RUNS_DIR              # the whole: a rate tuned for each arm, five seeds, two algorithms
-    python -m benchmarks.study.study RUNS_DIR --quick      # four arms, three seeds, 512 samples: `make study-quick`
-    python -m benchmarks.study.study RUNS_DIR --read       # makes no runs: tables and result file from those that are there
+    python -m benchmarks.study.study RUNS_DIR            # all: a rate tuned for each arm, five seeds, two algorithms
+    python -m benchmarks.study.study RUNS_DIR --quick    # four arms, three seeds, 512 samples: `make study-quick`
+    python -m benchmarks.study.study RUNS_DIR --read     # makes no runs: tables and result file from existing runs
 
 Arms differ in their schedule alone; they share configs/quickstart.toml, with as many slots as an update takes samples,
 but train half as long, since most is learned by then, and are examined eight times. On one seed all arms get the same

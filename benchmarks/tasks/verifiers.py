@@ -1,7 +1,7 @@
 """What the verifiers accept and refuse: references of the math suites, adversarial outputs, reasoning-gym's generators.
 
     python -m benchmarks.tasks.verifiers math --data DIR      # references accepted, perturbed ones refused
-    python -m benchmarks.tasks.verifiers storm --count 10000  # outputs made to crash, hang or fool; none may be rewarded
+    python -m benchmarks.tasks.verifiers storm --count 10000  # outputs made to crash, hang or fool: no reward
     python -m benchmarks.tasks.verifiers gym                  # every generator: makes a prompt, scores its own answer
 
 Each prints its table as Markdown (docs/guides/own_data.md has them) and saves its figures. DIR has the suites as JSON
