@@ -2,9 +2,9 @@
 
 `run/builders/engine.py` puts it around the engine of a run; the controller uses it like any other engine. Every call
 notes its name and limit, and a thread checks that note about once a second. A call past its limit gets an `EngineError`
-by a signal, which also ends a blocking system call. A call that does not react within the grace period is stuck in native
-code: then the stacks of all threads go to stderr and the process ends with `EXIT_CODE`. The ledger is up to date, so
-the run can be resumed.
+by a signal, which also ends a blocking system call. A call that does not react within the grace period is stuck in
+native code: then the stacks of all threads go to stderr and the process ends with `EXIT_CODE`. The ledger is up to
+date, so the run can be resumed.
 
 Guarantees:
 - a call that returns in time is passed on unchanged, at a cost of about a microsecond;

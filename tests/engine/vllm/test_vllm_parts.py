@@ -274,7 +274,7 @@ def test_doctor_reports_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
         return found.is_fine, found.text
 
     pretend_installed(monkeypatch, None)
-    assert report() == (True, f"not here: {vllm_core.INSTALL}")
+    assert report() == (True, f"not installed: {vllm_core.INSTALL}")
     pretend_installed(monkeypatch, "0.32.4")
     assert report()[0]
     assert "vLLM 0.32.4" in report()[1]
