@@ -1,4 +1,4 @@
-"""Report and dashboard in a real browser, headless: what is drawn, what a click does, and that nothing calls home."""
+"""Report and dashboard in a headless browser: what they draw, what a click does, and that they load nothing else."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ def browser() -> Iterator[Browser]:
         running.close()
 
 
-class Watched:
-    """A page, with what it complains of and whom it asks."""
+class WatchedPage:
+    """A page, with its errors and warnings and the hosts that it sends requests to."""
 
     def __init__(self, browser: Browser, *, width: int = 1440) -> None:
         self.page: Page = browser.new_page(viewport={"width": width, "height": 900})
         self.page.set_default_timeout(WAIT_MS)
-        self.complaints: list[str] = []
+        self.errors: list[str] = []
         self.hosts: set[str | None] = set()
-        self.page.on("console", lambda message: self._heard(message.type, message.text))
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("console", lambda message: self._record(message.type, message.text))
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.on("request", lambda request: self.hosts.add(urlsplit(request.url).hostname))
 
-    def _heard(self, kind: str, text: str) -> None:
+    def _record(self, kind: str, text: str) -> None:
         if kind in ("error", "warning"):
-            self.complaints.append(text)
+            self.errors.append(text)
 
     def open(self, address: str) -> Page:
         self.page.goto(address)
@@ -65,14 +65,14 @@ class Watched:
         return self.page
 
     def check(self, *, hosts: set[str | None]) -> None:
-        assert self.complaints == []
+        assert self.errors == []
         assert self.hosts <= hosts
         overflow = self.page.evaluate("document.documentElement.scrollWidth - innerWidth")
         assert overflow <= 0, "wider than the window"
 
 
 def wait_until(page: Page, expression: str) -> None:
-    """Playwright's own way to wait evaluates text inside the page, which the page's policy forbids."""
+    """Poll until the expression is true. Playwright's own wait evaluates text in the page, which its policy forbids."""
     until = time.monotonic() + WAIT_MS / 1000
     while not page.evaluate(expression):
         assert time.monotonic() < until, f"not in time: {expression}"
@@ -83,8 +83,8 @@ def num_bars(page: Page, chart: str) -> int:
     return page.locator(f"#chart-{chart} .bars .point").count()
 
 
-def num_segments(run_dir: Path) -> int:
-    """Stays of samples in slots, counted anew where weights change beneath one."""
+def count_bars(run_dir: Path) -> int:
+    """Count the stays of samples in slots; a change of weights begins a new one."""
     running: dict[int, int] = {}  # sample, version
     count = 0
     for line in (run_dir / "events.jsonl").read_text().splitlines():
@@ -134,9 +134,9 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_report_of_one_run(browser: Browser, run_folder: Path, tmp_path: Path):
     report = write_report([run_folder / "replay"], tmp_path / "report.html")
-    watched = Watched(browser)
+    watched = WatchedPage(browser)
     page = watched.open(report.as_uri())
-    assert num_bars(page, "timeline-0") == num_segments(run_folder / "replay")
+    assert num_bars(page, "timeline-0") == count_bars(run_folder / "replay")
     view = "document.getElementById('chart-timeline-0').layout.xaxis.range[0]"
     assert page.evaluate(view) > 0
     page.get_by_role("button", name="whole run").click()
@@ -150,11 +150,11 @@ def test_a_report_of_one_run(browser: Browser, run_folder: Path, tmp_path: Path)
 
 def test_a_report_of_two_runs_on_a_phone(browser: Browser, run_folder: Path, tmp_path: Path):
     report = write_report([run_folder / "replay", run_folder / "partial"], tmp_path / "report.html")
-    watched = Watched(browser, width=390)
+    watched = WatchedPage(browser, width=390)
     page = watched.open(report.as_uri())
     assert page.locator("h1").inner_text() == "2 runs compared"
     for place, name in enumerate(("replay", "partial")):
-        assert num_bars(page, f"timeline-{place}") == num_segments(run_folder / name)
+        assert num_bars(page, f"timeline-{place}") == count_bars(run_folder / name)
     assert page.locator("#chart-samples .scatterlayer .trace").count() == 2 * (2 + 2 + 2)
     assert page.locator("#chart-ages-1 .hm").count() == 1, "only the second has old tokens"
     assert page.locator("#chart-ages-0").count() == 0
@@ -167,7 +167,7 @@ def test_the_dashboard_follows_a_live_run(browser: Browser, run_folder: Path, tm
     shutil.copytree(run_folder / "replay", runs / "other")
     settings = ["run.samples=20000", f"run.dir={runs}", "run.name=live", "schedule.strategy=sorted-partial"]
     config = Path(__file__).parents[2] / "configs" / "quickstart.toml"
-    watched = Watched(browser)
+    watched = WatchedPage(browser)
     page = watched.page
     with (
         forked_command(tmp_path, "dashboard", str(runs), "--port", "0", COLUMNS="500") as serving,
@@ -190,14 +190,14 @@ def test_the_dashboard_follows_a_live_run(browser: Browser, run_folder: Path, tm
         os.kill(training.pid, signal.SIGINT)  # far from its end: it stops as a user would stop it
         assert training.wait(WAIT_MS / 1000) == 0
         assert page.evaluate(curve) == held
-        page.get_by_role("button", name="Go on").click()
+        page.get_by_role("button", name="Continue").click()
         page.wait_for_selector("#run-rows tr[data-run=live] >> text=stopped")
         wait_until(page, "document.getElementById('head').innerText.includes('was stopped before it was complete')")
         final = (runs / "live" / "events.jsonl").read_text().count('"UpdateDone"')
         assert final >= num_updates
         wait_until(page, f"{curve} === {final}")
-        segments = min(num_segments(runs / "live"), 2 * MAX_BARS)
-        wait_until(page, f"document.querySelectorAll('#chart-timeline-0 .bars .point').length === {segments}")
+        expected = min(count_bars(runs / "live"), 2 * MAX_BARS)
+        wait_until(page, f"document.querySelectorAll('#chart-timeline-0 .bars .point').length === {expected}")
 
         sample = click_a_bar(page, "timeline-0")
         page.wait_for_selector("#sample[open] .answer")
@@ -210,7 +210,7 @@ def test_the_dashboard_follows_a_live_run(browser: Browser, run_folder: Path, tm
 
         page.locator("tr[data-run=other] input").check()
         page.wait_for_selector("text=2 runs compared")
-        others = num_segments(runs / "other")
+        others = count_bars(runs / "other")
         wait_until(page, f"document.querySelectorAll('#chart-timeline-1 .bars .point').length === {others}")
         watched.check(hosts={"127.0.0.1", None, ""})
         page.close()

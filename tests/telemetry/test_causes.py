@@ -1,16 +1,19 @@
-"""Slot time by cause: exact on a run worked out by hand, and whole on simulated and live ones."""
+"""Slot time by cause: exact on a run worked out by hand, and complete on simulated and live runs."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sortedrl.buffer import Buffer
 from sortedrl.config import SortedConfig
-from sortedrl.schedule import Strategy
+from sortedrl.schedule import Strategy, resolve_knobs
 from sortedrl.simulate.costs import load_cost
 from sortedrl.simulate.run import simulate
 from sortedrl.simulate.traces import load_trace
@@ -35,6 +38,7 @@ from sortedrl.telemetry.events import (
 from sortedrl.telemetry.slot_time import MEANINGS, WAITING, Cause
 from sortedrl.telemetry.summary import Summary
 from sortedrl.trainer import SortedTrainer
+from tests.support.scripted_runs import ScriptedPolicy, ScriptedRun, scripted_run
 from tests.telemetry.test_telemetry import folded
 
 
@@ -67,10 +71,10 @@ def taken(t: float, update: int, sample: int, length: int, **engine: float) -> B
 # Three slots; a running slot writes a token a second once its prompt is read.
 #  1 to  2 s: nothing runs: the cohort is loaded                                                    start-up     3
 #  2 to  7 s: 0, 1 and 2 read their prompts (1 s each: prefill 3) and write: 0 four tokens. 1 and 2 hold four each.
-#  7 to  8 s: 0's score is awaited, and the engine stands still                                     reward       3
+#  7 to  8 s: the loop waits for 0's score, and the engine pauses                                    reward       3
 #  8 to 10 s: update;  10 to 10.5 s: weights;  10.5 to 11 s: a checkpoint           update 6, publish 1.5, save 1.5
 # 11 to 15 s: 1 goes on, reads its 4 tokens and its prompt again in 2 s (a prompt has 4 tokens too: 1 s each), writes 2;
-#             2 starts again, reads its prompt in 1 s, stands still for 1 s while the loop works, writes 2. One is free.
+#             2 starts again, reads its prompt in 1 s, waits 1 s while the loop works, writes 2. One slot is free.
 RUN: list[Event] = [
     RunStarted(t=1.0, strategy="sorted", seed=0, slots=3, update_batch=1, total_samples=3),
     CohortLoaded(t=1.5, cohort=0, update=0, samples=[0, 1, 2]),
@@ -119,7 +123,7 @@ def test_a_run_worked_out_by_hand():
     assert folded(RUN).slot_time() == pytest.approx({cause: part / 45 for cause, part in SECONDS.items()})
 
 
-def test_an_attempt_that_is_interrupted_while_it_stands_still():
+def test_an_attempt_that_is_interrupted_while_it_is_paused():
     events: list[Event] = [
         replace(RUN[0], t=0.0, slots=2),
         started(0.0, 0, 0),
@@ -135,7 +139,7 @@ def test_an_attempt_that_is_interrupted_while_it_stands_still():
 
 
 @pytest.mark.parametrize("count", range(len(RUN) + 1))
-def test_at_every_moment_the_causes_are_whole(count: int):
+def test_at_every_moment_the_causes_are_complete(count: int):
     metrics = folded(RUN[:count])
     found = metrics.slot_time()
     if metrics.occupancy.now == metrics.occupancy.origin:
@@ -146,7 +150,7 @@ def test_at_every_moment_the_causes_are_whole(count: int):
         assert min(found.values()) >= 0.0
 
 
-def test_every_cause_has_a_meaning_and_a_place():
+def test_every_cause_has_a_meaning():
     assert set(MEANINGS) == set(Cause)
     assert set(WAITING) < set(Cause)
 
@@ -173,7 +177,7 @@ def test_the_causes_of_simulated_runs_agree_with_their_summary(
         update_s=update_s,
         seed=seed,
     )
-    check_whole(summary, tolerance=1e-6)
+    check_complete(summary)
     found, wall = summary.slot_time, summary.wall_s
     working = sum(found[cause] for cause in Cause if cause not in (*WAITING, Cause.OVERHEAD))
     assert working == pytest.approx((1.0 - summary.bubble_ratio) * summary.rollout_s / wall, abs=1e-6)
@@ -189,7 +193,7 @@ def test_the_causes_of_simulated_runs_agree_with_their_summary(
 
 
 @pytest.mark.parametrize("strategy", [strategy for strategy in Strategy if strategy is not Strategy.ASYNC])
-def test_without_attempts_the_engine_tells_how_busy_slots_were(strategy: Strategy):
+def test_without_attempts_the_engine_reports_how_busy_slots_were(strategy: Strategy):
     events: list[Event] = []
     summary = simulate(
         load_trace("lognormal(40, 1.0, 400)", samples=96),
@@ -209,18 +213,56 @@ def test_without_attempts_the_engine_tells_how_busy_slots_were(strategy: Strateg
     assert folded(few).slot_time() == pytest.approx(summary.slot_time, abs=1e-6)
 
 
-def check_whole(summary: Summary, *, tolerance: float) -> None:
+def check_complete(summary: Summary) -> None:
     found = summary.slot_time
     assert found is not None
     assert set(found) == {cause.value for cause in Cause}
-    assert sum(found.values()) == pytest.approx(1.0, abs=tolerance)
-    assert min(found.values()) >= -tolerance
-    assert found["trained"] == pytest.approx(summary.goodput * summary.rollout_s / summary.wall_s, abs=tolerance)
-    assert found["in_flight"] == pytest.approx(0.0, abs=tolerance) or summary.status == "stopped"
+    assert sum(found.values()) == pytest.approx(1.0, abs=1e-6)
+    assert min(found.values()) >= -1e-6
+    assert found["trained"] == pytest.approx(summary.goodput * summary.rollout_s / summary.wall_s, abs=1e-6)
+    assert found["in_flight"] == pytest.approx(0.0, abs=1e-6) or summary.status == "stopped"
+
+
+@dataclass(slots=True, kw_only=True)
+class SlowCheckpoints:
+    """A checkpoint after every update, which takes two seconds."""
+
+    run_of: ScriptedRun
+
+    def is_due(self, num_updates: int) -> bool:
+        return True
+
+    def run(self, buffer: Buffer, state: Mapping[str, Any]) -> None:
+        clock = self.run_of.clock
+        clock.advance(clock.now() + 2.0)
+        self.run_of.events.append(CheckpointSaved(t=clock.now(), version=buffer.version, seq=1, seconds=2.0))
+
+
+@pytest.mark.parametrize("strategy", list(Strategy))
+def test_the_causes_of_a_run_of_the_real_controller_agree_with_its_timing(strategy: Strategy):
+    run = scripted_run(
+        resolve_knobs(strategy, update_batch=8),
+        policy=ScriptedPolicy(longest=60, length_change=0.2, divergence=0.01),
+        slots=8,
+        num_samples=64,
+        update_s=5.0,
+    )
+    run.controller.checkpoints = SlowCheckpoints(run_of=run)
+    assert run.controller.run()
+    start = RunStarted(t=0.0, strategy=strategy, seed=0, slots=8, update_batch=8, total_samples=64)
+    metrics, timing = folded([start, *run.events]), run.controller.timing()
+    found = metrics.slot_time()
+    assert found is not None
+    assert sum(found.values()) == pytest.approx(1.0)
+    assert timing.save_s > 0.0
+    assert found["save"] == pytest.approx(timing.save_s / timing.wall_s)
+    assert found["trained"] == pytest.approx(metrics.goodput(timing) * timing.rollout_s / timing.wall_s)
+    if strategy is not Strategy.ASYNC:
+        assert found["update"] == pytest.approx(timing.update_s / timing.wall_s)
 
 
 @pytest.mark.parametrize("strategy", ["sorted-replay", "sorted-partial", "async"])
-def test_the_causes_of_a_live_run_are_whole(tmp_path: Path, strategy: str):
+def test_the_causes_of_a_live_run_are_complete(tmp_path: Path, strategy: str):
     config = SortedConfig(
         run={"name": "live", "dir": str(tmp_path), "samples": 48, "report": False},
         schedule={"strategy": strategy, "update_batch": 16, "cohort_batches": 3},
@@ -230,13 +272,14 @@ def test_the_causes_of_a_live_run_are_whole(tmp_path: Path, strategy: str):
         checkpoint={"every_updates": 1},
     )
     summary = SortedTrainer(args=config, quiet=True).train()
-    check_whole(summary, tolerance=0.005)
-    found, wall = summary.slot_time, summary.wall_s
+    found = summary.slot_time
+    assert found is not None
+    assert set(found) == {cause.value for cause in Cause}
+    assert sum(found.values()) == pytest.approx(1.0)
+    assert min(found.values()) >= -1e-9
     assert found["prefill"] > 0.0
-    assert found["save"] == pytest.approx(summary.save_s / wall, abs=0.005)
-    if strategy != "async":
-        assert found["update"] == pytest.approx(summary.update_s / wall, abs=0.005)
-    # The file alone tells the same.
+    assert found["save"] > 0.0
+    # The file alone gives the same result.
     metrics = folded(list(read_events(tmp_path / "live" / "events.jsonl")))
     assert metrics.slot_time() == pytest.approx(found)
-    assert 0.0 < summary.emit_s < wall
+    assert summary.emit_s > 0.0

@@ -125,7 +125,7 @@ def test_a_sample_that_cannot_be_told_says_why(address: str):
     _, _, body = get(address, "api/sample?run=one&sample=3")
     assert "no ledger at" in json.loads(body)["problem"]
     _, _, body = get(address, "api/sample?run=one&sample=x")
-    assert "is no number of a sample" in json.loads(body)["problem"]
+    assert "is not a sample number" in json.loads(body)["problem"]
 
 
 def test_beyond_loopback_nothing_is_told_without_the_token(runs: Path):
@@ -187,13 +187,13 @@ def test_a_run_that_grows_is_read_on(tmp_path: Path):
     (tmp_path / "run").mkdir()
     events, views = tmp_path / "run" / "events.jsonl", RunViews()
     events.write_bytes(b"")
-    assert "tells of no run yet" in views.look([tmp_path / "run"]).problem
+    assert "has no RunStarted yet" in views.poll([tmp_path / "run"]).problem
     events.write_bytes(b"".join(lines[:100]) + lines[100][:7])
-    first = views.look([tmp_path / "run"])
-    assert views.look([tmp_path / "run"]) is first, "nothing has changed"
+    first = views.poll([tmp_path / "run"])
+    assert views.poll([tmp_path / "run"]) is first, "nothing has changed"
     assert first.parts is not None
     events.write_bytes(b"".join(lines))
-    last = views.look([tmp_path / "run"])
+    last = views.poll([tmp_path / "run"])
     assert last.parts is not None
     assert views.readers[tmp_path / "run"].view.metrics.updates == 4
     assert last.parts.figures["samples"] != first.parts.figures.get("samples")

@@ -165,7 +165,7 @@ def test_report_before_the_first_update(tmp_path: Path):
         sink.emit(event)
     sink.close()
     page = Page(write_report([tmp_path / "young"], tmp_path / "r.html").read_text())
-    assert "No update was done yet" in page.text
+    assert "No update is done yet" in page.text
     assert page.charts == ["timeline-0", "lives-0"]
 
 

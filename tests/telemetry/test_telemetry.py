@@ -1,4 +1,4 @@
-"""Figures against a run worked out by hand, the way of events through files, and what the console says."""
+"""Figures of a run worked out by hand, events written to and read from files, and the console."""
 
 from __future__ import annotations
 
@@ -348,9 +348,9 @@ def test_slot_time_has_a_column_a_strategy_and_no_row_without_time():
     assert table is not None
     Console(file=out, width=80).print(table)
     rows = {line.strip()[:30].strip(): line.split()[-2:] for line in out.getvalue().splitlines() if line.strip()}
-    assert rows["idle: the tail of the harvest"] == ["7.7%", "15.4%"]  # a mean of 8 / 52 and 0
-    assert rows["waiting on rewards"] == ["7.7%", "0.0%"]
-    assert "reading prompts" not in rows
+    assert rows["idle: tail of the harvest"] == ["7.7%", "15.4%"]  # a mean of 8 / 52 and 0
+    assert rows["waiting for rewards"] == ["7.7%", "0.0%"]
+    assert "prefill of prompts" not in rows
     assert slot_time_table([("sync", None)]) is None
 
 

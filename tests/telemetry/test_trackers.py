@@ -146,7 +146,7 @@ def test_both_trackers_of_a_live_run(tmp_path: Path):
 
 def test_a_tracker_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"names wandb, which is not installed: pip install sortedrl\[wandb\]"):
+    with pytest.raises(ConfigError, match=r"names wandb, which is not installed: run pip install sortedrl\[wandb\]"):
         check_trackers(["wandb"])
     check_trackers([])
 

@@ -1,1 +1,1 @@
-"""What a run tells: typed events, metrics derived from them, and the views that read a run directory."""
+"""Typed events of a run, the figures computed from them, and the pages and traces that read a run directory."""

@@ -1,7 +1,7 @@
-"""What a run shows while it goes on: a live panel in a terminal, plain lines elsewhere, nothing when quiet.
+"""The progress of a run: a live panel in a terminal, plain lines elsewhere, nothing when quiet.
 
-One of the sinks of a run; it reads the figures that a shared `RunMetrics` has folded before. It writes to the console
-that it is given (standard error, so that standard output stays free for results) and to nothing else.
+This is one of the sinks of a run; the shared `RunMetrics` must receive each event before it. It writes only to the
+console that it is given (standard error, so that standard output stays free for results).
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from sortedrl.telemetry.metrics import RunMetrics
 from sortedrl.telemetry.slot_time import Cause
 from sortedrl.telemetry.summary import number, share
 
-_REFRESH_S = 0.5  # drawing takes milliseconds of the run's own thread
+_REFRESH_S = 0.5  # drawing takes milliseconds of the run's thread
 _BAR_CELLS = 32
 _SHOWN_CAUSES = 4
-_DOING = {None: "", Cause.UPDATE: "updating", Cause.PUBLISH: "publishing"}
+_ACTIVITY = {None: "", Cause.UPDATE: "updating", Cause.PUBLISH: "publishing"}
 
 
 class ConsoleSink:
-    """Progress of one run on `console`.
+    """Shows the progress of one run on `console`.
 
-    Where that is no terminal a line is due when `every_updates` updates or `every_s` seconds of the run's clock have
-    passed since the last one. `clock` paces the live panel.
+    If `console` is not a terminal, it prints a line once `every_updates` updates or `every_s` seconds of the run's
+    clock have passed since the last line. `clock` sets the pace of the live panel.
     """
 
     def __init__(
@@ -62,14 +62,14 @@ class ConsoleSink:
         self._clock = clock
         self._live: Live | None = None
         self._progress = Progress(
-            BarColumn(bar_width=None), _SamplesColumn(), _LeftColumn(metrics), console=console, expand=True
+            BarColumn(bar_width=None), _SamplesColumn(), _TimeLeftColumn(metrics), console=console, expand=True
         )
         self.kinds = frozenset({RunStarted, RunResumed, UpdateDone, Evaluated, RunEnded})
         if console.is_terminal and not quiet:
-            self.kinds |= {AttemptStarted, AttemptEnded, BatchTaken, WeightsPublished}  # something to draw
+            self.kinds |= {AttemptStarted, AttemptEnded, BatchTaken, WeightsPublished}  # for the live panel
         self._drawn_at = 0.0
-        self._said_update = 0
-        self._said_t = 0.0
+        self._printed_update = 0
+        self._printed_t = 0.0
 
     def emit(self, event: Event) -> None:
         if self._quiet:
@@ -82,7 +82,7 @@ class ConsoleSink:
                 if not self._progress.task_ids:
                     self._start(self._metrics.run)
             case UpdateDone() if self._live is None:
-                self._say_progress(event)
+                self._print_progress(event)
             case Evaluated():
                 self._console.print(evaluated_line(event), highlight=False, soft_wrap=True)
             case RunEnded():
@@ -93,13 +93,11 @@ class ConsoleSink:
             self._draw()
 
     def close(self) -> None:
-        """Leave the terminal as it was; safe to call twice."""
+        """Stop the live panel; safe to call twice."""
         if self._live is not None:
             self._draw()
             self._live.stop()
             self._live = None
-
-    # ---- inside -----------------------------------------------------------------------------------------------------
 
     def _start(self, event: RunStarted) -> None:
         self._console.print(
@@ -108,11 +106,11 @@ class ConsoleSink:
             highlight=False,
             soft_wrap=True,
         )
-        self._said_t = event.t
+        self._printed_t = event.t
         self._progress.add_task("", total=max(event.total_samples, 1))
         if self._console.is_terminal:
-            # Refreshed from `emit`, in the run's own thread: no timer thread competes with the engine. Standard output
-            # is left alone, since results go there.
+            # `emit` refreshes the panel in the run's thread, so no timer thread competes with the engine. Standard
+            # output is not redirected, because results go there.
             self._live = Live(console=self._console, auto_refresh=False, redirect_stdout=False)
             self._live.start()
             self._draw()
@@ -123,15 +121,15 @@ class ConsoleSink:
         self.close()
         self._console.print(f"run {escape(event.reason)} after {event.t:,.1f} s", highlight=False)
 
-    def _say_progress(self, event: UpdateDone) -> None:
+    def _print_progress(self, event: UpdateDone) -> None:
         updates = self._metrics.updates
-        is_due = updates - self._said_update >= self._every_updates or event.t - self._said_t >= self._every_s
+        is_due = updates - self._printed_update >= self._every_updates or event.t - self._printed_t >= self._every_s
         if is_due:
-            self._said_update, self._said_t = updates, event.t
+            self._printed_update, self._printed_t = updates, event.t
             self._console.print(progress_line(self._metrics), highlight=False, soft_wrap=True)
 
     def _draw(self) -> None:
-        assert self._live is not None, "nothing is drawn without a live panel"
+        assert self._live is not None, "there is no live panel to draw"
         self._drawn_at = self._clock()
         for task_id in self._progress.task_ids:
             self._progress.update(task_id, completed=self._metrics.samples)
@@ -145,7 +143,7 @@ class _SamplesColumn(ProgressColumn):
         return Text(f"{task.completed:,.0f}/{task.total or 0:,.0f} samples")
 
 
-class _LeftColumn(ProgressColumn):
+class _TimeLeftColumn(ProgressColumn):
     def __init__(self, metrics: RunMetrics) -> None:
         super().__init__()
         self._metrics = metrics
@@ -155,7 +153,7 @@ class _LeftColumn(ProgressColumn):
 
 
 def time_left(metrics: RunMetrics) -> str:
-    """Minutes and seconds until all samples are trained, at the mean speed so far."""
+    """Return the time until all samples are trained, at the mean speed so far."""
     if metrics.run is None or not metrics.samples:
         return "–:––"
     left = max(metrics.run.total_samples - metrics.samples, 0)
@@ -166,7 +164,7 @@ def time_left(metrics: RunMetrics) -> str:
 
 
 def progress_line(metrics: RunMetrics) -> str:
-    """One plain line; reward and length are of the last batch, the rest of the run so far."""
+    """Return one line of progress: reward and length of the last batch, the other figures for the run so far."""
     total = metrics.run.total_samples if metrics.run is not None else 0
     done = f"{metrics.samples:,}/{total:,} samples ({metrics.samples / max(total, 1):.0%})"
     figures = ", ".join(f"{name} {value}" for name, value in _figures(metrics))
@@ -174,18 +172,18 @@ def progress_line(metrics: RunMetrics) -> str:
 
 
 def evaluated_line(event: Evaluated) -> str:
-    # Where answers earn one or nothing, the mean reward is the accuracy, and is not said twice.
+    # If rewards are only 0 or 1, the mean reward equals the accuracy and is not repeated.
     reward = event.sampled_reward
-    is_told = reward is not None and abs(reward - event.sampled_accuracy) > 1e-9
+    has_reward = reward is not None and abs(reward - event.sampled_accuracy) > 1e-9
     return (
         f"held-out accuracy after {event.samples_trained:,} samples: {event.sampled_accuracy:.3f} sampled, "
         f"{event.greedy_accuracy:.3f} greedy, mean length {event.mean_length:.1f}"
-        + (f", mean reward {reward:.3f}" if is_told else "")
+        + (f", mean reward {reward:.3f}" if has_reward else "")
     )
 
 
 def panel_rows(metrics: RunMetrics, *, is_ascii: bool = False) -> list[Text]:
-    """What a live panel shows below its progress: figures, slots, and what most slot time goes into."""
+    """Return the rows of the live panel below its progress bar: figures, slots, and the largest causes of slot time."""
     figures = _figures(metrics)
     rows = [_named(figures[:3]), _named(figures[3:]), slots_bar(metrics, is_ascii)]
     if (shares := metrics.slot_time()) is not None:
@@ -200,7 +198,7 @@ def _named(figures: Sequence[tuple[str, str]]) -> Text:
 
 
 def slots_bar(metrics: RunMetrics, is_ascii: bool = False) -> Text:
-    """How many slots run at this moment."""
+    """Return a bar that shows how many slots work at this moment."""
     slots, running = metrics.slots, metrics.occupancy.running - metrics.occupancy.paused
     cells = min(slots, _BAR_CELLS)
     busy = round(cells * running / slots) if slots else 0
@@ -210,7 +208,7 @@ def slots_bar(metrics: RunMetrics, is_ascii: bool = False) -> Text:
         (full * busy, "blue"),
         (empty * (cells - busy), "dim"),
         f" {running}/{slots}",
-        (f"  {_DOING[metrics.occupancy.waiting_for]}", "dim"),
+        (f"  {_ACTIVITY[metrics.occupancy.waiting_for]}", "dim"),
     )
 
 

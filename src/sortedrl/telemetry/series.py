@@ -1,7 +1,7 @@
-"""Series that stay small however long a run is: they merge neighbours, or keep the two ends.
+"""Series of bounded size for runs of any length: they merge neighbours, or keep both ends.
 
-`view.py` folds a run into them. What they keep true: memory is bounded by the limit given, sums and counts are exact,
-and each says how much it has merged or left out, so that a caption can.
+`view.py` collects a run in them. Guarantees: memory stays within the given limit, sums and counts are exact, and each
+series tells how much it has merged or left out, so that captions can say it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ Point = TypeVar("Point")
 
 
 class Thinned(Generic[Point]):
-    """Points in order; when there would be too many, neighbours are merged two by two, again and again.
+    """Points in order. Whenever the limit is reached, neighbours are merged in pairs.
 
-    `stride` is how many points one stands for; the last may stand for fewer.
+    Each point stands for `stride` original points; the last may stand for fewer.
     """
 
     def __init__(self, limit: int, merge: Callable[[Point, Point], Point]) -> None:
-        assert limit % 2 == 0, f"points are merged in pairs: {limit} is no even limit"
+        assert limit % 2 == 0, f"points are merged in pairs, so the limit must be even, not {limit}"
         self.points: list[Point] = []
         self.stride = 1
         self._limit = limit
@@ -48,7 +48,7 @@ class Thinned(Generic[Point]):
 
 
 class Ends(Generic[Point]):
-    """The first `limit` items and the last `limit`, with how many there were in all."""
+    """The first `limit` items and the last `limit`; `num_seen` counts all items."""
 
     def __init__(self, limit: int) -> None:
         self.first: list[Point] = []
@@ -76,16 +76,16 @@ class Ends(Generic[Point]):
 
 
 class TimeBins:
-    """Slot-seconds by row over time, in at most `limit` bins of one width that doubles as time goes on."""
+    """Slot-seconds by row over time, in at most `limit` bins of equal width, which doubles as time goes on."""
 
     def __init__(self, num_rows: int, *, limit: int = 480, width: float = 1 / 64) -> None:
-        assert limit % 2 == 0, f"bins are merged in pairs: {limit} is no even limit"
+        assert limit % 2 == 0, f"bins are merged in pairs, so the limit must be even, not {limit}"
         self.width = width
         self.rows: list[list[float]] = [[0.0] * limit for _ in range(num_rows)]
         self._limit = limit
 
     def add(self, row: int, start: float, end: float, height: float = 1.0) -> None:
-        """Something of this height from `start` to `end`."""
+        """Add `height` slots from `start` to `end`."""
         while end > self.width * self._limit:
             self._double()
         bins, width = self.rows[row], self.width
@@ -99,7 +99,7 @@ class TimeBins:
         bins[last] += (end - last * width) * height
 
     def heights(self, seconds: float) -> tuple[list[float], list[list[float]]]:
-        """The edges of the bins up to `seconds`, and by row the mean height in each."""
+        """Return the edges of the bins up to `seconds`, and for each row the mean height in each bin."""
         count = max(min(-int(-seconds // self.width), self._limit), 1)
         edges = [position * self.width for position in range(count)] + [max(seconds, 1e-9)]
         widths = [max(end - start, 1e-12) for start, end in pairwise(edges)]

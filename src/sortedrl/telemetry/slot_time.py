@@ -37,17 +37,17 @@ class Cause(StrEnum):
 
 MEANINGS: dict[Cause, str] = {
     Cause.TRAINED: "decoding tokens that were trained",
-    Cause.IN_FLIGHT: "decoding tokens that were not trained yet",
+    Cause.IN_FLIGHT: "decoding tokens that are not trained yet",
     Cause.DISCARDED: "decoding tokens that were thrown away",
-    Cause.RECOMPUTED: "reading cached tokens again",
-    Cause.PREFILL: "reading prompts",
-    Cause.OVERHEAD: "between steps",
-    Cause.TAIL: "idle: the tail of the harvest",
-    Cause.REWARD: "waiting on rewards",
-    Cause.UPDATE: "waiting on the update",
-    Cause.PUBLISH: "waiting on new weights",
-    Cause.SAVE: "waiting on a checkpoint",
-    Cause.START_UP: "idle: starting up",
+    Cause.RECOMPUTED: "prefill of answer tokens again",
+    Cause.PREFILL: "prefill of prompts",
+    Cause.OVERHEAD: "overhead between steps",
+    Cause.TAIL: "idle: tail of the harvest",
+    Cause.REWARD: "waiting for rewards",
+    Cause.UPDATE: "waiting for the update",
+    Cause.PUBLISH: "waiting for new weights",
+    Cause.SAVE: "waiting for a checkpoint",
+    Cause.START_UP: "idle: start-up",
 }
 _TAIL, _START_UP = Cause.TAIL, Cause.START_UP  # used at every event; Python 3.11 looks up enum members slowly
 WAITING = (Cause.TAIL, Cause.REWARD, Cause.UPDATE, Cause.PUBLISH, Cause.SAVE, Cause.START_UP)

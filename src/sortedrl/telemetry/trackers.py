@@ -1,9 +1,9 @@
-"""A run's scalars in TensorBoard and Weights & Biases: sinks for whoever keeps their runs there.
+"""Sinks that write a run's scalars to TensorBoard and Weights & Biases.
 
-The trainer opens those that the configuration names; both need optional packages. They read the figures that a shared
-`RunMetrics` has folded before. What they keep true: the step of every scalar is the number of samples trained, so that
-strategies compare; nothing is sent anywhere unless the configuration says `online`; a tracker that fails warns once,
-and the run goes on (`Fanout`).
+The trainer opens the trackers that the configuration names; both need optional packages. The shared `RunMetrics` must
+receive each event before them. Guarantees: the step of every scalar is the number of samples trained, so that
+strategies can be compared. Nothing leaves the machine unless the configuration says `online`. A tracker that fails
+warns once, and the run continues (`Fanout`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class TrackSettings:
-    """What a tracker that keeps many runs wants to know of this one; `config` is without secrets."""
+    """How a tracker labels this run; `config` contains no secrets."""
 
     project: str
     name: str
@@ -40,7 +40,7 @@ class TrackSettings:
 
 
 def update_scalars(row: UpdateRow) -> dict[str, float]:
-    """The scalars of an update by name; what does not apply or is not finite is left out."""
+    """Return the scalars of an update by name, without those that do not apply or are not finite."""
     named = {
         "batch/reward": row.reward_mean,
         "batch/length": row.mean_length,
@@ -75,7 +75,7 @@ def _finite(named: Mapping[str, float | None]) -> dict[str, float]:
 
 
 class TrackerSink(ABC):
-    """What trackers have in common: which events make scalars, and at which step."""
+    """Base of the trackers: turns events into scalars and steps."""
 
     kinds = frozenset({UpdateDone, Evaluated, RunResumed})
 
@@ -99,7 +99,7 @@ class TrackerSink(ABC):
 
     @abstractmethod
     def go_back(self, step: int) -> None:
-        """The run was resumed: what was written past this step is void."""
+        """Drop what was written after this step, because the run was resumed there."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -112,7 +112,7 @@ class TensorBoardSink(TrackerSink):
         super().__init__(metrics)
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        # By name: generated modules, whose classes no type checker sees.
+        # Imported by name: type checkers do not see the classes of generated modules.
         self._events: Any = import_module("tensorboard.compat.proto.event_pb2")
         self._summaries: Any = import_module("tensorboard.compat.proto.summary_pb2")
         self._writer = EventFileWriter(str(folder), flush_secs=_FLUSH_S)
@@ -133,14 +133,14 @@ class TensorBoardSink(TrackerSink):
 
 
 class WandbSink(TrackerSink):
-    """A run of Weights & Biases, kept in `folder`; `wandb sync` sends an offline one.
+    """A run of Weights & Biases in `folder`; `wandb sync` uploads an offline run.
 
-    Of the machine it records nothing: no host name, no command line, no environment, no code.
+    It records nothing about the machine: no host name, command line, environment or code.
     """
 
     def __init__(self, folder: Path, metrics: RunMetrics, settings: TrackSettings) -> None:
         super().__init__(metrics)
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # read when it is imported
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # wandb reads it on import
         import wandb
 
         quiet = wandb.Settings(
@@ -169,33 +169,35 @@ class WandbSink(TrackerSink):
         self._run.log({"samples": step, **scalars})
 
     def go_back(self, step: int) -> None:
-        """A resumed run is another one of the same group: nothing in it is void."""
+        """Do nothing: a resumed run is a new run of the same group."""
 
     def close(self) -> None:
         self._run.finish()
 
 
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}
-"""What each tracker needs; the extra of this package has the same name."""
+"""The package that each tracker needs; the extra of this package has the same name."""
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Refuse a tracker whose package is not installed, before a run starts."""
+    """Raise ConfigError for a tracker whose package is not installed."""
     for name in names:
         if find_spec(PACKAGES[name]) is None:
-            raise ConfigError(f"track.to names {name}, which is not installed: pip install sortedrl[{name}]")
+            raise ConfigError(
+                f"track.to names {name}, which is not installed: run pip install sortedrl[{name}], or remove it"
+            )
 
 
 def open_trackers(
     names: Sequence[str], run_dir: Path, metrics: RunMetrics, settings: TrackSettings
 ) -> list[TrackerSink]:
-    """The trackers of these names; one that cannot start is reported and left out."""
+    """Return the named trackers, without those that cannot start; they are logged."""
     opened: list[TrackerSink] = []
     for name in names:
         try:
             opened.append(_open(name, run_dir, metrics, settings))
-        except Exception as error:  # whatever it is, training matters more
-            log.warning("%s cannot start (%s: %s); training goes on without it", name, type(error).__name__, error)
+        except Exception as error:  # training is more important than any tracker
+            log.warning("%s cannot start (%s: %s); training continues without it", name, type(error).__name__, error)
     return opened
 
 
@@ -206,4 +208,4 @@ def _open(name: str, run_dir: Path, metrics: RunMetrics, settings: TrackSettings
         case "wandb":
             return WandbSink(run_dir, metrics, settings)
         case _:
-            raise AssertionError(f"no tracker is called {name}")
+            raise AssertionError(f"there is no tracker {name}")

@@ -1,5 +1,5 @@
-// The dashboard's page: the list of runs, one connection that follows those chosen, and one sample's tokens.
-// All text from runs goes through textContent; the HTML that the server sends was escaped there.
+// The dashboard's page: the list of runs, one connection that follows the chosen runs, and the tokens of one sample.
+// Text from runs is inserted with textContent only; the HTML from the server is already escaped.
 "use strict";
 (() => {
   const colours = ["#0072B2", "#E69F00", "#009E73", "#F0E442", "#CC79A7", "#56B4E9"];
@@ -30,7 +30,7 @@
     try {
       answer = await (await fetch("api/runs")).json();
     } catch {
-      say("the server does not answer");
+      say("the server does not respond");
       return;
     }
     listed = answer.runs;
@@ -38,10 +38,10 @@
     const kept = shown.filter((key) => keys.has(key));
     if (!kept.length && listed.length) kept.push(listed[0].key);
     if (!listed.length) {
-      byId("runs-text").textContent = "No run yet in " + answer.places.join(", ") + ". One that starts there will show up here.";
+      byId("runs-text").textContent = "No run yet in " + answer.folders.join(", ") + ". A run that starts there will appear here.";
       say("waiting for a run");
     } else {
-      byId("runs-text").textContent = "Choose a run to follow; tick several to compare them.";
+      byId("runs-text").textContent = "Choose a run to follow, or several to compare.";
     }
     byId("run-rows").replaceChildren(...listed.map(row));
     if (String(kept) !== String(shown) || (!source && kept.length)) show(kept);
@@ -93,7 +93,7 @@
       stop();
       byId("head").replaceChildren();
       byId("frame").replaceChildren();
-      say("no run is chosen");
+      say("choose a run");
     }
   }
 
@@ -107,16 +107,16 @@
     if (paused) return;
     say("reading");
     source = new EventSource("api/follow?" + new URLSearchParams(shown.map((key) => ["run", key])));
-    source.onmessage = (event) => take(JSON.parse(event.data));
-    source.onerror = () => say(source && source.readyState === EventSource.CLOSED ? "the server has refused" : "connection lost, trying again");
+    source.onmessage = (event) => apply(JSON.parse(event.data));
+    source.onerror = () => say(source && source.readyState === EventSource.CLOSED ? "the server refused the connection" : "connection lost, reconnecting");
   }
 
-  function take(message) {
+  function apply(message) {
     if (message.problem) {
       byId("head").replaceChildren(make("p", message.problem, "note"));
       byId("frame").replaceChildren();
       frame = null;
-      say("cannot be read");
+      say("the run cannot be read");
       return;
     }
     if (message.frame === undefined) {
@@ -140,10 +140,10 @@
   byId("pause").addEventListener("click", () => {
     paused = !paused;
     byId("pause").setAttribute("aria-pressed", String(paused));
-    byId("pause").textContent = paused ? "Go on" : "Pause";
+    byId("pause").textContent = paused ? "Continue" : "Pause";
     if (paused) {
       stop();
-      say("paused at " + now() + "; the runs go on");
+      say("paused at " + now() + "; the runs continue");
     } else {
       frame = null;
       list();
@@ -158,24 +158,24 @@
     byId("sample-body").replaceChildren(make("p", "reading the ledger", "soft"));
     if (!byId("sample").open) byId("sample").showModal();
     const query = new URLSearchParams({ run, sample });
-    let told;
+    let found;
     try {
-      told = await (await fetch("api/sample?" + query)).json();
+      found = await (await fetch("api/sample?" + query)).json();
     } catch {
-      told = { problem: "the server does not answer" };
+      found = { problem: "the server does not respond" };
     }
-    byId("sample-body").replaceChildren(...(told.problem ? [make("p", told.problem, "note")] : tell(told)));
+    byId("sample-body").replaceChildren(...(found.problem ? [make("p", found.problem, "note")] : describe(found)));
   }
 
-  function tell(told) {
-    const facts = `Cohort ${told.cohort}, ${told.state}, ${number(told.num_tokens)} tokens.`;
-    const parts = [make("p", facts, "soft"), make("h3", "Prompt"), make("div", told.prompt, "prompt"), make("h3", "Answer, coloured by version")];
-    if (!told.has_tokens) parts.push(make("p", "This ledger leaves out the tokens of trained samples.", "soft"));
-    else if (!told.tokens.length) parts.push(make("p", "It holds no tokens.", "soft"));
-    else parts.push(answer(told.tokens));
-    if (told.is_cut) parts.push(make("p", `The first ${number(told.tokens.length)} tokens are shown.`, "soft"));
-    if (!told.is_spelled) parts.push(make("p", "Token numbers: the run has no tokenizer to spell them with.", "soft"));
-    parts.push(make("h3", "Life"), life(told.moments));
+  function describe(sample) {
+    const facts = `Cohort ${sample.cohort}, ${sample.state}, ${number(sample.num_tokens)} tokens.`;
+    const parts = [make("p", facts, "soft"), make("h3", "Prompt"), make("div", sample.prompt, "prompt"), make("h3", "Answer, coloured by version")];
+    if (!sample.has_tokens) parts.push(make("p", "The ledger of this run does not store the tokens of trained samples.", "soft"));
+    else if (!sample.tokens.length) parts.push(make("p", "The answer has no tokens yet.", "soft"));
+    else parts.push(answer(sample.tokens));
+    if (sample.is_cut) parts.push(make("p", `The first ${number(sample.tokens.length)} tokens are shown.`, "soft"));
+    if (!sample.is_spelled) parts.push(make("p", "Tokens are shown as numbers, because the run has no tokenizer.", "soft"));
+    parts.push(make("h3", "History"), historyTable(sample.moments));
     return parts;
   }
 
@@ -198,7 +198,7 @@
     return box;
   }
 
-  function life(moments) {
+  function historyTable(moments) {
     const scroll = make("div", undefined, "scroll");
     const table = make("table");
     const head = make("tr");

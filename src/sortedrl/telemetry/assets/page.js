@@ -1,11 +1,11 @@
-// Draws the figures of a page, for the report and the dashboard alike. Nothing here fetches anything.
+// Draws the figures of a page, for both report and dashboard. This script makes no requests.
 "use strict";
 const pageCharts = (() => {
   const config = { responsive: true, displayModeBar: false };
-  // A finger that scrolls the page must not be caught by a chart that wants to zoom.
+  // On a touch screen, a finger that scrolls the page must not zoom a chart.
   const isTouch = matchMedia("(pointer: coarse)").matches;
-  const chosen = new Map(); // the stretch of time that a reader has asked for, by chart
-  const latest = new Map(); // the figure drawn last, by chart
+  const chosen = new Map(); // the time range that the reader has chosen, by chart
+  const latest = new Map(); // the last figure drawn, by chart
 
   function draw(name, figure) {
     const div = document.getElementById("chart-" + name);
@@ -16,20 +16,20 @@ const pageCharts = (() => {
     if (views) {
       const view = chosen.get(name) || figure.layout.meta.view;
       figure.layout.xaxis.range = [...views[view]];
-      offer(name, div, Object.keys(views), view);
+      showViewButtons(name, div, Object.keys(views), view);
     }
     const isFirst = !div.classList.contains("js-plotly-plot");
     return Plotly.react(div, figure.data, figure.layout, config).then(() => {
-      scalable(div);
+      setViewBox(div);
       if (isFirst) {
         div.on("plotly_click", (event) => click(name, div, event));
-        div.on("plotly_afterplot", () => scalable(div));
+        div.on("plotly_afterplot", () => setViewBox(div));
       }
       div.dispatchEvent(new CustomEvent("drawn", { bubbles: true }));
     });
   }
 
-  function offer(name, div, names, current) {
+  function showViewButtons(name, div, names, current) {
     let bar = div.previousElementSibling;
     if (!bar || !bar.classList.contains("views")) {
       bar = document.createElement("div");
@@ -50,7 +50,7 @@ const pageCharts = (() => {
     chosen.set(name, view);
     const div = document.getElementById("chart-" + name);
     const figure = latest.get(name);
-    offer(name, div, Object.keys(figure.layout.meta.views), view);
+    showViewButtons(name, div, Object.keys(figure.layout.meta.views), view);
     Plotly.relayout(div, { "xaxis.range": [...figure.layout.meta.views[view]] });
   }
 
@@ -64,12 +64,12 @@ const pageCharts = (() => {
       line.className = "picked";
       div.after(line);
     }
-    line.textContent = name.startsWith("timeline") ? tell(sample, latest.get(name)) : "sample " + sample;
+    line.textContent = name.startsWith("timeline") ? describe(sample, latest.get(name)) : "sample " + sample;
     div.dispatchEvent(new CustomEvent("sample", { bubbles: true, detail: { sample, chart: name } }));
   }
 
-  // What the bars of a timeline say of one sample.
-  function tell(sample, figure) {
+  // Describes the bars of one sample in a timeline.
+  function describe(sample, figure) {
     const bars = figure.data.find((trace) => trace.type === "bar");
     const parts = bars.customdata
       .filter((data) => data[0] === sample)
@@ -84,8 +84,8 @@ const pageCharts = (() => {
     next();
   }
 
-  // Paper is narrower than a window: drawings are scaled there, not cut, which needs to know their shape.
-  function scalable(div) {
+  // Paper is narrower than a window. With a view box, charts are scaled to the paper instead of cut.
+  function setViewBox(div) {
     const box = div.querySelector(".svg-container");
     for (const svg of box.querySelectorAll(":scope > .main-svg")) {
       svg.setAttribute("viewBox", `0 0 ${svg.getAttribute("width")} ${svg.getAttribute("height")}`);

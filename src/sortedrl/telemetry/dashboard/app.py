@@ -1,10 +1,11 @@
-"""`sortedrl dashboard`: run directories in a browser, following along while runs write.
+"""`sortedrl dashboard`: shows run directories in a browser and follows them while runs write.
 
-The command line calls `serve`. The server reads run directories and nothing else; a browser asks for the list of runs,
-for one sample, and keeps one connection open on which the parts of the page that have changed are sent (server-sent
-events). What it keeps true: nothing is ever written, only runs under the given folders are read, every answer forbids
-the page to load from or send to elsewhere, names other than loopback's are refused on loopback, and beyond loopback
-nothing is answered without the token. Memory is bounded: views are, and only a few are kept.
+The command line calls `serve`. A browser requests the list of runs and single samples, and keeps one connection open on
+which the server sends the changed parts of the page (server-sent events).
+
+Guarantees: the server writes nothing, and reads only runs under the given folders. Every response forbids the page to
+load from, or send to, other servers. On loopback, requests to other host names are refused; beyond loopback, every
+request needs the token. Memory is bounded: only a few views are kept, and each is bounded.
 """
 
 from __future__ import annotations
@@ -33,67 +34,67 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from sortedrl.errors import ConfigError, RunDirError, SortedRLError
-from sortedrl.telemetry.dashboard.auth import Gate
-from sortedrl.telemetry.dashboard.run_list import check_places, find_runs, run_line
-from sortedrl.telemetry.dashboard.sample_page import Decode, tell_sample
-from sortedrl.telemetry.report.page import Parts, asset, page_parts
+from sortedrl.telemetry.dashboard.auth import TokenMiddleware
+from sortedrl.telemetry.dashboard.run_list import check_folders, find_runs, run_line
+from sortedrl.telemetry.dashboard.sample_page import Decode, describe_sample
+from sortedrl.telemetry.report.page import PageParts, asset, page_parts
 from sortedrl.telemetry.run_reader import RunReader
 
-MIN_TOKEN = 16  # characters
-_MAX_VIEWS = 8  # runs held folded
+_MIN_TOKEN = 16  # characters
+_MAX_VIEWS = 8  # runs in memory
 _MAX_SHOWN = 6  # runs on one page
-_LOOK_S = 1.0  # between two looks at the files, and how long one look reads
-_QUIET_S = 15.0  # a sign of life where nothing changes
+_POLL_S = 1.0  # time between two polls of the files, and longest time that one poll reads
+_KEEP_ALIVE_S = 15.0  # a comment is sent after this time without changes
 _ASSETS = {"page.css": "text/css", "page.js": "text/javascript", "dashboard.css": "text/css"}
 _ASSETS["dashboard.js"] = "text/javascript"
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class Look:
-    """Some runs at one moment: how far they are read and, once that is to the end, what their page says."""
+class PageState:
+    """Some runs at one moment: how far they are read and, once they are read to the end, their page."""
 
     stamp: tuple[object, ...]
     progress: float = 1.0
-    parts: Parts | None = None
+    parts: PageParts | None = None
     problem: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
 class RunViews:
-    """The runs that somebody looks at, folded as far as their files go; the least recently seen are forgotten."""
+    """The runs that browsers show, read as far as they are written; the least recently used ones are dropped."""
 
     readers: OrderedDict[Path, RunReader] = field(default_factory=OrderedDict)
-    looks: OrderedDict[tuple[Path, ...], Look] = field(default_factory=OrderedDict)
+    states: OrderedDict[tuple[Path, ...], PageState] = field(default_factory=OrderedDict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def look(self, paths: Sequence[Path]) -> Look:
-        """Read on, for a moment at most, and say how things stand."""
-        with self.lock:  # one page at a time: readers and places belong to it
+    def poll(self, paths: Sequence[Path]) -> PageState:
+        """Read what is new, for a second at most, and return the state of the page."""
+        with self.lock:  # one page at a time, because it sets names and positions of its readers
             try:
-                return self._look(tuple(paths))
+                return self._poll(tuple(paths))
             except SortedRLError as error:
                 for path in paths:
-                    self.readers.pop(path, None)  # it may be mended, or be another run tomorrow
-                return Look(stamp=("problem", str(error)), problem=str(error))
+                    self.readers.pop(path, None)  # start anew next time: the file may be repaired or replaced
+                return PageState(stamp=("problem", str(error)), problem=str(error))
 
-    def _look(self, paths: tuple[Path, ...]) -> Look:
+    def _poll(self, paths: tuple[Path, ...]) -> PageState:
         readers = [self._reader(path) for path in paths]
-        until = time.monotonic() + _LOOK_S
+        until = time.monotonic() + _POLL_S
         for reader in readers:
             while reader.read_more():
                 if time.monotonic() > until:
                     done = sum(reader.file.offset for reader in readers)
-                    return Look(stamp=("reading", done), progress=done / max(sum(r.file.size for r in readers), 1))
+                    return PageState(stamp=("reading", done), progress=done / max(sum(r.file.size for r in readers), 1))
             if reader.view.run is None:
-                raise RunDirError(f"{reader.file.path} tells of no run yet: it lacks RunStarted")
+                raise RunDirError(f"{reader.file.path} has no RunStarted yet; wait until the run has started")
             reader.read_summary()
         stamp = tuple((r.view.num_events, r.file.offset, r.is_live, r.view.recorded is not None) for r in readers)
-        last = self.looks.get(paths)
+        last = self.states.get(paths)
         if last is None or last.stamp != stamp:
-            self.looks[paths] = last = Look(stamp=stamp, parts=page_parts(readers))
-        self.looks.move_to_end(paths)
-        while len(self.looks) > 2:
-            self.looks.popitem(last=False)
+            self.states[paths] = last = PageState(stamp=stamp, parts=page_parts(readers))
+        self.states.move_to_end(paths)
+        while len(self.states) > 2:
+            self.states.popitem(last=False)
         return last
 
     def _reader(self, path: Path) -> RunReader:
@@ -105,11 +106,11 @@ class RunViews:
 
 
 class Dashboard:
-    """The routes. `decoder` gives a run's way to spell tokens, or None."""
+    """The routes. `decoder` returns a function that decodes the tokens of a run, or None if it has no tokenizer."""
 
-    def __init__(self, places: Sequence[Path], *, decoder: Callable[[Path], Decode | None] | None = None) -> None:
-        check_places(places)
-        self.places = list(places)
+    def __init__(self, folders: Sequence[Path], *, decoder: Callable[[Path], Decode | None] | None = None) -> None:
+        check_folders(folders)
+        self.folders = list(folders)
         self.views = RunViews()
         self._decoder = decoder
         self._decoders: dict[Path, Decode | None] = {}
@@ -124,7 +125,10 @@ class Dashboard:
             Route("/api/follow", self.follow),
             Route("/api/sample", self.sample),
         ]
-        middleware = [Middleware(Gate, token=token), Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts))]
+        middleware = [
+            Middleware(TokenMiddleware, token=token),
+            Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts)),
+        ]
         return Starlette(routes=routes, middleware=middleware)
 
     async def page(self, request: Request) -> Response:
@@ -139,26 +143,28 @@ class Dashboard:
         return Response(asset(name), media_type=_ASSETS[name])
 
     async def runs(self, request: Request) -> Response:
-        found = await anyio.to_thread.run_sync(find_runs, self.places)
+        found = await anyio.to_thread.run_sync(find_runs, self.folders)
         lines = [await anyio.to_thread.run_sync(run_line, key, path) for key, path in found.items()]
         lines.sort(key=lambda line: -line.changed)
-        return JSONResponse({"runs": [asdict(line) for line in lines], "places": [str(place) for place in self.places]})
+        return JSONResponse(
+            {"runs": [asdict(line) for line in lines], "folders": [str(folder) for folder in self.folders]}
+        )
 
     async def sample(self, request: Request) -> Response:
         key, number = request.query_params.get("run", ""), request.query_params.get("sample", "")
-        path = (await anyio.to_thread.run_sync(find_runs, self.places)).get(key)
+        path = (await anyio.to_thread.run_sync(find_runs, self.folders)).get(key)
         if path is None:
             return JSONResponse({"problem": f"there is no run {key!r}"}, status_code=404)
         if not number.isdecimal() or len(number) > 12:
-            return JSONResponse({"problem": f"{number!r} is no number of a sample"})
+            return JSONResponse({"problem": f"{number!r} is not a sample number; enter digits only"})
         try:
-            return JSONResponse(await anyio.to_thread.run_sync(self._tell, path, int(number)))
-        except SortedRLError as error:  # a run without a ledger, a sample that is not in it: an answer too
+            return JSONResponse(await anyio.to_thread.run_sync(self._describe, path, int(number)))
+        except SortedRLError as error:  # for example a run without a ledger, or an unknown sample
             return JSONResponse({"problem": str(error)})
 
-    def _tell(self, path: Path, sample: int) -> dict[str, Any]:
+    def _describe(self, path: Path, sample: int) -> dict[str, Any]:
         with self._decoder_lock:
-            return tell_sample(path, sample, lambda: self._decode_of(path))
+            return describe_sample(path, sample, lambda: self._decode_of(path))
 
     def _decode_of(self, path: Path) -> Decode | None:
         if self._decoders.get(path) is None:
@@ -169,7 +175,7 @@ class Dashboard:
 
     async def follow(self, request: Request) -> Response:
         keys = request.query_params.getlist("run")
-        found = await anyio.to_thread.run_sync(find_runs, self.places)
+        found = await anyio.to_thread.run_sync(find_runs, self.folders)
         unknown = [key for key in keys if key not in found]
         if unknown or not keys or len(keys) > _MAX_SHOWN:
             problem = f"there is no run {unknown[0]!r}" if unknown else f"choose 1 to {_MAX_SHOWN} runs"
@@ -178,28 +184,28 @@ class Dashboard:
         return StreamingResponse(stream, media_type="text/event-stream")
 
     async def _changes(self, paths: Sequence[Path]) -> AsyncIterator[str]:
-        """What has changed since the last message, whenever something has."""
+        """Yield a message with the changes since the last one, whenever something changed."""
         sent: dict[str, str] = {}
         stamp: tuple[object, ...] | None = None
-        quiet_since = time.monotonic()
+        unchanged_since = time.monotonic()
         while True:
             began = time.monotonic()
-            look = await anyio.to_thread.run_sync(self.views.look, paths)
-            if look.stamp != stamp:
-                stamp, quiet_since = look.stamp, time.monotonic()
-                yield f"data: {await anyio.to_thread.run_sync(_message, look, sent)}\n\n"
-            elif time.monotonic() - quiet_since > _QUIET_S:
-                quiet_since = time.monotonic()
+            state = await anyio.to_thread.run_sync(self.views.poll, paths)
+            if state.stamp != stamp:
+                stamp, unchanged_since = state.stamp, time.monotonic()
+                yield f"data: {await anyio.to_thread.run_sync(_message, state, sent)}\n\n"
+            elif time.monotonic() - unchanged_since > _KEEP_ALIVE_S:
+                unchanged_since = time.monotonic()
                 yield ": nothing has changed\n\n"
-            # A page that is dear to make is made less often.
-            await asyncio.sleep(0.0 if look.progress < 1.0 else max(_LOOK_S, 2 * (time.monotonic() - began)))
+            # A page that is expensive to build is built less often.
+            await asyncio.sleep(0.0 if state.progress < 1.0 else max(_POLL_S, 2 * (time.monotonic() - began)))
 
 
-def _message(look: Look, sent: dict[str, str]) -> str:
-    """One line of JSON; of the figures only those that differ from what this browser has."""
-    parts = look.parts
+def _message(state: PageState, sent: dict[str, str]) -> str:
+    """Return one line of JSON, with only the figures that differ from what the browser has (`sent`)."""
+    parts = state.parts
     if parts is None:
-        return json.dumps({"progress": look.progress, "problem": look.problem})
+        return json.dumps({"progress": state.progress, "problem": state.problem})
     if sent.get("frame") != parts.frame:
         sent.clear()
         sent["frame"] = parts.frame
@@ -224,20 +230,20 @@ def is_loopback(host: str) -> bool:
 
 
 def check_address(host: str, token: str | None) -> None:
-    """Beyond this machine a token is needed, one that cannot be guessed."""
+    """Raise ConfigError if `host` is reachable from other machines and there is no token that is hard to guess."""
     if is_loopback(host):
         return
     if token is None:
         raise ConfigError(
-            f"--host {host} can be reached from other machines, so a token is needed: set SORTEDRL_DASHBOARD_TOKEN, "
+            f"--host {host} is reachable from other machines, so a token is needed: set SORTEDRL_DASHBOARD_TOKEN, "
             f"for example to {secrets.token_urlsafe(24)}"
         )
-    if len(token) < MIN_TOKEN:
-        raise ConfigError(f"the token has {len(token)} characters, which can be guessed: use {MIN_TOKEN} or more")
+    if len(token) < _MIN_TOKEN:
+        raise ConfigError(f"the token has {len(token)} characters, which can be guessed: use {_MIN_TOKEN} or more")
 
 
 def open_port(host: str, port: int) -> socket.socket:
-    """Bound and listening before anything is promised, so that a port in use is one line."""
+    """Return a listening socket; it is opened before the server starts, so that a port in use is a one-line error."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -247,13 +253,13 @@ def open_port(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConfigError(
-            f"cannot serve at {host}:{port}: {error.strerror or error}; choose another with --port, 0 takes a free one"
+            f"cannot serve at {host}:{port}: {error.strerror or error}; choose another with --port (0: any free port)"
         ) from None
     return listener
 
 
 def serve(dashboard: Dashboard, *, host: str, port: int, token: str | None, announce: Callable[[str], None]) -> None:
-    """Serve until the process is asked to end. `announce` gets the address once it is bound."""
+    """Serve until the process is asked to stop. `announce` is called with the address once the port is open."""
     check_address(host, token)
     listener = open_port(host, port)
     bound = listener.getsockname()[1]
@@ -262,7 +268,7 @@ def serve(dashboard: Dashboard, *, host: str, port: int, token: str | None, anno
     settings = uvicorn.Config(
         dashboard.app(hosts=hosts, token=token),
         log_level="warning",
-        access_log=False,  # it would write the token down
+        access_log=False,  # it would contain the token
         server_header=False,
         timeout_graceful_shutdown=1,
     )

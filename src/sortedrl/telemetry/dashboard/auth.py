@@ -1,7 +1,7 @@
-"""Who may ask the dashboard, and what its pages may do: the token, and headers on every answer.
+"""Middleware of the dashboard: checks the token, and adds security headers to every response.
 
-`dashboard/app.py` puts it in front of its routes. A browser shows the token once, in the address (`?token=...`), and
-gets a cookie in its place, so that it stays in no history; programs send it as `Authorization: Bearer`.
+`dashboard/app.py` puts it in front of its routes. A browser sends the token once, in the address (`?token=...`), and
+gets a cookie instead, so that the token is not kept in the history. Programs send it as `Authorization: Bearer`.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ HEADERS = {
 }
 
 
-class Gate:
-    """Lets requests with the token through, or all where there is none."""
+class TokenMiddleware:
+    """Passes on requests that have the token, or all requests if `token` is None."""
 
     def __init__(self, app: ASGIApp, *, token: str | None) -> None:
         self.app = app
         self.token = token
-        # A cookie that gets out is not the token itself.
-        self.pass_word = None if token is None else hashlib.sha256(f"dashboard {token}".encode()).hexdigest()
+        # The cookie is a hash, so that a leaked cookie does not reveal the token.
+        self.cookie = None if token is None else hashlib.sha256(f"dashboard {token}".encode()).hexdigest()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
 
-        async def send_marked(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 for name, value in HEADERS.items():
@@ -50,22 +50,22 @@ class Gate:
             await send(message)
 
         refusal = self._refusal(HTTPConnection(scope))
-        await (self.app if refusal is None else refusal)(scope, receive, send_marked)
+        await (self.app if refusal is None else refusal)(scope, receive, send_with_headers)
 
-    def _refusal(self, asked: HTTPConnection) -> Response | None:
-        """None: let it through."""
-        if self.token is None or self.pass_word is None:
+    def _refusal(self, request: HTTPConnection) -> Response | None:
+        """Return the response to a request without access, or None to pass the request on."""
+        if self.token is None or self.cookie is None:
             return None
-        shown = asked.query_params.get("token", "")
-        if shown and _is_same(shown, self.token):
-            answer = RedirectResponse(asked.url.path or "/", status_code=303)
-            answer.set_cookie(COOKIE, self.pass_word, httponly=True, samesite="strict")
+        given = request.query_params.get("token", "")
+        if given and _is_same(given, self.token):
+            answer = RedirectResponse(request.url.path or "/", status_code=303)
+            answer.set_cookie(COOKIE, self.cookie, httponly=True, samesite="strict")
             return answer
-        bearer = asked.headers.get("authorization", "").removeprefix("Bearer ")
-        if _is_same(bearer, self.token) or _is_same(asked.cookies.get(COOKIE, ""), self.pass_word):
+        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if _is_same(bearer, self.token) or _is_same(request.cookies.get(COOKIE, ""), self.cookie):
             return None
         return PlainTextResponse(
-            "This dashboard wants its token: open its address with ?token=... once.\n", status_code=401
+            "This dashboard needs a token: open its address with ?token=... once.\n", status_code=401
         )
 
 

@@ -1,7 +1,7 @@
-"""Which runs there are: found under the folders that the dashboard was given, each with a line of facts.
+"""Finds the runs under the folders of the dashboard, and reads the main figures of each.
 
-What it keeps true: only directories with an event file are runs, and only those found here are ever read for a browser;
-a line costs a few kilobytes of reading however large the run is.
+Guarantees: only directories with an event file are runs, and the dashboard reads only the runs found here. The figures
+of a run cost a few kilobytes of reading, however large the run is.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _HEAD_BYTES = 65536
 
 @dataclass(slots=True, kw_only=True)
 class RunLine:
-    """A run in the list; what is not known is None."""
+    """A run in the list; unknown figures are None."""
 
-    key: str  # names it in addresses
-    state: str  # running, complete, stopped, or ended: without a summary
+    key: str  # names the run in addresses
+    state: str  # running, complete, stopped, or ended (without a summary)
     changed: float = 0.0  # when its events were last written
     strategy: str | None = None
     updates: int | None = None
@@ -38,19 +38,19 @@ class RunLine:
     problem: str = ""
 
 
-def check_places(places: Sequence[Path]) -> None:
-    """Refuse what is no folder."""
-    for place in places:
-        if not place.is_dir():
-            raise RunDirError(f"{place} is not a directory; name run directories, or a folder that holds some")
+def check_folders(folders: Sequence[Path]) -> None:
+    """Raise RunDirError if one of the paths is not a directory."""
+    for folder in folders:
+        if not folder.is_dir():
+            raise RunDirError(f"{folder} is not a directory; pass run directories, or a folder that contains some")
 
 
-def find_runs(places: Sequence[Path]) -> dict[str, Path]:
-    """Run directories by key: the places that are runs themselves, and the runs in those that are not."""
+def find_runs(folders: Sequence[Path]) -> dict[str, Path]:
+    """Return run directories by key: each folder that is a run itself, and the runs inside the other folders."""
     found: dict[Path, None] = {}
-    for place in places:
-        for folder in [place] if (place / FILE_NAME).is_file() else _children(place):
-            found[folder.resolve()] = None
+    for folder in folders:
+        for run_dir in [folder] if (folder / FILE_NAME).is_file() else _children(folder):
+            found[run_dir.resolve()] = None
     count = Counter(path.name for path in found)
     runs: dict[str, Path] = {}
     for path in found:
@@ -62,9 +62,9 @@ def find_runs(places: Sequence[Path]) -> dict[str, Path]:
     return runs
 
 
-def _children(place: Path) -> list[Path]:
+def _children(folder: Path) -> list[Path]:
     try:
-        return sorted(child for child in place.iterdir() if (child / FILE_NAME).is_file())
+        return sorted(child for child in folder.iterdir() if (child / FILE_NAME).is_file())
     except OSError:
         return []
 
@@ -85,7 +85,7 @@ def run_line(key: str, run_dir: Path) -> RunLine:
             line.state = summary.status or "complete"
             line.updates, line.samples, line.tokens_per_s = summary.updates, summary.samples, summary.tokens_per_s
             line.accuracy = summary.accuracy_after
-    except OSError as error:  # what is wrong with one run is said in its line, and leaves the others alone
+    except OSError as error:  # shown in the line of this run, without effect on the others
         line.problem = str(error)
     return line
 

@@ -1,8 +1,8 @@
-"""One sample as the dashboard shows it: its prompt, its answer token by token with versions, and its life.
+"""One sample as the dashboard shows it: its prompt, its answer token by token with versions, and its history.
 
-Reads the run's ledger. How to decode comes from outside, since tokenizers belong to learners. What it keeps true: text
-is handed out as text, control characters shown as escapes, so that a browser never takes it for anything else; an
-answer without end is cut, and says so.
+It reads the run's ledger. The caller supplies the function that decodes tokens, because tokenizers belong to learners.
+Guarantees: control characters are shown as escapes, so that a browser takes text only as text. A very long answer is
+cut, and the result says so.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from sortedrl.reward.worker import printable
 Decode = Callable[[list[int]], str]
 
 MAX_TOKENS = 20_000
-_CONTEXT = 6  # tokens before one that its spelling may depend on
+_CONTEXT = 6  # preceding tokens that the text of a token may depend on
 _MAX_PROMPT = 20_000
 
 
-def tell_sample(run_dir: Path, sample: int, find_decode: Callable[[], Decode | None]) -> dict[str, Any]:
-    """All that a page shows about one sample, as plain JSON.
+def describe_sample(run_dir: Path, sample: int, find_decode: Callable[[], Decode | None]) -> dict[str, Any]:
+    """Return all that a page shows about one sample, as plain JSON.
 
-    `find_decode` is asked when the sample has been found: to import a tokenizer takes seconds.
+    `find_decode` is called only once the sample has been found, because importing a tokenizer takes seconds.
     """
     with Ledger(run_dir) as ledger:
-        life = read_history(ledger, sample)
-        content = next(ledger.rows("SELECT content FROM prompts WHERE id = ?", life.prompt), ("",))[0]
-    tokens = (life.tokens or [])[:MAX_TOKENS]
+        history = read_history(ledger, sample)
+        content = next(ledger.rows("SELECT content FROM prompts WHERE id = ?", history.prompt), ("",))[0]
+    tokens = (history.tokens or [])[:MAX_TOKENS]
     decode = find_decode()
     texts = spell(tokens, decode) if decode is not None else [f"{token} " for token in tokens]
     return {
-        "sample": life.sample,
-        "cohort": life.cohort,
+        "sample": history.sample,
+        "cohort": history.cohort,
         "prompt": _visible(_prompt_text(content)),
-        "state": str(life.state),
-        "num_tokens": sum(count for _, count in life.runs),
+        "state": str(history.state),
+        "num_tokens": sum(count for _, count in history.runs),
         "is_spelled": decode is not None,
-        "is_cut": life.tokens is not None and len(life.tokens) > MAX_TOKENS,
-        "has_tokens": life.tokens is not None,
-        "tokens": [[_visible(text), token, version] for text, token, version in _zip(texts, tokens, life)],
+        "is_cut": history.tokens is not None and len(history.tokens) > MAX_TOKENS,
+        "has_tokens": history.tokens is not None,
+        "tokens": [[_visible(text), token, version] for text, token, version in _zip(texts, tokens, history)],
         "moments": [
             {
                 "step": moment.step,
@@ -55,20 +55,20 @@ def tell_sample(run_dir: Path, sample: int, find_decode: Callable[[], Decode | N
                 "held": moment.held,
                 "note": _visible(moment.note),
             }
-            for moment in life.moments
+            for moment in history.moments
         ],
     }
 
 
-def _zip(texts: Sequence[str], tokens: Sequence[int], life: SampleHistory) -> list[tuple[str, int, int]]:
-    versions = [version for version, count in life.runs for _ in range(count)]
+def _zip(texts: Sequence[str], tokens: Sequence[int], history: SampleHistory) -> list[tuple[str, int, int]]:
+    versions = [version for version, count in history.runs for _ in range(count)]
     return list(zip(texts, tokens, versions, strict=False))
 
 
 def spell(tokens: Sequence[int], decode: Decode) -> list[str]:
-    """What each token adds to the text; one that ends within a character leaves it to the one that ends that."""
+    """Return the text that each token adds; a token that ends within a character adds "", and the next one adds it."""
     texts: list[str] = []
-    pending = 0  # tokens before this one that have not been spelled
+    pending = 0  # preceding tokens whose text is not complete
     for position in range(len(tokens)):
         start = max(position - pending - _CONTEXT, 0)
         before = decode(list(tokens[start : position - pending]))
@@ -83,7 +83,7 @@ def spell(tokens: Sequence[int], decode: Decode) -> list[str]:
 
 
 def _prompt_text(content: str) -> str:
-    """The prompt of a row: text, or the messages of a chat."""
+    """Return a prompt as text; the ledger stores text, or the messages of a chat."""
     try:
         value = json.loads(content)
     except ValueError:
@@ -95,5 +95,5 @@ def _prompt_text(content: str) -> str:
 
 
 def _visible(text: str) -> str:
-    """Line breaks and tabs stay; other control characters are shown as escapes."""
+    """Replace control characters by escapes, except line breaks and tabs."""
     return printable(text[:_MAX_PROMPT], keep="\n\t")

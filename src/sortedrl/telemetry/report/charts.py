@@ -1,7 +1,7 @@
-"""The charts that compare runs: learning, slots, causes, lengths, staleness, replays; each function makes one figure.
+"""The charts that compare runs: learning, slots, causes, lengths, staleness and replays; one function per figure.
 
-Called by `page.py`; the timeline and what has a row per sample are in `timeline.py`. What it keeps true: text that
-comes from a run is escaped; a chart that merges or leaves out data has a caption that says so.
+`page.py` calls them; `timeline.py` has the charts with a row per slot or sample. Guarantees: text from a run is
+escaped, and the caption says if a chart merges or leaves out data.
 """
 
 from __future__ import annotations
@@ -26,27 +26,28 @@ from sortedrl.telemetry.report.style import (
     run_symbol,
     styled,
 )
+from sortedrl.telemetry.slot_time import MEANINGS, Cause
 from sortedrl.telemetry.view import RunView
 
-# Each cause with what a page calls it and how it is drawn; hatching marks work that is done and lost.
-CAUSES = {
-    "trained": ("decoding what was trained", "#0072B2", ""),
-    "in_flight": ("decoding, not trained yet", "#56B4E9", ""),
-    "discarded": ("decoding what was thrown away", "#D55E00", "/"),
-    "recomputed": ("reading cached tokens again", "#E69F00", "\\"),
-    "prefill": ("reading prompts", "#009E73", ""),
-    "overhead": ("between steps", "#8fd1bd", ""),
-    "tail": ("idle: tail of the harvest", "#F0E442", ""),
-    "reward": ("waiting for rewards", "#CC79A7", ""),
-    "update": ("waiting for the update", "#7d8794", ""),
-    "publish": ("waiting for new weights", "#a9b1bc", ""),
-    "save": ("waiting for a checkpoint", "#c3cad3", ""),
-    "start_up": ("idle: starting up", "#e1e5ea", ""),
+# Colour and hatching of each cause of slot time; hatching marks lost work.
+CAUSE_STYLES = {
+    Cause.TRAINED: ("#0072B2", ""),
+    Cause.IN_FLIGHT: ("#56B4E9", ""),
+    Cause.DISCARDED: ("#D55E00", "/"),
+    Cause.RECOMPUTED: ("#E69F00", "\\"),
+    Cause.PREFILL: ("#009E73", ""),
+    Cause.OVERHEAD: ("#8fd1bd", ""),
+    Cause.TAIL: ("#F0E442", ""),
+    Cause.REWARD: ("#CC79A7", ""),
+    Cause.UPDATE: ("#7d8794", ""),
+    Cause.PUBLISH: ("#a9b1bc", ""),
+    Cause.SAVE: ("#c3cad3", ""),
+    Cause.START_UP: ("#e1e5ea", ""),
 }
 
 
 def learning_chart(runs: Sequence[RunView], *, by_time: bool) -> Chart:
-    """Reward, length and held-out accuracy, one under the other, against samples trained or wall time."""
+    """Draw reward, length and held-out accuracy, one under the other, against samples trained or wall time."""
     titles = ["mean reward of a batch", "mean answer length of a batch, tokens"]
     has_accuracy = any(len(run.evaluations) for run in runs)
     if has_accuracy:
@@ -69,10 +70,10 @@ def learning_chart(runs: Sequence[RunView], *, by_time: bool) -> Chart:
     figure.update_yaxes(rangemode="tozero")
     figure.update_xaxes(title_text="wall time, s" if by_time else "samples trained", row=len(titles), col=1)
     stride = max(run.stride for run in runs)
-    caption = f"Thick: mean over the last {window} points. Faint: every " + (
-        "update." if stride == 1 else f"point, the mean of up to {stride} updates."
+    caption = f"Thick line: mean over the last {window} points. Thin line: every " + (
+        "update." if stride == 1 else f"point, which is the mean of up to {stride} updates."
     )
-    caption += " Filled: sampled accuracy. Open: greedy." if has_accuracy else ""
+    caption += " Filled marks: sampled accuracy. Open marks: greedy accuracy." if has_accuracy else ""
     name = "wall" if by_time else "samples"
     return Chart(name=name, figure=styled(figure, height=200 * len(titles) + 40, top=34), caption=caption)
 
@@ -98,7 +99,7 @@ def _add_accuracy(figure: go.Figure, run: RunView, *, by_time: bool) -> None:
 
 
 def occupancy_chart(runs: Sequence[RunView]) -> Chart:
-    """What the slots did over time, a row per run on one clock: decode, stand still for an update, idle."""
+    """Draw how many slots decode, wait for an update, or idle over time, with a row per run."""
     figure = make_subplots(rows=len(runs), cols=1, shared_xaxes=True, vertical_spacing=0.3 / max(len(runs), 2))
     longest = max(run.seconds for run in runs)
     for row, run in enumerate(runs, start=1):
@@ -123,19 +124,22 @@ def occupancy_chart(runs: Sequence[RunView]) -> Chart:
     figure.update_xaxes(range=[0, longest])
     figure.update_xaxes(title_text="wall time, s", row=len(runs), col=1)
     caption = (
-        "Time averages. Colour: slots that decode. Grey: slots that stand still while weights are updated and "
-        "published. White below the line: the bubble."
+        "Averages over short intervals. Colour: slots that decode. Grey: slots that wait while weights are updated and "
+        "published. White below the line: idle slots, the bubble."
     )
     return Chart(name="occupancy", figure=styled(figure, height=170 * len(runs) + 80, top=34), caption=caption)
 
 
 def causes_chart(runs: Sequence[RunView]) -> Chart:
-    """All slot time of each run, parted by what it went to."""
+    """Draw all slot time of each run, divided by cause."""
     shown = [run for run in runs if run.slot_time]
-    causes = [*CAUSES, *sorted({cause for run in shown for cause in run.slot_time} - CAUSES.keys())]
+    causes = [*Cause, *sorted({cause for run in shown for cause in run.slot_time} - {*Cause})]
     figure = go.Figure()
     for cause in causes:
-        words, colour, hatch = CAUSES.get(cause, (cause.replace("_", " "), "#ffffff", "."))
+        if isinstance(cause, Cause):
+            meaning, (colour, hatch) = MEANINGS[cause], CAUSE_STYLES[cause]
+        else:  # from a later version of this package
+            meaning, colour, hatch = cause.replace("_", " "), "#ffffff", "."
         shares = [run.slot_time.get(cause, 0.0) for run in shown]
         if max(shares, default=0.0) < 0.0005:
             continue
@@ -143,7 +147,7 @@ def causes_chart(runs: Sequence[RunView]) -> Chart:
             orientation="h",
             y=[run_name(run) for run in shown],
             x=shares,
-            name=html.escape(words),
+            name=html.escape(meaning),
             text=[f"{share:.0%}" for share in shares],
             textposition="inside",
             insidetextanchor="middle",
@@ -160,24 +164,24 @@ def causes_chart(runs: Sequence[RunView]) -> Chart:
                     "solidity": 0.15,
                 },
             },
-            hovertemplate=f"{html.escape(words)}: %{{x:.1%}}<extra>%{{y}}</extra>",
+            hovertemplate=f"{html.escape(meaning)}: %{{x:.1%}}<extra>%{{y}}</extra>",
         )
     figure.update_layout(barmode="stack", bargap=0.35, uniformtext={"mode": "hide", "minsize": 10})
     figure.update_xaxes(tickformat=".0%", range=[0, 1.001], title_text="share of all slot time")
     figure.update_yaxes(autorange="reversed", showticklabels=len(shown) > 1)
-    caption = "Slots times wall time is 100 %. Hatched: work that was done and lost, or done again."
+    caption = "100 % is the number of slots times wall time. Hatched: work that was thrown away, or done again."
     return Chart(name="causes", figure=styled(figure, height=52 * len(shown) + 76), caption=caption)
 
 
 def lengths_chart(runs: Sequence[RunView]) -> Chart:
-    """The micro-curriculum: how long the answers of each update's batch are."""
+    """Draw the lengths of the answers in each update's batch."""
     figure = make_subplots(rows=len(runs), cols=1, shared_xaxes=True, vertical_spacing=0.3 / max(len(runs), 2))
     for row, run in enumerate(runs, start=1):
         colour = run_colour(run.position)
         x = np.array([point.update for point in run.updates], dtype=float)
-        x = np.append(x - run.stride + 0.5, x[-1] + 0.5)  # a step is as wide as its updates
+        x = np.append(x - run.stride + 0.5, x[-1] + 0.5)  # a step is as wide as the updates it stands for
         table = np.array([point.lengths for point in run.updates])
-        # An empty answer has no place on a logarithmic axis.
+        # A logarithmic axis cannot show an empty answer.
         quantiles = np.maximum(np.vstack([table, table[-1:]]), 1.0).T
         for low, high, opacity in ((0, 4, 0.16), (1, 3, 0.32)):
             edge = {"mode": "lines", "line": {"width": 0, "color": colour, "shape": "hv"}, "hoverinfo": "skip"}
@@ -196,14 +200,15 @@ def lengths_chart(runs: Sequence[RunView]) -> Chart:
     figure.update_xaxes(title_text="update", row=len(runs), col=1)
     stride = max(run.stride for run in runs)
     caption = (
-        "Line: median of the batch. Bands: 10th to 90th percentile, and shortest to longest. Lengths on a logarithmic "
-        "scale. " + ("Grey verticals: a cohort is loaded." if stride == 1 else f"A step joins up to {stride} updates.")
+        "Line: median of the batch. Dark band: 10th to 90th percentile. Light band: shortest to longest. The scale is "
+        "logarithmic. "
+        + ("Grey vertical lines: a cohort is loaded." if stride == 1 else f"A step stands for up to {stride} updates.")
     )
     return Chart(name="lengths", figure=styled(figure, height=200 * len(runs) + 80, top=34), caption=caption)
 
 
 def staleness_chart(runs: Sequence[RunView]) -> Chart:
-    """How many versions the oldest token of a trained sample lags behind."""
+    """Draw how many versions the oldest token of a trained sample lags behind."""
     figure = go.Figure()
     for run in runs:
         total = max(run.staleness.total(), 1)
@@ -223,13 +228,13 @@ def staleness_chart(runs: Sequence[RunView]) -> Chart:
     figure.update_xaxes(title_text="versions behind", range=[-0.6, max(most, 3) + 0.6], dtick=max(most // 12, 1))
     figure.update_yaxes(tickformat=".0%", range=[0, 1.12], tickvals=[0, 0.25, 0.5, 0.75, 1])
     caption = (
-        "Share of the trained samples. 0: every token was sampled, or verified, by the weights in force at the update."
+        "Share of the trained samples. 0: every token was written or verified by the version that was being updated."
     )
     return Chart(name="staleness", figure=styled(figure, height=280), caption=caption)
 
 
 def replay_chart(runs: Sequence[RunView]) -> Chart:
-    """How much of their cached tokens replays kept, update by update."""
+    """Draw the share of cached tokens that replays accepted, by update."""
     figure = go.Figure()
     for run in runs:
         points = run.replays.points
@@ -249,8 +254,8 @@ def replay_chart(runs: Sequence[RunView]) -> Chart:
     figure.update_xaxes(title_text="update")
     figure.update_yaxes(tickformat=".0%", range=[0, 1.04])
     caption = (
-        "Share of cached tokens accepted by the replays before each update. Solid: mean over replays. Dotted: weighted "
-        "by tokens."
+        "Share of cached tokens that the replays before each update accepted. Solid line: mean over replays. Dotted "
+        "line: weighted by tokens."
     )
     return Chart(name="replay", figure=styled(figure, height=280), caption=caption)
 

@@ -1,8 +1,7 @@
-"""The parts of a page about runs, for the report and the dashboard alike: head, tiles, table, sections with charts.
+"""The parts of a page about runs, for both report and dashboard: head, tiles, table, and sections with charts.
 
-What it keeps true: every string that comes from a run is escaped; a figure that was estimated or left out is said to
-be; a section is there only if it has something to show. Charts are drawn by `assets/page.js` into the empty elements
-that the sections hold.
+`assets/page.js` draws the charts into the empty elements of the sections. Guarantees: every string from a run is
+escaped. The page says if a figure is estimated or left out. A section appears only if it has something to show.
 """
 
 from __future__ import annotations
@@ -19,39 +18,39 @@ from typing import Any
 from sortedrl.telemetry.report import charts, timeline
 from sortedrl.telemetry.report.style import Chart, run_colour, run_dash
 from sortedrl.telemetry.run_reader import RunReader
+from sortedrl.telemetry.slot_time import MEANINGS
 from sortedrl.telemetry.summary import Summary, before_after, number, share
 from sortedrl.telemetry.view import RunView
 
 _DASH_ARRAYS = {"solid": "", "dash": "7 4", "dot": "2 4", "dashdot": "7 3 2 3"}
 
 _AGES = (
-    "Versions between the weights that wrote a token, or last verified it, and those in force when it was trained. "
-    "White: no answer is so long. Where weights change in the middle of an attempt, tokens count as evenly spaced in "
-    "time."
+    "The age of a token is the number of updates between the version that wrote or last verified it and the version "
+    "being updated. White: no answer is that long. If weights changed during an attempt, its tokens are assumed to be "
+    "evenly spaced in time."
 )
 
-_WORDS = (
-    ("bubble", "Share of slot time in which a slot idles, while answers are being written. Updates do not count."),
-    (
-        "goodput",
-        "Share of slot time that decoded tokens which were then trained. Work that is thrown away does not count.",
-    ),
-    ("speed", "Trained tokens per second of wall time, updates and weight publications included."),
-    ("version", "Counts publications of weights. A token's version is that of the weights that wrote or verified it."),
-    ("staleness", "Version in force when a sample is trained, minus the version of its oldest token."),
-    ("cohort", "The samples that are loaded together."),
-    ("harvest", "The moment at which an update batch is taken."),
+_GLOSSARY = (
+    ("slot", "A place in the engine for one running sequence."),
+    ("bubble", "Share of slot time in which a slot is idle while others decode. Updates do not count."),
+    ("goodput", "Share of slot time that decoded tokens which were then trained. Discarded work does not count."),
+    ("speed", "Trained tokens per second of wall time, including updates and publication of weights."),
+    ("version", "Number of the published weights. A token has the version that wrote it, or that verified it last."),
+    ("staleness", "Updates between the version that wrote a sample's oldest token and the version being updated."),
+    ("cohort", "The prompts that are loaded together."),
+    ("harvest", "Taking an update batch out of the buffer."),
     (
         "replay",
-        "Cached tokens are checked under new weights and kept up to the first that those would write otherwise.",
+        "An interrupted answer's tokens are verified under new weights in one prefill. The prefix that the new model "
+        "would also have written is kept.",
     ),
-    ("ledger", "Samples loaded and trained, counted from the events: none may be lost, none trained twice."),
+    ("ledger", "Samples loaded and trained, counted from the events: none may be lost or trained twice."),
 )
 
 
 @dataclass(slots=True, kw_only=True)
-class Parts:
-    """A page in parts: what is replaced as a whole, the frame of the charts, and what goes into it."""
+class PageParts:
+    """A page in parts: the head, the frame of the charts, and the contents of the frame."""
 
     title: str
     head: str  # HTML
@@ -64,19 +63,19 @@ def asset(name: str) -> str:
     return (files("sortedrl.telemetry") / "assets" / name).read_text(encoding="utf-8")
 
 
-def page_parts(readers: Sequence[RunReader]) -> Parts:
-    """All that is to be said about these runs as they stand."""
+def page_parts(readers: Sequence[RunReader]) -> PageParts:
+    """Return the page about these runs, as far as they are read."""
     arrange(readers)
     runs = [reader.view for reader in readers]
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
     tiles = _tiles(runs[0].summary) if len(runs) == 1 else ""
-    parts = Parts(title=title, head=_head(readers, title) + tiles + _table(runs), frame="")
+    parts = PageParts(title=title, head=_head(readers, title) + tiles + _table(runs), frame="")
     frame = _Frame(parts)
     trained = [run for run in runs if len(run.updates)]
     if trained:
         _learning(frame, trained)
     else:
-        frame.section("Charts", "No update was done yet: there is nothing to learn from.")
+        frame.section("Charts", "No update is done yet, so there is nothing to show.")
     _slots(frame, [run for run in runs if run.bars.num_seen])
     if trained:
         _batches(frame, trained)
@@ -85,34 +84,33 @@ def page_parts(readers: Sequence[RunReader]) -> Parts:
 
 
 def arrange(readers: Sequence[RunReader]) -> None:
-    """Give each run its place on the page, which its colour follows; those whose directories share a name get their
-    parent's too."""
+    """Give each run its position on the page; runs whose directories have the same name get their parent's name too."""
     names = [reader.run_dir.resolve().name for reader in readers]
     count = Counter(names)
-    for place, (reader, name) in enumerate(zip(readers, names, strict=True)):
-        reader.view.position = place
+    for position, (reader, name) in enumerate(zip(readers, names, strict=True)):
+        reader.view.position = position
         parent = Path(reader.run_dir).resolve().parent.name
         reader.view.name = f"{parent}/{name}" if count[name] > 1 else name
 
 
 def figure_json(figures: dict[str, dict[str, Any]]) -> str:
-    """For a script element: no text can end it."""
+    """Return JSON for a script element, escaped so that no text can end the element."""
     text = json.dumps(figures, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def words() -> str:
-    entries = "".join(f"<dt>{word}</dt><dd>{meaning}</dd>" for word, meaning in _WORDS)
-    return f'<section class="card"><h2>Words</h2><dl>{entries}</dl></section>'
+def glossary() -> str:
+    entries = "".join(f"<dt>{word}</dt><dd>{meaning}</dd>" for word, meaning in _GLOSSARY)
+    return f'<section class="card"><h2>Glossary</h2><dl>{entries}</dl></section>'
 
 
 # ---- sections -------------------------------------------------------------------------------------------------------
 
 
 class _Frame:
-    """Sections as they come, and the charts in them."""
+    """Collects sections and the charts in them."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: PageParts) -> None:
         self.parts = parts
         self.sections: list[str] = []
 
@@ -129,7 +127,7 @@ class _Frame:
 
 def _learning(frame: _Frame, runs: Sequence[RunView]) -> None:
     pair = _pair(*(frame.chart(charts.learning_chart(runs, by_time=by_time)) for by_time in (False, True)))
-    frame.section("Learning", "First against the samples that were trained, then against wall time.", _key(runs) + pair)
+    frame.section("Learning", "Left: against samples trained. Right: against wall time.", _key(runs) + pair)
 
 
 def _slots(frame: _Frame, runs: Sequence[RunView]) -> None:
@@ -158,16 +156,16 @@ def _batches(frame: _Frame, runs: Sequence[RunView]) -> None:
     young = [run.name for run in runs if not any(run.staleness)]
     if young:
         names = "" if len(runs) == 1 else f"{', '.join(young)}: "
-        text = "every token was written, or verified, by the weights in force when it was trained."
-        frame.section("No age of trained tokens", names + (text if names else text.capitalize()))
+        text = "every token was written or verified by the version that was being updated."
+        frame.section("Age of trained tokens: 0", names + (text if names else text.capitalize()))
     frame.section(
         "Trained lengths by update",
-        "Where batches are taken as answers finish, short ones come first in every cohort: a micro-curriculum.",
+        "If batches are harvested as answers finish, short answers of a cohort are trained first: a micro-curriculum.",
         frame.chart(charts.lengths_chart(runs)),
     )
     frame.section("Staleness", "", _key(runs) + frame.chart(charts.staleness_chart(runs)))
     if any(len(run.replays) for run in runs):
-        frame.section("Accepted prefix of replays", "", _key(runs) + frame.chart(charts.replay_chart(runs)))
+        frame.section("Prefix accepted by replays", "", _key(runs) + frame.chart(charts.replay_chart(runs)))
 
 
 def _of(run: RunView, runs: Sequence[RunView]) -> str:
@@ -188,11 +186,11 @@ def _key(runs: Sequence[RunView]) -> str:
 
 def _cause_key(runs: Sequence[RunView]) -> str:
     entries = []
-    for cause, (meaning, colour, hatch) in charts.CAUSES.items():
+    for cause, (colour, hatch) in charts.CAUSE_STYLES.items():
         if max((run.slot_time.get(cause, 0.0) for run in runs), default=0.0) >= 0.0005:
             angle = {"/": "-45deg", "\\": "45deg"}.get(hatch)
             stripes = f"repeating-linear-gradient({angle}, {colour} 0 3px, #fff 3px 4.5px)" if angle else colour
-            entries.append(f'<span><i style="background:{stripes}"></i>{html.escape(meaning)}</span>')
+            entries.append(f'<span><i style="background:{stripes}"></i>{html.escape(MEANINGS[cause])}</span>')
     return f'<div class="key">{"".join(entries)}</div>'
 
 
@@ -200,7 +198,7 @@ def _pair(left: str, right: str) -> str:
     return f'<div class="pair"><div>{left}</div><div>{right}</div></div>'
 
 
-# ---- figures in words -----------------------------------------------------------------------------------------------
+# ---- head and table -------------------------------------------------------------------------------------------------
 
 
 def _head(readers: Sequence[RunReader], title: str) -> str:
@@ -223,7 +221,7 @@ def _tiles(summary: Summary) -> str:
         (share(summary.bubble_ratio), "bubble"),
         (share(summary.goodput), "goodput"),
         (number(summary.tokens_per_s), "trained tokens/s"),
-        (number(summary.staleness_max), "largest staleness, versions"),
+        (number(summary.staleness_max), "largest staleness"),
         ("–" if ledger is None else f"{ledger.lost} / {ledger.duplicated}", "samples lost / trained twice"),
     )
     cells = "".join(f'<div class="tile"><b>{html.escape(value)}</b><span>{name}</span></div>' for value, name in tiles)
@@ -243,16 +241,19 @@ _ROWS: tuple[tuple[str, Callable[[Summary], str]], ...] = (
     ("wall time, s", lambda s: number(s.wall_s, 1)),
     ("rollout / update / publish, s", lambda s: _slashed(s.rollout_s, s.update_s, s.publish_s, digits=1)),
     ("checkpoints / ledger, s", lambda s: _slashed(s.save_s, s.ledger_s, digits=1)),
-    ("mean length / longest seen, tokens", lambda s: _slashed(s.mean_length, s.mean_longest, digits=1)),
+    ("mean length / mean longest seen, tokens", lambda s: _slashed(s.mean_length, s.mean_longest, digits=1)),
     ("tokens trained", lambda s: number(s.trained_tokens)),
     ("tokens discarded", lambda s: number(s.discarded_tokens)),
-    ("cached tokens recomputed", lambda s: number(s.recomputed_tokens)),
+    ("answer tokens prefilled again", lambda s: number(s.recomputed_tokens)),
     ("staleness, mean / largest", lambda s: f"{number(s.staleness_mean, 2)} / {number(s.staleness_max)}"),
     ("accepted prefix", lambda s: share(s.accepted_prefix)),
-    ("expected lengths in order", lambda s: share(s.length_in_order)),
-    ("divergence rate, per token", lambda s: "–" if s.divergence_rate is None else f"{s.divergence_rate:.1e}"),
-    ("loaded / trained", lambda s: "–" if s.ledger is None else _slashed(s.ledger.loaded, s.ledger.trained)),
-    ("lost / trained twice", lambda s: "–" if s.ledger is None else _slashed(s.ledger.lost, s.ledger.duplicated)),
+    ("predicted lengths in the right order", lambda s: share(s.length_in_order)),
+    ("replay rejections per token", lambda s: "–" if s.divergence_rate is None else f"{s.divergence_rate:.1e}"),
+    ("samples loaded / trained", lambda s: "–" if s.ledger is None else _slashed(s.ledger.loaded, s.ledger.trained)),
+    (
+        "samples lost / trained twice",
+        lambda s: "–" if s.ledger is None else _slashed(s.ledger.lost, s.ledger.duplicated),
+    ),
 )
 
 
@@ -261,7 +262,7 @@ def _slashed(*values: float | None, digits: int = 0) -> str:
 
 
 def _table(runs: Sequence[RunView]) -> str:
-    """A column per run, or two halves side by side for one; rows that no run has a figure for are left out."""
+    """Return the summary: a column per run, or two halves for one run. Rows without any figure are left out."""
     rows = []
     for label, render in _ROWS:
         cells = [render(run.summary) for run in runs]

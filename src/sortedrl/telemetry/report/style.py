@@ -1,8 +1,8 @@
-"""What all charts of a page share: colours, type, margins, and the marks that tell runs apart.
+"""Colours, fonts, margins and line styles that all charts of a page share.
 
-Used by `charts.py`, `timeline.py` and `page.py`. What it keeps true: colours are told apart by colour-blind readers
-(Okabe and Ito's palette, viridis), and no difference is shown by colour alone: runs differ in dash and symbol too,
-versions carry their number.
+Used by `charts.py`, `timeline.py` and `page.py`. Guarantees: colour-blind readers can tell the colours apart (Okabe and
+Ito's palette, viridis), and no difference is shown by colour alone: runs also differ in dash and symbol, and versions
+are numbered.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sortedrl.telemetry.view import RunView
 RUN_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 DASHES = ("solid", "dash", "dot", "dashdot")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star")
-# Neighbours in this order differ in lightness too, so that a change of version shows in grey print.
+# Neighbours in this order also differ in lightness, so that a change of version is visible in grey print.
 VERSION_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#F0E442", "#CC79A7", "#56B4E9")
 INK, SOFT, GRID, RULE = "#1b2430", "#5a6675", "#e6e9ee", "#b4bcc8"
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
@@ -36,7 +36,7 @@ def run_colour(position: int) -> str:
 
 
 def run_dash(position: int) -> str:
-    """Colours come round after six runs; from the second run on the dash differs too."""
+    """Return the dash of a run: runs seven and later share colours, but not dashes, with earlier ones."""
     return DASHES[position % len(DASHES)]
 
 
@@ -45,7 +45,7 @@ def run_symbol(position: int) -> str:
 
 
 def run_name(run: RunView) -> str:
-    """Plotly takes tags in a name for markup."""
+    """Return the escaped name, because plotly interprets tags in a name as markup."""
     return html.escape(run.name)
 
 
@@ -55,7 +55,10 @@ def faded(colour: str, opacity: float) -> str:
 
 
 def styled(figure: go.Figure, *, height: int, top: int = 10) -> go.Figure:
-    """`top`: room for titles. The page has a key of its own for runs, so that no legend eats the width of a phone."""
+    """Apply the common style; `top` is the space for titles.
+
+    Charts have no legend, which would take too much width on a phone: the page has a key for runs.
+    """
     axis = {"gridcolor": GRID, "linecolor": RULE, "zeroline": False, "automargin": True, "ticks": ""}
     figure.update_layout(
         template="none",
@@ -67,7 +70,7 @@ def styled(figure: go.Figure, *, height: int, top: int = 10) -> go.Figure:
         paper_bgcolor="#ffffff",
         plot_bgcolor="#ffffff",
         dragmode="zoom",
-        uirevision="kept",  # a reader's zoom outlives new data
+        uirevision="kept",  # keep the reader's zoom when new data arrives
     )
     figure.update_xaxes(**axis, title_standoff=8, title_font_size=12)
     figure.update_yaxes(**axis, title_standoff=4, title_font_size=12)
@@ -76,7 +79,7 @@ def styled(figure: go.Figure, *, height: int, top: int = 10) -> go.Figure:
 
 
 def add_title(figure: go.Figure, row: int, text: str) -> None:
-    """A title at the left above one row of subplots."""
+    """Add a title above one row of subplots, at the left."""
     suffix = "" if row == 1 else str(row)
     figure.add_annotation(
         text=text,
@@ -99,7 +102,7 @@ def add_verticals(
     dash: str = "solid",
     **where: int,
 ) -> None:
-    """Vertical lines as one trace: a shape each would take plotly seconds for a long run."""
+    """Add vertical lines as one trace: one shape per line would take plotly seconds in a long run."""
     figure.add_scatter(
         x=[value for x in xs for value in (x, x, None)],
         y=[value for _ in xs for value in (*span, None)],

@@ -1,7 +1,7 @@
-"""The charts with a row per slot or sample: the slot timeline, the life of cohorts, the age of trained tokens.
+"""The charts with a row per slot or sample: slot timeline, life of cohorts, age of trained tokens.
 
-Called by `page.py`, once for each run. What it keeps true: a bar is one bar, and as many are drawn as the caption
-says; where a run has more than a browser draws with ease, the whole is shown as shares and the ends in full.
+`page.py` calls them once per run. Guarantees: the caption says how many bars are drawn. If a run has more bars than a
+browser can draw quickly, both ends are drawn as bars and the whole run as shares of busy time.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from sortedrl.telemetry.report.style import (
 from sortedrl.telemetry.sample_lives import SampleLife, TimelineBar
 from sortedrl.telemetry.view import RunView
 
-_VIEW_BARS = 240  # so many that single bars can be seen
+_VIEW_BARS = 240  # few enough to see single bars
 _MAX_ROWS = 160  # samples
 
 
 def timeline_chart(run: RunView) -> Chart:
-    """A row per slot, a bar per bar, coloured by version; interruptions and harvests marked."""
+    """Draw a row per slot with a bar per stay of a sample, coloured by version; mark interruptions and harvests."""
     bars = list(run.bars)
     figure = go.Figure()
     if not run.bars.is_whole:
@@ -37,8 +37,8 @@ def timeline_chart(run: RunView) -> Chart:
     _add_bars(figure, bars, run.seconds)
     _add_verticals(figure, run)
     marks = {"symbol": "line-ns", "size": 9, "line": {"color": "#000000", "width": 2.5}}
-    goes_on = {"symbol": "triangle-right", "size": 7, "color": INK}
-    for outcomes, marker in ((("interrupted", "cut", "failed"), marks), (("published",), goes_on)):
+    continues = {"symbol": "triangle-right", "size": 7, "color": INK}
+    for outcomes, marker in ((("interrupted", "cut", "failed"), marks), (("published",), continues)):
         cut = [bar for bar in bars if bar.outcome in outcomes]
         figure.add_scatter(
             x=[bar.end for bar in cut],
@@ -57,13 +57,13 @@ def timeline_chart(run: RunView) -> Chart:
     if not run.bars.is_whole:
         half = len(run.bars.first)
         shown = (
-            f"Of {run.bars.num_seen:,} bars the first and the last {half:,} are drawn; in between grey is "
+            f"Of {run.bars.num_seen:,} bars the first and the last {half:,} are drawn; between them, grey shows "
             "the share of time in which a slot is busy. "
         )
     caption = (
-        f"{shown}A bar is a bar: one stay in a slot under one version of the weights, which its colour and number "
-        "tell (six colours in turn). Dotted: harvests. A tick ends an interrupted attempt; a triangle one that stays "
-        "in its slot and goes on under the next version. Drag to zoom, double-click for the whole."
+        f"{shown}A bar is one stay of a sample in a slot under one version; its colour and number show the version "
+        "(six colours repeat). Dotted line: harvest. Black tick: the attempt was interrupted. Triangle: it continues "
+        "in its slot under the next version. Drag to zoom; double-click to see the whole run."
     )
     chart = styled(figure, height=min(max(17 * run.slots, 150), 640) + 100)
     return Chart(name=f"timeline-{run.position}", figure=chart, caption=caption)
@@ -104,7 +104,7 @@ def _add_bars(figure: go.Figure, bars: Sequence[TimelineBar], now: float) -> Non
 
 
 def _numbers(bars: Sequence[TimelineBar]) -> list[str]:
-    """Versions for the bars at either end, once for each stretch of a slot under one."""
+    """Return a version number for bars near both ends, where the version in the slot changes, and "" elsewhere."""
     last: dict[int, int] = {}
     numbers = []
     for position, bar in enumerate(bars):
@@ -132,7 +132,7 @@ def _add_shares(figure: go.Figure, run: RunView) -> None:
 
 
 def _add_verticals(figure: go.Figure, run: RunView) -> None:
-    """Harvests, where bars are drawn."""
+    """Mark harvests where bars are drawn."""
     gap = (0.0, 0.0)
     if not run.bars.is_whole:
         gap = (run.bars.first[-1].start, run.bars.last[0].start)
@@ -141,7 +141,7 @@ def _add_verticals(figure: go.Figure, run: RunView) -> None:
 
 
 def _views(run: RunView) -> dict[str, list[float]]:
-    """Stretches that a reader may jump to: single bars can be seen at either end."""
+    """Return the time ranges that the buttons select; at both ends single bars are visible."""
     bars = list(run.bars)
     seconds = max(run.seconds, 1e-9)
     first, last = bars[:_VIEW_BARS], bars[-_VIEW_BARS:]
@@ -155,12 +155,17 @@ def _views(run: RunView) -> dict[str, list[float]]:
 
 
 def lives_chart(run: RunView) -> Chart:
-    """When each sample of the last cohorts was loaded, started, interrupted and trained."""
+    """Draw when each sample of the last cohorts was loaded, started, interrupted and trained."""
     lives = _last_cohorts(run)
     now = run.seconds
     figure = go.Figure()
     rows = range(len(lives))
-    _add_lines(figure, [(life.loaded, life.started or now, row) for row, life in enumerate(lives)], RULE, 1)
+    _add_lines(
+        figure,
+        [(life.loaded, now if life.started is None else life.started, row) for row, life in enumerate(lives)],
+        RULE,
+        1,
+    )
     spans = [
         (life.started, now if life.trained is None else life.trained, row)
         for row, life in enumerate(lives)
@@ -200,8 +205,8 @@ def lives_chart(run: RunView) -> Chart:
     chart = styled(figure, height=min(max(4 * len(lives), 160), 620) + 110)
     shown = f"the last {len(lives):,} of {run.samples.num_loaded:,}" if len(lives) < run.samples.num_loaded else "all"
     caption = (
-        f"A row per sample, {shown} in the order in which they were loaded. Grey: loaded, not started. Blue: from its "
-        "first token until it is trained. Open circle: started. Black tick: interrupted. Diamond: trained."
+        f"One row per sample, {shown} in the order of loading. Grey: loaded, not started. Blue: from the start of its "
+        "first attempt until it is trained. Open circle: started. Black tick: interrupted. Diamond: trained."
     )
     return Chart(name=f"lives-{run.position}", figure=chart, caption=caption)
 
@@ -217,7 +222,7 @@ def _add_lines(figure: go.Figure, spans: Sequence[tuple[float, float, int]], col
 
 
 def _last_cohorts(run: RunView) -> list[SampleLife]:
-    """The most recent samples, of whole cohorts where several fit."""
+    """Return the most recent samples, as whole cohorts if more than one fits."""
     recent = list(run.samples.recent)
     lives = recent[-_MAX_ROWS:]
     if len(lives) < run.samples.num_loaded:
@@ -227,8 +232,8 @@ def _last_cohorts(run: RunView) -> list[SampleLife]:
 
 
 def waits_chart(run: RunView) -> Chart:
-    """How long samples wait from load to training, cohort by cohort."""
-    points = sorted(run.samples.waits, key=lambda point: point.cohort)  # later ones may be done first
+    """Draw how long samples wait from load to training, by cohort."""
+    points = sorted(run.samples.waits, key=lambda point: point.cohort)  # a later cohort may be trained first
     figure = go.Figure()
     x = [point.cohort for point in points]
     edge = {"mode": "lines", "line": {"width": 0, "color": "#56B4E9"}, "hoverinfo": "skip"}
@@ -249,13 +254,16 @@ def waits_chart(run: RunView) -> Chart:
     add_title(figure, 1, "seconds from load to training")
     stride = run.samples.waits.stride
     caption = "Line: median of the cohort. Band: shortest to longest." + (
-        f" A point joins up to {stride} cohorts." if stride > 1 else ""
+        f" A point stands for up to {stride} cohorts." if stride > 1 else ""
     )
     return Chart(name=f"waits-{run.position}", figure=styled(figure, height=220, top=34), caption=caption)
 
 
 def ages_charts(run: RunView) -> list[Chart]:
-    """How many versions trained tokens lag behind: over the whole run, and by sample at its end. None: none does."""
+    """Draw how many versions trained tokens lag behind, for the whole run and for its last samples.
+
+    Returns no chart if no token lags behind.
+    """
     most = max(run.staleness, default=0)
     rows = [row for row in run.samples.ages.rows if row.tokens.any()]
     if not most or not rows:
@@ -273,16 +281,16 @@ def ages_charts(run: RunView) -> list[Chart]:
     whole.update_yaxes(title_text="update")
     last = _age_map(positions, list(range(len(run.samples.trained))), _ages_by_sample(run, positions), most)
     last.update_yaxes(title_text="sample, in the order of training", showticklabels=False)
-    joined = f" A row joins up to {stride} updates." if stride > 1 else ""
+    joined = f" A row stands for up to {stride} updates." if stride > 1 else ""
     return [
         Chart(
-            name=f"ages-{run.position}", figure=whole, caption=f"The whole run: mean by update and position.{joined}"
+            name=f"ages-{run.position}", figure=whole, caption=f"Whole run: mean age by update and position.{joined}"
         ),
         Chart(
             name=f"tokens-{run.position}",
             figure=last,
-            caption=f"The last {len(run.samples.trained)} samples trained, a row each: where the colour changes, the "
-            "answer was interrupted and went on under later weights.",
+            caption=f"The last {len(run.samples.trained)} trained samples, one row each. Where the colour changes, the "
+            "answer was interrupted and continued under later weights.",
         ),
     ]
 
