@@ -220,6 +220,6 @@ def address_of(serving: ForkedProcess) -> str:
     until = time.monotonic() + WAIT_MS / 1000
     while (address := dashboard_address(serving.err)) is None:
         assert serving.is_running, serving.err
-        assert time.monotonic() < until, "no address was told"
+        assert time.monotonic() < until, "the dashboard printed no address"
         time.sleep(0.02)
     return address

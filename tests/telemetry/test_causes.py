@@ -73,7 +73,7 @@ def taken(t: float, update: int, sample: int, length: int, **engine: float) -> B
 #  2 to  7 s: 0, 1 and 2 read their prompts (1 s each: prefill 3) and write: 0 four tokens. 1 and 2 hold four each.
 #  7 to  8 s: the loop waits for 0's score, and the engine pauses                                    reward       3
 #  8 to 10 s: update;  10 to 10.5 s: weights;  10.5 to 11 s: a checkpoint           update 6, publish 1.5, save 1.5
-# 11 to 15 s: 1 goes on, reads its 4 tokens and its prompt again in 2 s (a prompt has 4 tokens too: 1 s each), writes 2;
+# 11 to 15 s: 1 resumes, reads its 4 tokens and its prompt again in 2 s (a prompt has 4 tokens too: 1 s each), writes 2;
 #             2 starts again, reads its prompt in 1 s, waits 1 s while the loop works, writes 2. One slot is free.
 RUN: list[Event] = [
     RunStarted(t=1.0, strategy="sorted", seed=0, slots=3, update_batch=1, total_samples=3),
@@ -204,10 +204,10 @@ def test_without_attempts_the_engine_reports_how_busy_slots_were(strategy: Strat
         divergence=0.01,
         emit=events.append,
     )
-    told = [event for event in events if not isinstance(event, AttemptStarted | SampleScored)]
+    kept = [event for event in events if not isinstance(event, AttemptStarted | SampleScored)]
     few = [
         replace(event, slot=-1) if isinstance(event, AttemptEnded) else event
-        for event in told
+        for event in kept
         if not isinstance(event, AttemptEnded) or event.outcome == "interrupted"
     ]
     assert folded(few).slot_time() == pytest.approx(summary.slot_time, abs=1e-6)

@@ -22,7 +22,7 @@ from tests.support.synthetic_runs import STEP_S, SyntheticRun, write_run
 
 
 @pytest.fixture
-def light(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_plotly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages without the five megabytes of plotly's own script, which take seconds to parse."""
     monkeypatch.setattr(report, "get_plotlyjs", lambda: "/* plotly */")
 
@@ -81,7 +81,7 @@ class Page(HTMLParser):
         return [name.removeprefix("chart-") for name in ids if name.startswith("chart-")]
 
 
-@pytest.mark.usefixtures("light")
+@pytest.mark.usefixtures("without_plotly")
 def test_report_of_one_run_has_its_sections(tmp_path: Path):
     run = SyntheticRun("sorted-replay", updates=20)
     write_run(tmp_path / "mine", run)
@@ -110,7 +110,7 @@ def test_report_loads_nothing_from_elsewhere(tmp_path: Path):
     assert "http" not in (policies[0] or "")
 
 
-@pytest.mark.usefixtures("light")
+@pytest.mark.usefixtures("without_plotly")
 def test_report_compares_runs(tmp_path: Path):
     write_run(tmp_path / "a" / "run", SyntheticRun("sync", drain=True, updates=8))
     write_run(tmp_path / "b" / "run", SyntheticRun("sorted-on-policy", interrupted="restart", updates=8))
@@ -122,7 +122,7 @@ def test_report_compares_runs(tmp_path: Path):
     assert {"timeline-0", "timeline-1"} <= set(page.charts)
 
 
-@pytest.mark.usefixtures("light")
+@pytest.mark.usefixtures("without_plotly")
 def test_report_escapes_what_comes_from_a_run(tmp_path: Path):
     hostile = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
     name = "<b onmouseover=alert(3)>&"
@@ -141,7 +141,7 @@ def test_report_escapes_what_comes_from_a_run(tmp_path: Path):
         assert "\\u003cb onmouseover" not in text
 
 
-@pytest.mark.usefixtures("light")
+@pytest.mark.usefixtures("without_plotly")
 def test_report_of_a_run_without_summary_says_so(tmp_path: Path):
     run = SyntheticRun("sorted-replay", updates=6)
     write_run(tmp_path / "crashed", run, has_summary=False)
@@ -157,7 +157,7 @@ def test_report_of_a_run_without_summary_says_so(tmp_path: Path):
     assert "crashed has an incomplete last line of events, which is left out" in text
 
 
-@pytest.mark.usefixtures("light")
+@pytest.mark.usefixtures("without_plotly")
 def test_report_before_the_first_update(tmp_path: Path):
     (tmp_path / "young").mkdir()
     sink = JsonlSink(tmp_path / "young" / "events.jsonl")
@@ -199,7 +199,7 @@ def bars(run: view.RunView) -> list[tuple[int, float]]:
     return list(zip(bar.y, bar.base, strict=True))
 
 
-@pytest.mark.usefixtures("light")
+@pytest.mark.usefixtures("without_plotly")
 def test_report_shows_where_slot_time_went(tmp_path: Path):
     write_run(tmp_path / "mine", SyntheticRun("sorted-replay", updates=4))
     path = tmp_path / "mine" / "summary.json"
@@ -211,7 +211,7 @@ def test_report_shows_where_slot_time_went(tmp_path: Path):
     assert "a new cause" in text
 
 
-@pytest.mark.usefixtures("light")
+@pytest.mark.usefixtures("without_plotly")
 def test_report_of_an_older_schema_says_what_it_is(tmp_path: Path):
     write_run(tmp_path / "old", SyntheticRun("sorted-replay", updates=4))
     events = tmp_path / "old" / "events.jsonl"
@@ -224,7 +224,7 @@ def test_report_of_an_older_schema_says_what_it_is(tmp_path: Path):
         write_report([tmp_path / "old"], tmp_path / "r.html")
 
 
-@pytest.mark.usefixtures("light")
+@pytest.mark.usefixtures("without_plotly")
 def test_report_of_a_run_that_is_being_written_says_so(tmp_path: Path):
     write_run(tmp_path / "live", SyntheticRun("sorted-replay", updates=4), has_summary=False)
     with RunLock(tmp_path / "live"):

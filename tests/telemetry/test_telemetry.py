@@ -214,7 +214,7 @@ def test_every_figure_of_the_hand_worked_run():
         "accepted_prefix": 0.2,  # 1 of 5
         "mean_length": 4.0,
         "mean_longest": 4.25,
-        "length_in_order": None,  # nobody guessed
+        "length_in_order": None,  # no lengths were predicted
         "length_log_error": None,
         "flat_groups": None,
         "filtered_samples": None,
@@ -527,7 +527,7 @@ def test_a_probe_takes_the_place_of_the_events_clock():
     assert (row.bubble_ratio, row.goodput, row.tokens_per_s) == (0.5, 16 / 48, 0.5)
 
 
-class Broken:
+class FailingSink:
     """A sink whose disk is full."""
 
     def emit(self, event: Event) -> None:
@@ -539,15 +539,15 @@ class Broken:
 
 def test_a_failing_sink_warns_once_and_stops_nothing(caplog: pytest.LogCaptureFixture):
     metrics = RunMetrics()
-    emit = Fanout([Broken(), metrics])
+    emit = Fanout([FailingSink(), metrics])
     with caplog.at_level(logging.WARNING):
         for event in RUN:
             emit(event)
         emit.close()
     assert metrics.samples == 4
-    assert emit.num_failures == {"Broken": len(RUN) + 1}
+    assert emit.num_failures == {"FailingSink": len(RUN) + 1}
     (record,) = caplog.records
-    assert "Broken failed on RunStarted (OSError: no space left)" in record.getMessage()
+    assert "FailingSink failed on RunStarted (OSError: no space left)" in record.getMessage()
 
 
 # ---- console --------------------------------------------------------------------------------------------------------

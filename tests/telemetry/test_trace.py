@@ -202,15 +202,15 @@ def test_the_command_prints_tables_or_one_object(tmp_path: Path):
     assert shown.exit_code == 0
     assert "decoding tokens that were trained" in shown.output
     assert "longest seen" in shown.output
-    told = CliRunner().invoke(app, ["trace", str(tmp_path / "run"), "--perfetto", str(out), "--json"])
-    record = json.loads(told.stdout)
+    result = CliRunner().invoke(app, ["trace", str(tmp_path / "run"), "--perfetto", str(out), "--json"])
+    record = json.loads(result.stdout)
     assert record["trace"] == str(out)
     assert sum(cohort["trained"] for cohort in record["cohorts"]) == summary.samples == 96
     assert record["slot_time"] == pytest.approx(summary.slot_time)
     assert out.is_file()
 
 
-HEADLESS = {"kind": "CohortLoaded", "t": 0.0, "cohort": 0, "update": 0, "samples": [0]}
+FIRST_COHORT = {"kind": "CohortLoaded", "t": 0.0, "cohort": 0, "update": 0, "samples": [0]}
 
 
 def started(**more: Any) -> dict[str, Any]:
@@ -232,7 +232,7 @@ def test_a_directory_that_is_no_run(tmp_path: Path):
     with pytest.raises(RunDirError, match="has no RunStarted"):
         trace_run(write(tmp_path / "empty", ""))
     with pytest.raises(RunDirError, match="has no RunStarted"):
-        trace_run(write(tmp_path / "headless", json.dumps(HEADLESS) + "\n"))
+        trace_run(write(tmp_path / "without-start", json.dumps(FIRST_COHORT) + "\n"))
 
 
 def test_a_run_that_is_being_written_and_has_no_update(tmp_path: Path):

@@ -135,9 +135,9 @@ def test_both_trackers_of_a_live_run(tmp_path: Path):
     updates = [row for row in history if "batch/reward" in row]
     assert [row["samples"] for row in updates] == steps
     for tag, name in (("batch/reward", "reward_mean"), ("batch/length", "mean_length"), ("run/seconds", "t")):
-        told = [row[name] for row in rows]
-        assert [board[tag][step] for step in steps] == pytest.approx(told)
-        assert [row[tag] for row in updates] == pytest.approx(told)
+        expected = [row[name] for row in rows]
+        assert [board[tag][step] for step in steps] == pytest.approx(expected)
+        assert [row[tag] for row in updates] == pytest.approx(expected)
     assert [row["learner/loss"] for row in updates] == pytest.approx([row["learner"]["loss"] for row in rows])
     evaluations = {row["samples"]: row["eval/accuracy"] for row in history if "eval/accuracy" in row}
     assert evaluations == {0: summary.accuracy_before, 32: summary.accuracy_after}
@@ -161,7 +161,7 @@ def test_a_tracker_that_cannot_start_is_left_out(
     assert "tensorboard cannot start" in caplog.text
 
 
-class Unplugged(TrackerSink):
+class FailingTracker(TrackerSink):
     def write(self, step: int, scalars: dict[str, float]) -> None:
         raise ConnectionError("no network")
 
@@ -174,13 +174,13 @@ class Unplugged(TrackerSink):
 
 def test_a_tracker_that_fails_later_warns_once(caplog: pytest.LogCaptureFixture):
     metrics = RunMetrics()
-    emit = Fanout([metrics, Unplugged(metrics)])
+    emit = Fanout([metrics, FailingTracker(metrics)])
     with caplog.at_level(logging.WARNING):
         for event in [STARTED, batch(0), done(0, 1.0), batch(1), done(1, 2.0)]:
             emit(event)
         emit.close()
     assert len(caplog.records) == 1
-    assert emit.num_failures == {"Unplugged": 3}
+    assert emit.num_failures == {"FailingTracker": 3}
     assert metrics.updates == 2
 
 

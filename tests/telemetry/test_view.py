@@ -1,4 +1,4 @@
-"""What a run's page is made from: series that stay small, the event file as it grows, and the view folded from both."""
+"""Series of bounded size, the event file while it grows, and the view of a run."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def done(t: float, update: int) -> list[dict[str, Any]]:
 
 
 # Two slots, two samples. From 10 s on: both run; at 12 the first is done and taken, the second is interrupted with 4
-# tokens, updated until 13.5, goes on under version 1 from 14 to 16 and is taken with 10 tokens.
+# tokens, updated until 13.5, continues under version 1 from 14 to 16 and is taken with 10 tokens.
 TINY = [
     started(),
     {"kind": "CohortLoaded", "t": 10.0, "cohort": 0, "update": 0, "samples": [0, 1]},
@@ -211,7 +211,7 @@ def test_a_tiny_run_by_hand():
     assert (first.loaded, first.started, first.interruptions, first.trained) == (0.0, 0.0, [], 2.0)
     assert (second.loaded, second.started, second.interruptions, second.trained) == (0.0, 0.0, [2.0], 6.0)
     assert [(w.shortest, w.median, w.longest, w.num_interrupted) for w in view.samples.waits] == [(2.0, 4.0, 6.0, 1)]
-    # Slots that stand still for an update: both, from 12 to 13.5 and from 16 to 17.5.
+    # Slots that wait for an update: both, from 12 to 13.5 and from 16 to 17.5.
     assert sum(view.occupancy.rows[1]) == pytest.approx(2 * 1.5 + 2 * 1.5)
 
 
@@ -290,7 +290,7 @@ def test_memory_does_not_grow_with_the_run(tmp_path: Path):
 
 
 def long_run(*, num_updates: int, batch: int) -> Iterable[dict[str, Any]]:
-    """Every update a cohort of its own, all of it trained."""
+    """Yield a run with one cohort per update, completely trained."""
     draw = random.Random(0)
     yield started(slots=batch)
     for update in range(num_updates):

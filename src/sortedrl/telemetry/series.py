@@ -1,7 +1,7 @@
 """Series of bounded size for runs of any length: they merge neighbours, or keep both ends.
 
 `view.py` collects a run in them. Guarantees: memory stays within the given limit, sums and counts are exact, and each
-series tells how much it has merged or left out, so that captions can say it.
+series reports how much it has merged or left out, so that captions can say it.
 """
 
 from __future__ import annotations

@@ -318,6 +318,6 @@ class RunView:
         estimated = summarize(self.metrics, stats=stats, timing=timing, held=None)
         measured = {name: self.latest.get(name) for name in ("bubble_ratio", "goodput", "tokens_per_s")}
         has_measured = None not in measured.values()
-        # The events do not tell what only engine and controller measure.
+        # The events do not contain what only engine and controller measure.
         unknown = dict.fromkeys(("status", "recomputed_tokens", "decode_steps", "update_s", "publish_s", "save_s"))
         return estimated.model_copy(update={**unknown, **(measured if has_measured else {})})

@@ -202,7 +202,7 @@
     const scroll = make("div", undefined, "scroll");
     const table = make("table");
     const head = make("tr");
-    for (const name of ["step", "attempt", "version", "gained", "kept", "thrown", "held", "note"]) head.append(make("th", name, name === "note" ? "left" : ""));
+    for (const name of ["step", "attempt", "version", "added", "accepted", "discarded", "tokens", "note"]) head.append(make("th", name, name === "note" ? "left" : ""));
     table.append(head);
     for (const moment of moments) {
       const line = make("tr");

@@ -127,7 +127,7 @@ class _Frame:
 
 def _learning(frame: _Frame, runs: Sequence[RunView]) -> None:
     pair = _pair(*(frame.chart(charts.learning_chart(runs, by_time=by_time)) for by_time in (False, True)))
-    frame.section("Learning", "Left: against samples trained. Right: against wall time.", _key(runs) + pair)
+    frame.section("Learning", "First against samples trained, then against wall time.", _key(runs) + pair)
 
 
 def _slots(frame: _Frame, runs: Sequence[RunView]) -> None:
