@@ -262,7 +262,7 @@ BAD_INPUT = {
     "missing argument": (["train"], ["CONFIG"]),
     "unknown command": (["trian"], ["trian"]),
     "unknown option": ([*TRAIN, "--fast"], ["--fast"]),
-    "report of nothing": (["report", "nowhere"], ["nowhere is not a directory", "name the directory of a run"]),
+    "report of nothing": (["report", "nowhere"], ["nowhere is not a directory", "pass the directory of a run"]),
     "report of an empty folder": (["report", "empty"], ["empty"]),
     "sft into a file": (
         ["sft", "file", "--steps", "1", "--json"],
