@@ -84,7 +84,7 @@ class ConsoleSink:
             case UpdateDone() if self._live is None:
                 self._print_progress(event)
             case Evaluated():
-                self._console.print(evaluated_line(event), highlight=False, soft_wrap=True)
+                self._console.print(_evaluated_line(event), highlight=False, soft_wrap=True)
             case RunEnded():
                 self._end(event)
             case _:
@@ -117,7 +117,7 @@ class ConsoleSink:
 
     def _end(self, event: RunEnded) -> None:
         if self._live is None:
-            self._console.print(progress_line(self._metrics), highlight=False, soft_wrap=True)
+            self._console.print(_progress_line(self._metrics), highlight=False, soft_wrap=True)
         self.close()
         self._console.print(f"run {escape(event.reason)} after {event.t:,.1f} s", highlight=False)
 
@@ -126,7 +126,7 @@ class ConsoleSink:
         is_due = updates - self._printed_update >= self._every_updates or event.t - self._printed_t >= self._every_s
         if is_due:
             self._printed_update, self._printed_t = updates, event.t
-            self._console.print(progress_line(self._metrics), highlight=False, soft_wrap=True)
+            self._console.print(_progress_line(self._metrics), highlight=False, soft_wrap=True)
 
     def _draw(self) -> None:
         assert self._live is not None, "there is no live panel to draw"
@@ -134,7 +134,7 @@ class ConsoleSink:
         for task_id in self._progress.task_ids:
             self._progress.update(task_id, completed=self._metrics.samples)
         is_ascii = self._console.options.ascii_only
-        rows = (self._progress.get_renderable(), *panel_rows(self._metrics, is_ascii=is_ascii))
+        rows = (self._progress.get_renderable(), *_panel_rows(self._metrics, is_ascii=is_ascii))
         self._live.update(Group(*rows), refresh=True)
 
 
@@ -163,7 +163,7 @@ def time_left(metrics: RunMetrics) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-def progress_line(metrics: RunMetrics) -> str:
+def _progress_line(metrics: RunMetrics) -> str:
     """Return one line of progress: reward and length of the last batch, the other figures for the run so far."""
     total = metrics.run.total_samples if metrics.run is not None else 0
     done = f"{metrics.samples:,}/{total:,} samples ({metrics.samples / max(total, 1):.0%})"
@@ -171,7 +171,7 @@ def progress_line(metrics: RunMetrics) -> str:
     return f"update {metrics.updates}, {done}: {figures}, {time_left(metrics)} left"
 
 
-def evaluated_line(event: Evaluated) -> str:
+def _evaluated_line(event: Evaluated) -> str:
     # If rewards are only 0 or 1, the mean reward equals the accuracy and is not repeated.
     reward = event.sampled_reward
     has_reward = reward is not None and abs(reward - event.sampled_accuracy) > 1e-9
@@ -182,7 +182,7 @@ def evaluated_line(event: Evaluated) -> str:
     )
 
 
-def panel_rows(metrics: RunMetrics, *, is_ascii: bool = False) -> list[Text]:
+def _panel_rows(metrics: RunMetrics, *, is_ascii: bool = False) -> list[Text]:
     """Return the rows of the live panel below its progress bar: figures, slots, and the largest causes of slot time."""
     figures = _figures(metrics)
     rows = [_named(figures[:3]), _named(figures[3:]), slots_bar(metrics, is_ascii)]

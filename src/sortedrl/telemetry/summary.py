@@ -215,7 +215,7 @@ def before_after(before: float | None, after: float | None) -> str:
     return f"{first} → {last}"
 
 
-def lost_and_duplicated(summary: Summary) -> str:
+def _lost_and_duplicated(summary: Summary) -> str:
     return "–" if summary.ledger is None else f"{summary.ledger.lost} / {summary.ledger.duplicated}"
 
 
@@ -251,7 +251,7 @@ def summary_table(summaries: Sequence[Summary], *, width: int = 100) -> Table:
             number(summary.tokens_per_s),
             number(summary.staleness_max),
             number(summary.wall_s, 1),
-            lost_and_duplicated(summary),
+            _lost_and_duplicated(summary),
         )
     return table
 

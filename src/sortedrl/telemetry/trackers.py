@@ -39,7 +39,7 @@ class TrackSettings:
     config: Mapping[str, Any] = field(default_factory=dict)
 
 
-def update_scalars(row: UpdateRow) -> dict[str, float]:
+def _update_scalars(row: UpdateRow) -> dict[str, float]:
     """Return the scalars of an update by name, without those that do not apply or are not finite."""
     named = {
         "batch/reward": row.reward_mean,
@@ -58,7 +58,7 @@ def update_scalars(row: UpdateRow) -> dict[str, float]:
     return _finite(named)
 
 
-def evaluation_scalars(event: Evaluated) -> dict[str, float]:
+def _evaluation_scalars(event: Evaluated) -> dict[str, float]:
     named: dict[str, float | None] = {
         "eval/accuracy": event.sampled_accuracy,
         "eval/greedy_accuracy": event.greedy_accuracy,
@@ -86,9 +86,9 @@ class TrackerSink(ABC):
         match event:
             case UpdateDone():
                 row = self._metrics.row(event)
-                self.write(row.samples_trained, update_scalars(row))
+                self.write(row.samples_trained, _update_scalars(row))
             case Evaluated():
-                self.write(event.samples_trained, evaluation_scalars(event))
+                self.write(event.samples_trained, _evaluation_scalars(event))
             case RunResumed():
                 self.go_back(self._metrics.samples)
             case _:
@@ -175,14 +175,14 @@ class WandbSink(TrackerSink):
         self._run.finish()
 
 
-PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}
+_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}
 """The package that each tracker needs; the extra of this package has the same name."""
 
 
 def check_trackers(names: Sequence[str]) -> None:
     """Raise ConfigError for a tracker whose package is not installed."""
     for name in names:
-        if find_spec(PACKAGES[name]) is None:
+        if find_spec(_PACKAGES[name]) is None:
             raise ConfigError(
                 f"track.to names {name}, which is not installed: run pip install sortedrl[{name}], or remove it"
             )

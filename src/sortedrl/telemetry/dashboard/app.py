@@ -222,7 +222,7 @@ def _message(state: PageState, sent: dict[str, str]) -> str:
 # ---- the server -----------------------------------------------------------------------------------------------------
 
 
-def is_loopback(host: str) -> bool:
+def _is_loopback(host: str) -> bool:
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -231,7 +231,7 @@ def is_loopback(host: str) -> bool:
 
 def check_address(host: str, token: str | None) -> None:
     """Raise ConfigError if `host` is reachable from other machines and there is no token that is hard to guess."""
-    if is_loopback(host):
+    if _is_loopback(host):
         return
     if token is None:
         raise ConfigError(
@@ -264,7 +264,7 @@ def serve(dashboard: Dashboard, *, host: str, port: int, token: str | None, anno
     listener = open_port(host, port)
     bound = listener.getsockname()[1]
     named = f"[{host}]" if ":" in host else host
-    hosts = ["localhost", "127.0.0.1", "::1", "[::1]", named] if is_loopback(host) else ["*"]
+    hosts = ["localhost", "127.0.0.1", "::1", "[::1]", named] if _is_loopback(host) else ["*"]
     settings = uvicorn.Config(
         dashboard.app(hosts=hosts, token=token),
         log_level="warning",

@@ -14,8 +14,8 @@ from starlette.requests import HTTPConnection
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-COOKIE = "sortedrl_dashboard"
-HEADERS = {
+_COOKIE = "sortedrl_dashboard"
+_HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data: blob:; font-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'",
@@ -44,7 +44,7 @@ class TokenMiddleware:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
-                for name, value in HEADERS.items():
+                for name, value in _HEADERS.items():
                     headers[name] = value
                 headers.setdefault("cache-control", "no-store")
             await send(message)
@@ -59,10 +59,10 @@ class TokenMiddleware:
         given = request.query_params.get("token", "")
         if given and _is_same(given, self.token):
             answer = RedirectResponse(request.url.path or "/", status_code=303)
-            answer.set_cookie(COOKIE, self.cookie, httponly=True, samesite="strict")
+            answer.set_cookie(_COOKIE, self.cookie, httponly=True, samesite="strict")
             return answer
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if _is_same(bearer, self.token) or _is_same(request.cookies.get(COOKIE, ""), self.cookie):
+        if _is_same(bearer, self.token) or _is_same(request.cookies.get(_COOKIE, ""), self.cookie):
             return None
         return PlainTextResponse(
             "This dashboard needs a token: open its address with ?token=... once.\n", status_code=401

@@ -18,7 +18,7 @@ from sortedrl.reward.worker import printable
 
 Decode = Callable[[list[int]], str]
 
-MAX_TOKENS = 20_000
+_MAX_TOKENS = 20_000
 _CONTEXT = 6  # preceding tokens that the text of a token may depend on
 _MAX_PROMPT = 20_000
 
@@ -31,7 +31,7 @@ def describe_sample(run_dir: Path, sample: int, find_decode: Callable[[], Decode
     with Ledger(run_dir) as ledger:
         history = read_history(ledger, sample)
         content = next(ledger.rows("SELECT content FROM prompts WHERE id = ?", history.prompt), ("",))[0]
-    tokens = (history.tokens or [])[:MAX_TOKENS]
+    tokens = (history.tokens or [])[:_MAX_TOKENS]
     decode = find_decode()
     texts = spell(tokens, decode) if decode is not None else [f"{token} " for token in tokens]
     return {
@@ -41,7 +41,7 @@ def describe_sample(run_dir: Path, sample: int, find_decode: Callable[[], Decode
         "state": str(history.state),
         "num_tokens": sum(count for _, count in history.runs),
         "is_spelled": decode is not None,
-        "is_cut": history.tokens is not None and len(history.tokens) > MAX_TOKENS,
+        "is_cut": history.tokens is not None and len(history.tokens) > _MAX_TOKENS,
         "has_tokens": history.tokens is not None,
         "tokens": [[_visible(text), token, version] for text, token, version in _zip(texts, tokens, history)],
         "moments": [

@@ -62,7 +62,7 @@ def learning_chart(runs: Sequence[RunView], *, by_time: bool) -> Chart:
         series = ([point.reward for point in points], [point.mean_length for point in points])
         for row, values in enumerate(series, start=1):
             figure.add_scatter(x=x, y=values, line=faint, opacity=0.28, hoverinfo="skip", row=row, col=1)
-            means = trailing_mean(values, window)
+            means = _trailing_mean(values, window)
             figure.add_scatter(x=x, y=means, mode="lines", line=line, name=run_name(run), row=row, col=1)
         if has_accuracy:
             _add_accuracy(figure, run, by_time=by_time)
@@ -260,7 +260,7 @@ def replay_chart(runs: Sequence[RunView]) -> Chart:
     return Chart(name="replay", figure=styled(figure, height=280), caption=caption)
 
 
-def trailing_mean(values: Sequence[float], window: int) -> list[float]:
+def _trailing_mean(values: Sequence[float], window: int) -> list[float]:
     total = np.concatenate([[0.0], np.cumsum(values)])
     ends = np.arange(1, len(values) + 1)
     starts = np.maximum(ends - window, 0)

@@ -65,7 +65,7 @@ def asset(name: str) -> str:
 
 def page_parts(readers: Sequence[RunReader]) -> PageParts:
     """Return the page about these runs, as far as they are read."""
-    arrange(readers)
+    _arrange(readers)
     runs = [reader.view for reader in readers]
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
     tiles = _tiles(runs[0].summary) if len(runs) == 1 else ""
@@ -83,7 +83,7 @@ def page_parts(readers: Sequence[RunReader]) -> PageParts:
     return parts
 
 
-def arrange(readers: Sequence[RunReader]) -> None:
+def _arrange(readers: Sequence[RunReader]) -> None:
     """Give each run its position on the page; runs whose directories have the same name get their parent's name too."""
     names = [reader.run_dir.resolve().name for reader in readers]
     count = Counter(names)

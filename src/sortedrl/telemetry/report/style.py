@@ -15,13 +15,13 @@ import plotly.graph_objects as go
 
 from sortedrl.telemetry.view import RunView
 
-RUN_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
-DASHES = ("solid", "dash", "dot", "dashdot")
-SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star")
+_RUN_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
+_DASHES = ("solid", "dash", "dot", "dashdot")
+_SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star")
 # Neighbours in this order also differ in lightness, so that a change of version is visible in grey print.
 VERSION_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#F0E442", "#CC79A7", "#56B4E9")
-INK, SOFT, GRID, RULE = "#1b2430", "#5a6675", "#e6e9ee", "#b4bcc8"
-FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
+INK, _GRID, RULE = "#1b2430", "#e6e9ee", "#b4bcc8"
+_FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -32,16 +32,16 @@ class Chart:
 
 
 def run_colour(position: int) -> str:
-    return RUN_COLOURS[position % len(RUN_COLOURS)]
+    return _RUN_COLOURS[position % len(_RUN_COLOURS)]
 
 
 def run_dash(position: int) -> str:
     """Return the dash of a run: runs seven and later share colours, but not dashes, with earlier ones."""
-    return DASHES[position % len(DASHES)]
+    return _DASHES[position % len(_DASHES)]
 
 
 def run_symbol(position: int) -> str:
-    return SYMBOLS[position % len(SYMBOLS)]
+    return _SYMBOLS[position % len(_SYMBOLS)]
 
 
 def run_name(run: RunView) -> str:
@@ -59,14 +59,14 @@ def styled(figure: go.Figure, *, height: int, top: int = 10) -> go.Figure:
 
     Charts have no legend, which would take too much width on a phone: the page has a key for runs.
     """
-    axis = {"gridcolor": GRID, "linecolor": RULE, "zeroline": False, "automargin": True, "ticks": ""}
+    axis = {"gridcolor": _GRID, "linecolor": RULE, "zeroline": False, "automargin": True, "ticks": ""}
     figure.update_layout(
         template="none",
         height=height,
         showlegend=False,
         hovermode="closest",
         margin={"l": 44, "r": 12, "t": top, "b": 44},
-        font={"family": FONT, "size": 12, "color": INK},
+        font={"family": _FONT, "size": 12, "color": INK},
         paper_bgcolor="#ffffff",
         plot_bgcolor="#ffffff",
         dragmode="zoom",
