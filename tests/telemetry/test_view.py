@@ -284,6 +284,7 @@ def test_memory_does_not_grow_with_the_run(tmp_path: Path):
     assert sum(point.num_samples for point in view.updates) == 1500 * 16
     assert len(view.samples.recent) == MAX_LIVES
     assert view.samples.untrained == {}
+    assert (view.metrics._untrained, view.metrics._held, view.metrics._longest) == (set(), {}, {})
     assert view.samples._open_cohorts == {}
     assert len(view.samples.waits) <= 256
     assert np.sum([row.tokens.sum() for row in view.samples.ages.rows]) == pytest.approx(view.metrics.trained_tokens)
