@@ -29,7 +29,7 @@ from sortedrl.engine.local.engine import LocalEngine
 from sortedrl.learner.torch import TorchLearner
 from sortedrl.records import Batch, FinishReason, Mode, Sample, Segment, State, sample_seed
 from sortedrl.run.builders.parts import prompt_stream, stop_token_ids
-from sortedrl.run.checkpoint import load_model
+from sortedrl.run.checkpoint_folder import load_model
 from sortedrl.tasks.knights import KnightsTask, verify
 from sortedrl.tasks.tiny import knights_tiny_path
 

@@ -29,7 +29,7 @@ from sortedrl.engine.base import Request, Sampling
 from sortedrl.engine.vllm.engine import VllmEngine
 from sortedrl.learner.lora import adapt, peft_config_of
 from sortedrl.run.builders.parts import model_path
-from sortedrl.run.checkpoint import load_model
+from sortedrl.run.checkpoint_folder import load_model
 from sortedrl.testing import Caller
 from sortedrl.weights import ModuleWeights
 

@@ -35,7 +35,7 @@ from sortedrl.engine.local.linear import has_fast_bfloat16
 from sortedrl.engine.vllm.engine import VllmEngine
 from sortedrl.records import Mode
 from sortedrl.run.builders.parts import model_path
-from sortedrl.run.checkpoint import load_model
+from sortedrl.run.checkpoint_folder import load_model
 from sortedrl.testing import Caller
 
 PARTS = ("step_s", "pause_s", "write_s", "load_s")

@@ -36,7 +36,7 @@ from sortedrl.ledger.verify import verify
 from sortedrl.reward.scorer import SampleScorer
 from sortedrl.run.builders.parts import build_parts
 from sortedrl.run.evaluate import Evaluator
-from sortedrl.run.run_checkpoint import RunSaver
+from sortedrl.run.save_and_resume import RunSaver
 from sortedrl.telemetry.summary import Summary
 from sortedrl.trainer import SortedTrainer
 

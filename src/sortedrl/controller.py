@@ -6,7 +6,7 @@
 
 It asks `schedule` what to do, and it alone changes the buffer, the engine and the learner. It runs in one thread and
 waits in three places: in `engine.poll` while samples run, in `scorer.poll` when only scores are missing, and for the
-result of an update. With `overlap` it waits for the update only when there is nothing else to do. All times come from
+result of an update. (An engine in another process also makes it wait for the answer to a call.) With `overlap` it waits for the update only when there is nothing else to do. All times come from
 the clock that is passed in, so a simulation runs this same code on virtual time.
 """
 
@@ -203,7 +203,7 @@ class Controller:
         )
         num_paused = 0 if self.knobs.overlap else self.buffer.num_running
         taken = batch_taken(self.clock.now(), batch, self.account.since_last(), num_interrupted, num_paused)
-        self.check(batch, taken)
+        self.check_guarantees(batch, taken)
         self.emit(taken)
         self.update_began = self.clock.now()
         self.update = self.learner.start(batch)
@@ -397,7 +397,7 @@ class Controller:
         checkpoints.run(self.buffer, self.state_dict())
         self.save_s += self.clock.now() - began
 
-    def check(self, batch: Batch, taken: events.BatchTaken) -> None:
+    def check_guarantees(self, batch: Batch, taken: events.BatchTaken) -> None:
         """Check the guarantees again on the batch that is about to be trained."""
         bound = self.knobs.max_staleness
         assert bound is None or max(taken.staleness) <= bound, f"update {batch.update} has samples past the bound"

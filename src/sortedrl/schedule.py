@@ -362,6 +362,9 @@ def _is_held_back(buffer: Buffer, knobs: Knobs) -> bool:
     return any(map(is_due, unready))
 
 
+# ---- the order of admission -----------------------------------------------------------------------------------------
+
+
 def _admit_in_load_order(buffer: Buffer, knobs: Knobs, free: int) -> list[Sample]:
     """Samples that hold tokens come first, then those that never ran. Restarts come last, the shortest known first."""
     holds_work = knobs.interrupted != RESTART
@@ -400,6 +403,9 @@ def _arrange(buffer: Buffer, knobs: Knobs, samples: Iterable[Sample]) -> list[Sa
     return sorted(
         samples, key=lambda s: ((s.id in buffer.unstarted) != restarts, buffer.group_of(s).known_length, s.id)
     )
+
+
+# ---- batches --------------------------------------------------------------------------------------------------------
 
 
 def _drain_batch(buffer: Buffer, knobs: Knobs) -> list[Sample] | None:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from sortedrl.run.builders.parts import RunParts
     from sortedrl.run.callbacks import CallbackSink
     from sortedrl.run.evaluate import Evaluator
-    from sortedrl.run.run_checkpoint import RunFiles, RunSaver
+    from sortedrl.run.save_and_resume import RunFiles, RunSaver
 
 log = logging.getLogger(__name__)
 
@@ -157,7 +157,7 @@ class SortedTrainer:
 
     def _lock_and_find_checkpoint(self, stack: ExitStack) -> Path | None:
         """Lock the run to resume and find its last checkpoint; None if it died before the first one."""
-        from sortedrl.run.checkpoint import Checkpoints, load_state
+        from sortedrl.run.checkpoint_folder import Checkpoints, load_state
 
         saved = self.run_dir / "config.toml"
         if not saved.is_file():
@@ -174,8 +174,8 @@ class SortedTrainer:
     def _open_session(self, stack: ExitStack, parts: RunParts, clock: WallClock, checkpoint: Path | None) -> _Session:
         """Open the run's files and put evaluation, checkpoints, sinks and the controller together."""
         from sortedrl.run.builders.loop import build_evaluator, build_loop
-        from sortedrl.run.checkpoint import Checkpoints
-        from sortedrl.run.run_checkpoint import CHECKPOINTS, RunFiles, RunSaver, restore
+        from sortedrl.run.checkpoint_folder import Checkpoints
+        from sortedrl.run.save_and_resume import CHECKPOINTS, RunFiles, RunSaver, restore
 
         metrics, emit, settings = RunMetrics(), Fanout([]), self.config.checkpoint
         if checkpoint is None:
@@ -359,7 +359,7 @@ class _Session:
 
 def _saved_clock(checkpoint: Path | None) -> float:
     """The time on the run's clock when the checkpoint was written."""
-    from sortedrl.run.checkpoint import load_state
+    from sortedrl.run.checkpoint_folder import load_state
 
     return 0.0 if checkpoint is None else load_state(checkpoint)["clock_s"]
 

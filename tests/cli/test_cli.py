@@ -174,7 +174,7 @@ def test_sft(call: Any, tmp_path: Path) -> None:
     record = only_json(out)
     assert (record["path"], record["steps"]) == ("model", 3)
     assert record["loss"] > 0
-    from sortedrl.run.checkpoint import load_model
+    from sortedrl.run.checkpoint_folder import load_model
 
     load_model(tmp_path / "model")
     code, out, err = call("sft", "again", "--steps", "1")

@@ -12,7 +12,7 @@ from sortedrl.config import SortedConfig
 from sortedrl.learner.lora import ADAPTER_FOLDER, adapt
 from sortedrl.learner.torch import TorchLearner
 from sortedrl.records import Sample
-from sortedrl.run.checkpoint import Checkpoints, load_model
+from sortedrl.run.checkpoint_folder import Checkpoints, load_model
 from sortedrl.trainer import SortedTrainer
 from tests.support.learners import Settings, logprobs_of, make_batch, make_model, weights
 from tests.support.tiny_models import tiny_model

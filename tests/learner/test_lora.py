@@ -12,7 +12,7 @@ import torch
 from sortedrl import SortedConfig, SortedTrainer
 from sortedrl.errors import ConfigError, ModelError
 from sortedrl.learner.lora import ADAPTER_FOLDER, adapt, check_peft_config, import_peft, peft_config_of
-from sortedrl.run.checkpoint import Checkpoints, load_model
+from sortedrl.run.checkpoint_folder import Checkpoints, load_model
 from sortedrl.tasks.tiny import knights_tiny_path
 from sortedrl.weights import ModuleWeights
 

@@ -22,7 +22,7 @@ from sortedrl.learner.base import Update, UpdateResult
 from sortedrl.records import Batch, Sample
 from sortedrl.run.builders.loop import build_loop
 from sortedrl.run.builders.parts import build_parts
-from sortedrl.run.checkpoint import load_model
+from sortedrl.run.checkpoint_folder import load_model
 from sortedrl.schedule import Strategy
 from sortedrl.tasks.tiny import knights_tiny_path
 from sortedrl.telemetry.events import Event, WeightsPublished

@@ -21,7 +21,7 @@ from sortedrl.errors import ConfigError, LearnerError
 from sortedrl.learner.sharded.learner import ShardedLearner
 from sortedrl.learner.torch import TorchLearner
 from sortedrl.learner.unscored import SkippingLearner
-from sortedrl.run.checkpoint import load_state, save_checkpoint
+from sortedrl.run.checkpoint_folder import load_state, save_checkpoint
 from tests.cli.test_cli import QUICKSTART, SCRIPT, SMALL, WAIT_S, script
 from tests.support.learners import Settings, make_model
 from tests.support.rank_cases import batch_of, run_updates

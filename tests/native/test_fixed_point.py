@@ -15,7 +15,7 @@ from sortedrl.engine.local.engine import LocalEngine
 from sortedrl.errors import ConfigError, ModelError
 from sortedrl.native import c_library
 from sortedrl.run.builders.parts import build_engine
-from sortedrl.run.checkpoint import load_model
+from sortedrl.run.checkpoint_folder import load_model
 from sortedrl.tasks.tiny import knights_tiny_path
 from tests.support.tiny_models import (
     Caller,

@@ -31,7 +31,7 @@ def test_it_is_short() -> None:
 def test_a_reward_function_of_trls_kind_runs_unchanged(is_chat: bool, tmp_path: Path) -> None:
     from transformers import TrainerCallback
 
-    from sortedrl.run.checkpoint import load_model
+    from sortedrl.run.checkpoint_folder import load_model
 
     steps: list[int] = []
 

@@ -150,7 +150,7 @@ def test_a_run_that_cannot_score_at_all_learns_nothing_under_skip(
 ) -> None:
     import torch
 
-    from sortedrl.run.checkpoint import load_model
+    from sortedrl.run.checkpoint_folder import load_model
 
     model, tokenizer = load_model(knights_tiny_path())
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -177,7 +177,7 @@ def test_skipped_samples_have_no_say_in_what_others_learn() -> None:
 
     from sortedrl.learner.unscored import SkippingLearner
     from sortedrl.records import Batch, Prompt, Sample, Segment
-    from sortedrl.run.checkpoint import load_model
+    from sortedrl.run.checkpoint_folder import load_model
 
     def samples() -> list[Sample]:
         prompt = Prompt(id="p", tokens=(5, 6, 7), content="p")
@@ -278,7 +278,7 @@ def test_bad_input_is_named_before_any_model_is_loaded(
 
 
 def test_chat_rows_reach_functions_as_messages(tmp_path: Path) -> None:
-    from sortedrl.run.checkpoint import load_model
+    from sortedrl.run.checkpoint_folder import load_model
 
     model, tokenizer = load_model(knights_tiny_path())
     tokenizer.chat_template = CHAT

@@ -13,7 +13,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 from sortedrl import SortedConfig, SortedTrainer
 from sortedrl.errors import ConfigError
 from sortedrl.run.callbacks import TrainingProgress
-from sortedrl.run.checkpoint import Checkpoints
+from sortedrl.run.checkpoint_folder import Checkpoints
 from sortedrl.telemetry import events
 from sortedrl.telemetry.event_file import read_events
 

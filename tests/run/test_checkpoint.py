@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from sortedrl.errors import LearnerError, ModelError, RunDirError
 from sortedrl.learner.torch import TorchLearner
 from sortedrl.records import Batch, Prompt, Sample, Segment
-from sortedrl.run.checkpoint import OPTIMIZER_FILE, STATE_FILE, load_model, load_state, save_checkpoint
+from sortedrl.run.checkpoint_folder import OPTIMIZER_FILE, STATE_FILE, load_model, load_state, save_checkpoint
 
 SETTINGS: Any = SimpleNamespace(
     algorithm="reinforce++",

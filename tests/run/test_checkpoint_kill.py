@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from sortedrl.learner.torch import TorchLearner
-from sortedrl.run.checkpoint import OPTIMIZER_FILE, Checkpoints, load_model, load_state
+from sortedrl.run.checkpoint_folder import OPTIMIZER_FILE, Checkpoints, load_model, load_state
 from sortedrl.run.manifest import find_damage
 from tests.run.test_checkpoint import SETTINGS, make_batch, make_model, make_tokenizer
 from tests.support.forked_process import FORK_SERVER, WAIT_S, ForkedProcess

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from sortedrl.errors import ConfigError, RunDirError
 from sortedrl.learner.torch import TorchLearner
-from sortedrl.run.checkpoint import OPTIMIZER_FILE, STATE_FILE, Checkpoints, load_state
+from sortedrl.run.checkpoint_folder import OPTIMIZER_FILE, STATE_FILE, Checkpoints, load_state
 from sortedrl.run.manifest import MANIFEST_FILE, find_damage
 from tests.run.test_checkpoint import SETTINGS, make_batch, make_model, make_tokenizer
 from tests.support.small_disk import mount_small_disk

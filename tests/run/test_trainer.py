@@ -98,7 +98,7 @@ def test_a_model_object_is_trained_in_place(tmp_path: Path) -> None:
     import torch
     from safetensors.torch import load_file
 
-    from sortedrl.run.checkpoint import load_model
+    from sortedrl.run.checkpoint_folder import load_model
 
     model, tokenizer = load_model(knights_tiny_path())
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -97,7 +97,7 @@ def answer_decoder(run: Path) -> Callable[[list[int]], str] | None:
     from sortedrl.config import SortedConfig
     from sortedrl.learner.model import check_model_folder, load_tokenizer
     from sortedrl.run.builders.parts import model_path
-    from sortedrl.run.checkpoint import Checkpoints
+    from sortedrl.run.checkpoint_folder import Checkpoints
 
     run = run if run.is_dir() else run.parent
     folder = Checkpoints(run / "checkpoints").latest()

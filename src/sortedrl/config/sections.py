@@ -93,7 +93,7 @@ class LoraSection(Section):
 class ScheduleSection(Section):
     """What runs next and when an update is taken (see docs/guides/strategies.md).
 
-    Keys that are unset take their value from the strategy. The value `none` removes a bound.
+    Keys that are unset take their value from the strategy (`schedule.resolve_knobs`). The value `none` removes a bound.
     """
 
     strategy: Strategy = Strategy.SORTED_REPLAY

@@ -23,7 +23,7 @@ from sortedrl.learner.model import check_model_folder, load_tokenizer, read_wind
 from sortedrl.learner.pack import check_packing
 from sortedrl.learner.sft import Example, OnStep, SftRates, SftResult, finetune, length_batches
 from sortedrl.run.builders.parts import build_task, load_model, model_path
-from sortedrl.run.checkpoint import save_checkpoint
+from sortedrl.run.checkpoint_folder import save_checkpoint
 from sortedrl.tasks.base import Row, Task, encode_prompt
 from sortedrl.tasks.files import read_rows
 from sortedrl.tasks.knights import KnightsRows, teach

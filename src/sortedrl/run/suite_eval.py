@@ -25,7 +25,7 @@ from sortedrl.records import Prompt
 from sortedrl.reward.scorer import SampleScorer
 from sortedrl.run.builders.engine import build_engine, build_sampling
 from sortedrl.run.builders.parts import build_rewards, load_model, named_model_path, stop_token_ids
-from sortedrl.run.checkpoint import Checkpoints
+from sortedrl.run.checkpoint_folder import Checkpoints
 from sortedrl.run.evaluate import EvalAnswer, answer_all
 from sortedrl.run.scores import Figures, Graded, figures
 from sortedrl.tasks.base import Row, make_prompt

@@ -302,10 +302,12 @@ class RunMetrics:
         )
 
     def bubble_ratio(self, stats: EngineStats, timing: Timing) -> float | None:
+        """1 - busy slot time (counted by the engine) / (slots x rollout time by the controller's clock)."""
         busy = ratio(stats.busy_slot_s, self.slots * timing.rollout_s)
         return None if busy is None else 1.0 - busy
 
     def goodput(self, timing: Timing) -> float | None:
+        """Slot time of trained tokens / (slots x rollout time)."""
         return ratio(self.trained_slot_s, self.slots * timing.rollout_s)
 
     def slot_time(self) -> dict[str, float] | None:

@@ -13,7 +13,7 @@ from sortedrl.engine.local.engine import LocalEngine
 from sortedrl.engine.local.linear import PackedLinear, PlainLinear, make_linear
 from sortedrl.errors import ConfigError, ModelError
 from sortedrl.run.builders.parts import build_engine
-from sortedrl.run.checkpoint import load_model
+from sortedrl.run.checkpoint_folder import load_model
 from sortedrl.tasks.tiny import knights_tiny_path
 from tests.support.tiny_models import (
     Caller,

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 from sortedrl.config import SortedConfig
+from sortedrl.engine.attempt import Attempt
 from sortedrl.engine.base import Request, Sampling
-from sortedrl.engine.local.attempt import Attempt
 from sortedrl.engine.local.module_decoder import Geometry
 from sortedrl.engine.vllm import core as vllm_core
 from sortedrl.engine.vllm import weights as vllm_weights

@@ -24,6 +24,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from sortedrl.engine.attempt import Attempt
 from sortedrl.engine.base import (
     Capabilities,
     CompletedHandle,
@@ -36,7 +37,6 @@ from sortedrl.engine.base import (
     Request,
     Verified,
 )
-from sortedrl.engine.local.attempt import Attempt
 from sortedrl.engine.local.decoder_choice import EXACT_DTYPES, make_decoder
 from sortedrl.engine.local.module_decoder import Geometry, check_supported, copy_weights
 from sortedrl.engine.local.prefill import (

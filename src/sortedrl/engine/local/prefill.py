@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sortedrl.engine.local.attempt import Attempt
+from sortedrl.engine.attempt import Attempt
 from sortedrl.engine.sampling.draw import Draw, TokenSampler, shape_logits
 from sortedrl.records import Mode
 

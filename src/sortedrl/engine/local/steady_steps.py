@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
+from sortedrl.engine.attempt import Attempt
 from sortedrl.engine.base import Sampling
-from sortedrl.engine.local.attempt import Attempt
 from sortedrl.engine.local.cache import SlotCache, StepPlan
 from sortedrl.engine.sampling.draw import Choice, shape_logits
 from sortedrl.engine.sampling.filters import is_filtered

@@ -40,6 +40,7 @@ from typing import Any
 
 import torch
 
+from sortedrl.engine.attempt import Attempt
 from sortedrl.engine.base import (
     Capabilities,
     CompletedHandle,
@@ -52,7 +53,6 @@ from sortedrl.engine.base import (
     Request,
     Verified,
 )
-from sortedrl.engine.local.attempt import Attempt
 from sortedrl.engine.local.module_decoder import Geometry
 from sortedrl.engine.request_checks import check_limits, check_submit, find_fault
 from sortedrl.engine.vllm.adapter import AdapterFolder

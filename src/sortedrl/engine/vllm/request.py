@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
-from sortedrl.engine.local.attempt import Attempt
+from sortedrl.engine.attempt import Attempt
 from sortedrl.engine.vllm.sampling_args import SamplingArgs
 from sortedrl.records import Mode
 

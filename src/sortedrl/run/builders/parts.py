@@ -25,7 +25,7 @@ from sortedrl.reward.pool import RewardPool
 from sortedrl.run.builders.engine import build_engine, build_sampling, engine_model
 from sortedrl.run.builders.learner import RunLearner, build_learner
 from sortedrl.run.builders.task import build_task
-from sortedrl.run.checkpoint import load_model
+from sortedrl.run.checkpoint_folder import load_model
 from sortedrl.tasks.base import PromptStream, RewardFunc, Task, make_prompt
 from sortedrl.tasks.loader import SampleLoader
 from sortedrl.tasks.tiny import knights_tiny_path

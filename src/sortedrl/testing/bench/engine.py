@@ -23,7 +23,7 @@ from sortedrl.config import SortedConfig
 from sortedrl.engine.local.decoder_choice import choose_dtype
 from sortedrl.errors import ConfigError, SortedRLError
 from sortedrl.run.builders.parts import build_task, model_path, prompt_stream
-from sortedrl.run.checkpoint import load_model
+from sortedrl.run.checkpoint_folder import load_model
 from sortedrl.testing.bench.contenders import (
     Contender,
     ContinuousContender,

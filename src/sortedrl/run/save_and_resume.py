@@ -21,7 +21,7 @@ from sortedrl.engine.base import EngineStats
 from sortedrl.errors import DamagedLedgerError, RunDirError
 from sortedrl.ledger.store import Store
 from sortedrl.run.builders.parts import RunParts
-from sortedrl.run.checkpoint import Checkpoints, load_state
+from sortedrl.run.checkpoint_folder import Checkpoints, load_state
 from sortedrl.run.evaluate import Evaluator
 from sortedrl.run.rng import rng_state, set_rng_state
 from sortedrl.telemetry.events import CheckpointSaved, Emit
