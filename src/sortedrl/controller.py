@@ -6,8 +6,9 @@
 
 It asks `schedule` what to do, and it alone changes the buffer, the engine and the learner. It runs in one thread and
 waits in three places: in `engine.poll` while samples run, in `scorer.poll` when only scores are missing, and for the
-result of an update. (An engine in another process also makes it wait for the answer to a call.) With `overlap` it waits for the update only when there is nothing else to do. All times come from
-the clock that is passed in, so a simulation runs this same code on virtual time.
+result of an update. (An engine in another process also makes it wait for the answer to a call.) With `overlap` it waits
+for the update only when there is nothing else to do. All times come from the clock that is passed in, so a simulation
+runs this same code on virtual time.
 """
 
 from __future__ import annotations

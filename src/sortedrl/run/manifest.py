@@ -1,8 +1,8 @@
 """A folder's manifest: the size and SHA-256 of every file, to find damage before a checkpoint is used.
 
-`checkpoint_folder.py` writes it last and checks it first. It finds faults of disks, copies and killed processes; it does not
-protect against a person who changes a file and the manifest. Guarantees: no name in a manifest leads out of the folder;
-a folder with a symbolic link counts as damaged.
+`checkpoint_folder.py` writes it last and checks it first. It finds faults of disks, copies and killed processes; it
+does not protect against a person who changes a file and the manifest. Guarantees: no name in a manifest leads out of
+the folder; a folder with a symbolic link counts as damaged.
 """
 
 from __future__ import annotations
