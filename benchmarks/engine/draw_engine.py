@@ -1,8 +1,8 @@
-"""The local engine's speed beside its peers' as bars, from results/engine.json.
+"""Draw the speed of the local engine and its competitors as bars, from results/engine.json.
 
     python -m benchmarks.engine.draw_engine docs/images/engine.svg
 
-One panel per case, each on a scale of its own, with every round as a mark on the median's bar.
+There is one panel per case, each with its own scale. The bar is the median; each dot is one round.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ def _bar(result: dict[str, Any], ratio: float | None, top: float, scale: float) 
     name: str = result["name"]
     rate: float = result["tokens_per_s"]
     colour = COLOURS.get(name, OTHERS)
-    said = f"{rate:,.0f} tokens/s" + ("" if ratio is None else f" (ours: {ratio:.3g} times)")
+    label = f"{rate:,.0f} tokens/s" + ("" if ratio is None else f" (ours: {ratio:.3g} times)")
     end = max(rate, *result["rounds"]) * scale
     marks = [f'<circle cx="{LEFT + r * scale:.1f}" cy="{top + 7}" r="2" fill="#222"/>' for r in result["rounds"]]
     return [
         _text(LEFT - 8, top + 11, NAMES.get(name, name), 'text-anchor="end"'),
         f'<rect x="{LEFT}" y="{top}" width="{rate * scale:.1f}" height="{BAR_H}" fill="{colour}"/>',
         *marks,
-        _text(LEFT + end + 8, top + 11, said),
+        _text(LEFT + end + 8, top + 11, label),
     ]
 
 

@@ -1,9 +1,9 @@
-"""Sampling speed of the local engine beside transformers and vLLM, on the real model and on the tiny one.
+"""Sampling speed of the local engine compared with transformers and vLLM, on a real model and on the tiny one.
 
     python -m benchmarks.engine.engine [--vllm-python PYTHON] [--threads N] [--rounds 3] [--cases smollm2-64,tiny-16]
 
-Each case is what `sortedrl bench engine` measures; all go into results/engine.json, stamped. On a machine that does
-other work compare `ratio_cpu`, tokens per CPU second, which waiting for a core does not change.
+Each case is one measurement of `sortedrl bench engine`. All results go into results/engine.json. If the machine also
+does other work, compare `ratio_cpu` (tokens per CPU second), which does not change when a process waits for a core.
 """
 
 from __future__ import annotations
@@ -28,18 +28,20 @@ CASES: dict[str, dict[str, Any]] = {
 
 def main() -> None:
     parser = make_parser(__doc__, has_json=False)
-    parser.add_argument("--vllm-python")
+    parser.add_argument("--vllm-python", help="python of an environment with vLLM")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--cases", default=",".join(CASES), help="comma-separated")
     options = parser.parse_args()
     results = {}
     for name in options.cases.split(","):
         bench = EngineBench(
             **CASES[name],
             rounds=options.rounds,
-            threads=1 if name.startswith("tiny") else options.threads,  # tiny products gain nothing from a second
+            threads=1
+            if name.startswith("tiny")
+            else options.threads,  # a second thread does not speed up small matrices
             seed=options.seed,
             vllm_python=options.vllm_python,
         )

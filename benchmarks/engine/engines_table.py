@@ -1,15 +1,14 @@
 # pyright: reportMissingImports=false
-"""Which engine keeps which promise: the conformance suite on every engine, as the table of docs/reference/engines.md.
+"""Which engine keeps which promise: runs the conformance suite and writes the table of docs/reference/engines.md.
 
     .venv/bin/python -m benchmarks.engine.engines_table --engines sim,local,pool --write
-    .venv-vllm/bin/python -m benchmarks.engine.engines_table --engines vllm --write     # set up by `make vllm`
+    .venv-vllm/bin/python -m benchmarks.engine.engines_table --engines vllm --write         # after `make vllm`
     .venv-vllm/bin/python -m benchmarks.engine.engines_table --engines vllm-server --write
     .venv-vllm/bin/python -m benchmarks.engine.engines_table --engines pool-vllm --write
 
-Each run adds its engines to benchmarks/results/engines.json, with the commit and the day, in place of what was there of
-them; the table has a column for every engine in that file. `--write` puts it into the page, `--engines ""` makes it
-again without running anything, `--json` prints what was found. What an engine does not claim by its capabilities is no
-promise of it and shows as a dash.
+Each run replaces the entries of its engines in results/engines.json, with commit and day. The table has one column for
+every engine in that file. `--engines ""` writes the table again without running anything. A dash means that the
+engine's capabilities do not include this promise.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ MAKERS: dict[str, Callable[[], AbstractContextManager[EngineCase]]] = {
 
 
 def run(name: str) -> dict[str, Any]:
-    """One engine's column."""
+    """Run the suite on one engine; returns its column of the table."""
     console = Console(stderr=True)
     with console.status(f"checking {name}"), MAKERS[name]() as case:
         found = run_checks(case)
@@ -64,7 +63,7 @@ def run(name: str) -> dict[str, Any]:
 
 
 def table(engines: dict[str, dict[str, Any]]) -> list[str]:
-    """Rows by promise, columns by engine, and behind them when each was run."""
+    """Lines of the table (a row per promise, a column per engine) and of the note on when each engine was run."""
     lines = ["| promise | " + " | ".join(engines) + " | guards against |", "| --- |" + " --- |" * (len(engines) + 1)]
     for check in CHECKS:
         results = [engine["result"].get(check.name) for engine in engines.values()]
@@ -84,7 +83,7 @@ def wrapped(text: str, width: int = 120) -> list[str]:
 
 
 def put_into(page: str, lines: list[str]) -> str:
-    """The page with this table, and its line on the runs, in place of the one that it has."""
+    """Replace the table of the page, and the note on the runs below it."""
     rows = page.splitlines()
     start = next(number for number, row in enumerate(rows) if row.startswith("| promise |"))
     end = next(number for number in range(start, len(rows)) if not rows[number])
@@ -95,13 +94,13 @@ def put_into(page: str, lines: list[str]) -> str:
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--engines", default="sim,local,pool", help=f"of {', '.join(MAKERS)}")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/reference/engines.md")
+    parser.add_argument("--engines", default="sim,local,pool", help=f"comma-separated, from {', '.join(MAKERS)}")
+    parser.add_argument("--write", action="store_true", help="write the table into docs/reference/engines.md")
     options = parser.parse_args()
     chosen = [name for name in options.engines.split(",") if name]
     unknown = [name for name in chosen if name not in MAKERS]
     if unknown:
-        parser.error(f"no engine {unknown[0]}: it is one of {', '.join(MAKERS)}")
+        parser.error(f"unknown engine {unknown[0]}: choose from {', '.join(MAKERS)}")
     path = RESULTS / "engines.json"
     kept = json.loads(path.read_text(encoding="utf-8"))["engines"] if path.exists() else {}
     for name in chosen:

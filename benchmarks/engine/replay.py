@@ -1,11 +1,11 @@
-"""Is replay exact, and what does it save? Interrupted samples and real updates; each is replayed and restarted.
+"""Is replay exact, and how much does it save? Interrupted samples are finished twice: by replay and by a restart.
 
     python -m benchmarks.engine.replay [--samples 500] [--seed 0] [--lr 5e-4] [--model FOLDER] [--json]
 
-Each round samples answers on the local engine, interrupts half of them at random steps, trains one GRPO update on the
-others, publishes it, and then finishes every interrupted sample twice: by replay of its cached tokens, and by a
-restart. Both must give the same tokens with the same log-probs. A mismatch can only be a tie of rounding: decode and
-prefill sum in another order, and a token whose perturbed score equals the best to the last bits may then win or lose.
+Each round samples answers on the local engine and interrupts half of them at random steps. It trains one GRPO update on
+the other half and publishes the new weights. Then it finishes every interrupted sample twice: by replay of its cached
+tokens, and by a restart. Both must give the same tokens with the same log-probs. Only rounding can cause a mismatch:
+decode and prefill add numbers in a different order, which can change the winner between two nearly equal scores.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     accepted: int = 0
-    decoded: int = 0  # tokens that were decoded one by one
+    decoded: int = 0  # tokens that were decoded one at a time
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Pair:
-    """One interrupted sample, finished both ways."""
+    """One interrupted sample, finished by replay and by a restart."""
 
     cached: int
     replayed: Answer
@@ -79,7 +79,7 @@ class Bench:
         self.attempt = 0
 
     def round(self) -> list[Pair]:
-        """Interrupt, update, then finish what was interrupted in both ways."""
+        """Interrupt half of the samples, train on the others, then finish the interrupted ones both ways."""
         samples = self.load()
         train = [sample for sample in samples if (sample.id // SIBLINGS) % 2 == 0]
         cut = [sample for sample in samples if (sample.id // SIBLINGS) % 2 == 1]
@@ -123,7 +123,7 @@ class Bench:
         )
 
     def finish(self, requests: Iterable[Request]) -> dict[int, Answer]:
-        """Run requests to the end, 64 at a time."""
+        """The answers of all requests; 64 run at a time."""
         waiting, answers, running = list(requests), {}, 0
         while waiting or running:
             free = min(64 - running, len(waiting))
@@ -134,7 +134,7 @@ class Bench:
         return answers
 
     def interrupted(self, samples: list[Sample]) -> dict[int, Answer]:
-        """Partial answers: each is stopped after a random number of decode steps."""
+        """Partial answers: each sample is interrupted after a random number of decode steps."""
         answers = {sample.id: Answer() for sample in samples}
         self.engine.submit([self.request(sample) for sample in samples])
         stop_at = {sample.id: int(2 ** self.rng.uniform(1, 8)) for sample in samples}
@@ -149,7 +149,7 @@ class Bench:
 
     @staticmethod
     def take(events: list[EngineEvent], answers: dict[int, Answer]) -> int:
-        """Write events into answers; returns how many attempts ended."""
+        """Add the events to the answers; returns how many attempts ended."""
         for event in events:
             answer = answers[event.sample]
             if isinstance(event, Verified):

@@ -1,11 +1,11 @@
-"""What a publication to vLLM takes when only adapters are trained: the adapters alone, or merged into full weights.
+"""How long a publication to vLLM takes when only LoRA adapters are trained: the adapters alone, or merged weights.
 
     .venv-vllm/bin/python -m benchmarks.engine.vllm_adapter [--model smollm2-135m] [--rank 16] [--rounds 5] [--json]
 
-Two engines of the same model stand side by side and get the same updates by turns. Each round moves the adapters,
-publishes them both ways, and lets both engines decode with all slots; the last answers of both are compared with a
-plain pass of the model with its adapters (peft), in float32. `publish_s` of the merged way holds the merging, which is
-told apart as `merge_s`; `step_s` is what a decode step takes, with the adapters apart and without.
+Two engines of the same model receive the same updates. Each round changes the adapters, publishes them in both ways and
+lets both engines decode with all slots. The log-probs of the last answers are compared with a forward pass of the model
+with its adapters (peft), in float32. `publish_s` of the merged way includes the merging, which `merge_s` gives
+separately. `step_s` is the time of a decode step, with separate adapters and with merged weights.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FIGURES = ("start_s", "publish_s", "merge_s", "step_s", "gap")
 
 @dataclass(slots=True, kw_only=True)
 class Way:
-    """One way to publish, and what it took, by round."""
+    """One way to publish, with its times by round."""
 
     engine: VllmEngine
     start_s: float
@@ -49,7 +49,7 @@ class Way:
 
 
 class TimedWeights:
-    """A source that tells how long merging took."""
+    """A weight source that records how long each merge takes."""
 
     def __init__(self, model: Any, merge_s: list[float]) -> None:
         self._weights, self._merge_s = ModuleWeights(model), merge_s
@@ -67,7 +67,7 @@ class TimedWeights:
 
 
 def move(model: Any, seed: int) -> None:
-    """A step of the adapters."""
+    """Change the adapters by a small random step."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -83,30 +83,30 @@ def start(model: Any, options: argparse.Namespace) -> Way:
 
 def measure(options: argparse.Namespace, model: Any, prompt: list[int], ways: dict[str, Way]) -> None:
     sources = {name: TimedWeights(model, way.merge_s) for name, way in ways.items()}
-    sources["merged"].module  # noqa: B018  (the first time makes the copy that later ones are written to)
+    sources["merged"].module  # noqa: B018  (the first access allocates the copy, which later ones reuse)
     ways["merged"].merge_s.clear()
     for version in range(1, options.rounds + 1):
         move(model, version)
-        # By turns who comes first, so that neither always finds the caches of the processor warm.
+        # The first engine alternates, so that neither always profits from warm CPU caches.
         for name in sorted(ways, reverse=version % 2 == 0):
             way, is_last = ways[name], version == options.rounds
             began = time.perf_counter()
             way.engine.publish(version, sources[name]).wait()
             way.publish_s.append(time.perf_counter() - began)
-            requests = made(options, prompt, version)
+            requests = make_requests(options, prompt, version)
             way.engine.submit(requests)
-            decode(way.engine, 2 * options.slots)  # prompts are read
+            decode(way.engine, 2 * options.slots)  # prefill is over
             steps, began = way.engine.stats().decode_steps, time.perf_counter()
             decode(way.engine, options.steps * options.slots)
             way.step_s.append((time.perf_counter() - began) / max(1, way.engine.stats().decode_steps - steps))
             caller = Caller(way.engine)
-            caller.interrupt()  # which tells all that was written
+            caller.interrupt()  # returns all tokens written so far
             if is_last:
                 way.gap = mean_gap(model, requests[: options.answers], caller)
         print(f"round {version} of {options.rounds}", file=sys.stderr)
 
 
-def made(options: argparse.Namespace, prompt: list[int], version: int) -> list[Request]:
+def make_requests(options: argparse.Namespace, prompt: list[int], version: int) -> list[Request]:
     return [
         Request(
             sample=version * options.slots + index,
@@ -126,8 +126,8 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--slots", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=3, help="decode steps that are timed in a round")
-    parser.add_argument("--answers", type=int, default=8, help="answers compared with peft")
+    parser.add_argument("--steps", type=int, default=3, help="timed decode steps per round")
+    parser.add_argument("--answers", type=int, default=8, help="number of answers to compare with peft")
     parser.add_argument("--max-length", type=int, default=256)
     options = parser.parse_args()
     config = SortedConfig(model={"path": options.model}, lora={"rank": options.rank})

@@ -1,15 +1,15 @@
-"""What controlling vLLM costs, and whether it does what it says: interruption, publication, log-probs, replay.
+"""What the control of vLLM costs, and whether it is correct: interruption, publication, log-probs and replay.
 
     .venv-vllm/bin/python -m benchmarks.engine.vllm_control [--model smollm2-135m] [--dtype auto] [--rounds 3] [--json]
 
-Each round lets 64 requests decode, interrupts them all, publishes weights that differ from those before, and compares
-the log-probs of answers written since with transformers' in float32, under the weights just published and under those
-before. Last it replays answers under the very weights that wrote them: whatever is not kept there is rounding, since
-decode and prefill sum in another order.
+In each round 64 requests decode, all are interrupted, and changed weights are published. Answers written after that are
+scored by transformers in float32, once with the published weights and once with the previous ones. At the end answers
+are replayed under the same weights that wrote them. A token that is rejected there is a rounding error, since decode
+and prefill add numbers in a different order.
 
-Times are told in their parts: `step_s`, a decode step of all slots; of an interruption `pause_s`, until vLLM's core has
-ended all requests; of a publication `write_s`, into shared memory, and `load_s`, by vLLM's worker. `--dtype auto` is
-bfloat16 where the processor computes in it, else float32: a step in bfloat16 takes ten times as long without.
+Times are also given in parts. `step_s` is a decode step of all slots; `pause_s` is the time until vLLM's core has ended
+all requests; a publication consists of `write_s` (into shared memory) and `load_s` (in vLLM's worker). `--dtype auto`
+is bfloat16 if the CPU has instructions for it, else float32, because a bfloat16 step is ten times slower without them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from sortedrl.run.checkpoint_folder import load_model
 from sortedrl.testing import Caller
 
 PARTS = ("step_s", "pause_s", "write_s", "load_s")
-LIMIT_S = 3600.0  # for one step: reading all answers again takes minutes in bfloat16 where the processor lacks it
+LIMIT_S = 3600.0  # for one step: a replay of all answers takes minutes in bfloat16 on a CPU without instructions for it
 TEXT = "The village had two kinds of people, and every one of them had a story about the bridge that"
 
 
@@ -59,13 +59,13 @@ class Figures:
 
 @torch.no_grad()
 def forced_logprobs(model: Any, request: Request, tokens: list[int]) -> torch.Tensor:
-    """By one plain pass of the model."""
+    """Log-probs of the tokens, from one forward pass of the model."""
     logits = model(torch.tensor([[*request.prompt, *tokens]])).logits[0, len(request.prompt) - 1 : -1]
     return logits.log_softmax(-1).gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1)
 
 
 def stepped(model: Any, number: int, share: float) -> Any:
-    """The model with every weight moved by a share of its matrix's spread."""
+    """A copy of the model with random noise on every matrix, as a share of the standard deviation of its weights."""
     generator, moved = torch.Generator().manual_seed(number), copy.deepcopy(model)
     with torch.no_grad():
         for parameter in moved.parameters():
@@ -84,7 +84,7 @@ def mean_gap(model: Any, requests: list[Request], caller: Caller) -> float:
 
 
 def time_parts(engine: VllmEngine, figures: Figures) -> None:
-    """Keep the seconds of the engine's calls that interruptions and publications are made of."""
+    """Record the seconds of the internal calls that make up interruptions and publications."""
 
     def keep(owner: Any, name: str, seconds: list[float]) -> None:
         call = getattr(owner, name)
@@ -122,7 +122,7 @@ def measure(options: argparse.Namespace, model: Any, prompt: list[int], engine: 
     requests: list[Request] = []
     caller = Caller(engine)
 
-    def made(count: int, budget: int) -> list[Request]:
+    def make_requests(count: int, budget: int) -> list[Request]:
         nonlocal number
         first, number = number, number + count
         return [
@@ -133,8 +133,8 @@ def measure(options: argparse.Namespace, model: Any, prompt: list[int], engine: 
         ]
 
     for version in range(1, options.rounds + 1):
-        engine.submit(made(options.slots, options.max_length - 64))
-        decode(engine, 2 * options.slots)  # prompts are read, and every slot decodes
+        engine.submit(make_requests(options.slots, options.max_length - 64))
+        decode(engine, 2 * options.slots)  # prefill is over, and every slot decodes
         steps, began = engine.stats().decode_steps, time.perf_counter()
         decode(engine, 3 * options.slots)
         figures.step_s.append((time.perf_counter() - began) / (engine.stats().decode_steps - steps))
@@ -145,7 +145,7 @@ def measure(options: argparse.Namespace, model: Any, prompt: list[int], engine: 
         began = time.perf_counter()
         engine.publish(version, SimpleNamespace(module=model)).wait()
         figures.publish_s.append(time.perf_counter() - began)
-        requests = made(options.answers, options.tokens)
+        requests = make_requests(options.answers, options.tokens)
         caller.serve(requests)
         figures.gap_new.append(mean_gap(model, requests, caller))
         figures.gap_old.append(mean_gap(before, requests, caller))
@@ -167,7 +167,9 @@ def main() -> None:
     parser.add_argument("--answers", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--max-length", type=int, default=256)
-    parser.add_argument("--step", type=float, default=0.03, help="how far a publication moves a weight, in its spread")
+    parser.add_argument(
+        "--step", type=float, default=0.03, help="size of a weight change, in standard deviations of the matrix"
+    )
     options = parser.parse_args()
     if options.dtype == "auto":
         options.dtype = "bfloat16" if has_fast_bfloat16(torch.device("cpu")) else "float32"
@@ -206,12 +208,12 @@ def main() -> None:
     if options.json:
         print(json.dumps(result))
         return
-    table = Table("figure", "median", "most", title=f"vLLM, {options.model}, {options.dtype}")
+    table = Table("figure", "median", "maximum", title=f"vLLM, {options.model}, {options.dtype}")
     for name in ("interrupt_s", "publish_s", *PARTS, "logprob_gap_new", "logprob_gap_old"):
         values = getattr(figures, name.replace("logprob_", ""))
         table.add_row(name, f"{statistics.median(values):.3f}", f"{max(values):.3f}")
     rate = f"{result['divergence_rate']:.1e}"
-    table.add_row("replay, tokens not kept", rate, f"{figures.num_rejected} of {figures.num_verified}")
+    table.add_row("rejected by replay", rate, f"{figures.num_rejected} of {figures.num_verified}")
     Console().print(table)
 
 

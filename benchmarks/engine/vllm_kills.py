@@ -1,10 +1,10 @@
-"""vLLM's processes killed at random moments of a training run: is anything lost, or trained twice?
+"""Kill vLLM's processes at random moments of training: is any sample lost, or trained twice?
 
     .venv-vllm/bin/python -m benchmarks.engine.vllm_kills [--kills 20] [--seed 0] [--json]
 
-Runs of the tiny model follow each other until so many kills have been dealt, each to the core or its worker, a random
-time after a random event: in prefills, decodes and publications. Every run must come to its end by itself, or stop with
-a message of this package; either way its ledger is verified from the file.
+The script trains the tiny model again and again until it has killed the given number of processes. Each kill hits
+vLLM's core or its worker, a random time after a random event: during prefill, decode or publication. Every run must
+complete, or stop with an error of this package. In both cases its ledger is verified from the file.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ NAMES = ("VLLM::EngineCor", "VLLM::Worker")
 
 
 class Killer:
-    """A sink that counts events and then, a moment later, kills one of vLLM's processes."""
+    """An event sink that kills one of vLLM's processes after a random number of events and a random delay."""
 
     def __init__(self, kills: int, seed: int) -> None:
         self.left = kills
-        self.dealt: list[dict[str, Any]] = []
+        self.done: list[dict[str, Any]] = []
         self._rng = random.Random(seed)
         self._countdown = self._draw()
 
@@ -60,9 +60,9 @@ class Killer:
         for process in psutil.Process().children(recursive=True):
             if process.name().startswith(name):
                 os.kill(process.pid, signal.SIGKILL)
-                self.dealt.append({"process": name, "after": after})
+                self.done.append({"process": name, "after": after})
                 return
-        self.left += 1  # it was being started: once more
+        self.left += 1  # no such process, since vLLM is restarting: try again
 
     def close(self) -> None:
         pass
@@ -103,8 +103,8 @@ def main() -> None:
             progress.update(task, completed=options.kills - killer.left)
     left = [p.name() for p in psutil.Process().children(recursive=True) if p.name().startswith("VLLM")]
     result = {
-        "kills": killer.dealt,
-        "num_kills": len(killer.dealt),
+        "kills": killer.done,
+        "num_kills": len(killer.done),
         "runs": dict(outcomes),
         "ledger": dict(totals),
         "processes_left": left,

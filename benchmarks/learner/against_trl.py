@@ -1,15 +1,16 @@
-"""A GRPO step of TRL's `GRPOTrainer` and of ours on a CPU: same model, prompts, rewards, samples and precision.
+"""A GRPO step of TRL's `GRPOTrainer` and of sortedrl on a CPU: same model, prompts, rewards, samples and precision.
 
     python -m benchmarks.learner.against_trl [--steps 1] [--rounds 3] [--threads N] [--full-length] [--quick] [--json]
 
-A step is 4 puzzles in words x 8 samples x at most 128 tokens and one update, all in float32. Answers end where the
-model ends them, as they do in training; the two sides draw other answers, so times are also compared per token written.
-With `--full-length` none ends early, and both write and learn from the same number of tokens. Each side is a process of
-its own with all threads, in turns, and each round has a seed of its own. TRL runs as it is set up by default (`trl`:
-activations recomputed, the batch as a whole) and, in one round, without recomputing and in four passes (`trl-tuned`),
-which is faster where memory allows it. Ours is the `sync` strategy, which waits for the whole batch as TRL does: what
-scheduling gives comes on top. Results go into results/against_trl.json, stamped. On a machine that does other work
-compare CPU seconds.
+A step is 4 word puzzles x 8 samples x at most 128 tokens and one update, all in float32. Answers end where the model
+ends them, as in training. The two sides draw different answers, so the times are also compared per written token. With
+`--full-length` no answer ends early, and both sides write and learn from the same number of tokens. The sides run one
+after the other, each in a new process with all threads; each round has its own seed.
+
+TRL runs with its defaults (`trl`: activations are recomputed, the batch is one pass). In the first round it also runs
+without recomputation and in four passes (`trl-tuned`), which is faster if there is enough memory. sortedrl runs the
+`sync` strategy, which waits for the whole batch as TRL does, so gains from scheduling are not included. If the machine
+also does other work, compare CPU seconds.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from rich.table import Table
 from benchmarks.record import make_parser, run_module, save
 
 OURS = "sortedrl"
-ONCE = "trl-tuned"  # is run in the first round alone
+ONCE = "trl-tuned"  # runs in the first round only
 PARTS = ("generation", "logprobs", "update", "other")
 FULL = {"model": "smollm2-135m", "task": "logic", "prompts": 4, "siblings": 8, "new_tokens": 128}
 QUICK = {"model": "knights-tiny", "task": "knights", "prompts": 2, "siblings": 4, "new_tokens": 16}
 
 
 def variety(prompts: list[Any], completions: list[str], **columns: Any) -> Any:
-    """A reward that differs between siblings, so that every sample is learned from."""
+    """A reward that differs between siblings, so that every sample contributes to the gradient."""
     return [len(set(completion)) + len(completion) / 1000 for completion in completions]
 
 
@@ -74,7 +75,7 @@ def run_ours(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         "wall_s": wall,
         "cpu_s": cpu,
         "generation_s": rollout,
-        "logprobs_s": 0.0,  # the engine gives them with the tokens
+        "logprobs_s": 0.0,  # the engine returns them with the tokens
         "update_s": update,
         "other_s": wall - rollout - update,
         "steps": summary.optimizer_steps,
@@ -133,7 +134,7 @@ def run_trl(job: dict[str, Any], folder: Path, *, is_tuned: bool) -> dict[str, A
         model=model,
         reward_funcs=variety,
         args=settings,
-        train_dataset=Dataset(table, fingerprint="prompts"),  # named, so that it is not hashed by pickling
+        train_dataset=Dataset(table, fingerprint="prompts"),  # a fingerprint avoids hashing by pickle
         processing_class=tokenizer,
     )
     wall, cpu = time.perf_counter(), time.process_time()
@@ -152,7 +153,7 @@ def run_trl(job: dict[str, Any], folder: Path, *, is_tuned: bool) -> dict[str, A
 
 
 def prepare(job: dict[str, Any]) -> tuple[list[dict[str, Any]], Any, Any]:
-    """Rows, model in float32 and tokenizer; the same for both sides."""
+    """Rows, model (float32) and tokenizer, which are the same for both sides."""
     from sortedrl import SortedConfig
     from sortedrl.learner.model import load_model
     from sortedrl.run.builders.parts import build_task, model_path
@@ -191,7 +192,7 @@ def measure(job: dict[str, Any], sides: list[str], rounds: int) -> dict[str, Any
 
 
 def result_of(side: str, rounds: list[dict[str, Any]], steps: int) -> dict[str, Any]:
-    """A side's seconds a step and milliseconds a token, the median of its rounds."""
+    """Seconds per step and milliseconds per token of one side: the medians of its rounds."""
     times = {
         key: statistics.median(one[key] for one in rounds) / steps
         for key in ("wall_s", "cpu_s", *(f"{part}_s" for part in PARTS))
@@ -206,7 +207,7 @@ def table_of(result: dict[str, Any]) -> Table:
         f"a step: {result['prompts']} prompts x {result['siblings']} samples x {result['new_tokens']} tokens "
         f"{'each' if result['full_length'] else 'at most'}, {result['model']}, float32, {result['threads']} threads"
     )
-    faster = ("ours is faster by", "in CPU s", "per token")
+    faster = ("time / ours", "CPU s / ours", "per token")
     table = Table("", "wall s", "CPU s", *(f"{part} s" for part in PARTS), "tokens", *faster, title=title)
     for row in result["results"]:
         name = row["name"]
@@ -224,8 +225,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--against", default=f"trl,{ONCE}")
-    parser.add_argument("--full-length", action="store_true", help="no answer ends before its last token")
-    parser.add_argument("--quick", action="store_true", help="the tiny model, a few tokens; nothing is saved")
+    parser.add_argument("--full-length", action="store_true", help="all answers have the maximum length")
+    parser.add_argument("--quick", action="store_true", help="the tiny model and few tokens; saves nothing")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--job", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()

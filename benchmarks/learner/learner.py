@@ -1,11 +1,11 @@
-"""An update on answers of very different length, packed and padded to the longest: speed, memory, gradients.
+"""An update on answers of very different lengths, packed or padded to the longest: speed, memory and gradients.
 
     python -m benchmarks.learner.learner [--trace LENGTHS] [--threads N] [--rounds 1] [--cases smollm2,tiny] [--json]
 
-Each case is what `sortedrl bench learner` measures, on the lengths of a trace: by default those of Qwen2.5-Math on MATH
-where the file is there, else drawn from a distribution like theirs. Lengths are scaled down for the real model, since
-answers padded to the longest have to fit in memory, and updates of them to end in a minute. All go into
-results/learner.json, stamped. On a machine that does other work compare `ratio_cpu`, tokens per CPU second.
+Each case is one measurement of `sortedrl bench learner` on the answer lengths of a trace. The default trace is
+Qwen2.5-Math on MATH if its file exists, else a similar distribution. For the real model the lengths are scaled down, so
+that answers padded to the longest fit in memory and an update takes about a minute. If the machine also does other
+work, compare `ratio_cpu` (tokens per CPU second).
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def main() -> None:
     parser.add_argument("--trace", default=str(TRACE) if TRACE.is_file() else LIKE_QWEN)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--samples", type=int, help="fewer answers, for a machine with little memory or time")
+    parser.add_argument("--samples", type=int, help="number of answers; fewer need less memory and time")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--cases", default=",".join(CASES), help="comma-separated")
     options = parser.parse_args()
     results = {}
     for name in options.cases.split(","):

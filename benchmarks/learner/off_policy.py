@@ -1,19 +1,18 @@
-"""What does off-policy correction correct? Estimates of a gradient that is known exactly, from scheduled samples.
+"""Which off-policy corrections are biased? Each one estimates an exactly known gradient from scheduled samples.
 
     python -m benchmarks.learner.off_policy [--samples 200000] [--seed 0] [--rates 2 8] [--json]
 
-Samples of the toy policy (`toy_policy.py`) are trained by the scheduler while the weights go through three versions,
-each the last one plus `rate` x exact gradient. Each way of weighing off-policy tokens then estimates the gradient of
-the third version. Measured: bias against the exact gradient, and variance.
+The scheduler trains samples of a toy policy (`toy_policy.py`) while the weights pass through three versions. Each
+version is the previous one plus `rate` x exact gradient. Then each correction estimates the gradient at the third
+version. The script measures the bias against the exact gradient, and the variance.
 
-What is averaged, and why nothing is selected: all samples of whole cohorts, whichever batch they came in. The version
-that writes a token depends on earlier draws only, of this answer and of others; under the product of ratios each
-answer is then distributed as the third version writes it, whatever the scheduler did
-(docs/research/off_policy.md). Cohorts are independent of each other, the samples of one are not: standard errors are
-taken over cohorts.
+Averages are over all samples of whole cohorts, in whichever batch they were trained, so no samples are selected. The
+version that writes a token depends only on earlier draws. With the product of ratios as weight, each answer therefore
+counts as if the third version had written it, whatever the scheduler did (docs/research/off_policy.md). Cohorts are
+independent of each other, but samples of one cohort are not: standard errors are taken over cohorts.
 
-Shapes: n samples, l positions (padded), a answer tokens (of all samples, in a row), c cohorts, s states, k free logits
-of a state, p all free logits.
+Shapes: n samples, l positions (padded), a answer tokens (of all samples, concatenated), c cohorts, s states, k free
+logits of a state, p all free logits.
 """
 
 from __future__ import annotations
@@ -52,9 +51,9 @@ GSPO = "gspo"
 
 
 def clipped(log_ratio_a: Tensor, advantages_a: Tensor, low: float, high: float) -> Tensor:
-    """What a clipped ratio against the behaviour policy makes of each token: its derivative by the log-prob.
+    """Derivative of the clipped objective by each token's log-prob; ratios are to the behaviour policy.
 
-    A ratio that all tokens of a sample share, their geometric mean, has the same form once they are added up.
+    GSPO's ratio, the geometric mean over a sample, has the same form when the tokens of the sample are summed.
     """
     ratio_a = log_ratio_a.exp()
     is_stopped_a = torch.where(advantages_a > 0, ratio_a > 1 + high, ratio_a < 1 - low)
@@ -62,12 +61,12 @@ def clipped(log_ratio_a: Tensor, advantages_a: Tensor, low: float, high: float) 
 
 
 def sample_means(values_a: Tensor, rows_a: Ints) -> Tensor:
-    """Of each token, the mean over all tokens of its sample."""
+    """For each token the mean over all tokens of its sample."""
     sums_n, counts_n = np.bincount(rows_a, weights=values_a.numpy()), np.bincount(rows_a)
     return torch.from_numpy((sums_n / np.maximum(counts_n, 1))[rows_a])
 
 
-# How each estimator weighs advantage x gradient of a token's log-prob.
+# Estimators with importance weights: the level of the weight, and its cap.
 WEIGHTED: Mapping[str, tuple[Literal["token", "sequence"], float | None]] = {
     "sequence": ("sequence", None),
     f"sequence, cap {CAP:g}": ("sequence", CAP),
@@ -78,7 +77,7 @@ ESTIMATORS = (*WEIGHTED, f"clip {CLIP:g}", GSPO, "none")
 
 
 def coefficients(name: str, drawn: Drawn, weights_sk: Floats) -> Floats:
-    """Factor of each token's gradient, [n, l]; the advantage is the reward over what the target expects."""
+    """Factor of each token's gradient, [n, l]; the advantage is reward minus expected reward at these weights."""
     is_token_nl = drawn.answers.is_token_nl
     rows_a = np.nonzero(is_token_nl)[0]
     advantages_a = torch.from_numpy((drawn.rewards_n - exact(weights_sk)[0])[rows_a])
@@ -100,13 +99,13 @@ def coefficients(name: str, drawn: Drawn, weights_sk: Floats) -> Floats:
 
 
 def errors(name: str, drawn: Drawn, weights_sk: Floats) -> Floats:
-    """By how much each sample's estimate misses the exact gradient at these weights, [n, free logits]."""
+    """Estimate of each sample minus the exact gradient at these weights, [n, free logits]."""
     return drawn.answers.gradients(weights_sk, coefficients(name, drawn, weights_sk)) - exact(weights_sk)[1]
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Verdict:
-    """The mean of errors against 0."""
+    """A test of whether the mean error is 0."""
 
     bias: Floats
     stderr: Floats
@@ -118,29 +117,29 @@ class Verdict:
 
     @property
     def p_value(self) -> float:
-        """Chance of a larger chi-square without bias; in closed form, since six degrees of freedom are even."""
+        """Probability of a larger chi-square without bias, in closed form for six degrees of freedom."""
         half = self.chi2 / 2
         return math.exp(-half) * (1 + half + half**2 / 2)
 
 
 def judge(errors_np: Floats, is_counted_n: Bools | None = None) -> Verdict:
-    """Cohorts are independent, the samples of one are not: the spread is that of the cohorts' sums."""
+    """Test the mean error; the variance is taken over sums of cohorts, since samples of a cohort are dependent."""
     counted_n = np.ones(len(errors_np)) if is_counted_n is None else is_counted_n.astype(np.float64)
     sums_cp = (errors_np * counted_n[:, None]).reshape(-1, COHORT, errors_np.shape[1]).sum(axis=1)
     num_cohorts, per_cohort = len(sums_cp), counted_n.sum() * COHORT / len(errors_np)
     bias = sums_cp.mean(axis=0) / per_cohort
-    # A batch differs in size from cohort to cohort: what counts is the spread around the common mean.
+    # Batches differ in size between cohorts, so the spread is taken around the common mean.
     counts_c = counted_n.reshape(-1, COHORT).sum(axis=1)
     covariance = np.cov(sums_cp - counts_c[:, None] * bias, rowvar=False) / num_cohorts / per_cohort**2
     chi2 = float(bias @ np.linalg.solve(covariance, bias))
     return Verdict(bias=bias, stderr=np.sqrt(np.diag(covariance)), chi2=chi2)
 
 
-# ---- what is measured -----------------------------------------------------------------------------------------------
+# ---- measurement -----------------------------------------------------------------------------------------------
 
 
 def figures(errors_np: Floats, gradient_norm: float, is_counted_n: Bools | None = None) -> dict[str, Any]:
-    """Bias and variance in units of the exact gradient's length."""
+    """Bias and variance in units of the norm of the exact gradient."""
     verdict = judge(errors_np, is_counted_n)
     counted_np = errors_np if is_counted_n is None else errors_np[is_counted_n]
     return {
@@ -166,7 +165,7 @@ def measure(rate: float, num_cohorts: int, seed: int, *, is_quiet: bool) -> dict
         trained_np = np.take_along_axis(errors_vnp, drawn.trained_n[None, :, None], axis=0)[0]
         rows[name] = {
             "cohort": figures(errors_vnp[-1], norms[-1]),
-            # What training does: each batch at the policy in force, and all batches of a cohort together.
+            # As in training: each batch at its own version, and all batches of a cohort together.
             "batches": [figures(errors_vnp[v], norms[v], drawn.trained_n == v) for v in range(COHORT_BATCHES)],
             "batches_together": figures(trained_np, norms[-1]),
         }
@@ -185,14 +184,14 @@ def measure(rate: float, num_cohorts: int, seed: int, *, is_quiet: bool) -> dict
 
 
 def table(run: dict[str, Any]) -> Table:
-    shown = Table(title=f"rate {run['rate']:g}, {run['samples']:,} samples; in units of the exact gradient's length")
+    shown = Table(title=f"rate {run['rate']:g}, {run['samples']:,} samples; in units of the norm of the exact gradient")
     batches = [f"batch {version}" for version in range(COHORT_BATCHES)]
     for column in ("weights", "bias", "max |z|", "p", "variance", "crossover", *batches, "together"):
         shown.add_column(column, justify="left" if column == "weights" else "right")
     unbiased = run["estimators"]["sequence"]["cohort"]
     for name, row in run["estimators"].items():
         cohort = row["cohort"]
-        # Means of fewer samples than this have a smaller squared error than the unbiased ones.
+        # With fewer samples than this, the mean has a smaller squared error than the unbiased estimator.
         crossover = (unbiased["variance"] - cohort["variance"]) / cohort["bias"] ** 2
         shown.add_row(
             name,

@@ -1,11 +1,11 @@
-"""Ranks against one process: the same updates, how far losses and weights are apart, and what a rank holds and takes.
+"""Sharded ranks against one process: are losses and weights equal after the same updates, and what does a rank cost?
 
     python -m benchmarks.learner.ranks [--ranks 2] [--updates 5] [--hidden 256] [--json]
 
-The learner's own ranks over gloo, each in a process with one thread, without Ray. Steps are plain SGD, so that a
-difference is one of the gradients and not of Adam's division by small numbers. Then the state of the ranks is loaded by
-one process, and its state by ranks: weights and moments have to come back as they were.
-Time is CPU seconds an update, the first left out; with gloo a rank that waits for another takes CPU time too.
+The ranks of the sharded learner communicate over gloo, each in a process with one thread, without Ray. The optimizer is
+plain SGD: Adam divides by small numbers and would enlarge differences between gradients. At the end one process loads
+the state of the ranks, and new ranks load it too; weights and moments must be equal. Times are CPU seconds per update
+without the first. With gloo a rank also uses CPU time while it waits for another rank.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from sortedrl.records import Batch, FinishReason, Prompt, Sample, Segment
 from sortedrl.weights import tensor_of
 
 VOCABULARY, LAYERS, SAMPLES, GROUP = 1024, 4, 32, 4
-GOAL = 1e-5  # relative, of losses and weights
+GOAL = 1e-5  # largest relative difference of losses and weights
 SETTINGS = SortedConfig(learner={"micro_tokens": 2048, "lr": 0.05, "group_size": GROUP, "grad_clip": 1.0}).learner
 
 
@@ -56,7 +56,7 @@ def make_model(hidden: int) -> Any:
 
 
 def make_batch(update: int) -> Batch:
-    """Answers of 20 to 400 tokens with made-up log-probs: what is compared does not depend on who wrote them."""
+    """A batch of random answers of 20 to 400 tokens with random log-probs; the comparison needs no real answers."""
     noise = torch.Generator().manual_seed(update)
     samples: list[Sample] = []
     for index in range(SAMPLES):
@@ -84,7 +84,7 @@ def make_batch(update: int) -> Batch:
 
 
 def train(learner: TorchLearner, updates: int) -> dict[str, Any]:
-    """Losses, and CPU seconds of an update."""
+    """Train; returns the losses and the CPU seconds per update."""
     groups = [
         {key: group[key] for key in ("params", "rate", "weight_decay")} for group in learner.optimizer.param_groups
     ]
@@ -98,22 +98,22 @@ def train(learner: TorchLearner, updates: int) -> dict[str, Any]:
 
 
 def held_bytes(learner: TorchLearner) -> int:
-    """Weights, gradients and moments of AdamW, as this process holds them: four numbers a parameter."""
+    """Bytes of weights, gradients and AdamW moments in this process: four numbers per parameter."""
     local = [p.to_local() if isinstance(p, DTensor) else p for p in learner.model.parameters()]
     return sum(4 * parameter.nbytes for parameter in local)
 
 
 def run_rank(rank: int, args: argparse.Namespace, folder: Path) -> None:
     torch.set_num_threads(1)
-    meet = f"file://{folder / 'store'}"
-    dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=args.ranks, timeout=timedelta(seconds=600))
+    store = f"file://{folder / 'store'}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=args.ranks, timeout=timedelta(seconds=600))
     mesh, model = init_device_mesh("cpu", (args.ranks,)), make_model(args.hidden)
     skeleton, arrays = skeleton_of(model), weights_of(model)
     learner = RankLearner(skeleton, SETTINGS, temperature=1.0, mesh=mesh, weights=arrays)
     found = {**train(learner, args.updates), "held_bytes": held_bytes(learner)}
     write(folder / "ranks", rank, whole(learner), learner.state_dict(), found)
     dist.barrier()
-    # One process takes this state up in `take_up`; here it comes back to ranks that know nothing of it.
+    # Here new ranks load the state; `measure` loads the same state in one process.
     state = read_state(folder / "ranks")
     again = RankLearner(
         skeleton_of(model),
@@ -132,7 +132,7 @@ def whole(learner: RankLearner) -> dict[str, Tensor]:
 
 
 def filled(model: Any, weights: dict[str, Tensor]) -> Any:
-    model.load_state_dict(weights, strict=False)  # the tied head goes by another name
+    model.load_state_dict(weights, strict=False)  # the tied output head has another name
     return model
 
 

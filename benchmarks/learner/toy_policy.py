@@ -1,10 +1,10 @@
-"""A toy policy whose exact gradient is known, and samples of it that went through the scheduler.
+"""A toy policy with an exactly known gradient, and samples of it that the real scheduler has trained.
 
-`off_policy.py` and its test draw from it. The policy writes answers of 1 to 6 tokens over {END, a, b} from six free
-logits, so expected reward and gradient are sums over its 127 answers. Cohorts are trained by the real controller,
-schedule and buffer (`sorted-partial`, resume) on the simulated engine, while the weights go through three versions.
-What it keeps true: tokens are drawn with the engines' own noise, from the version in force; a token's log-prob is
-recorded by the engine when it is drawn; the weights of all versions are fixed before anything is sampled.
+`off_policy.py` and tests/learner/test_off_policy.py draw from it. The policy writes answers of 1 to 6 tokens over
+{END, a, b} from six free logits, so expected reward and gradient are sums over its 127 answers. The real controller,
+schedule and buffer (`sorted-partial`, resume) train cohorts on the simulated engine, while the weights pass through
+three versions. Guarantees: tokens are drawn with the noise of the engines from the current version; the engine records
+a token's log-prob when it draws the token; the weights of all versions are fixed before sampling starts.
 
 Shapes: n samples, l positions (padded), v versions, s states, t tokens, k free logits of a state.
 """
@@ -37,7 +37,7 @@ END, A, B = 0, 1, 2
 LONGEST = 6  # answer tokens
 UPDATE_BATCH, COHORT_BATCHES, SLOTS = 8, 3, 16
 COHORT = UPDATE_BATCH * COHORT_BATCHES
-# Free logits of END and a, at the start, after an a, after a b; the logit of b is 0.
+# Free logits of END and a in three states: at the start, after an a, after a b. The logit of b is 0.
 FIRST_WEIGHTS: Floats = np.array([[-1.0, 0.0], [-0.6, 0.2], [-0.1, 0.2]])
 
 
@@ -45,7 +45,7 @@ FIRST_WEIGHTS: Floats = np.array([[-1.0, 0.0], [-0.6, 0.2], [-0.1, 0.2]])
 
 
 def reward(tokens: Sequence[int]) -> float:
-    """1 for an answer that ends by itself and has a b right behind an a."""
+    """1 for an answer that ends with END and contains a b directly after an a, else 0."""
     return float(tokens[-1] == END and (A, B) in pairwise(tokens))
 
 
@@ -56,14 +56,14 @@ def token_logprobs(weights_sk: Floats) -> Floats:
 
 
 def all_answers() -> list[tuple[int, ...]]:
-    """Everything the policy can write: ended by END, or cut off at the longest length."""
+    """All answers of the policy: with END at the end, or truncated at the maximum length."""
     bodies: list[tuple[int, ...]] = [body for length in range(LONGEST) for body in product((A, B), repeat=length)]
     return [*((*body, END) for body in bodies), *product((A, B), repeat=LONGEST)]
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Answers:
-    """Answers as arrays; padding is no token."""
+    """Answers as padded arrays."""
 
     tokens_nl: Ints
     states_nl: Ints
@@ -78,7 +78,7 @@ class Answers:
         return cls(tokens_nl=tokens_nl, states_nl=states_nl, is_token_nl=is_token_nl)
 
     def logprobs(self, weights_sk: Floats) -> Floats:
-        """Of each token, and 0 for padding."""
+        """Log-prob of each token, and 0 for padding."""
         return np.where(self.is_token_nl, token_logprobs(weights_sk)[self.states_nl, self.tokens_nl], 0.0)
 
     def gradients(self, weights_sk: Floats, coefficients_nl: Floats) -> Floats:
@@ -112,9 +112,9 @@ def trajectory(rate: float) -> list[Floats]:
 
 @dataclass(slots=True, kw_only=True)
 class ToyScript:
-    """The policy as the simulated engine asks for it: what stands where depends on what was written before.
+    """The policy as a script for the simulated engine.
 
-    A draft holds, for each answer, what its versions wrote and what the present one would go on with.
+    A draft holds, for each answer, the tokens written so far and the rest that the current version would write.
     """
 
     logprobs_vst: list[list[list[float]]]
@@ -123,7 +123,7 @@ class ToyScript:
 
     def length(self, seed: int, start: int, version: int) -> int:
         draft = self.drafts.setdefault(seed, [])
-        assert start <= len(draft), f"a draft of {len(draft)} tokens goes on from {start}"
+        assert start <= len(draft), f"a draft of {len(draft)} tokens cannot continue at token {start}"
         del draft[start:]
         state = draft[-1][0] if draft else 0
         while len(draft) < LONGEST:
@@ -145,13 +145,13 @@ class ToyScript:
 
     def _written(self, seed: int, position: int, version: int) -> tuple[int, float, int]:
         written = self.drafts[seed][position]
-        assert written[2] == version, f"token {position} is version {written[2]}'s, not {version}'s"
+        assert written[2] == version, f"token {position} was written by version {written[2]}, not {version}"
         return written
 
 
 @dataclass(slots=True, kw_only=True)
 class BatchKeeper:
-    """A learner that keeps the batches; what the weights become was laid down before."""
+    """A learner that only keeps the batches; the weights of all versions are fixed in advance."""
 
     clock: VirtualClock
     batches: list[Batch] = field(default_factory=list)
@@ -181,7 +181,7 @@ class ToyScorer:
 
 
 def train_cohort(cohort: int, run_seed: int, logprobs_vst: list[list[list[float]]]) -> list[Sample]:
-    """One cohort from load to its last update, versions 0 to 2; its samples as they were trained."""
+    """Train one cohort through versions 0 to 2; returns its samples in the order of training."""
     prompt = Prompt(id=f"toy{cohort}", tokens=(0,), content="")
     seeds = [sample_seed(run_seed, 0, prompt.id, index) for index in range(COHORT)]
     rows = seed_tensor(seeds).repeat_interleave(LONGEST)
@@ -212,13 +212,13 @@ def train_cohort(cohort: int, run_seed: int, logprobs_vst: list[list[list[float]
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Drawn:
-    """Trained samples as arrays, cohort after cohort."""
+    """Trained samples as arrays, cohort by cohort."""
 
     answers: Answers
     behaviour_nl: Floats  # log-probs as recorded, 0 for padding
     versions_nl: Ints  # of tokens as recorded, -1 for padding
     rewards_n: Floats
-    trained_n: Ints  # version in force when a sample was trained
+    trained_n: Ints  # current version when a sample was trained
 
     @classmethod
     def of(cls, samples: Iterable[Sample]) -> Drawn:

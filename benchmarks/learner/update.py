@@ -1,11 +1,11 @@
-"""What an update of the quickstart costs: with the model's layers compiled, and by its own modules.
+"""CPU time of an update of the quickstart: with compiled layers, and with the layers of transformers.
 
     python -m benchmarks.learner.update [--samples 1280] [--rounds 5] [--profile] [--json]
 
-A run like the quickstart's on one thread, whose batches are kept; those of its second half are then learned from again
-by a learner of its own, the two ways in turns, at a rate that moves nothing. CPU milliseconds, since other work on the
-machine changes the time of the clock, and ratios within one run. Rollout is what the run took besides its updates: for
-engine and controller, as many samples as an update has. `overlap` is the learner of `async`, which takes a snapshot.
+The script trains like the quickstart on one thread and keeps the batches. Then a new learner repeats the batches of the
+second half in both ways, in turns, at a learning rate that changes nothing. Times are CPU milliseconds, which other
+work on the machine hardly changes. `rollout_ms` is the CPU time of engine and controller for the samples of one update.
+The learner `overlap` is the one of `async`, which takes a snapshot of the weights.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from sortedrl.telemetry.events import ignore
 
 CAN_USE_COMPILED_LAYERS = pack.can_use_compiled_layers
 WAYS = {"modules": lambda model, layout: False, "compiled": CAN_USE_COMPILED_LAYERS}
-STILL = "learner.lr=1e-12"
+NO_CHANGE = "learner.lr=1e-12"
 
 
 def collect(samples: int) -> tuple[Any, list[Batch], float]:
-    """The model that a run leaves, its later batches, and the CPU seconds per batch that were not the learner's."""
+    """Train; returns the model, the batches of the second half, and the CPU seconds per batch outside the learner."""
     config = SortedConfig.load(QUICKSTART, [f"run.samples={samples}", "run.threads=1", "eval.prompts=0"])
     parts = build_parts(config)
     controller = build_loop(config, parts, Buffer(grouped=config.is_grouped), emit=ignore, clock=WallClock())
@@ -76,7 +76,7 @@ def cpu_ms(learner: Any, batches: Sequence[Batch]) -> float:
 
 
 def measure(model: Any, batches: Sequence[Batch], rounds: int, strategy: str) -> list[dict[str, Any]]:
-    config = SortedConfig.load(QUICKSTART, [STILL, f"schedule.strategy={strategy}"])
+    config = SortedConfig.load(QUICKSTART, [NO_CHANGE, f"schedule.strategy={strategy}"])
     learner = build_learner(config, model)
     times: dict[str, list[float]] = {name: [] for name in WAYS}
     metrics: dict[str, dict[str, float]] = {}
@@ -85,7 +85,7 @@ def measure(model: Any, batches: Sequence[Batch], rounds: int, strategy: str) ->
             pack.can_use_compiled_layers = way
             found = cpu_ms(learner, batches)
             metrics[name] = learner.start(batches[0]).result().metrics
-            if number:  # the first is a warm-up
+            if number:  # the first round is a warm-up
                 times[name].append(found)
     learner.close()
     return [
@@ -102,8 +102,8 @@ def measure(model: Any, batches: Sequence[Batch], rounds: int, strategy: str) ->
     ]
 
 
-def told_by_profiler(model: Any, batches: Sequence[Batch]) -> str:
-    learner = build_learner(SortedConfig.load(QUICKSTART, [STILL]), model)
+def profile_updates(model: Any, batches: Sequence[Batch]) -> str:
+    learner = build_learner(SortedConfig.load(QUICKSTART, [NO_CHANGE]), model)
     texts: list[str] = []
     for name, way in WAYS.items():
         pack.can_use_compiled_layers = way
@@ -119,12 +119,12 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--samples", type=int, default=1280)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--profile", action="store_true", help="print what torch's profiler says, and save nothing")
+    parser.add_argument("--profile", action="store_true", help="print tables of the torch profiler and save nothing")
     options = parser.parse_args()
     torch.set_num_threads(1)
     model, batches, rollout_s = collect(options.samples)
     if options.profile:
-        print(told_by_profiler(model, batches))
+        print(profile_updates(model, batches))
         return
     rows = [row for strategy in ("sorted-replay", "async") for row in measure(model, batches, options.rounds, strategy)]
     answers = [sum(sample.num_tokens for sample in batch.samples) for batch in batches]
@@ -140,7 +140,7 @@ def main() -> None:
     if options.json:
         print(json.dumps(record))
         return
-    table = Table("learner", "layers", "CPU ms an update", "least", "ratio", "loss", "gradient norm", box=None)
+    table = Table("learner", "layers", "CPU ms per update", "minimum", "ratio", "loss", "gradient norm", box=None)
     for row in rows:
         table.add_row(
             *(row["learner"], row["layers"], f"{row['update_ms']:.1f}", f"{row['least_ms']:.1f}"),
@@ -148,7 +148,9 @@ def main() -> None:
         )
     Console().print(table)
     tokens, rollout_ms = record["tokens"], record["rollout_ms"]
-    Console().print(f"{len(batches)} batches of {tokens:,.0f} answer tokens; rollout of one {rollout_ms:.0f} CPU ms")
+    Console().print(
+        f"{len(batches)} batches of {tokens:,.0f} answer tokens; the rollout of a batch takes {rollout_ms:.0f} CPU ms"
+    )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Kill a training process again and again, with SIGKILL, and resume it each time: nothing may be lost or trained twice.
+"""Kill a training process again and again with SIGKILL and resume it: no sample may be lost or trained twice.
 
     python -m benchmarks.ledger.crash_storm [--kills 200] [--strategy sorted-replay] [--json]
 
-The tiny model trains with a checkpoint at every update, in a forked child that keeps a note of the phase it is in. The
-parent waits for the phase that was hit least so far, waits a random moment more, and kills. After every kill the ledger
-is verified from its file alone; every run must end with all its samples trained once. Runs that were never killed, on
-some of the same seeds, give the accuracy to compare with.
+The tiny model trains with a checkpoint after every update in a forked child process, which notes its current phase in
+shared memory. The parent waits for the phase that was hit least so far, waits a random time, and kills the child. After
+every kill the ledger is verified from its file alone. Every run must end with each of its samples trained once. Runs
+with some of the same seeds that are never killed give the accuracy to compare with.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from sortedrl.telemetry.summary import Summary
 from sortedrl.trainer import SortedTrainer
 
 PHASES = ("start", "between", "rollout", "scoring", "update", "publish", "checkpoint", "evaluate")
-# Where a child is while it is inside of these; outside of them it is between two, or still starting.
+# The phase of a child while one of these methods runs; else the phase is "between", or "start" at first.
 WATCHED: tuple[tuple[type, str, str], ...] = (
     (LocalEngine, "poll", "rollout"),
     (SampleScorer, "poll", "scoring"),
@@ -50,15 +50,15 @@ WATCHED: tuple[tuple[type, str, str], ...] = (
     (RunSaver, "run", "checkpoint"),
     (Evaluator, "run", "evaluate"),
 )
-# How long after the beginning of a phase a kill may come; the short ones are over before one could wait.
+# The longest delay between the start of a phase and the kill; short phases leave no time for a delay.
 LONGEST_S = {"start": 0.8, "rollout": 0.02, "update": 0.05, "checkpoint": 0.05, "evaluate": 0.3}
 LONGEST_S |= dict.fromkeys(("between", "scoring", "publish"), 0.0)
-MIN_HITS = 20  # of each phase, in a storm of 200
-PATIENCE_S = 120.0  # a child that is in no wanted phase for so long hangs
+MIN_HITS = 20  # kills in each phase, when there are 200 in all
+PATIENCE_S = 120.0  # a child that does not reach the phase within this time hangs
 
 
 class PhaseNote:
-    """One byte that parent and child share: the child's phase."""
+    """The phase of the child, in one byte of memory that parent and child share."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, 1)
@@ -72,12 +72,12 @@ class PhaseNote:
         self._memory[0] = PHASES.index(name)
 
     def watch(self, owner: type, method: str, phase: str) -> None:
-        """Have a method note its phase while it runs."""
+        """Wrap a method so that it notes its phase while it runs."""
         inner: Callable[..., Any] = getattr(owner, method)
 
         def noted(*args: Any, **kwargs: Any) -> Any:
-            is_instant = phase == "scoring" and args[1] == 0  # asked in passing: nothing is waited for
-            if self.phase == "evaluate" or is_instant:  # an evaluation samples and scores as well
+            is_instant = phase == "scoring" and args[1] == 0  # a poll that does not wait
+            if self.phase == "evaluate" or is_instant:  # an evaluation also samples and scores
                 return inner(*args, **kwargs)
             self.phase = phase
             try:
@@ -100,12 +100,12 @@ def make_config(folder: Path, seed: int, strategy: str, updates: int) -> SortedC
 
 
 def warm_up(config: SortedConfig) -> None:
-    """Have all that a run imports in memory: children are forked, and start at once."""
+    """Import everything that a run needs, so that forked children start quickly."""
     build_parts(config).close()
 
 
 def start_child(config: SortedConfig, note: PhaseNote, *, resume: bool) -> int:
-    """Train in a process of its own; returns its id."""
+    """Train in a forked process; returns its process id."""
     note.phase = "start"
     sys.stdout.flush()
     child = os.fork()
@@ -124,13 +124,15 @@ def start_child(config: SortedConfig, note: PhaseNote, *, resume: bool) -> int:
 def has_ended(child: int) -> bool:
     ended, status = os.waitpid(child, os.WNOHANG)
     if ended and os.waitstatus_to_exitcode(status):
-        raise SystemExit(f"a child failed with exit code {os.waitstatus_to_exitcode(status)}")
+        raise SystemExit(f"a training process failed with exit code {os.waitstatus_to_exitcode(status)}")
     return bool(ended)
 
 
 def kill_in(child: int, note: PhaseNote, wanted: str, rng: random.Random) -> str | None:
-    """Kill the child in a wanted phase, or close to it; returns the phase that was hit, None if it ended before."""
-    skipped = rng.randint(0, 2)  # else it would always be the first of its kind, and the run get nowhere
+    """Kill the child in or near the wanted phase; returns the phase that was hit, or None if the child ended first."""
+    skipped = rng.randint(
+        0, 2
+    )  # otherwise every kill would hit the first phase of its kind, and the run would not progress
     delay = rng.uniform(0, LONGEST_S[wanted])
     deadline, was_there = time.monotonic() + PATIENCE_S, False
     while True:
@@ -141,11 +143,11 @@ def kill_in(child: int, note: PhaseNote, wanted: str, rng: random.Random) -> str
             skipped -= 1
         was_there = is_there
         if LONGEST_S[wanted]:
-            time.sleep(1e-3)  # leave the machine to the child; short phases would be missed
+            time.sleep(1e-3)  # leave the CPU to the child; not for short phases, which would be missed
         if not is_there and has_ended(child):
             return None
         if time.monotonic() > deadline:
-            raise SystemExit(f"the child was not in phase {wanted} for {PATIENCE_S:g} s")
+            raise SystemExit(f"the training process did not reach the phase {wanted} within {PATIENCE_S:g} s")
     if delay:
         time.sleep(delay)
     os.kill(child, signal.SIGKILL)
@@ -154,7 +156,7 @@ def kill_in(child: int, note: PhaseNote, wanted: str, rng: random.Random) -> str
 
 
 def check_ledger(config: SortedConfig) -> bool:
-    """Whether the file alone proves that all is well; a process killed at the very start may not have made it."""
+    """Whether the ledger file passes verification; a process that was killed early may not have created it."""
     path = config.run_dir / "ledger.sqlite"
     if not path.is_file():
         return True
@@ -170,7 +172,7 @@ def storm(folder: Path, kills: int, strategy: str, updates: int, seed: int, quie
     config = make_config(folder, run_seed, strategy, updates)
     warm_up(config)
     for _ in track(range(kills), "kills", console=Console(stderr=True), disable=quiet):
-        while True:  # until one hits
+        while True:  # until a kill hits
             wanted = min((phase for phase in PHASES), key=lambda phase: (hits[phase], rng.random()))
             child = start_child(config, note, resume=resume and (config.run_dir / "config.toml").is_file())
             resume = True
@@ -199,7 +201,7 @@ def storm(folder: Path, kills: int, strategy: str, updates: int, seed: int, quie
 
 
 def ledger_of(config: SortedConfig, accuracies: dict[int, float]) -> dict[str, int]:
-    """What the run that just ended says of its samples."""
+    """Sample counts of a run that has ended; adds its accuracy to `accuracies`."""
     summary = Summary.read(config.run_dir / "summary.json")
     assert summary.status == "complete", f"{config.run_dir} ended as {summary.status}"
     assert summary.ledger is not None, f"{config.run_dir} has no ledger"
@@ -209,7 +211,7 @@ def ledger_of(config: SortedConfig, accuracies: dict[int, float]) -> dict[str, i
 
 
 def undisturbed(folder: Path, seeds: list[int], strategy: str, updates: int) -> dict[int, float]:
-    """Accuracies of the same runs when nobody kills them."""
+    """Accuracies of the same runs without kills."""
     accuracies: dict[int, float] = {}
     for seed in seeds:
         config = make_config(folder, seed, strategy, updates)
@@ -224,10 +226,10 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--strategy", default="sorted-replay")
-    parser.add_argument("--updates", type=int, default=24, help="of each run")
-    parser.add_argument("--calm", type=int, default=4, help="runs that are not killed, to compare with")
+    parser.add_argument("--updates", type=int, default=24, help="updates per run")
+    parser.add_argument("--calm", type=int, default=4, help="number of runs without kills, for comparison")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--no-save", action="store_true", help="leave benchmarks/results alone")
+    parser.add_argument("--no-save", action="store_true", help="do not write the result file")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         killed, calm = Path(folder, "killed"), Path(folder, "calm")

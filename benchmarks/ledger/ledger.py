@@ -1,12 +1,12 @@
-"""What the ledger costs: tokens written through the durable buffer, and how soon a long run can be read back.
+"""What the ledger costs: throughput of the durable buffer, and the time until a long run can be read back.
 
     python -m benchmarks.ledger.ledger [--samples 100000] [--tokens 2000] [--deliveries 2] [--folder DIR] [--json]
 
-Every sample is loaded, started, given its tokens in two deliveries, as if interrupted once, finished, scored and
-trained, in cohorts of 4,096 and batches of 1,024; the last cohort stays half written, as a killed run leaves it.
-`buffer_s` is the same work with the buffer in memory alone. `cpu_s` beside `seconds`, and the load average, tell how
-busy the machine was with other work. Reading back (open, cut, begin a lineage, restore) is timed with the file's pages
-dropped from memory, where this process may drop them (`cold`), and again with them there.
+Every sample is loaded, started, written in two deliveries (as if interrupted once), finished, scored and trained, in
+cohorts of 4,096 and batches of 1,024. The last cohort stays half written, as after a kill. `buffer_s` is the time of
+the same work with a buffer in memory. `cpu_s` and the load average show how busy the machine was with other work. Reading
+back (open, truncate, begin a lineage, restore) is timed twice: with the file dropped from the page cache if the system
+allows it (`cold`), and again with the file cached (`warm`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def cohort_of(number: int, first: int, count: int, budget: int) -> list[Sample]:
 
 
 def run(buffer: Buffer, num_samples: int, num_tokens: int, num_deliveries: int) -> float:
-    """Drive a buffer through a whole run; returns the seconds that it took."""
+    """Drive a buffer through a whole run; returns the seconds spent in it."""
     tokens = [(7919 * i) % 150_000 for i in range(num_tokens)]
     logprobs = [-(i % 97) / 64 for i in range(num_tokens)]
     share = num_tokens // num_deliveries
@@ -90,7 +90,7 @@ def train(buffer: Buffer, samples: Sequence[Sample]) -> None:
 
 
 def drop_pages(path: Path) -> bool:
-    """Have the kernel forget a file's pages, where it lets us."""
+    """Drop a file from the page cache; returns whether the system can do that."""
     if not hasattr(os, "posix_fadvise"):
         return False
     handle = os.open(path, os.O_RDONLY)
@@ -101,7 +101,7 @@ def drop_pages(path: Path) -> bool:
 
 
 def reopen(path: Path) -> tuple[float, float, Buffer]:
-    """Seconds until the file is open and checked, and until the buffer is there, as when a run is resumed."""
+    """Open the file as a resumed run does; returns seconds until it is open, until it is restored, and the buffer."""
     began = time.perf_counter()
     store = Store.open(path)
     opened = time.perf_counter()
@@ -135,7 +135,7 @@ def measure(folder: Path, num_samples: int, num_tokens: int, num_deliveries: int
     is_cold = drop_pages(path)
     cold_open_s, cold_s, _ = reopen(path)
     _, warm_s, restored = reopen(path)
-    assert list(restored.samples) == list(buffer.samples), "what was read back is not what was written"
+    assert list(restored.samples) == list(buffer.samples), "the restored buffer has other samples"
     payload = num_samples * (num_tokens // num_deliveries) * num_deliveries * BYTES_PER_TOKEN
     return {
         "samples": num_samples,
@@ -166,7 +166,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=100_000)
     parser.add_argument("--tokens", type=int, default=2000)
     parser.add_argument("--deliveries", type=int, default=2)
-    parser.add_argument("--folder", type=Path, help="where the file is written; needs twice its size")
+    parser.add_argument("--folder", type=Path, help="where to write the ledger; needs twice its size")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         record = measure(Path(folder), options.samples, options.tokens, options.deliveries)

@@ -1,11 +1,11 @@
-"""What leaves the engine without work under `async`, simulated: which knob helps when the learner is the slower one.
+"""Why the engine is idle under `async`, simulated: which setting helps when the learner is slower than the engine?
 
     python -m benchmarks.pool.async_idle [--update-s 0.134] [--engine-speed 2] [--json]
 
-A run like the quickstart's (2,048 answers of 76 tokens in the mean, 16 a batch) on the virtual clock, an update of so
-many seconds for 16 samples, decoding at the costs of results/forecast.json, so many times as fast. The update's time is
-as async_overlap.py found it with 16 slots and bound 4 without compiled layers in the learner; the engine's speed is
-chosen so that it idles as much as it did there. Idle and free are shares of the time of updates, as they are there.
+A simulated run like the quickstart: 2,048 answers with a mean of 76 tokens, 16 per batch. `--update-s` is the time of an
+update on 16 samples; the default is what async_overlap.py measured with 16 slots and bound 4, without compiled layers in
+the learner. Decoding costs come from results/forecast.json, divided by `--engine-speed`, whose default makes the engine
+as idle as it was in that measurement. Idle engine and free slots are shares of the time in which an update runs.
 """
 
 from __future__ import annotations
@@ -79,10 +79,10 @@ def main() -> None:
     if options.json:
         print(json.dumps(record))
         return
-    table = Table("otherwise as usual", "engine idle", "slots free", "tokens / s", "staleness", box=None)
+    table = Table("changed setting", "engine idle", "slots free", "tokens / s", "staleness", box=None)
     for row in rows:
         table.add_row(
-            ", ".join(f"{name} = {value}" for name, value in row["change"].items()) or "as usual",
+            ", ".join(f"{name} = {value}" for name, value in row["change"].items()) or "none",
             f"{row['engine_idle']:.1%}",
             f"{row['slots_free']:.1%}",
             f"{row['tokens_per_s']:,.0f}",

@@ -1,13 +1,12 @@
-"""`async` for real: rollout in a process of its own goes on while the learner updates, on a core each.
+"""`async` with real processes: rollout continues in another process while the learner updates, on one core each.
 
     python -m benchmarks.pool.async_overlap [--seeds 3] [--samples 2048] [--bound 4] [--slots 8] [--json]
 
-The quickstart with `async`, whose engine never stops, against `sorted-partial`, whose engine stops for every update:
-the same samples and seeds, the engine in a process of its own in all. `async` comes three times: waiting for samples at
-the staleness bound, as its preset does; replaying them; and waiting with fewer slots (`--slots`), which makes the
-engine about as fast as the learner, since one that is faster must idle, whatever the bound (async_idle.py). Said of
-each: updates, staleness, ledger, accuracy on held-out puzzles, speed, and of the time of updates the share in which the
-engine, or a slot, had nothing to do.
+Compares `async`, whose engine never stops, with `sorted-partial`, whose engine stops for every update. Both train the
+quickstart with the same samples and seeds, and with the engine in its own process. There are three variants of `async`:
+samples wait at the staleness bound (the preset), samples are replayed there, or samples wait and there are fewer slots
+(`--slots`). Fewer slots make the engine about as fast as the learner; a faster engine must be idle at times, whatever
+the bound (async_idle.py). Idle engine and free slots are shares of the time in which an update runs.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ GOAL_IDLE = 0.1
 
 
 class UpdateWatch:
-    """Adds up, over the time of updates, how long no sample ran and how many slots were free: a sink of the run."""
+    """An event sink that adds up, while updates run, the time without any running sample and the free slot time."""
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
@@ -82,7 +81,7 @@ def train(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
         config = SortedConfig.load(QUICKSTART, [*settings, *knobs])
         watch = UpdateWatch(config.slots)
         summary = SortedTrainer(args=config, sinks=[watch], quiet=options.json).train()
-    assert summary.ledger is not None, "a run without a ledger"
+    assert summary.ledger is not None, "every run has a ledger"
     return {
         "strategy": name,
         "seed": seed,
@@ -103,7 +102,7 @@ def train(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
 def judge(name: str, rows: list[dict[str, Any]], bound: int) -> dict[str, bool]:
     ours = [row for row in rows if row["strategy"] == name]
     theirs = [row["accuracy"] for row in rows if row["strategy"] == "sorted-partial"]
-    spread = max(max(theirs) - min(theirs), 0.03)  # 256 held-out answers are no better known than that
+    spread = max(max(theirs) - min(theirs), 0.03)  # the precision of 256 held-out answers
     return {
         "bound_kept": all(row["staleness_max"] <= bound for row in ours),
         "nothing_dropped": all(row["ledger"]["lost"] == row["ledger"]["duplicated"] == 0 for row in ours),

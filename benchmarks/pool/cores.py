@@ -1,4 +1,4 @@
-"""Which process runs on which processor: for benchmarks that say "one core each"."""
+"""Pins processes to CPU cores, for the benchmarks of this folder that compare "one core each"."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ACTOR = "ray::_EngineActor"
 
 
 def engine_processes() -> list[psutil.Process]:
-    """The engines of a pool among this process's children, the oldest first."""
+    """The engine processes of a pool among the children of this process, oldest first."""
     found = []
     for process in psutil.Process().children(recursive=True):
         try:
@@ -23,7 +23,7 @@ def engine_processes() -> list[psutil.Process]:
 
 
 def pin(pid: int, core: int) -> None:
-    """Every thread that the process has by now; later ones inherit it from those that start them."""
+    """Pin all current threads of a process to a core; threads that they start later inherit it."""
     for thread in os.listdir(f"/proc/{pid}/task"):
         try:
             os.sched_setaffinity(int(thread), {core})
@@ -32,7 +32,7 @@ def pin(pid: int, core: int) -> None:
 
 
 class EnginesApart(threading.Thread):
-    """Keeps this process on the first core and every engine, as it comes up, on the second."""
+    """Keeps this process on the first core, and every engine process on the second as soon as it appears."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)

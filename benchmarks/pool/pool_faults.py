@@ -1,12 +1,12 @@
-"""Train on a pool of two engines and kill one of them, with SIGKILL, every 20 seconds: the run must not notice.
+"""Train on a pool of two engines and kill one of them with SIGKILL every 20 seconds: the run must complete.
 
     python -m benchmarks.pool.pool_faults [--seconds 180] [--every 20] [--json]
 
-Engines are killed in turn for the given time; then the run goes on to its end, which is set by its samples. For each
-kill: how long until throughput, over three seconds, is back at 80 % of what it was before it, which makes three seconds
-the least that can be found. Throughput is answers finished a second, and once more tokens written a second, those of an
-attempt spread evenly over its time. `away_s` is what the pool itself took: from finding the death until another engine
-stood in that place with the weights in force.
+Kills happen for the given time, alternating between the engines; then the run continues until it has its samples. For
+each kill the script reports how long it takes until the throughput of the last three seconds is back at 80 % of the
+throughput before the kill, so the smallest possible value is three seconds. Throughput is finished answers per second,
+and separately tokens per second (the tokens of an attempt count evenly over its duration). `away_s` is the time that
+the pool needs: from the detection of the death until a new engine with the current weights is in place.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ BACK_AT = 0.8
 
 
 class Watch:
-    """Notes when attempts begin and end, and what they wrote: a sink of the run."""
+    """An event sink that records when attempts start and end, and how many tokens they write."""
 
     def __init__(self) -> None:
         self.finished: list[float] = []
-        self.written: list[tuple[float, float, int]] = []  # from when until when, how many tokens
+        self.written: list[tuple[float, float, int]] = []  # start, end, number of tokens
         self._running: dict[int, tuple[float, int]] = {}
 
     def emit(self, event: Any) -> None:
@@ -58,11 +58,11 @@ class Watch:
         pass
 
     def answers(self, start: float, stop: float) -> float:
-        """Finished a second."""
+        """Finished answers per second."""
         return sum(start <= t < stop for t in self.finished) / (stop - start)
 
     def tokens(self, start: float, stop: float) -> float:
-        """Written a second."""
+        """Written tokens per second."""
         num = 0.0
         for began, ended, tokens in self.written:
             if (inside := min(ended, stop) - max(began, start)) > 0:
@@ -71,7 +71,7 @@ class Watch:
 
 
 class Returns(logging.Handler):
-    """Hears from the pool's log how long each engine's place was empty."""
+    """A log handler that reads from the pool's log how long each engine was missing."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -86,7 +86,7 @@ class Returns(logging.Handler):
 
 
 def kill_in_turn(watch: Watch, kills: list[float], *, seconds: float, every_s: float, is_over: threading.Event) -> None:
-    """The oldest engine each time, so that both have their turn."""
+    """Kill the oldest engine each time, so that the kills alternate."""
     while not watch.finished and not is_over.wait(0.2):
         pass
     began = time.monotonic()
@@ -98,7 +98,7 @@ def kill_in_turn(watch: Watch, kills: list[float], *, seconds: float, every_s: f
 
 
 def recovery_s(rate: Callable[[float, float], float], kill: float, *, before_s: float, until: float) -> float | None:
-    """Seconds from a kill until throughput is back; None if the run ended first."""
+    """Seconds from a kill until the throughput is back, or None if the run ended first."""
     normal = rate(kill - before_s, kill)
     t = kill + WINDOW_S
     while t <= until:
@@ -138,8 +138,8 @@ def main() -> None:
         finally:
             is_over.set()
             killer.join()
-        assert summary.ledger is not None, "a run without a ledger"
-        assert summary.wall_s, "a run that took no time"
+        assert summary.ledger is not None, "every run has a ledger"
+        assert summary.wall_s, "a complete run has a duration"
         found = verify(Ledger(Path(folder) / "pool" / "ledger.sqlite"))
         span = {"before_s": arguments.every / 2, "until": watch.finished[-1]}
         recovered = [recovery_s(watch.answers, kill, **span) for kill in kills]
@@ -159,7 +159,9 @@ def main() -> None:
     if arguments.json:
         print(json.dumps(record))
         return
-    table = Table("kills", "status", "trained", "lost", "duplicated", "away s, most", "median recovery s", "longest")
+    table = Table(
+        "kills", "status", "trained", "lost", "duplicated", "max. away s", "median recovery s", "max. recovery s"
+    )
     known = [seconds for seconds in recovered if seconds is not None]
     ledger = summary.ledger
     table.add_row(

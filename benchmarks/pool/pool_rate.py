@@ -1,12 +1,13 @@
-"""How fast the controller schedules a pool of many engines: finished samples a second, and the longest harvest.
+"""How fast the controller schedules a pool of many engines: finished samples per second, and the longest harvest.
 
     python -m benchmarks.pool.pool_rate [--engines 256] [--slots 64] [--samples 131072] [--json]
 
-The training loop's own controller, buffer, schedule and pool over simulated engines in this process, which take no
-time: asked for news, an engine says that its shortest answers are finished. What is left is what scheduling takes,
-routing to the engines and collecting from all of them included. A harvest is all between two polls: interruption of
-every engine, batch, update (which takes nothing), publication, fates; with overlap, publication, fates and the next
-batch. CPU time. `sorted-partial` lets samples wait in their slots; `sorted-on-policy` interrupts every one.
+The real controller, buffer, schedule and pool run over simulated engines in this process, which take no time: at each
+poll an engine reports that its shortest answers are finished. The measured CPU time is therefore the cost of
+scheduling, including routing to the engines and collecting from all of them. A harvest is everything between two polls:
+the interruption of all engines, the batch, an update (which takes no time), the publication, and the decision what
+happens to each interrupted sample. With overlap it is publication, decisions and the next batch. `sorted-partial` keeps
+samples in their slots; `sorted-on-policy` interrupts all of them.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from sortedrl.telemetry.metrics import RunMetrics
 
 STRATEGIES = ("sorted-partial", "sorted-on-policy", "async")
 BUDGET, PROMPT_TOKENS = 32, 64
-SHARE = 8  # of its slots one in so many has finished whenever an engine is asked
+SHARE = 8  # at each poll one in eight running answers is finished
 
 
 def done(value: Any) -> Future[Any]:
@@ -48,7 +49,7 @@ def done(value: Any) -> Future[Any]:
 
 
 class InstantMember:
-    """An engine that is always a little further when asked. An answer is written at once, when it ends."""
+    """A simulated engine that finishes some answers at every poll; all tokens of an answer come when it ends."""
 
     def __init__(self, slots: int) -> None:
         self.num_slots = slots
@@ -63,7 +64,7 @@ class InstantMember:
         return done(None)
 
     def take(self, wait_s: float, pause_id: int) -> Future[Report]:
-        self.running.sort(key=lambda request: request.seed % 997)  # the same order of lengths at every attempt
+        self.running.sort(key=lambda request: request.seed % 997)  # the order of lengths is the same at every attempt
         count = -(-len(self.running) // SHARE)
         ended, self.running = self.running[:count], self.running[count:]
         events: list[EngineEvent] = []

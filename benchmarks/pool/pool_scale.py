@@ -1,10 +1,10 @@
-"""Two engines on a core each against one on one core, in a pool of Ray actors: tokens a second, and their ratio.
+"""Two engines on one core each against one engine on one core, in pools of Ray actors: tokens per second.
 
     python -m benchmarks.pool.pool_scale [--rounds 9] [--hidden 512] [--layers 4] [--json]
 
-Both pools are up all the time, and rounds alternate between them; the one that is not at work sleeps. Every round fills
-all slots once, with answers of one length, so that no engine waits for a straggler: what is lost is what the driver,
-Ray and the shared memory of the machine take.
+Both pools exist all the time and take turns; the other one sleeps. Every round fills all slots once with answers of the
+same length, so that no engine waits for a long answer. The loss against a ratio of 2 is the cost of the driver, Ray and
+shared memory bandwidth.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def make_pool(size: int, model: dict[str, Any]) -> Pool:
 
 
 def tokens_per_s(pool: Pool, first: int) -> float:
-    """Fill every slot once."""
+    """Fill every slot once; returns tokens per second."""
     num = pool.capabilities.slots
     requests = [
         Request(first + index, 0, [(first + index + i) % 500 for i in range(PROMPT)], ANSWER, index, Sampling())
@@ -83,7 +83,7 @@ def main() -> None:
     pools = {"one": make_pool(1, shape), "two": make_pool(2, shape)}
     try:
         for name, pool in pools.items():
-            tokens_per_s(pool, 10**6 + len(name))  # the first answers also pay for what is made once
+            tokens_per_s(pool, 10**6 + len(name))  # warm-up
         rates: dict[str, list[float]] = {name: [] for name in pools}
         for number in track(range(options.rounds), "rounds", disable=options.json, console=Console(stderr=True)):
             for name, pool in pools.items():

@@ -1,10 +1,10 @@
-"""How fast the controller schedules, without what engine, scorer and learner take: samples a second, and a harvest.
+"""How fast the controller schedules, without the time of engine, scorer and learner: samples per second, longest harvest.
 
     python -m benchmarks.schedule.controller_rate [--samples 100000] [--slots 4096] [--json]
 
-The training loop's own controller, buffer and schedule over the simulated engine; the time spent inside the engine is
-taken off. A harvest is all that happens between two polls: batch, update (which takes nothing), publication, fates.
-Every event is made and folded into the run's metrics, as in training.
+The real controller, buffer and schedule run over the simulated engine; the time inside the engine is subtracted. A
+harvest is everything between two polls: the batch, an update (which takes no time), the publication, and the decision
+what happens to each interrupted sample. All events are created and added to the run's metrics, as in training.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GOAL_RATE, GOAL_HARVEST_S = 20_000.0, 0.1
 
 
 class Stopwatch:
-    """Adds up the process time inside some methods, and keeps the longest."""
+    """Measures the CPU time inside some methods of a class: the total, and the longest call."""
 
     def __init__(self, owner: type, *names: str) -> None:
         self.total = self.longest = 0.0
@@ -71,7 +71,8 @@ def measure(strategy: str, samples: int, slots: int) -> dict[str, Any]:
         "strategy": strategy,
         "samples_per_s": samples / seconds,
         "us_per_sample": 1e6 * seconds / samples,
-        "harvest_s": settle.longest + (0.0 if strategy == "async" else harvest.longest),  # there one is in the other
+        "harvest_s": settle.longest
+        + (0.0 if strategy == "async" else harvest.longest),  # there a settle includes the harvest
         "updates": summary.updates,
     }
 

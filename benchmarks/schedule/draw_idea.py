@@ -2,9 +2,9 @@
 
     python -m benchmarks.schedule.draw_idea RUN docs/images/idea.svg [--slots 16] [--steps 1200]
 
-The lengths are those of a real run's answers (a `sync` one, whose batches are in load order); the schedules are the
-library's own on the simulated engine, where every running answer makes one token a step, as on a GPU. A row is a slot,
-a bar an attempt at an answer; its shade is the version of the weights it began with. White is an idle slot.
+The lengths are those of a real run (a `sync` run, whose batches are in load order). The schedules are the real ones on
+the simulated engine, where every running answer gets one token per step. A row is a slot, a bar is an attempt at an
+answer, and its shade is the version of the weights at its start. White means an idle slot.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sortedrl.simulate.traces import Trace, load_trace
 from sortedrl.telemetry.events import AttemptEnded, AttemptStarted, BatchTaken, Event
 
 WIDTH, LEFT, ROW, GAP, TITLE = 960, 16, 9, 34, 26
-SHADES = ("#08306b", "#2171b5", "#6baed6", "#bdd7e7")  # by version, in turn
+SHADES = ("#08306b", "#2171b5", "#6baed6", "#bdd7e7")  # by version, repeating
 INTERRUPTED = "#d94801"
 
 
@@ -93,8 +93,8 @@ def draw(strip: Strip, top: float, slots: int, steps: float) -> list[str]:
 
 def main() -> None:
     parser = make_parser(__doc__, has_json=False)
-    parser.add_argument("run", type=Path)
-    parser.add_argument("out", type=Path)
+    parser.add_argument("run", type=Path, help="run directory whose answer lengths are used")
+    parser.add_argument("out", type=Path, help="SVG file to write")
     parser.add_argument("--slots", type=int, default=16)
     parser.add_argument("--steps", type=int, default=1200)
     options = parser.parse_args()
@@ -111,7 +111,7 @@ def main() -> None:
         parts += draw(strip, TITLE + number * (TITLE + options.slots * ROW + GAP), options.slots, options.steps)
     notes = (
         f"The same answers on {options.slots} slots, the first {options.steps:,} decode steps.",
-        "A bar is an answer, its shade the version of the weights; a dashed line is an update, an orange end an "
+        "A bar is an answer; its shade is the version of the weights. A dashed line is an update, an orange end is an "
         "interruption.",
     )
     for number, note in enumerate(notes):

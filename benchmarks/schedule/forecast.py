@@ -1,10 +1,10 @@
-"""Costs fitted on the `sync` runs of a comparison, and what they predict for every other strategy.
+"""How well the simulator predicts other strategies from the `sync` runs of a comparison.
 
     python -m benchmarks.schedule.forecast RUN_DIR...      (the run directories of one `sortedrl compare`)
 
-One cost model is fitted to the `sync` runs of all seeds, and every run is simulated with it: its own knobs and lengths,
-nothing of its own times. Said per strategy: whether the means over its seeds are within 15 % of the measured ones, for
-the rollout time and for the bubble ratio.
+One cost model is fitted to the `sync` runs of all seeds. With it every run is simulated from its settings and answer
+lengths, without its own times. For each strategy the script says whether the means over seeds of rollout time and
+bubble ratio are within 15 % of the measured ones.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from statistics import mean
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.record import save
+from benchmarks.record import make_parser, save
 from sortedrl.simulate.fit import fit_runs
 from sortedrl.simulate.forecast import Forecast, forecast
 from sortedrl.telemetry.summary import Summary
@@ -24,12 +24,14 @@ from sortedrl.telemetry.summary import Summary
 LIMIT = 0.15
 
 
-def main(directories: list[Path]) -> None:
-    finished = [path for path in directories if (path / "summary.json").is_file()]
+def main() -> None:
+    parser = make_parser(__doc__, has_json=False)
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN_DIR")
+    finished = [path for path in parser.parse_args().runs if (path / "summary.json").is_file()]
     summaries = {path: Summary.read(path / "summary.json") for path in finished}
     base = [path for path, summary in summaries.items() if summary.strategy == "sync"]
     if not base:
-        sys.exit("none of these is a finished `sync` run: name the run directories of a `sortedrl compare` with sync")
+        sys.exit("none of these is a finished `sync` run: give the run directories of a `sortedrl compare` with sync")
     fitted = fit_runs(base)
     forecasts = [forecast(path, fitted.cost) for path in summaries]
     arms: dict[str, list[Forecast]] = {}
@@ -60,9 +62,9 @@ def main(directories: list[Path]) -> None:
         records.append({"strategy": strategy, "errors": errors, "within": within, "runs": [r.as_dict() for r in runs]})
     Console(width=110).print(table)
     print(f"fit: R2 {fitted.r2:.3f} over {fitted.num_stretches} spans, {fitted.update_r2:.3f} over updates")
-    print(f"assumed, since sync cannot tell: {', '.join(fitted.assumed) or 'nothing'}")
+    print(f"assumed, since sync runs do not show them: {', '.join(fitted.assumed) or 'nothing'}")
     print(f"saved {save('forecast', {'fit': fitted.as_dict(), 'strategies': records})}")
 
 
 if __name__ == "__main__":
-    main([Path(argument) for argument in sys.argv[1:]])
+    main()

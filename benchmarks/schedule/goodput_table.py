@@ -1,11 +1,12 @@
-"""What a bound on staleness costs: goodput of every way to keep it, under unit costs and on modelled hardware.
+"""What a bound on staleness costs: the goodput of every way to keep it, with unit costs and on modelled hardware.
 
     python -m benchmarks.schedule.goodput_table [--samples 16384] [--seeds 5] [--cost unit|roofline|both] [--json]
 
-unit: lognormal(700, 1.1, cap 8192), Q = U = 128, n = 4, the drain at the run's end included. Every row is at the one
-lookahead of 0, 1, 2, 4, 8 and none whose mean goodput over the seeds is best; the rows that wait at the bound take a
-minute each and are made for the first seed alone. roofline: Llama-3.1-8B on an H100, prefill paid, first seed: which
-of resume, replay and restart is fastest over the divergence rate and U/Q, again at the best lookahead.
+unit: lengths lognormal(700, 1.1) up to 8192; slots = update batch = 128; 4 batches per cohort; the end of the run, when
+slots become empty, is included. Every row uses the lookahead (0, 1, 2, 4, 8 or none) with the best mean goodput over the
+seeds. Rows that wait at the bound take a minute each and use only the first seed.
+roofline: Llama-3.1-8B on an H100, with prefill costs, first seed. It shows whether resume, replay or restart is fastest
+for several divergence rates and ratios of update batch to slots, again at the best lookahead.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def roofline_arms() -> list[Arm]:
 
 
 def best(traces: dict[int, Trace], arm: Arm, update_batch: int, cost: CostModel | None, by: str) -> dict[str, Any]:
-    """The arm at the lookahead that is best on the mean over all seeds."""
+    """The row of an arm, at the lookahead with the best mean over all seeds."""
     label, strategy, options = arm
     runs: dict[str, list[Summary]] = {}
     has_lookahead = strategy not in ("sync", "sync-large", "april")
@@ -86,7 +87,18 @@ def best(traces: dict[int, Trace], arm: Arm, update_batch: int, cost: CostModel 
 
 
 def show(console: Console, title: str, rows: list[dict[str, Any]]) -> None:
-    headers = ("U", "L", "goodput", "range", "bubble", "tokens/s", "discarded", "by token", "max", "updates")
+    headers = (
+        "update batch",
+        "lookahead",
+        "goodput",
+        "range",
+        "bubble",
+        "tokens/s",
+        "discarded",
+        "staleness",
+        "max",
+        "updates",
+    )
     table = Table("", *headers, title=title, box=None)
     for row in rows:
         values = row["by_seed"].values()
@@ -115,13 +127,13 @@ def main() -> None:
     console = Console(file=sys.stderr if options.json else sys.stdout, width=150)
     traces = {seed: load_trace(TRACE, samples=options.samples, seed=seed) for seed in range(options.seeds)}
     first = {0: traces[0]}
-    told: dict[str, Any] = {"trace": TRACE, "samples": options.samples, "slots": SLOTS}
+    settings: dict[str, Any] = {"trace": TRACE, "samples": options.samples, "slots": SLOTS}
     record: dict[str, Any] = {}
     if options.cost in ("unit", "both"):
         record["unit"] = [best(traces, arm, SLOTS, None, "goodput") for arm in unit_arms()]
         record["unit"] += [best(first, arm, SLOTS, None, "goodput") for arm in waiting_arms()]
         show(console, "unit costs", record["unit"])
-        save("goodput_unit", {**told, "seeds": list(traces), "unit": record["unit"]})
+        save("goodput_unit", {**settings, "seeds": list(traces), "unit": record["unit"]})
     if options.cost in ("roofline", "both"):
         cost = load_cost("roofline", hardware="h100", model="llama-3.1-8b", longest=8192 + 256)
         record["roofline"] = [
@@ -130,9 +142,9 @@ def main() -> None:
             for arm in roofline_arms()
         ]
         show(console, "roofline: Llama-3.1-8B on one H100", record["roofline"])
-        save("goodput_roofline", {**told, "seeds": [0], "roofline": record["roofline"]})
+        save("goodput_roofline", {**settings, "seeds": [0], "roofline": record["roofline"]})
     if options.json:
-        print(json.dumps({**told, **record}))
+        print(json.dumps({**settings, **record}))
 
 
 if __name__ == "__main__":

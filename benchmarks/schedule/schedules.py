@@ -1,9 +1,10 @@
-"""What each schedule costs at frozen weights: the real local engine, the same samples and seeds for every preset.
+"""What each schedule costs at frozen weights: the real local engine, with the same samples and seeds for every preset.
 
     python -m benchmarks.schedule.schedules [--samples 2048] [--seed 0] [--model FOLDER] [--json]
 
-Slots = update batch = 16, cohorts of 8 batches. Decode steps and seconds per trained token, bubble ratio, goodput, and
-staleness by sample and by token (an update changes nothing here, but it counts as one). Ratios are to `sync`.
+Slots = update batch = 16, cohorts of 8 batches. The script reports decode steps and seconds per trained token (as
+ratios to `sync`), bubble ratio, goodput, and staleness by sample and by token. Updates change nothing here, but they
+count for staleness.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class FrozenUpdate:
 
 @dataclass(slots=True, kw_only=True)
 class FrozenLearner:
-    """Takes batches and leaves the weights as they are."""
+    """A learner that takes batches and does not change the weights."""
 
     source: Any
 

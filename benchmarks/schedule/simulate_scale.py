@@ -1,14 +1,15 @@
-"""How the simulator scales: 10k, 100k and 1M samples on 4,096 slots.
+"""How the simulator scales: 10,000, 100,000 and 1,000,000 samples on 4,096 slots.
 
     python -m benchmarks.schedule.simulate_scale [--samples 10000 100000 1000000] [--svg FILE] [--json]
 
-lognormal(700, 1.1, cap 8192), U = 1,024, n = 8, sorted-partial, unit costs. Each size runs in a process of its own, so
-that its peak memory is its own. `exponent` is the slope between neighbours on log axes: 1 is linear. On a machine that
-does other work too, CPU seconds are what counts.
+Lengths lognormal(700, 1.1) up to 8192, update batch 1,024, 8 batches per cohort, sorted-partial, unit costs. Each size
+runs in a new process, so that its peak memory is measured alone. `exponent` is the slope between neighbours on log axes:
+1 is linear. If the machine also does other work, compare CPU seconds.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import resource
@@ -28,7 +29,7 @@ GOAL_S, GOAL_BYTES = 30.0, 3e9
 
 
 def measure(samples: int) -> dict[str, Any]:
-    """One size, in this process."""
+    """Simulate one size in this process."""
     began = time.perf_counter()
     trace = load_trace("lognormal(700, 1.1, 8192)", samples=samples)
     loaded, cpu_began = time.perf_counter(), time.process_time()
@@ -52,7 +53,7 @@ def measure_apart(samples: int) -> dict[str, Any]:
 
 
 def write_plot(path: str, rows: list[dict[str, Any]]) -> None:
-    """Seconds over samples on log axes, beside N log N from the first point on, as SVG."""
+    """Write an SVG of seconds over samples on log axes, with N log N through the first point."""
     sizes, seconds = [row["samples"] for row in rows], [row["seconds"] for row in rows]
     scale = seconds[0] / (sizes[0] * math.log(sizes[0]))
     expected = [scale * n * math.log(n) for n in sizes]
@@ -89,8 +90,8 @@ def write_plot(path: str, rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--samples", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
-    parser.add_argument("--one", type=int)
-    parser.add_argument("--svg")
+    parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--svg", help="also draw the times into this file")
     options = parser.parse_args()
     if options.one:
         print(json.dumps(measure(options.one)))

@@ -1,10 +1,11 @@
-"""Where sorted scheduling does not pay: even lengths, a learner that dominates, more slots than a cohort fills.
+"""Where sorted scheduling does not pay: even lengths, a slow learner, or more slots than a cohort fills.
 
     python -m benchmarks.schedule.where_not [--samples 8192] [--seeds 3] [--json]
 
-The simulator with the costs of Llama-3.1-8B on an H100, prefill, updates and publications paid; Q = U = 128, n = 4. The
-first condition is the one that sorted scheduling is made for, lognormal(700, 1.1, cap 8192); each of the others changes
-one thing about it. Figures are means over seeds; speed is trained tokens per second against `sync` in that condition.
+The simulator with the costs of Llama-3.1-8B on an H100, including prefill, updates and publications; slots = update
+batch = 128, 4 batches per cohort. The first condition is the one that sorted scheduling is made for: lengths
+lognormal(700, 1.1) up to 8192. Each other condition changes one thing. Figures are means over seeds; speed is trained
+tokens per second relative to `sync` in the same condition.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ TAIL = "lognormal(700, 1.1, 8192)"
 BASE: Mapping[str, Any] = {"trace": TAIL, "slots": 128, "update_times": 1.0}
 CONDITIONS: Mapping[str, Mapping[str, Any]] = {
     "a heavy tail": {},
-    "lengths nearly even": {"trace": "lognormal(1224, 0.05, 8192)"},  # as many tokens as the heavy tail has
+    "lengths nearly even": {"trace": "lognormal(1224, 0.05, 8192)"},  # the same mean as the heavy tail
     "all lengths equal": {"trace": "lognormal(1224, 0, 8192)"},
     "the learner takes ten times as long": {"update_times": 10.0},
     "four times as many slots: a cohort fills them once": {"slots": 512},
