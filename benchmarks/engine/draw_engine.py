@@ -7,12 +7,11 @@ There is one panel per case, each with its own scale. The bar is the median; eac
 
 from __future__ import annotations
 
-import json
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import RESULTS, make_parser
+from benchmarks.record import load, make_parser
 
 NAMES = {
     "sortedrl": "sortedrl, local",
@@ -69,8 +68,7 @@ def main() -> None:
     parser = make_parser(__doc__, has_json=False)
     parser.add_argument("svg", type=Path)
     options = parser.parse_args()
-    cases = json.loads((RESULTS / "engine.json").read_text(encoding="utf-8"))["cases"]
-    options.svg.write_text(draw(cases), encoding="utf-8")
+    options.svg.write_text(draw(load("engine")["cases"]), encoding="utf-8")
 
 
 if __name__ == "__main__":

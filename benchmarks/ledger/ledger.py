@@ -4,9 +4,9 @@
 
 Every sample is loaded, started, written in two deliveries (as if interrupted once), finished, scored and trained, in
 cohorts of 4,096 and batches of 1,024. The last cohort stays half written, as after a kill. `buffer_s` is the time of
-the same work with a buffer in memory. `cpu_s` and the load average show how busy the machine was with other work. Reading
-back (open, truncate, begin a lineage, restore) is timed twice: with the file dropped from the page cache if the system
-allows it (`cold`), and again with the file cached (`warm`).
+the same work with a buffer in memory. `cpu_s` and the load average show how busy the machine was with other work.
+Reading back (open, truncate, begin a lineage, restore) is timed twice: with the file dropped from the page cache if the
+system allows it (`cold`), and again with the file cached (`warm`).
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
     python -m benchmarks.pool.async_idle [--update-s 0.134] [--engine-speed 2] [--json]
 
-A simulated run like the quickstart: 2,048 answers with a mean of 76 tokens, 16 per batch. `--update-s` is the time of an
-update on 16 samples; the default is what async_overlap.py measured with 16 slots and bound 4, without compiled layers in
-the learner. Decoding costs come from results/forecast.json, divided by `--engine-speed`, whose default makes the engine
-as idle as it was in that measurement. Idle engine and free slots are shares of the time in which an update runs.
+A simulated run like the quickstart: 2,048 answers with a mean of 76 tokens, 16 per batch. `--update-s` is the time of
+an update on 16 samples; the default is what async_overlap.py measured with 16 slots and bound 4, without compiled
+layers in the learner. Decoding costs come from results/forecast.json, divided by `--engine-speed`, whose default makes
+the engine as idle as it was in that measurement. Idle engine and free slots are shares of the time in which an update
+runs.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.pool.async_overlap import UpdateWatch
-from benchmarks.record import RESULTS, make_parser, save
+from benchmarks.record import load, make_parser, save
 from sortedrl.simulate.fit import FittedCost
 from sortedrl.simulate.run import simulate
 from sortedrl.simulate.traces import Trace, load_trace
@@ -68,7 +69,7 @@ def main() -> None:
     parser.add_argument("--update-s", type=float, default=0.134)
     parser.add_argument("--engine-speed", type=float, default=2.0)
     options = parser.parse_args()
-    fitted = FittedCost(**json.loads((RESULTS / "forecast.json").read_text(encoding="utf-8"))["fit"]["cost"])
+    fitted = FittedCost(**load("forecast")["fit"]["cost"])
     cost = replace(fitted, **{name: getattr(fitted, name) / options.engine_speed for name in DECODING})
     trace = load_trace(LENGTHS, samples=SAMPLES)
     rows = [

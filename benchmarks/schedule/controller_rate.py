@@ -1,4 +1,4 @@
-"""How fast the controller schedules, without the time of engine, scorer and learner: samples per second, longest harvest.
+"""How fast the controller schedules, without engine, scorer and learner: samples per second, and the longest harvest.
 
     python -m benchmarks.schedule.controller_rate [--samples 100000] [--slots 4096] [--json]
 

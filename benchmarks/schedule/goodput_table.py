@@ -3,8 +3,8 @@
     python -m benchmarks.schedule.goodput_table [--samples 16384] [--seeds 5] [--cost unit|roofline|both] [--json]
 
 unit: lengths lognormal(700, 1.1) up to 8192; slots = update batch = 128; 4 batches per cohort; the end of the run, when
-slots become empty, is included. Every row uses the lookahead (0, 1, 2, 4, 8 or none) with the best mean goodput over the
-seeds. Rows that wait at the bound take a minute each and use only the first seed.
+slots become empty, is included. Every row uses the lookahead (0, 1, 2, 4, 8 or none) with the best mean goodput over
+the seeds. Rows that wait at the bound take a minute each and use only the first seed.
 roofline: Llama-3.1-8B on an H100, with prefill costs, first seed. It shows whether resume, replay or restart is fastest
 for several divergence rates and ratios of update batch to slots, again at the best lookahead.
 """

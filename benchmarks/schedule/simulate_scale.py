@@ -3,8 +3,8 @@
     python -m benchmarks.schedule.simulate_scale [--samples 10000 100000 1000000] [--svg FILE] [--json]
 
 Lengths lognormal(700, 1.1) up to 8192, update batch 1,024, 8 batches per cohort, sorted-partial, unit costs. Each size
-runs in a new process, so that its peak memory is measured alone. `exponent` is the slope between neighbours on log axes:
-1 is linear. If the machine also does other work, compare CPU seconds.
+runs in a new process, so that its peak memory is measured alone. `exponent` is the slope between neighbours on log
+axes: 1 is linear. If the machine also does other work, compare CPU seconds.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""What `advantage_scope` and `overlong` do to learning from sorted batches, on the quickstart task with REINFORCE++.
+"""How `advantage_scope` and `overlong` affect learning from sorted batches, on the quickstart task with REINFORCE++.
 
-    python -m benchmarks.study.advantage_scope RUNS_DIR [--only scopes|tail] [--samples 256]
-    python -m benchmarks.study.draw_scopes docs/images/advantage_scope.svg   # the chart, from the result file
+    python -m benchmarks.study.advantage_scope RUNS_DIR [--only scopes|tail] [--samples 256]    # makes missing runs
+    python -m benchmarks.study.draw_scopes docs/images/advantage_scope.svg                      # draws the result
 
-Two studies, paired by seed (same prompts, same noise):
-- scopes: configs/quickstart.toml, three scopes, seeds 0 to 4: accuracy and length over samples, on what is trained, and
-  held out before and after;
-- tail: strict cohorts (lookahead 0), a budget of 128 tokens, which cuts many answers off, three scopes
-  times three ways with overlong answers, seeds 0 to 2: what the last batch of a cohort is made of, and gives to learn.
+There are two studies, paired by seed (same prompts, same noise):
+- scopes: configs/quickstart.toml with three scopes and seeds 0 to 4. It records accuracy and length over trained
+  samples, and on held-out puzzles before and after.
+- tail: strict cohorts (lookahead 0) and a budget of 128 tokens, which truncates many answers, with three scopes x three
+  settings of `overlong` and seeds 0 to 2. It records what the last batch of a cohort contains, and its advantages.
 A difference is the mean over seeds of arm minus base on the same seed, with Student's 95 % interval.
 """
 
@@ -38,7 +38,7 @@ from sortedrl.trainer import SortedTrainer
 SCOPES = ("batch", "cohort", "running")
 OVERLONG = ("keep", "mask", "shape")
 WINDOW = 32  # trained samples per point of a curve
-STUDENT_95 = {2: 4.303, 3: 3.182, 4: 2.776}  # by degrees of freedom: the t beyond which 5 % lie on both sides
+STUDENT_95 = {2: 4.303, 3: 3.182, 4: 2.776}  # two-sided 5 % quantile of Student's t, by degrees of freedom
 TAIL = (
     "schedule.lookahead=0",
     "engine.max_new_tokens=128",
@@ -74,7 +74,7 @@ class Arm:
 
 
 def arms(study: str, samples: int) -> list[Arm]:
-    """Seed by seed, so that what is there at any time is paired."""
+    """All arms, seed by seed, so that finished runs can always be compared in pairs."""
     if study == "scopes":
         return [
             Arm(study=study, scope=scope, overlong="keep", seed=seed, samples=samples)
@@ -103,7 +103,7 @@ def make(arm: Arm, folder: Path) -> None:
 
 
 def read(arm: Arm, folder: Path) -> dict[str, Any]:
-    """A run's curves, and its updates apart by whether they end a cohort."""
+    """The curves of a run, and means over updates: those that end a cohort, and all others."""
     config = arm.config(folder)
     estimator = AdvantageEstimator(ALGORITHMS[config.learner.algorithm].advantage, arm.scope)
     cohort_of: dict[int, int] = {}
@@ -122,7 +122,7 @@ def read(arm: Arm, folder: Path) -> dict[str, Any]:
                 lengths += event.lengths
                 rewards += event.rewards
             case UpdateDone():
-                assert batch is not None, "an update has a batch"
+                assert batch is not None, "an update follows a batch"
                 for sample in batch.samples:
                     left[cohort_of[sample]] -= 1
                 ends = any(left[cohort_of[sample]] == 0 for sample in batch.samples)
@@ -147,7 +147,7 @@ def read(arm: Arm, folder: Path) -> dict[str, Any]:
 
 
 def trained(batch: BatchTaken, cohort_of: dict[int, int], budget: int) -> list[Sample]:
-    """The batch's samples, as far as advantages depend on them."""
+    """The samples of a batch, with all fields that advantages depend on."""
     return [
         Sample(
             id=number,
@@ -168,8 +168,10 @@ def trained(batch: BatchTaken, cohort_of: dict[int, int], budget: int) -> list[S
 def figures(
     batch: BatchTaken, done: UpdateDone, samples: Sequence[Sample], advantages: Sequence[float]
 ) -> dict[str, float]:
-    """What an update was made of; advantages are computed again, since only their mean is recorded."""
-    assert math.isclose(mean(advantages), done.metrics["advantage_mean"], abs_tol=1e-6), "these are not the run's own"
+    """Figures of one update; advantages are recomputed, since the events contain only their mean."""
+    assert math.isclose(mean(advantages), done.metrics["advantage_mean"], abs_tol=1e-6), (
+        "advantages differ from the run"
+    )
     by_end: dict[bool, list[float]] = {True: [], False: []}
     for sample, advantage in zip(samples, advantages, strict=True):
         by_end[is_truncated(sample)].append(advantage)
@@ -188,7 +190,7 @@ def figures(
 
 
 def averages(rows: Sequence[dict[str, float]]) -> dict[str, float | None]:
-    """Means by name, over the rows that have a number there."""
+    """Means by name over the rows that have a number."""
     found: dict[str, float | None] = {"count": float(len(rows))}
     for name in rows[0] if rows else ():
         known = [row[name] for row in rows if not math.isnan(row[name])]
@@ -201,12 +203,12 @@ def windows(values: Sequence[float]) -> list[float]:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and half the width of its 95 % interval."""
+    """The mean and half the width of its 95 % interval."""
     return mean(values), STUDENT_95[len(values) - 1] * stdev(values) / math.sqrt(len(values))
 
 
 def outcome(run: dict[str, Any]) -> dict[str, float]:
-    """What a run is judged by: accuracy at the end and on the way there, and how long its answers became."""
+    """Accuracy at the end and over all evaluations, and the answer length at the end."""
     after = run["evaluations"][1:]
     return {
         "accuracy, end": after[-1][1],
@@ -216,7 +218,7 @@ def outcome(run: dict[str, Any]) -> dict[str, float]:
 
 
 def differences(runs: Sequence[dict[str, Any]], base: dict[str, str]) -> list[dict[str, Any]]:
-    """Each arm against the base on the same seeds."""
+    """A row per arm, with differences from the base on the same seeds."""
     by_arm: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
     for run in runs:
         by_arm.setdefault((run["scope"], run["overlong"]), {})[run["seed"]] = outcome(run)
@@ -234,7 +236,7 @@ def differences(runs: Sequence[dict[str, Any]], base: dict[str, str]) -> list[di
 
 
 def tail_rows(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Means over seeds of what last and other batches of a cohort are like."""
+    """Means over seeds, separately for the last and the other batches of a cohort."""
     rows = []
     for scope in SCOPES:
         for overlong in OVERLONG:
@@ -247,7 +249,7 @@ def tail_rows(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def show(rows: Iterable[dict[str, Any]]) -> None:
-    """As a Markdown table."""
+    """Print the rows as a Markdown table."""
     rows = list(rows)
     names = list(dict.fromkeys(name for row in rows for name in row))
     print("| " + " | ".join(names) + " |\n|" + " --- |" * len(names))
@@ -263,10 +265,10 @@ def cell(value: Any) -> str:
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("runs", type=Path)
+    parser.add_argument("runs", type=Path, help="folder of the runs")
     parser.add_argument("--only", choices=("scopes", "tail"))
-    parser.add_argument("--samples", type=int, default=256, help="trained in each run")
-    parser.add_argument("--read", action="store_true", help="make no runs: tabulate and save those that are there")
+    parser.add_argument("--samples", type=int, default=256, help="trained samples per run")
+    parser.add_argument("--read", action="store_true", help="make no runs; tabulate and save the existing ones")
     options = parser.parse_args()
     studies = [options.only] if options.only else ["tail", "scopes"]
     chosen = [arm for study in studies for arm in arms(study, options.samples)]

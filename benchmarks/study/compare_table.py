@@ -1,8 +1,8 @@
-"""Tables of a comparison, from its run directories: `sortedrl compare` writes them, this reads them.
+"""Print the tables of a comparison as Markdown, from the run directories that `sortedrl compare` has written.
 
     python -m benchmarks.study.compare_table RUNS_DIR [--name quickstart] [--save NAME]
 
-Means over seeds, accuracy with the least and the most. Seconds are the run's own, evaluations left out.
+Figures are means over seeds; accuracy also has its minimum and maximum. Seconds do not include evaluations.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Point:
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Run:
     summary: Summary
-    curve: list[Point]  # held-out accuracy, sampled
+    curve: list[Point]  # held-out accuracy of sampled answers
 
 
 def read_run(folder: Path) -> Run:
@@ -58,8 +58,8 @@ def costs(arms: dict[str, list[Run]]) -> list[str]:
     base_speed = mean([run.summary.tokens_per_s for run in base])
     base_steps = mean([(run.summary.decode_steps or 0) / run.summary.trained_tokens for run in base])
     lines = [
-        "| strategy | bubble | goodput | steps a token | tokens/s | speed | rollout s | update s | staleness by token "
-        "(max) | discarded |",
+        "| strategy | bubble | goodput | steps per token | tokens/s | speed | rollout s | update s | staleness "
+        "by token (max) | discarded |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name, runs in arms.items():
@@ -78,12 +78,12 @@ def costs(arms: dict[str, list[Run]]) -> list[str]:
 
 
 def learning(arms: dict[str, list[Run]]) -> list[str]:
-    """Accuracy and seconds at each evaluation; the samples differ a little where batches do."""
+    """Lines of the accuracy table; the number of samples is that of the first strategy, others differ slightly."""
     num_points = min(len(run.curve) for runs in arms.values() for run in runs)
     first = next(iter(arms.values()))[0].curve
     heads = [f"after {point.samples:,}" for point in first[1:num_points]]
     lines = [
-        "| strategy | " + " | ".join(heads) + " | final, least and most | four people | five people | mean length |",
+        "| strategy | " + " | ".join(heads) + " | final (min-max) | four people | five people | mean length |",
         "| --- |" + " --- |" * (len(heads) + 4),
     ]
     for name, runs in arms.items():
@@ -99,9 +99,9 @@ def learning(arms: dict[str, list[Run]]) -> list[str]:
 
 def main() -> None:
     parser = make_parser(__doc__, has_json=False)
-    parser.add_argument("runs", type=Path)
-    parser.add_argument("--name", default="quickstart")
-    parser.add_argument("--save", metavar="NAME", help="keep the summaries as benchmarks/results/NAME.json")
+    parser.add_argument("runs", type=Path, help="folder of the runs")
+    parser.add_argument("--name", default="quickstart", help="name of the comparison")
+    parser.add_argument("--save", metavar="NAME", help="also save the summaries as benchmarks/results/NAME.json")
     options = parser.parse_args()
     arms: dict[str, list[Run]] = {}
     for folder in sorted(options.runs.glob(f"{options.name}-*-seed*"), key=lambda folder: folder.stat().st_mtime):

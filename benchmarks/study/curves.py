@@ -1,6 +1,6 @@
-"""Line charts as SVG, for the scripts that draw results: panels side by side, one legend below.
+"""Line charts as SVG for the scripts of this folder: panels side by side with one legend below.
 
-A chart must be legible without colour too: lines of one panel differ in their dashes as well.
+Guarantees: a chart is readable without colour, since lines of one panel also differ in their dashes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Place = Callable[[float, float], Point]
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Line:
-    """`faint` lines (single runs, say) and the `band` (low and high at each point's x) lie behind `points`."""
+    """A named line; `faint` lines (such as single runs) and the `band` (low and high at each x) are drawn behind it."""
 
     name: str
     points: Sequence[Point]
@@ -38,7 +38,7 @@ class Panel:
 
 
 def draw(panels: Sequence[Panel]) -> str:
-    """The whole picture; lines of one name look alike in all panels."""
+    """The SVG of all panels; lines with the same name look the same in each."""
     names = list(dict.fromkeys(line.name for panel in panels for line in panel.lines))
     width = LEFT + len(panels) * PLOT_W + (len(panels) - 1) * GAP + 54
     per_row = 2 * len(panels)

@@ -1,25 +1,24 @@
-"""Draw reward and length over samples for the three scopes, from the result file of advantage_scope.py, as SVG.
+"""Draw reward and length over samples for the three scopes, from results/advantage_scope.json, as SVG.
 
     python -m benchmarks.study.draw_scopes docs/images/advantage_scope.svg
 
-A faint line is one seed, a strong one the mean over seeds; rings are the mean held-out accuracy or length.
+A faint line is one seed, a strong line is the mean over seeds. Rings are the mean held-out accuracy or length.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks.record import RESULTS, make_parser
+from benchmarks.record import load, make_parser
 from benchmarks.study.advantage_scope import SCOPES, WINDOW
 from benchmarks.study.curves import Line, Panel, draw
 
 
 def panel(runs: Sequence[dict[str, Any]], curve: str, held: int, y_marks: Sequence[float], title: str) -> Panel:
-    """One quantity: `curve` names the windows of trained samples, `held` the column of an evaluation."""
+    """The panel of one quantity: `curve` is its key in a run, `held` its column in the evaluations."""
     samples = WINDOW * len(runs[0][curve])
     lines = []
     for scope in SCOPES:
@@ -42,13 +41,13 @@ def main() -> None:
     parser = make_parser(__doc__, has_json=False)
     parser.add_argument("svg", type=Path)
     options = parser.parse_args()
-    record = json.loads((RESULTS / "advantage_scope.json").read_text(encoding="utf-8"))
+    record = load("advantage_scope")
     runs = [run for run in record["runs"] if run["study"] == "scopes"]
     longest = max(value for run in runs for value in [*run["lengths"], *(e[2] for e in run["evaluations"])])
     shares, tokens = [0.2 * mark for mark in range(6)], range(0, int(longest) + 25, 25)
     panels = [
         panel(runs, "rewards", 1, shares, "share of right answers"),
-        panel(runs, "lengths", 2, tokens, "tokens an answer"),
+        panel(runs, "lengths", 2, tokens, "tokens per answer"),
     ]
     options.svg.write_text(draw(panels), encoding="utf-8")
 

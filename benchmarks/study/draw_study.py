@@ -1,8 +1,8 @@
-"""Draws what `study.py` found: accuracy over samples and over CPU seconds, a picture for each algorithm.
+"""Draw the result of `study.py`: accuracy over samples and over CPU seconds, one SVG per algorithm.
 
-    python -m benchmarks.study.draw_study [benchmarks/results/study.json] [--to docs]
+    python -m benchmarks.study.draw_study [benchmarks/results/study.json] [--to docs/images]
 
-Lines are means over seeds; the bands, of the first and the last strategy only, are 95 % intervals of these means.
+Lines are means over seeds. Bands are 95 % intervals of these means, for the first and the last strategy only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks.record import make_parser
+from benchmarks.record import RESULTS, make_parser
 from benchmarks.study.curves import Line, Panel, Point, draw
 from benchmarks.study.study_figures import bootstrap, by_arm
 
@@ -26,11 +26,10 @@ ARMS = (
     "sorted-replay, lookahead 2",
 )
 WITH_BAND = (ARMS[0], ARMS[-1])
-RESULTS = Path(__file__).parent / "results" / "study.json"
 
 
 def line(name: str, runs: Sequence[Mapping[str, Any]], axis: str) -> Line:
-    """Seeds are averaged evaluation by evaluation, on both axes."""
+    """The line of one strategy; both axes are means over seeds at each evaluation."""
     points: list[Point] = []
     band: list[Point] = []
     for at in zip(*[run["curve"] for run in runs], strict=True):
@@ -56,7 +55,7 @@ def panel(records: Sequence[Mapping[str, Any]], algorithm: str, axis: str, title
 
 def main() -> None:
     parser = make_parser(__doc__, has_json=False)
-    parser.add_argument("results", type=Path, nargs="?", default=RESULTS)
+    parser.add_argument("results", type=Path, nargs="?", default=RESULTS / "study.json")
     parser.add_argument("--to", type=Path, default=Path("docs/images"))
     given = parser.parse_args()
     records = json.loads(given.results.read_text(encoding="utf-8"))["runs"]

@@ -2,8 +2,8 @@
 
     python -m benchmarks.study.real_model RUNS_DIR [--seeds 2] [--svg docs/images/real_model.svg] [--json]
 
-Trains configs/add-smollm2.toml where a run is missing (about six CPU minutes each on one thread), then tells held-out
-accuracy before and after with 95 % intervals over questions, and draws the reward of what was trained.
+Trains configs/add-smollm2.toml where a run is missing (about six CPU minutes each on one thread). Reports held-out
+accuracy before and after training with 95 % intervals over questions, and draws the reward of the trained samples.
 """
 
 from __future__ import annotations
@@ -119,9 +119,9 @@ def table(runs: Sequence[dict[str, Any]]) -> Table:
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("runs", type=Path)
+    parser.add_argument("runs", type=Path, help="folder of the runs")
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--svg", type=Path)
+    parser.add_argument("--svg", type=Path, help="also draw the curves into this file")
     options = parser.parse_args()
     chosen = [(strategy, seed) for seed in range(options.seeds) for strategy in STRATEGIES]
     for strategy, seed in track(chosen, "runs", console=Console(stderr=True)):

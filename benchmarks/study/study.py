@@ -1,16 +1,16 @@
-"""Does sorted scheduling learn better, or only faster? Each strategy on the quickstart task, equal data, with controls.
+"""Does sorted scheduling learn better, or only faster? All strategies on the quickstart task, with equal data.
 
     python -m benchmarks.study.study RUNS_DIR            # all: a rate tuned for each arm, five seeds, two algorithms
     python -m benchmarks.study.study RUNS_DIR --quick    # four arms, three seeds, 512 samples: `make study-quick`
     python -m benchmarks.study.study RUNS_DIR --read     # makes no runs: tables and result file from existing runs
 
-Arms differ in their schedule alone; they share configs/quickstart.toml, with as many slots as an update takes samples,
-but train half as long, since most is learned by then, and are examined eight times. On one seed all arms get the same
-prompts and the same noise, so differences are taken seed by seed. Every arm chooses among the same learning rates by
-the same number of tuning runs, on a seed of their own. Seconds are CPU seconds of a run's process, which has one
-thread: other work on the machine does not stretch them, and evaluations do not count.
+Arms differ only in their schedule. All use configs/quickstart.toml with as many slots as samples per update. They train
+half as long, since most is learned by then, and are evaluated eight times. With the same seed all arms get the same
+prompts and the same noise, so differences are taken seed by seed. Every arm chooses among the same learning rates with
+the same number of tuning runs, on a separate seed. Seconds are CPU seconds of a run's process, which has one thread, so
+other work on the machine does not count; evaluations do not count either.
 
-A run that is there is not made again: a study that was cut off goes on where it was.
+Existing runs are not made again: a study that was stopped continues where it was.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ ARMS: Mapping[str, tuple[str, ...]] = {
     "sorted-replay, cohort scope": _sorted("sorted-replay", 0, "learner.advantage_scope=cohort"),
     "sorted-replay, shuffled": _sorted("sorted-replay", 2, "schedule.order=shuffled"),
 }
-# What followed from the first results: is it staleness that cost `sorted-partial` a seed? Each changes the bound alone,
-# at the rate that was tuned for the arm without one.
+# A question from the first results: did staleness make `sorted-partial` fail on one seed? These arms change only the
+# bound, at the rate that was tuned for the arm without a bound.
 FOLLOWED = "sorted-partial, lookahead 2"
 FOLLOW_UPS: Mapping[str, tuple[str, ...]] = {
     f"sorted-partial, staleness at most {bound}": (
@@ -70,7 +70,7 @@ FOLLOW_UPS: Mapping[str, tuple[str, ...]] = {
     )
     for bound in (1, 3)
 }
-ONLY_WHITENED = ("sorted-replay, cohort scope",)  # GRPO compares siblings, whatever the scope
+ONLY_WHITENED = ("sorted-replay, cohort scope",)  # GRPO compares siblings, so the scope changes nothing
 QUICK_ARMS = ("sync", "sync-large", "sorted-partial, lookahead 2", "sorted-replay, lookahead 2")
 RATES = (7.5e-5, 1.5e-4, 3e-4)
 TUNING_SEED = 100
@@ -114,7 +114,7 @@ class Run:
 
 
 class Curve:
-    """A sink that notes each evaluation with the CPU seconds that training had taken until then."""
+    """An event sink that records each evaluation with the CPU seconds of training so far."""
 
     def __init__(self) -> None:
         self.points: list[dict[str, float]] = []
@@ -134,7 +134,7 @@ class Curve:
                 }
             )
         elif not self.points:
-            self._start = now  # until the first evaluation nothing is trained
+            self._start = now  # no training happens before the first evaluation
         self._last = now
 
     def close(self) -> None:
@@ -142,7 +142,7 @@ class Curve:
 
 
 def train(run: Run, folder: Path) -> None:
-    """In a process that trains one run at a time; what is kept of it is its directory and, last, its curve."""
+    """Train one run in this process; its curve is written last and marks the run as complete."""
     curve = Curve()
     trainer = SortedTrainer(args=run.config(folder), sinks=[curve], quiet=True)
     trainer.train()
@@ -158,7 +158,7 @@ def is_made(run: Run, folder: Path) -> bool:
 
 
 def make(runs: Sequence[Run], folder: Path, *, jobs: int, title: str) -> None:
-    """What is missing, `jobs` processes at a time."""
+    """Make the missing runs, in `jobs` processes at a time."""
     missing = [run for run in runs if not is_made(run, folder)]
     processes = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
     with Progress(console=Console(stderr=True)) as progress, processes as pool:
@@ -184,7 +184,7 @@ def arms_of(algorithm: str) -> list[str]:
 
 
 def chosen_rates(runs: Sequence[Run], folder: Path) -> dict[tuple[str, str], float]:
-    """For each arm the rate with the best mean accuracy over the tuning run's evaluations."""
+    """For each arm the rate with the best mean accuracy over the evaluations of its tuning run."""
     found: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for run in runs:
         if is_made(run, folder):
@@ -197,7 +197,7 @@ def chosen_rates(runs: Sequence[Run], folder: Path) -> dict[tuple[str, str], flo
 
 
 def study_runs(rates: Mapping[tuple[str, str], float], samples: int) -> list[Run]:
-    """Seed by seed, so that what is there at any time is paired."""
+    """All runs, seed by seed, so that finished runs can always be compared in pairs."""
     return [
         Run(algorithm=algorithm, arm=arm, rate=rate, seed=seed, samples=samples, eval_every=128, eval_prompts=96)
         for seed in SEEDS
@@ -222,12 +222,12 @@ def records(runs: Sequence[Run], folder: Path) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("runs", type=Path)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--read", action="store_true", help="make no runs")
+    parser.add_argument("runs", type=Path, help="folder of the runs")
+    parser.add_argument("--quick", action="store_true", help="four arms, three seeds, 512 samples")
+    parser.add_argument("--read", action="store_true", help="make no runs; use the existing ones")
     parser.add_argument("--algorithms", default=",".join(ALGORITHMS))
-    parser.add_argument("--samples", type=int, default=1024, help="trained in each run")
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, on a core each")
+    parser.add_argument("--samples", type=int, default=1024, help="trained samples per run")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, each on one core")
     given = parser.parse_args()
     algorithms = given.algorithms.split(",")
     if given.quick:

@@ -1,8 +1,8 @@
-"""Figures of the study: what a run came to, differences paired by seed with their intervals, and the paper's claims.
+"""Figures of the study: the outcome of a run, differences paired by seed with intervals, and the paper's claims.
 
-Pure functions of run directories and records; `study.py` calls them. An interval is the 95 % bootstrap interval of the
-mean over seeds: all ways to draw as many seeds with replacement are gone through, so it has no noise of its own. Five
-seeds make such intervals somewhat too narrow; a verdict needs the whole interval on one side.
+`study.py` calls these pure functions of run directories and records. An interval is the 95 % bootstrap interval of the
+mean over seeds. It goes through all ways to draw as many seeds with replacement, so it is deterministic. With five
+seeds such intervals are somewhat too narrow. A verdict needs the whole interval on one side.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from sortedrl.telemetry.events import BatchTaken, UpdateDone
 from sortedrl.telemetry.summary import Summary
 
 BASE = "sync"
-TARGETS = (0.5, 0.7, 0.8)  # accuracies to reach
+TARGETS = (0.5, 0.7, 0.8)  # accuracies whose first time is reported
 FINAL_POINTS = 3  # evaluations that make up the final accuracy
-LEAST_GAIN, FEWER_SAMPLES, BUBBLE_CUT = 0.039, 0.4074, 0.5  # what the paper says
+LEAST_GAIN, FEWER_SAMPLES, BUBBLE_CUT = 0.039, 0.4074, 0.5  # the paper's claims
 
 Record = Mapping[str, Any]
 Interval = tuple[float, float, float]
@@ -33,7 +33,7 @@ Interval = tuple[float, float, float]
 
 
 def outcome(run_dir: Path) -> dict[str, Any]:
-    """What a run's events and summary say beside its curve."""
+    """Figures of a run from its summary and events; the curve is separate."""
     summary = Summary.read(run_dir / "summary.json")
     lengths: list[int] = []
     norms: list[float] = []
@@ -64,7 +64,7 @@ def outcome(run_dir: Path) -> dict[str, Any]:
 
 
 def reached(curve: Sequence[Mapping[str, float]], accuracy: float, axis: str) -> float | None:
-    """Where the curve first has the accuracy, on a straight line between evaluations; None if it never does."""
+    """Where the curve first reaches the accuracy, with linear interpolation; None if it never does."""
     for before, after in itertools.pairwise(curve):
         if after["accuracy"] >= accuracy > before["accuracy"]:
             part = (accuracy - before["accuracy"]) / (after["accuracy"] - before["accuracy"])
@@ -106,19 +106,19 @@ def by_arm(records: Sequence[Record], algorithm: str) -> dict[str, dict[int, Rec
 def paired(
     arm: Mapping[int, Record], base: Mapping[int, Record], figure: Callable[[Record, Record], float | None]
 ) -> Interval | None:
-    """The interval of a figure of two runs on the same seed; None if a seed has no such figure."""
+    """The interval of a figure that compares two runs of the same seed; None if a seed has no such figure."""
     values = [figure(arm[seed], base[seed]) for seed in sorted(arm.keys() & base.keys())]
     known = [value for value in values if value is not None]
     return bootstrap(known) if known and len(known) == len(values) else None
 
 
 def final(record: Record) -> float:
-    """Over the last evaluations: a single one has too much chance in it."""
+    """Mean accuracy of the last evaluations, since a single one is too noisy."""
     return mean(point["accuracy"] for point in record["curve"][-FINAL_POINTS:])
 
 
 def speed(record: Record) -> float:
-    """Trained tokens a CPU second, updates included."""
+    """Trained tokens per CPU second, including updates."""
     return record["tokens"] / record["curve"][-1]["seconds"]
 
 
@@ -165,12 +165,12 @@ def _reach_ratio(target: float, axis: str) -> Callable[[Record, Record], float |
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    """Over seeds; none if one of them has none."""
+    """The mean over seeds, or None if a seed has no value."""
     return None if None in values else mean(value for value in values if value is not None)
 
 
 def judge(records: Sequence[Record], algorithm: str) -> list[dict[str, Any]]:
-    """The paper's three claims for every sorted arm: yes, no, or not decidable here, with the interval that says so."""
+    """The paper's three claims for every sorted arm: yes, no or not decidable, with the interval."""
     arms = by_arm(records, algorithm)
     base = arms.get(BASE, {})
     if not base:
@@ -207,7 +207,7 @@ def verdict(found: Interval | None, wanted: float) -> dict[str, Any]:
     return {"answer": answer, "interval": found}
 
 
-# ---- for people ------------------------------------------------------------------------------------------------------
+# ---- tables ------------------------------------------------------------------------------------------------------
 
 
 def show_table(algorithm: str, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -229,7 +229,7 @@ def show_table(algorithm: str, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def show_claims(verdicts: Sequence[Mapping[str, Any]]) -> None:
-    table = Table("claim", "arm", "holds here", "found", box=None)
+    table = Table("claim", "arm", "holds here", "measured", box=None)
     for found in verdicts:
         table.add_row(found["claim"], found["arm"], found["answer"], with_interval(found["interval"], ".1%"))
     Console(width=160).print(table)

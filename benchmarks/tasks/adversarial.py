@@ -1,7 +1,6 @@
-"""Outputs that try to crash, hang or fool a verifier, made from a seed: none of them deserves a reward.
+"""Outputs that try to crash, hang or fool a verifier, made from a seed. None of them deserves a reward.
 
-`verifiers.py` has all of them scored, tests a few. The right answer is the reference of the verifier they are for;
-many of them hold it in a place where it does not count.
+`verifiers.py` scores all of them, tests score a few. Many contain the right answer in a place where it must not count.
 """
 
 from __future__ import annotations
@@ -107,6 +106,6 @@ KINDS = {"math": MATH, "logic": LOGIC, "gym": GYM}
 
 
 def outputs(kind: str, count: int, seed: int = 0) -> list[str]:
-    """So many outputs for one of the verifiers, each recipe in turn."""
+    """`count` outputs for one of the verifiers, from each recipe in turn."""
     recipes = KINDS[kind]
     return [recipes[n % len(recipes)](random.Random(f"{seed}/{kind}/{n}")) for n in range(count)]

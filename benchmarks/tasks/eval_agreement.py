@@ -1,10 +1,10 @@
-"""`sortedrl eval` against a direct script: transformers' generate in plain batches, marked by math-verify itself.
+"""Compare `sortedrl eval` with an independent script: plain batches of transformers, scored by math-verify.
 
     python -m benchmarks.tasks.eval_agreement --data ../shared/data [--limit 64] [--max-tokens 160]
 
-Both take the same model in float32 and decode greedily. The direct side shares no code with the command: it reads the
-file, words the prompt, generates and calls math-verify's own `parse` and `verify` on the whole response. What is
-compared: the texts, token for token, and the marks on them.
+Both use the same model in float32 and decode greedily. The independent side shares no code with the command: it reads
+the file, builds the prompt, generates, and calls `parse` and `verify` of math-verify on the whole response. The script
+compares the texts and the scores.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ INSTRUCTION = "Please reason step by step, and put your final answer within \\bo
 
 def main() -> None:
     parser = make_parser(__doc__, has_json=False)
-    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--data", type=Path, required=True, help="folder that contains gsm8k.jsonl")
     parser.add_argument("--limit", type=int, default=64)
     parser.add_argument("--max-tokens", type=int, default=160)
     parser.add_argument("--slots", type=int, default=16)

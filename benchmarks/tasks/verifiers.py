@@ -1,11 +1,11 @@
-"""What the verifiers accept and refuse: references of the math suites, adversarial outputs, reasoning-gym's generators.
+"""What the verifiers accept and reject: references of math suites, adversarial outputs, generators of reasoning-gym.
 
-    python -m benchmarks.tasks.verifiers math --data DIR      # references accepted, perturbed ones refused
-    python -m benchmarks.tasks.verifiers storm --count 10000  # outputs made to crash, hang or fool: no reward
-    python -m benchmarks.tasks.verifiers gym                  # every generator: makes a prompt, scores its own answer
+    python -m benchmarks.tasks.verifiers math --data DIR      # references are accepted, changed ones are rejected
+    python -m benchmarks.tasks.verifiers storm --count 10000  # outputs that try to crash, hang or fool: no reward
+    python -m benchmarks.tasks.verifiers gym                  # every generator makes a prompt and scores its answer
 
-Each prints its table as Markdown (docs/guides/own_data.md has them) and saves its figures. DIR has the suites as JSON
-lines, each in its own field names, as Qwen2.5-Math's evaluation data has them.
+Each prints its table as Markdown (for docs/guides/own_data.md) and saves its figures. DIR contains the suites as JSON
+lines with their original field names, as in the evaluation data of Qwen2.5-Math.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ RESPONSES = (
     "<think>First, we have $x = \\boxed{1}$, then it follows.</think>\n<answer>%s</answer>",
     "The answer is\n\\[\\boxed{ %s }\\]",
 )
-SHARES = {"math": 0.3, "logic": 0.4, "gym": 0.3}  # of the storm; math answers take the longest
+SHARES = {"math": 0.3, "logic": 0.4, "gym": 0.3}  # of the adversarial outputs; math answers take longest
 GENERATOR_S = 60
 
 
 def perturbed(text: str, rng: random.Random) -> str:
-    """Another answer: one number of it changed, or a letter where it has none."""
+    """A different answer: one number is changed, or a letter if there is no number."""
     numbers = list(re.finditer(r"\d+", text))
     if numbers:
         chosen = rng.choice(numbers)
@@ -56,7 +56,7 @@ def perturbed(text: str, rng: random.Random) -> str:
 
 
 def measure_math(folder: Path, limit: int | None = None) -> list[dict[str, Any]]:
-    """How many references of each suite are accepted in a response, and how many perturbed ones are refused."""
+    """For each suite the references that are rejected in a response, and the changed ones that are accepted."""
     rng = random.Random(0)
     results = []
     for suite, column in SUITES.items():
@@ -75,7 +75,7 @@ def measure_math(folder: Path, limit: int | None = None) -> list[dict[str, Any]]
 
 
 def measure_storm(count: int, timeout_s: float = 10.0) -> list[dict[str, Any]]:
-    """Adversarial outputs through the pool that training uses, a worker process behind it."""
+    """Score adversarial outputs with the reward pool that training uses, with one worker process."""
     gym = [{"name": name, "seed": "storm", "item": 0, "options": {}} for name in sorted(LISTS | FORMULAS)]
     setups: dict[str, tuple[Any, Any]] = {
         "math": (math_reward, lambda n: {"answer": MATH_REFERENCE}),
@@ -114,7 +114,7 @@ def measure_storm(count: int, timeout_s: float = 10.0) -> list[dict[str, Any]]:
 
 
 def measure_gym(names: Sequence[str]) -> list[dict[str, Any]]:
-    """Each generator: a dataset, a prompt, and the score of its own answer."""
+    """For each generator whether it makes a prompt, and the score of its own answer."""
     return [_measure_generator(name) for name in track(names, console=Console(stderr=True), transient=True)]
 
 
@@ -122,22 +122,22 @@ class _TooLong(BaseException):
     pass
 
 
-def _ring(signum: int, frame: object) -> None:
+def _raise_too_long(signum: int, frame: object) -> None:
     raise _TooLong
 
 
 def _measure_generator(name: str) -> dict[str, Any]:
     result: dict[str, Any] = {"generator": name, "loads": False, "score": None, "item_s": None, "reason": ""}
-    signal.signal(signal.SIGALRM, _ring)
+    signal.signal(signal.SIGALRM, _raise_too_long)
     signal.alarm(GENERATOR_S)
     start = time.monotonic()
     try:
         item = make_dataset(name, "check/0")[0]
         result |= {"loads": True, "item_s": round(time.monotonic() - start, 2)}
-        assert item["question"].strip(), "an empty prompt"
+        assert item["question"].strip(), "the prompt is empty"
         answer = reference_answer(name, item)
         if answer is None:
-            result["reason"] = "tells no answer, only a score"
+            result["reason"] = "gives no answer, only a score"
         else:
             origin = {"name": name, "seed": "check/0", "item": 0, "options": {}}
             result["score"] = score(f"<answer>{answer}</answer>", origin)
@@ -162,14 +162,14 @@ def _print_table(rows: Sequence[dict[str, Any]]) -> None:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("what", choices=("math", "storm", "gym"))
-    parser.add_argument("--data", type=Path, help="folder of the math suites")
-    parser.add_argument("--count", type=int, default=10_000)
+    parser.add_argument("--data", type=Path, help="folder of the math suites (for math)")
+    parser.add_argument("--count", type=int, default=10_000, help="number of outputs (for storm)")
     parser.add_argument("--no-save", action="store_true")
     options = parser.parse_args()
     match options.what:
         case "math":
             if options.data is None:
-                parser.error("math needs --data DIR")
+                parser.error("math needs --data DIR, the folder of the suites")
             results = measure_math(options.data)
         case "storm":
             results = measure_storm(options.count)

@@ -1,10 +1,10 @@
-"""How long the report of a run of a million events takes, how large its file is, and how much memory that needs.
+"""The report of a run with a million events: time, file size and memory.
 
     python -m benchmarks.telemetry.report_scale [--samples 330000] [--dir FOLDER] [--json]
 
-The simulator writes the events (lognormal(700, 1.1, cap 8192), 128 slots, U = 128, sorted-partial); with --dir they are
-kept, and taken as they are where there are some. `cpu_s` is what the report costs on a machine that has nothing else to
-do; `seconds` is what it took on this one. The report is made in a process of its own, so that its memory is its own.
+The simulator writes the events (lengths lognormal(700, 1.1) up to 8192, 128 slots, update batch 128, sorted-partial).
+With --dir they are kept, and existing ones are used. The report is made in a new process, so that its memory is
+measured alone. If the machine also does other work, `cpu_s` is more reliable than `seconds`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def write_events(run_dir: Path, samples: int) -> None:
 
 
 def measure(run_dir: Path) -> dict[str, Any]:
-    """The report of one run, in this process."""
+    """Make the report of one run in this process."""
     began, cpu = time.perf_counter(), time.process_time()
     report = write_report([run_dir], run_dir / "report.html")
     with (run_dir / "events.jsonl").open("rb") as file:
@@ -57,7 +57,7 @@ def measure(run_dir: Path) -> dict[str, Any]:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--samples", type=int, default=330_000)
-    parser.add_argument("--dir", type=Path)
+    parser.add_argument("--dir", type=Path, help="run directory to keep, or to use if it exists")
     parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
