@@ -1,8 +1,9 @@
-"""Looks up known vulnerabilities of the installed packages; the last step of `make check`.
+"""Looks up known vulnerabilities of the installed packages; `make check` runs it last.
 
-Runs pip-audit on the environment of this interpreter and passes options on to it, such as `--ignore-vuln ID`. A finding
-fails. Where no advisory service answers one line says so, and the check passes: work goes on offline. pip-audit alone
-would not tell the two apart, since a mirror without advisories makes it skip every package and find nothing.
+It runs pip-audit on the environment of this interpreter and passes its own options on, such as `--ignore-vuln ID`. A
+known vulnerability fails the check. Without a reachable advisory service the check says so and passes, so that work can
+continue offline. pip-audit alone cannot distinguish the two cases: with a mirror that has no advisories it skips every
+package and reports no vulnerability.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ PROBE = "https://pypi.org/pypi/pip/23.2.1/json"  # a release with known advisori
 PROBE_S = 3.0
 AUDIT_S = 120.0
 UNREACHABLE = "pip-audit: no advisory service reachable, skipped"
-BUNDLED = ("pip", "setuptools")  # what `python -m venv` puts there: told, but no fault of this project
-# How pip-audit and what it stands on name a service that went away.
+BUNDLED = ("pip", "setuptools")  # installed by `python -m venv`: reported, but they do not fail the check
+# Names of connection errors in the output of pip-audit and its libraries.
 LOST_CONNECTION = ("ConnectionError", "ConnectTimeout", "ReadTimeout", "Could not connect", "ServiceError")
 
 
 def has_advisories(url: str = PROBE, limit_s: float = PROBE_S) -> bool:
-    """Whether the service answers in time, and with advisories: not every mirror has them."""
+    """Whether the service answers in time and has advisories, which not every mirror has."""
     found: list[bool] = []
 
     def ask() -> None:
         try:
-            with urllib.request.urlopen(url, timeout=limit_s) as reply:  # noqa: S310 - the address is this file's own
+            with urllib.request.urlopen(url, timeout=limit_s) as reply:  # noqa: S310 - a constant address
                 found.append("vulnerabilities" in json.load(reply))
         except (OSError, ValueError):
             found.append(False)
 
-    # In a thread: the look-up of a name has no time limit of its own.
+    # In a thread, since the DNS look-up has no timeout.
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(limit_s + 1)
@@ -42,7 +43,7 @@ def has_advisories(url: str = PROBE, limit_s: float = PROBE_S) -> bool:
 
 
 def judge(report: dict[str, Any]) -> tuple[int, list[str]]:
-    """Exit code, and what to say about a report of pip-audit."""
+    """The exit code and the lines to print for a report of pip-audit."""
     packages = report["dependencies"]
     audited = [package for package in packages if "skip_reason" not in package]
     if not audited:
@@ -56,11 +57,17 @@ def judge(report: dict[str, Any]) -> tuple[int, list[str]]:
             line = f"{package['name']} {package['version']}: {found['id']}, {fixed}"
             (theirs if package["name"] in BUNDLED else ours).append(line)
     if theirs:
-        theirs.append(f"pip-audit: those come with the environment: pip install -U {' '.join(BUNDLED)}")
-    looked_up = f"pip-audit: {len(audited)} packages looked up{f' (not known there: {unknown})' if unknown else ''}"
+        theirs.append(f"pip-audit: these come with the environment, update them: pip install -U {' '.join(BUNDLED)}")
+    looked_up = (
+        f"pip-audit: {len(audited)} packages checked{f' (unknown to the service: {unknown})' if unknown else ''}"
+    )
     if ours:
-        return 1, [*theirs, *ours, f"{looked_up}, {len(ours)} known vulnerabilities: raise pins in constraints.txt"]
-    return 0, [*theirs, f"{looked_up}, no known vulnerability"]
+        return 1, [
+            *theirs,
+            *ours,
+            f"{checked}, {len(ours)} known vulnerabilities: raise versions in constraints.txt",
+        ]
+    return 0, [*theirs, f"{checked}, no known vulnerability"]
 
 
 def audit(options: list[str]) -> tuple[int, list[str]]:

@@ -1,10 +1,10 @@
-"""`make gpu-acceptance`: everything that a machine with GPUs should be seen to do, in one command.
+"""`make gpu-acceptance`: check on a machine with GPUs, in one command, what is expected to work there.
 
     python tools/gpu_acceptance.py [--quick]
 
 Runs the conformance suite on vLLM, the control benchmark in bfloat16 and float32, the quickstart on vLLM, and a short
-recipe on SmolLM2-135M. Each step is a command of its own, whose output goes to gpu-acceptance/; the table at the end
-says what passed. Nothing is claimed about GPUs that this has not shown on one: the first line says what it ran on.
+training run of SmolLM2-135M. Each step is a separate command whose output goes to gpu-acceptance/. The table at the end
+shows which steps passed. The first line names the GPUs; without a GPU the result says nothing about GPUs.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ def machine() -> str:
     import torch
 
     if not torch.cuda.is_available():
-        return "no GPU: what follows says nothing about GPUs"
+        return "no GPU found: these results say nothing about GPUs"
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return f"{len(names)} x {names[0]}, torch {torch.__version__}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a short quickstart")
+    parser.add_argument("--quick", action="store_true", help="train only 256 samples in the quickstart")
     options = parser.parse_args()
     console = Console()
     console.print(machine())

@@ -148,9 +148,7 @@ def main() -> None:
         )
     Console().print(table)
     tokens, rollout_ms = record["tokens"], record["rollout_ms"]
-    Console().print(
-        f"{len(batches)} batches of {tokens:,.0f} answer tokens; the rollout of a batch takes {rollout_ms:.0f} CPU ms"
-    )
+    Console().print(f"{len(batches)} batches of {tokens:,.0f} answer tokens; rollout of one: {rollout_ms:.0f} CPU ms")
 
 
 if __name__ == "__main__":

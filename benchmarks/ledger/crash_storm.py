@@ -130,9 +130,7 @@ def has_ended(child: int) -> bool:
 
 def kill_in(child: int, note: PhaseNote, wanted: str, rng: random.Random) -> str | None:
     """Kill the child in or near the wanted phase; returns the phase that was hit, or None if the child ended first."""
-    skipped = rng.randint(
-        0, 2
-    )  # otherwise every kill would hit the first phase of its kind, and the run would not progress
+    skipped = rng.randint(0, 2)  # if every kill hit the first phase of its kind, the run would never progress
     delay = rng.uniform(0, LONGEST_S[wanted])
     deadline, was_there = time.monotonic() + PATIENCE_S, False
     while True:

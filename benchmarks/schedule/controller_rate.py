@@ -71,8 +71,8 @@ def measure(strategy: str, samples: int, slots: int) -> dict[str, Any]:
         "strategy": strategy,
         "samples_per_s": samples / seconds,
         "us_per_sample": 1e6 * seconds / samples,
-        "harvest_s": settle.longest
-        + (0.0 if strategy == "async" else harvest.longest),  # there a settle includes the harvest
+        # With async a settle includes the harvest.
+        "harvest_s": settle.longest + (0.0 if strategy == "async" else harvest.longest),
         "updates": summary.updates,
     }
 

@@ -62,13 +62,13 @@ def serving(answer: Any) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("packages", "code", "lines"),
     [
-        ([HARMLESS], 0, ["pip-audit: 1 packages looked up, no known vulnerability"]),
+        ([HARMLESS], 0, ["pip-audit: 1 packages checked, no known vulnerability"]),
         (
             [HARMLESS, json.loads(FAULTY), UNKNOWN],
             1,
             [
                 "requests 2.19.0: PYSEC-2018-28, fixed in 2.20.0",
-                "pip-audit: 2 packages looked up (not known there: torch), 1 known vulnerabilities: raise pins in "
+                "pip-audit: 2 packages checked (unknown to the service: torch), 1 known vulnerabilities: raise versions in "
                 "constraints.txt",
             ],
         ),
@@ -77,8 +77,8 @@ def serving(answer: Any) -> Iterator[str]:
             0,
             [
                 "pip 23.2.1: PYSEC-2023-228, fixed in 23.3",
-                "pip-audit: those come with the environment: pip install -U pip setuptools",
-                "pip-audit: 1 packages looked up, no known vulnerability",
+                "pip-audit: these come with the environment, update them: pip install -U pip setuptools",
+                "pip-audit: 1 packages checked, no known vulnerability",
             ],
         ),
         ([UNKNOWN], 0, ["pip-audit: no advisory service reachable, skipped"]),
@@ -123,4 +123,4 @@ def test_pip_audit_itself_against_a_service(
     out = capsys.readouterr().out
     assert code == (1 if has_fault else 0), out
     assert ("brittle 1.0: PYSEC-0000-1, fixed in 1.1" in out) is has_fault
-    assert "1 packages looked up" in out
+    assert "1 packages checked" in out
