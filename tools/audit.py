@@ -58,9 +58,7 @@ def judge(report: dict[str, Any]) -> tuple[int, list[str]]:
             (theirs if package["name"] in BUNDLED else ours).append(line)
     if theirs:
         theirs.append(f"pip-audit: these come with the environment, update them: pip install -U {' '.join(BUNDLED)}")
-    looked_up = (
-        f"pip-audit: {len(audited)} packages checked{f' (unknown to the service: {unknown})' if unknown else ''}"
-    )
+    checked = f"pip-audit: {len(audited)} packages checked{f' (unknown to the service: {unknown})' if unknown else ''}"
     if ours:
         return 1, [
             *theirs,

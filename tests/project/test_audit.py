@@ -68,8 +68,8 @@ def serving(answer: Any) -> Iterator[str]:
             1,
             [
                 "requests 2.19.0: PYSEC-2018-28, fixed in 2.20.0",
-                "pip-audit: 2 packages checked (unknown to the service: torch), 1 known vulnerabilities: raise versions in "
-                "constraints.txt",
+                "pip-audit: 2 packages checked (unknown to the service: torch), 1 known vulnerabilities: raise "
+                "versions in constraints.txt",
             ],
         ),
         (
