@@ -1,6 +1,6 @@
 """Cases of the conformance suite whose engines are processes of their own: vLLM, its server, pools in Ray actors.
 
-The tests of this folder and `benchmarks/engines_table.py` make them; each ends its processes when it is left.
+The tests of this folder and `benchmarks/engine/engines_table.py` make them; each ends its processes when it is left.
 """
 
 from __future__ import annotations

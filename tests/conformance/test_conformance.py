@@ -39,7 +39,7 @@ def test_engine(check: Check, case: EngineCase) -> None:
 def test_the_page_on_engines_names_every_promise() -> None:
     page = (Path(__file__).parents[2] / "docs" / "reference" / "engines.md").read_text(encoding="utf-8")
     for check in CHECKS:
-        assert f"| {check.promise} |" in page, "make the table again: python benchmarks/engines_table.py"
+        assert f"| {check.promise} |" in page, "make the table again: python -m benchmarks.engine.engines_table"
 
 
 def test_a_broken_promise_is_told_and_not_raised() -> None:

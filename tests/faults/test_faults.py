@@ -213,7 +213,7 @@ def test_an_event_file_that_lost_its_end(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     train(config)
     os.truncate(config.run_dir / "events.jsonl", 100)
-    with pytest.raises(RunDirError, match=r"events\.jsonl has 100 bytes and had \d+ .*bring it back"):
+    with pytest.raises(RunDirError, match=r"events\.jsonl has 100 bytes but had \d+ .*restore it from a copy"):
         train(config, resume=True)
 
 

@@ -51,7 +51,7 @@ TAKE_S = 0.5  # an engine reports at least this often: a dead engine loses the t
 ENDS = (Finished, Partial, Failed)
 REBALANCE_AT = 1.5  # a member that runs more than this many times its share gives some samples up
 BACK_OFF_S = (0.0, 1.0, 2.0, 5.0, 10.0)  # before a restart, by the number of deaths in a row
-BACK = "engine %d of the pool is back after %.2f s"  # benchmarks/pool_faults.py searches the log for it
+BACK = "engine %d of the pool is back after %.2f s"  # benchmarks/pool/pool_faults.py searches the log for it
 
 logger = logging.getLogger(__name__)
 
