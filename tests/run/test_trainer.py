@@ -180,10 +180,11 @@ def test_datasets_and_rewards_that_cannot_be(
 def test_mistakes_that_show_when_training_starts(
     arguments: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
 ) -> None:
+    before = set(threading.enumerate())  # other tests may have abandoned calls that hang
     trainer = SortedTrainer(args=make_config(tmp_path, eval={"prompts": 1}), quiet=True, **arguments)
     with pytest.raises(error, match=message):
         trainer.train()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("reward")]
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("reward")]
 
 
 # ---- the run directory ----------------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
 """Cost models that are fitted to real runs: what their engine, learner and host took, in a form the simulator can use.
 
-`plan --from-run`, `run/estimate.py` and benchmarks/schedule/forecast.py call `fit_runs`. It reads only run directories. An
-attempt's token count gives the decode step at which the attempt ended, because every running sequence makes one token
-per step and the first token of an attempt comes from its prefill. Between two endings lies a *steady span*: one call of
-the engine, during which the number of running sequences is constant. A span takes
+`plan --from-run`, `run/estimate.py` and benchmarks/schedule/forecast.py call `fit_runs`. It reads only run directories.
+An attempt's token count gives the decode step at which the attempt ended, because every running sequence makes one
+token per step and the first token of an attempt comes from its prefill. Between two endings lies a *steady span*: one
+call of the engine, during which the number of running sequences is constant. A span takes
 
     poll_s + base_s x steps + several_s x (steps with more than one sequence) + slot_s x slot-steps
            + window_s x window-steps + (call_s + start_s x samples started + token_s x cached tokens, if it prefills)

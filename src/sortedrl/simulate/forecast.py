@@ -1,8 +1,8 @@
 """A forecast of a finished run's rollout time and bubble: its schedule is simulated again with fitted costs.
 
-`plan --from-run` uses it to show how well a fit predicts the run that it came from; benchmarks/schedule/forecast.py uses it to
-show how well a fit predicts other strategies. Guarantees: a forecast uses the run's lengths, divergence rate and knobs,
-but none of its measured times.
+`plan --from-run` uses it to show how well a fit predicts the run that it came from; benchmarks/schedule/forecast.py
+uses it to show how well a fit predicts other strategies. Guarantees: a forecast uses the run's lengths, divergence rate
+and knobs, but none of its measured times.
 """
 
 from __future__ import annotations

@@ -330,7 +330,7 @@ def test_more_requests_than_slots_are_refused() -> None:
     engine.close()
     with pytest.raises(EngineError, match="closed"):
         engine.submit([])
-    with pytest.raises(EngineError, match="set engine.slots to at least 1"):
+    with pytest.raises(EngineError, match=r"set engine\.slots to at least 1"):
         LocalEngine(tiny_model(), slots=0, max_length=64)
 
 

@@ -1,9 +1,9 @@
 """The speed of the local engine and of its peers on the same prompts, in tokens per second.
 
-`sortedrl bench engine` and benchmarks/engine/engine.py call `measure`. Every contender samples `new_tokens` tokens for each of
-`slots` prompts, at temperature 1, with a seed, with the log-prob of every token, and without stop tokens. All have the
-same model and number of threads. Peers compute in the same precision. If the local engine computes in fixed point,
-which no peer has, the peers compute in float32, and the local engine is measured in float32 as well.
+`sortedrl bench engine` and benchmarks/engine/engine.py call `measure`. Every contender samples `new_tokens` tokens for
+each of `slots` prompts, at temperature 1, with a seed, with the log-prob of every token, and without stop tokens. All
+have the same model and number of threads. Peers compute in the same precision. If the local engine computes in fixed
+point, which no peer has, the peers compute in float32, and the local engine is measured in float32 as well.
 
 Guarantees: rounds are interleaved, so other load on the machine affects all contenders; the median counts. The limit is
 the speed of the matrix products alone in the peers' precision, measured in the same rounds.

@@ -1,9 +1,9 @@
 """Speed and memory of an update on answers of very different lengths: packed, as in the learner, and padded.
 
-`sortedrl bench learner` and benchmarks/learner/learner.py call `measure`. Both contenders use the same model, batch, loss,
-optimizer and number of micro-batches. Every round runs in a new process (`learner_round.py`), so its peak memory is not
-mixed with others. The first process samples the answers and their log-probs. Guarantees: rounds are interleaved, the
-median counts, and gradients are compared, so both contenders are known to compute the same update.
+`sortedrl bench learner` and benchmarks/learner/learner.py call `measure`. Both contenders use the same model, batch,
+loss, optimizer and number of micro-batches. Every round runs in a new process (`learner_round.py`), so its peak memory
+is not mixed with others. The first process samples the answers and their log-probs. Guarantees: rounds are interleaved,
+the median counts, and gradients are compared, so both contenders are known to compute the same update.
 """
 
 from __future__ import annotations
