@@ -232,7 +232,7 @@ def test_ctrl_c_stops_between_two_steps(tmp_path: Path) -> None:
     assert (summary.status, trainer.stop_requested) == ("stopped", True)
     assert summary.ledger is not None
     assert (summary.ledger.lost, summary.ledger.duplicated) == (0, 0)
-    assert summary.ledger.trained == summary.samples < summary.ledger.loaded
+    assert summary.ledger.trained == summary.samples <= summary.ledger.loaded < 100_000
     assert summary.accuracy_after is None
     assert Summary.read(trainer.run_dir / "summary.json") == summary
     assert (trainer.run_dir / "checkpoints" / str(summary.updates) / "model.safetensors").is_file()
