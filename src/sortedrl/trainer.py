@@ -7,7 +7,6 @@ the training; nothing that is written here influences its decisions.
 from __future__ import annotations
 
 import logging
-import os
 import shlex
 import signal
 import threading
@@ -24,6 +23,7 @@ from sortedrl.clock import WallClock
 from sortedrl.config import SortedConfig
 from sortedrl.engine.base import EngineStats
 from sortedrl.errors import ConfigError, RunDirError, SortedRLError
+from sortedrl.ledger.atomic_file import atomic_file
 from sortedrl.ledger.run_lock import RunLock
 from sortedrl.redact import redact
 from sortedrl.run.gc_tuning import rare_collections
@@ -372,14 +372,9 @@ def _check_not_ended(run_dir: Path) -> None:
 
 
 def _write_config(path: Path, config: SortedConfig) -> None:
-    """Write to a temporary file and rename it, so that a crash never truncates the configuration."""
-    partial = path.with_name(path.name + ".part")
     try:
-        with partial.open("w", encoding="utf-8") as file:
+        with atomic_file(path) as file:
             file.write(config.to_toml())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
     except OSError as error:
         raise RunDirError(f"cannot write {path}: {error.strerror}; check free space and permissions") from error
 

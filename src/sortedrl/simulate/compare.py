@@ -8,7 +8,6 @@ one time axis, so a shorter curve is a faster run.
 from __future__ import annotations
 
 import html
-import os
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from sortedrl.errors import ConfigError, RunDirError
+from sortedrl.ledger.atomic_file import atomic_file
 from sortedrl.schedule import Strategy
 from sortedrl.simulate.costs import load_cost
 from sortedrl.simulate.run import PROMPT_TOKENS, knobs_for, simulate
@@ -270,10 +270,9 @@ def _write_page(
         "goodput counts only the tokens that are trained.</p>\n"
         f"{chart}</section>\n</main>\n</body>\n</html>\n"
     )
-    part = path.with_name(path.name + ".part")
     try:
-        part.write_text(document, encoding="utf-8")
-        os.replace(part, path)  # readers never see half a file
+        with atomic_file(path) as file:
+            file.write(document)
     except OSError as error:
         raise RunDirError(f"cannot write {path}: {error.strerror}; create its folder or choose another") from error
 

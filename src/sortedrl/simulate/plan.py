@@ -16,7 +16,6 @@ the staleness bound may do so, and its fewer updates would look like speed.
 from __future__ import annotations
 
 import itertools
-import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -28,6 +27,7 @@ from rich.table import Table
 
 from sortedrl.config import SortedConfig
 from sortedrl.errors import ConfigError
+from sortedrl.ledger.atomic_file import atomic_file
 from sortedrl.schedule import Strategy
 from sortedrl.simulate.costs import CostModel, load_cost
 from sortedrl.simulate.fit import Fit, fit_runs
@@ -361,10 +361,9 @@ class Proposal:
         return {**record, "fit": fitted}
 
     def write(self, path: Path) -> None:
-        part = path.with_name(path.name + ".part")
         try:
-            part.write_text(self.config.to_toml(), encoding="utf-8")
-            os.replace(part, path)  # readers never see half a file
+            with atomic_file(path) as file:
+                file.write(self.config.to_toml())
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror}; choose another file with --out") from None
 

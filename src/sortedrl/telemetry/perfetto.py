@@ -10,13 +10,13 @@ Events are written as they arrive, so memory does not grow with the run.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 from sortedrl.errors import RunDirError
+from sortedrl.ledger.atomic_file import atomic_file
 from sortedrl.telemetry.events import (
     AttemptEnded,
     AttemptStarted,
@@ -45,19 +45,15 @@ _TRACKS = {_UPDATES: "updates", _PUBLICATIONS: "publications", _CHECKPOINTS: "ch
 def open_trace(path: str | Path) -> Iterator[TraceWriter]:
     """Write a trace to `path`; the file appears there when the block ends without an error."""
     path = Path(path)
-    part = path.with_name(path.name + ".part")
     try:
-        with part.open("w", encoding="utf-8") as file:
+        with atomic_file(path) as file:
             writer = TraceWriter(file)
             yield writer
             writer.close()
-        os.replace(part, path)
     except RunDirError:  # from the block: the run cannot be read
         raise
     except OSError as error:
         raise RunDirError(f"cannot write {path}: {error.strerror}; create its folder or choose another") from error
-    finally:
-        part.unlink(missing_ok=True)
 
 
 class TraceWriter:

@@ -6,7 +6,6 @@ The tables at the end of this module show the main figures in a terminal.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -18,6 +17,7 @@ from rich.table import Table
 
 from sortedrl.engine.base import EngineStats
 from sortedrl.errors import RunDirError
+from sortedrl.ledger.atomic_file import atomic_file
 from sortedrl.lengths import Calibration
 from sortedrl.telemetry.events import Evaluated
 from sortedrl.telemetry.metrics import LedgerCounts, RunMetrics, Timing
@@ -82,12 +82,10 @@ class Summary(BaseModel):
     ledger: LedgerCounts | None = None
 
     def write(self, path: str | Path) -> None:
-        """Write to a temporary file and rename it, so that a reader never sees half a file."""
         path = Path(path)
-        part = path.with_name(path.name + ".part")
         try:
-            part.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
-            os.replace(part, path)
+            with atomic_file(path) as file:
+                file.write(self.model_dump_json(indent=2) + "\n")
         except OSError as error:
             raise RunDirError(f"cannot write {path}: {error.strerror}; create its folder or choose another") from error
 

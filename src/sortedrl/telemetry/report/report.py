@@ -8,7 +8,6 @@ text from runs.
 from __future__ import annotations
 
 import html
-import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 from plotly.offline import get_plotlyjs
 
 from sortedrl.errors import RunDirError
+from sortedrl.ledger.atomic_file import atomic_file
 from sortedrl.telemetry.report.page import PageParts, asset, figure_json, glossary, page_parts
 from sortedrl.telemetry.run_reader import RunReader
 
@@ -39,10 +39,10 @@ def write_report(
         reader.read_all(progress)
         reader.read_summary()
     out = Path(out)
-    part = out.with_name(out.name + ".part")
+    page = _page(page_parts(readers))
     try:
-        part.write_text(_page(page_parts(readers)), encoding="utf-8")
-        os.replace(part, out)
+        with atomic_file(out) as file:
+            file.write(page)
     except OSError as error:
         raise RunDirError(f"cannot write {out}: {error.strerror}; create its folder or choose another") from error
     return out

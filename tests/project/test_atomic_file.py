@@ -1,0 +1,90 @@
+"""Files are written to a fresh temporary file and renamed, so that no link in the folder is ever followed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sortedrl import trainer
+from sortedrl.config import SortedConfig
+from sortedrl.errors import RunDirError
+from sortedrl.ledger.atomic_file import atomic_file
+from sortedrl.simulate.compare import SimulationQuestion, compare_strategies
+from sortedrl.simulate.plan import Proposal
+from sortedrl.telemetry.perfetto import open_trace
+from sortedrl.telemetry.report import report
+from sortedrl.telemetry.report.report import write_report
+from sortedrl.telemetry.summary import Summary
+from tests.support.synthetic_runs import SyntheticRun, write_run
+
+PRECIOUS = "the user's own file"
+
+
+def write_page(path: Path) -> None:
+    question = SimulationQuestion(trace="lognormal(9, 1, 64)", strategies="sync", slots=8, update_batch=16, knobs={})
+    compare_strategies(question, page=path)
+
+
+def write_trace(path: Path) -> None:
+    with open_trace(path):
+        pass
+
+
+def write_proposal(path: Path) -> None:
+    Proposal(plan=None, config=SortedConfig(), fit=None, check=None, notes=[]).write(path)  # pyright: ignore[reportArgumentType]
+
+
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "report.html": lambda path: write_report([path.parent], path),
+    "summary.json": lambda path: Summary(strategy="sync").write(path),
+    "trace.json": write_trace,
+    "simulation.html": write_page,
+    "plan.toml": write_proposal,
+    "config.toml": lambda path: trainer._write_config(path, SortedConfig()),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_link_in_the_folder_leads_no_writer_to_another_file(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "get_plotlyjs", lambda: "")
+    folder = tmp_path / "run"
+    write_run(folder, SyntheticRun("sync", drain=True, updates=1), has_summary=False)
+    precious = [tmp_path / "first", tmp_path / "second"]
+    for path, link in zip(precious, (folder / f"{name}.part", folder / name), strict=True):
+        path.write_text(PRECIOUS)
+        link.symlink_to(path)
+    before = set(folder.iterdir())
+    WRITERS[name](folder / name)
+    assert [path.read_text() for path in precious] == [PRECIOUS, PRECIOUS]
+    assert not (folder / name).is_symlink()
+    assert (folder / name).stat().st_size > 0
+    assert set(folder.iterdir()) == before, "a temporary file is left"
+
+
+def test_a_file_has_the_rights_of_the_umask(tmp_path: Path) -> None:
+    for umask, mode in ((0o022, 0o644), (0o077, 0o600)):
+        before = os.umask(umask)
+        try:
+            with atomic_file(tmp_path / "file") as file:
+                file.write("text")
+        finally:
+            os.umask(before)
+        assert (tmp_path / "file").stat().st_mode & 0o777 == mode
+
+
+def test_an_error_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("old")
+    with pytest.raises(UnicodeEncodeError), atomic_file(tmp_path / "file") as file:
+        file.write("\ud800")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", "old")]
+
+
+def test_a_folder_in_place_of_the_file_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(RunDirError, match=r"cannot write .*: Is a directory; create its folder or choose another"):
+        Summary(strategy="sync").write(tmp_path)
+    assert list(tmp_path.iterdir()) == []
