@@ -64,7 +64,10 @@ class Buffer:
         return len(self.pending) + len(self.running) + len(self.finished)
 
     def num_counted(self, flat_extra: int) -> int:
-        """Ready samples that count for a batch: up to `flat_extra` of groups with equal rewards do not."""
+        """The number of ready samples that count towards the size of an update batch.
+
+        Samples of groups with equal rewards do not count, but at most `flat_extra` of them are left out.
+        """
         if not flat_extra:
             return self.num_ready
         num_flat = sum(len(group.samples) for group in self.ready.values() if group.is_flat)

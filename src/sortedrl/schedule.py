@@ -444,7 +444,7 @@ def _at_most_a_batch(buffer: Buffer, knobs: Knobs, ready: list[Unit]) -> list[Un
 
 
 def _one_batch(groups: list[Unit], knobs: Knobs) -> list[Unit]:
-    """As many groups of a drained cohort as make one update batch."""
+    """Choose the groups of one update batch from the groups that are left of a fully scored cohort."""
     if knobs.order == Order.INTERLEAVED:
         num_batches = max(1, round(sum(len(group.samples) for group in groups) / knobs.update_batch))
         return _ranked(groups, knobs.order)[::num_batches]

@@ -118,7 +118,10 @@ def array_of(tensor: Tensor) -> Any:
 
 
 def tensor_of(array: Any, *, is_floating: bool) -> Tensor:
-    """The tensor that `array_of` was given. It shares the array's memory: do not write to it."""
+    """Turn an array of `array_of` back into a tensor; int16 becomes bfloat16 if `is_floating`.
+
+    The tensor shares the array's memory: do not write to it.
+    """
     import torch
 
     with warnings.catch_warnings():

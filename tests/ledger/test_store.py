@@ -506,7 +506,7 @@ def test_a_snapshot_is_a_ledger_without_what_was_trained(tmp_path: Path) -> None
     rest = copy.restore()
     rest.start(rest.samples[3])
     copy.truncate(before)
-    with pytest.raises(LedgerError, match=r"sample 0, row .*this copy has no tokens of it"):
+    with pytest.raises(LedgerError, match=r"sample 0, row .*its tokens are missing"):
         copy.restore()
     copy.close()
     with pytest.raises(LedgerError, match="exists already"):

@@ -136,7 +136,7 @@ class SortedConfig(Section):
 
     @property
     def knobs(self) -> Knobs:
-        """The schedule's settings, with those of the strategy where the configuration has none."""
+        """The schedule's settings. Where the configuration sets none, the strategy's value is used."""
         explicit = self.schedule.model_dump(exclude={"strategy"})
         replaces = objective_of(self.learner).flat_groups == "replace"
         flat_extra = self.learner.flat_extra * self.schedule.update_batch if replaces else 0

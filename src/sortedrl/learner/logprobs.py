@@ -197,7 +197,10 @@ def _make_logprobs(
 
 
 def _pieces(num_tokens: int, vocabulary: int) -> list[slice]:
-    """Pieces of about equal size. None is larger than `PIECE_ELEMENTS`, unless a single token is."""
+    """Divide the tokens into slices of about equal size.
+
+    The logits of a slice have at most `PIECE_ELEMENTS` elements, unless a single token has more.
+    """
     num_pieces = -(-num_tokens // max(PIECE_ELEMENTS // vocabulary, 1))
     edges = [num_tokens * number // num_pieces for number in range(num_pieces + 1)]
     return [slice(start, stop) for start, stop in pairwise(edges)]

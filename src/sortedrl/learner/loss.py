@@ -59,7 +59,10 @@ def answer_logprobs(logits_av: Tensor, targets_a: Tensor, temperature: float) ->
 
 
 def entropy_bonus(logits_av: Tensor, temperature: float) -> Tensor:
-    """The entropy summed over positions, with a gradient. It costs more than the metric of `answer_logprobs`."""
+    """The entropy summed over positions, with a gradient.
+
+    `answer_logprobs` returns the same sum without a gradient, which is cheaper.
+    """
     logprobs_av = _scaled(logits_av, temperature).log_softmax(-1)
     return -(logprobs_av.exp() * logprobs_av).sum()
 

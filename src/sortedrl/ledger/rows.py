@@ -53,7 +53,9 @@ def pack(tokens: list[int], logprobs: list[float]) -> tuple[Packed, list[float]]
 
 def unpack(packed: Packed) -> tuple[list[int], list[float]]:
     if packed.tokens is None or packed.logprobs is None:
-        raise ValueError("this copy has no tokens of it, because it was trained when the copy was made")
+        raise ValueError(
+            "its tokens are missing: this ledger is a checkpoint's copy, which leaves out the tokens of trained samples"
+        )
     crc = zlib.crc32(packed.logprobs, zlib.crc32(packed.tokens))
     if crc != packed.crc or len(packed.tokens) != 4 * packed.num_tokens:
         raise ValueError("its tokens do not match their checksum")

@@ -86,7 +86,10 @@ class RooflineCost:
         return max(int(room // self.model.kv_bytes), 0) * self.replicas
 
     def decode_s(self, running: int, context: int, steps: int) -> float:
-        """The sum over i < steps of max(memory, arithmetic) at context + i x running, plus overheads."""
+        """The seconds of `steps` decode steps. Step i has `context + i * running` tokens in the cache.
+
+        Each step takes the larger of its memory time and its arithmetic time, plus overheads.
+        """
         rows, tokens = running / self.replicas, context / self.replicas
         hardware, model = self.hardware, self.model
         speed = hardware.bandwidth * hardware.bandwidth_share * self.tensor_parallel

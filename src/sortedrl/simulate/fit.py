@@ -123,7 +123,11 @@ class SteadySpan:
         return len(self.lengths)
 
     def window(self, prompt_tokens: float, apart: float | None) -> float:
-        """Positions attended to in all steps, as if each were the middle step, with the cheapest split into calls."""
+        """The cost of attention in all steps, in positions. Every step is counted like the middle one.
+
+        In one attention call every sequence costs as much as the longest. `apart` is the cost of one more call
+        (None: there is only one). The sequences are divided into calls so that the total is smallest.
+        """
         middle = prompt_tokens + (self.steps - 1) / 2
         lengths = sorted(self.lengths, reverse=True)
         if apart is None:

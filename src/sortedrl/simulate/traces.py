@@ -25,7 +25,11 @@ DEFAULT_SAMPLES = 4096  # of a synthetic trace
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Trace:
-    """`prompts[i]` is the number of the prompt of answer i; siblings are next to each other."""
+    """The lengths of answers to simulate.
+
+    `lengths[i]` is the number of tokens of answer i, and `prompts[i]` is the number of its prompt. Siblings are next to
+    each other.
+    """
 
     lengths: Sequence[int]
     prompts: Sequence[int]
@@ -257,7 +261,7 @@ def _check(groups: list[list[Any]], cap: int | None, source: str) -> int:
 def _regroup(groups: list[list[int]], is_flat: bool, size: int, source: str) -> list[list[int]]:
     """Groups of `size` siblings that train together; a prompt with more siblings gives several groups."""
     if size < 1:
-        raise DataError(f"a group needs at least one sibling, not {size}: raise --group-size")
+        raise DataError(f"the group size must be at least 1, not {size}: raise --group-size")
     if size == 1:
         return [[length] for length in groups[0]] if is_flat else groups
     if is_flat:

@@ -82,8 +82,11 @@ _KNAVE_SETS = {num_people: _knave_sets(num_people) for num_people in range(1, le
 
 
 def solutions(puzzle: Puzzle) -> list[int]:
-    """Every assignment under which exactly the knights tell the truth. Sets of assignments are bits of an int."""
-    knaves = _KNAVE_SETS[len(puzzle.people)]
+    """Every assignment of roles in which all knights tell the truth and all knaves lie.
+
+    Bit p of an assignment is 1 if person p is a knave.
+    """
+    knaves = _KNAVE_SETS[len(puzzle.people)]  # a set of assignments is an int: bit a is 1 if it contains a
     every = (1 << (1 << len(puzzle.people))) - 1
     left = every
     for speaker, claim in enumerate(puzzle.claims):

@@ -123,7 +123,7 @@ def _in_words(statement: Statement, names: Sequence[str]) -> str:
         case ("<=>", first, second):
             return f"{_in_words(first, names)} if and only if {_in_words(second, names)}"
         case _:
-            raise AssertionError(f"a statement without words: {statement!r}")
+            raise AssertionError(f"the statement {statement!r} has no English wording: add a case to _in_words")
 
 
 def draw(rng: random.Random, num_people: int) -> WordPuzzle:

@@ -141,7 +141,7 @@ def _candidates(folder: Path, stems: Sequence[str]) -> Iterator[Path]:
 
 
 def _split_of(source: Path) -> str | None:
-    """`test` for a folder with files of that name, otherwise None."""
+    """Return `test` if the folder has a data file whose name or subfolder begins with `test`, otherwise None."""
     if not source.is_dir():
         return None
     parts = [part for path in source.rglob("*") if path.suffix in SUFFIXES for part in path.relative_to(source).parts]

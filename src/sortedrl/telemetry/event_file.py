@@ -33,7 +33,7 @@ _MARK_BYTES = 64
 _MAX_LINE_BYTES = 256 << 20  # the largest line lists the samples of one cohort
 _FIELDS = {kind: {f.name: str(f.type) for f in fields(cls)} for kind, cls in KINDS.items()}
 _SCALAR_KINDS = {kind for kind, types in _FIELDS.items() if set(types.values()) <= {"int", "float", "str"}}
-_REMEDY = "is it an event file of a run?"
+_REMEDY = "check that this is the event file of a run"
 
 
 class EventFile:
@@ -91,7 +91,8 @@ class EventFile:
                 return []
             data += more
         if end < 0:
-            raise RunDirError(f"{self.path}, line {self.num_lines + 1}: no end of line; {_REMEDY}")
+            limit = f"{_MAX_LINE_BYTES >> 20} MiB"
+            raise RunDirError(f"{self.path}, line {self.num_lines + 1} is longer than {limit}; {_REMEDY}")
         data = data[: end + 1]
         self.offset += len(data)
         self._mark = data[-_MARK_BYTES:]

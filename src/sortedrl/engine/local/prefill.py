@@ -33,8 +33,11 @@ class Prefill:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class ReplayCheck:
-    """An attempt's rows of the pack's logits: one per cached token to verify (none unless the attempt is a replay), and
-    one for the token after them."""
+    """An attempt, and which rows of the pack's logits belong to it.
+
+    A replay has one row for each cached token, to verify it, and one row to draw the token after them. Any other
+    attempt has only the last row.
+    """
 
     attempt: Attempt
     cached: list[int]

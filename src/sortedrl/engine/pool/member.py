@@ -55,7 +55,10 @@ class EngineLauncher(Protocol):
 
 
 def sibling_key(request: Request) -> int:
-    """The same for requests with the same prompt. Different prompts with the same key are merely kept together."""
+    """A key of the prompt. The router sends requests with the same key to the same engine if it can.
+
+    Two prompts may have the same key by chance; this does no harm.
+    """
     return hash(tuple(request.prompt))
 
 

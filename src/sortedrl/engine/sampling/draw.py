@@ -63,7 +63,7 @@ class TokenSampler(Protocol):
     """Draws tokens for the running slots, which are numbered without gaps."""
 
     def start(self, first_slot: int, draws: Sequence[Draw]) -> None:
-        """Set the next draws of the slots from `first_slot` on."""
+        """Begin new sequences: `draws[i]` is the next draw of slot `first_slot + i`."""
         ...
 
     def move(self, source: int, target: int) -> None:
@@ -119,11 +119,11 @@ def _draw_noise(draws: Sequence[Draw], vocab: int, device: torch.device, num_pos
 
 
 class DenseSampler:
-    """Computes noise for every token, for several next positions of each slot at once, because a call costs more than
-    its numbers.
+    """Computes the noise of every token of the vocabulary.
 
-    All slots share a phase: `noise_bkv[slot, phase]` is for the slot's next position. A slot that starts fills its row
-    from the current phase on.
+    One call computes the noise of each slot's next positions, because a call per position would be slower. All slots
+    use the same phase: `_noise_bkv[slot, phase]` is the noise for the slot's next position. When a slot starts, its
+    noise is written from the current phase on.
     """
 
     def __init__(self, slots: int, vocab: int, device: torch.device) -> None:

@@ -282,7 +282,7 @@ class VllmEngine:
             process.call(process.frontend.update_weight_version(str(self._request_loop.version)))
         except VllmLost as error:
             process.close(is_lost=True)
-            raise EngineError(f"{error} right after its start: see its messages above") from error
+            raise EngineError(f"vLLM failed right after its start ({error}): see vLLM's messages above") from error
         except Exception as error:
             process.close()
             if self._adapter is None:

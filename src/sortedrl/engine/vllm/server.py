@@ -197,13 +197,20 @@ def find_server_fault(config: Mapping[str, Any], settings: VllmSettings, *, has_
     model, scheduler = config["model_config"], config["scheduler_config"]
     dtype = str(model["dtype"]).removeprefix("torch.")
     if model["max_model_len"] < settings.max_length:
-        return f"its max-model-len is {model['max_model_len']}, and this run needs {settings.max_length}"
+        length = settings.max_length
+        return (
+            f"its max-model-len is {model['max_model_len']}, but this run needs {length}: start it with "
+            f"--max-model-len {length}"
+        )
     if scheduler["max_num_seqs"] < settings.slots:
-        return f"its max-num-seqs is {scheduler['max_num_seqs']}, and engine.slots is {settings.slots}"
+        return (
+            f"its max-num-seqs is {scheduler['max_num_seqs']}, but engine.slots is {settings.slots}: start it with "
+            f"--max-num-seqs {settings.slots}, or lower engine.slots"
+        )
     if dtype != settings.dtype:
         return f"it computes in {dtype}, and the configuration asks for {settings.dtype}: set engine.dtype = {dtype}"
     if has_noise and scheduler.get("async_scheduling"):
-        return "our worker extension needs --no-async-scheduling"
+        return "our worker extension does not work with async scheduling: start it with --no-async-scheduling"
     if not has_noise and model["logprobs_mode"] != "processed_logprobs":
         return (
             "its log-probs are not those of the sampled distribution: start it with --logprobs-mode processed_logprobs"

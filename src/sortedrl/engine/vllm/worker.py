@@ -216,10 +216,11 @@ def _is_alive(pid: int) -> bool:
 def _verify_prompts(
     runner: Any, hidden_td: torch.Tensor, scheduled: dict[str, int]
 ) -> dict[str, LogprobsTensors | None]:
-    """Replaces vLLM's prompt log-probs: for every cached answer token, that token and the token drawn there.
+    """Verify the cached answer tokens of replays. This function replaces vLLM's computation of prompt log-probs.
 
-    The front end reads column 0 (the cached token) and column 1 (the token to keep there: the cached one again if it is
-    accepted). Positions of the prompt itself stay zero, and no logits are computed for them.
+    vLLM gets the prompt and the cached answer together as one prompt. The result has two columns for each position.
+    Column 0 is the cached token. Column 1 is the same token if it is accepted, otherwise the newly drawn token.
+    Positions of the real prompt stay zero, and no logits are computed for them.
     """
     complete: dict[str, LogprobsTensors | None] = {}
     for request_id in list(runner.num_prompt_logprobs):

@@ -66,7 +66,10 @@ def build_engine(
                 check_replay(knobs, is_exact=False)  # before vLLM is started in vain
             engine = build_vllm(config, model, length, decode)
     if config.engine.in_flight == "keep" and not engine.capabilities.keep_kv:
-        raise ConfigError(f"engine {config.engine.kind} cannot keep its cache: set engine.in_flight = reprefill")
+        raise ConfigError(
+            f"the {config.engine.kind} engine cannot keep its KV cache when weights change: "
+            "set engine.in_flight = reprefill"
+        )
     try:
         check_replay(knobs, is_exact=engine.capabilities.exact_replay)
     except ConfigError:

@@ -66,7 +66,10 @@ def _zip(texts: Sequence[str], tokens: Sequence[int], history: SampleHistory) ->
 
 
 def spell(tokens: Sequence[int], decode: Decode) -> list[str]:
-    """Return the text that each token adds; a token that ends within a character adds "", and the next one adds it."""
+    """Return the text that each token adds.
+
+    A token that ends in the middle of a character adds "". The token that completes the character adds all of it.
+    """
     texts: list[str] = []
     pending = 0  # preceding tokens whose text is not complete
     for position in range(len(tokens)):

@@ -64,7 +64,7 @@ def asset(name: str) -> str:
 
 
 def page_parts(readers: Sequence[RunReader]) -> PageParts:
-    """Return the page about these runs, as far as they are read."""
+    """Return the parts of a page about these runs, from the events that the readers have read so far."""
     _arrange(readers)
     runs = [reader.view for reader in readers]
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"

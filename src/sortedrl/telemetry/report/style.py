@@ -36,7 +36,7 @@ def run_colour(position: int) -> str:
 
 
 def run_dash(position: int) -> str:
-    """Return the dash of a run: runs seven and later share colours, but not dashes, with earlier ones."""
+    """Return the line style of a run. Among twelve runs, two of the same colour have different line styles."""
     return _DASHES[position % len(_DASHES)]
 
 
