@@ -169,33 +169,39 @@ def resolve_knobs(strategy: Strategy | str, update_batch: int, **explicit: Any) 
         raise ConfigError(f"update_batch must be at least 1, not {update_batch}")
     chosen = {name: value for name, value in explicit.items() if value is not None}
     types: dict[str, Callable[[Any], Any]] = {
-        "interrupted": Fate,
-        "on_bound": Fate,
-        "harvest": HarvestRule,
-        "order": Order,
-        "admission": Admission,
-        "restart_noise": RestartNoise,
-        "lookahead": _bound("lookahead"),
-        "max_staleness": _bound("max_staleness"),
+        "interrupted": _one_of(Fate),
+        "on_bound": _one_of(Fate),
+        "harvest": _one_of(HarvestRule),
+        "order": _one_of(Order),
+        "admission": _one_of(Admission),
+        "restart_noise": _one_of(RestartNoise),
+        "lookahead": _bound,
+        "max_staleness": _bound,
     }
     for name, value in chosen.items():
         try:
             chosen[name] = types.get(name, lambda same: same)(value)
         except ValueError as error:
-            raise ConfigError(f"schedule.{name}: {error}") from None
+            raise ConfigError(f"schedule.{name} must be {error}, not {value!r}") from None
     strategy = Strategy(strategy)
     return Knobs(update_batch=update_batch, **{**PRESETS[strategy], **_PREFERENCES.get(strategy, {}), **chosen})
 
 
-def _bound(name: str) -> Callable[[Any], int | None]:
-    def parse(value: Any) -> int | None:
-        if value == "none":
-            return None
-        if not isinstance(value, int) or value < 0:
-            raise ValueError(f"{name} must be 0 or more, or none for no bound, not {value!r}")
-        return value
+def _one_of(choices: type[StrEnum]) -> Callable[[Any], StrEnum]:
+    def parse(value: Any) -> StrEnum:
+        if value not in list(choices):
+            raise ValueError(f"one of {', '.join(choices)}")
+        return choices(value)
 
     return parse
+
+
+def _bound(value: Any) -> int | None:
+    if value == "none":
+        return None
+    if not isinstance(value, int) or value < 0:
+        raise ValueError("0 or more, or none for no bound")
+    return value
 
 
 # Module names, because every poll needs them and Python 3.11 looks up enum members slowly.

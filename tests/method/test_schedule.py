@@ -282,7 +282,7 @@ def test_stop_gives_back_what_runs() -> None:
         ({"overlap": True, "max_staleness": 0, "on_bound": "wait"}, "overlap = true with max_staleness = 0"),
         ({"harvest": "drain", "max_staleness": 1, "on_bound": "wait"}, "harvest = drain with max_staleness = 1"),
         ({"admission": "tail-last", "lookahead": 2}, "tail-last"),
-        ({"order": "sideways"}, "order"),
+        ({"order": "sideways"}, "schedule.order must be one of .*, not 'sideways'"),
         ({"patience": 3}, "unknown knob 'patience'"),
     ],
 )
