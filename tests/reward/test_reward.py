@@ -23,6 +23,7 @@ import pytest
 
 from sortedrl.errors import RewardError
 from sortedrl.reward.caller import clean_environment, find_function
+from sortedrl.reward.output import WorkerOutput
 from sortedrl.reward.pool import RewardPool, RewardScore
 from sortedrl.reward.worker import CallFailed, FailureKind, call_reward, printable, serve
 
@@ -99,6 +100,52 @@ def loud(completions, **kwargs):
         print("saw", text, file=sys.stderr)
     raise ValueError(completions[0])
 
+def floods(completions, **kwargs):
+    """Prints far too much: through Python, through the file descriptors, and from a program that it starts."""
+    import subprocess
+    match completions[0]:
+        case "python":
+            print("x" * 1_000_000)
+            print("last words", file=sys.stderr)
+        case "descriptor":
+            os.write(1, b"x" * 1_000_000 + b"last words")
+        case "program":
+            subprocess.run([sys.executable, "-c", "print('x' * 1_000_000 + 'last words')"])
+    return [1.0] * len(completions)
+
+def bloated(completions, **kwargs):
+    """Returns or raises far too much, or writes to the channel on which the worker replies."""
+    channel = next(fd for fd in range(3, 64) if os.path.exists(f"/proc/self/fd/{fd}")
+                   and os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"))
+    match completions[0]:
+        case "text":
+            raise ValueError("x" * 10_000_000)
+        case "type":
+            raise type("E" * 10_000_000, (Exception,), {})("short")
+        case "class":
+            return type("C" * 10_000_000, (), {})()
+        case "list":
+            return [1.0] * 1_000_000
+        case "string":
+            return ["x" * 10_000_000]
+        case "nested":
+            value = "x" * 1000
+            for _ in range(6):
+                value = [value] * 6
+            return [value]
+        case "line":
+            os.write(channel, b"x" * 4_000_000)
+            time.sleep(600)
+        case "no object":
+            os.write(channel, b"[1]\\n")
+        case "nan":
+            os.write(channel, b'{"rewards": [NaN]}\\n')
+        case "kind":
+            os.write(channel, b'{"kind": "unheard of", "detail": ""}\\n')
+        case "deep":
+            os.write(channel, b"[" * 200_000 + b"\\n")
+    return [1.0] * len(completions)
+
 def killed_once(completions, **kwargs):
     """Tells that it is at work, and waits to be killed, the first time."""
     at_work = pathlib.Path(completions[0])
@@ -117,6 +164,9 @@ def batch_size(completions, **kwargs):
     time.sleep(0.05)
     return [len(completions)] * len(completions)
 '''
+
+
+DROPPED = "\nreward worker: a call printed more than 64 KiB; the rest of its output is dropped\n"
 
 
 @pytest.fixture(scope="module")
@@ -334,6 +384,53 @@ def test_text_of_a_model_reaches_no_terminal_as_it_is(rewards, capfd, caplog: py
     assert out == ""
     assert err.count(f"saw {shown}\n") == 2
     assert all(char.isprintable() or char == "\n" for char in err + score.error + logged)
+
+
+@pytest.mark.parametrize("way", ["python", "descriptor", "program"])
+def test_what_a_call_prints_is_limited(rewards, capfd, way: str) -> None:
+    with RewardPool(rewards.floods, timeout_s=60, workers=1) as pool:
+        assert score_texts(pool, [way])[0].reward == 1.0
+    assert capfd.readouterr().err == "x" * 65_536 + DROPPED
+
+
+def test_output_is_limited_per_call_and_escaped(capfd) -> None:
+    output = WorkerOutput()
+    with os.fdopen(output.write_fd, "wb", buffering=0) as pipe:
+        pipe.write("é\x1b[2J".encode() + b"\xff\n" + b"x" * 70_000)
+        assert wait_until(lambda: output.num_dropped == 8 + 70_000 - 65_536)
+        output.start_call()
+        pipe.write(b"heard again\n")
+    output.close()
+    err = capfd.readouterr().err
+    assert err.startswith("é\\x1b[2J\\xff\nxxx")
+    assert err.endswith(f"x{DROPPED}heard again\n")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the function finds the channel in /proc")
+@pytest.mark.parametrize(
+    ("text", "kind", "words"),
+    [
+        ("text", "exception", "raised ValueError: xxx"),
+        ("type", "exception", "raised EEE"),
+        ("class", "malformed result", "returned a CCC"),
+        ("list", "malformed result", "returned 1000000 rewards for 1 completions"),
+        ("string", "not a number", "returned 'xxx"),
+        ("nested", "not a number", "returned [[["),
+        ("line", "malformed result", "sent a result of more than 1 MiB"),
+        ("no object", "malformed result", "sent a result that is not a list of numbers"),
+        ("nan", "malformed result", "sent a result that is not a list of numbers"),
+        ("kind", "malformed result", "sent a result that is not a list of numbers"),
+        ("deep", "malformed result", "sent a result that is not a list of numbers"),
+    ],
+)
+def test_a_result_is_limited(rewards, text: str, kind: str, words: str) -> None:
+    with RewardPool(rewards.bloated, timeout_s=60, workers=1) as pool:
+        score = score_texts(pool, [text])[0]
+        assert score.reward == 0.0
+        assert score.error.startswith(f"reward function user_rewards.bloated {words}")
+        assert len(score.error) < 1_500
+        assert pool.errors == {f"user_rewards.bloated: {kind}": 1}
+        assert score_texts(pool, ["good"])[0].reward == 1.0
 
 
 def test_printable_keeps_what_is_harmless() -> None:

@@ -4,7 +4,8 @@ Each scoring thread of `reward/pool.py` owns one caller.
 
 Guarantees: after a call that timed out or died, the next call works, because the process is killed and replaced, or the
 thread abandoned and replaced; nothing is pickled: processes get names to import and rows as JSON; a process has a
-memory limit and gets only listed environment variables, none of which looks like a secret.
+memory limit and gets only listed environment variables, none of which looks like a secret; what a process prints and
+replies is limited.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import re
 import signal
@@ -28,12 +30,15 @@ from typing import Any, Protocol
 
 from sortedrl.errors import RewardError
 from sortedrl.reward import worker as reward_worker
+from sortedrl.reward.output import WorkerOutput
 from sortedrl.reward.worker import CallFailed, FailureKind, Row, call_reward
 
 _START_TIMEOUT_S = 120.0  # for imports of the functions' modules, which `timeout_s` does not include
 _START_TRIES = 3
 _EXIT_TIMEOUT_S = 1.0
+_MAX_REPLY = 1 << 20  # bytes; a reply holds at most one number or short text for each answer of a call
 MEMORY_BYTES = 4 << 30
+_KINDS = frozenset(kind.value for kind in FailureKind)
 _SECRET_NAME = re.compile(r"KEY|TOKEN(?!I[SZ])|SECRET|PASSW|PASSPHRASE|CREDENTIAL", re.IGNORECASE)
 # Environment variables that reward functions may need: paths, languages, numbers of threads and caches of large files.
 # The names are patterns of fnmatch.
@@ -135,6 +140,7 @@ class ProcessCaller:
         self._keep_env = keep_env
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
+        self._output: WorkerOutput | None = None
         self._is_stopped = False
 
     def start(self) -> None:
@@ -150,6 +156,9 @@ class ProcessCaller:
             self._spawn()
             try:
                 reply = self._exchange(json.dumps(setup), _START_TIMEOUT_S)
+                if not isinstance(reply, dict) or not reply.keys() & {"ready", "error"}:
+                    self._end()
+                    raise CallFailed(FailureKind.MALFORMED, "a module wrote to the worker's channel")
             except CallFailed as failed:
                 num_failures += 1
                 if self._is_stopped:
@@ -170,15 +179,19 @@ class ProcessCaller:
         self.start()
         request = f'{{"function":{self._indices[function.index]},"rows":[{",".join(lines)}]}}'
         reply = self._exchange(request, self._timeout_s)
-        if "kind" in reply:
-            if reply["kind"] == FailureKind.MEMORY:
-                self._end()  # earlier calls may have filled its memory
-            raise CallFailed(FailureKind(reply["kind"]), reply["detail"])
-        rewards = reply.get("rewards")
-        if not isinstance(rewards, list) or len(rewards) != len(rows):
-            self._end()
-            raise CallFailed(FailureKind.DIED, "its reply is malformed: the function wrote to the worker's channel")
-        return rewards
+        match reply:
+            case {"kind": str(kind), "detail": str(detail)} if kind in _KINDS:
+                if kind == FailureKind.MEMORY:
+                    self._end()  # earlier calls may have filled its memory
+                raise CallFailed(FailureKind(kind), detail)
+            case {"rewards": list(rewards)} if len(rewards) == len(rows) and all(map(_is_reward, rewards)):
+                return rewards
+            case _:
+                self._end()
+                raise CallFailed(
+                    FailureKind.MALFORMED,
+                    "sent a result that is not a list of numbers, because it wrote to the worker's channel",
+                )
 
     def stop(self) -> None:
         self._is_stopped = True
@@ -194,12 +207,14 @@ class ProcessCaller:
         # Run by path and with -P: the worker imports nothing of this package and does not run the parent's __main__.
         command = [sys.executable, "-P", reward_worker.__file__]
         ours, theirs = socket.socketpair()
-        with theirs:
+        self._output = WorkerOutput()
+        with theirs, os.fdopen(self._output.write_fd, "wb"):
             try:
                 self._process = subprocess.Popen(
                     command,
                     stdin=theirs.fileno(),
-                    stdout=2,
+                    stdout=self._output.write_fd,
+                    stderr=self._output.write_fd,
                     env=clean_environment(self._keep_env),
                     start_new_session=True,
                 )
@@ -210,30 +225,35 @@ class ProcessCaller:
         if self._is_stopped:  # `stop` was called before there was a channel to shut down
             ours.shutdown(socket.SHUT_RDWR)
 
-    def _exchange(self, message: str, timeout_s: float) -> dict[str, Any]:
+    def _exchange(self, message: str, timeout_s: float) -> Any:
         assert self._channel is not None, "no worker to talk to"
+        assert self._output is not None, "a worker without output"
         deadline = time.monotonic() + timeout_s
-        chunks: list[bytes] = []
+        reply = bytearray()
+        self._output.start_call()
         try:
             self._channel.settimeout(timeout_s)
             self._channel.sendall(message.encode() + b"\n")
-            while not chunks or not chunks[-1].endswith(b"\n"):
+            while not reply.endswith(b"\n"):
                 self._channel.settimeout(max(deadline - time.monotonic(), 1e-3))
                 chunk = self._channel.recv(1 << 16)
                 if not chunk:
                     raise ConnectionResetError
-                chunks.append(chunk)
-            return json.loads(b"".join(chunks))
+                reply += chunk
+                if len(reply) > _MAX_REPLY:
+                    self._end()
+                    raise CallFailed(FailureKind.MALFORMED, f"sent a result of more than {_MAX_REPLY >> 20} MiB")
+            return _read_json(reply)
         except TimeoutError:
             self._end()
             raise CallFailed(FailureKind.TIMEOUT) from None
-        except (OSError, ValueError) as error:
+        except OSError as error:
             raise CallFailed(FailureKind.DIED, f"exit code {self._end(_EXIT_TIMEOUT_S)}") from error
 
     def _end(self, grace_s: float = 0.0) -> int | None:
         """Close the channel, upon which the worker exits, and kill its process group after `grace_s`."""
-        channel, process = self._channel, self._process
-        self._channel = self._process = None
+        channel, process, output = self._channel, self._process, self._output
+        self._channel = self._process = self._output = None
         if channel is not None:
             channel.close()
         if process is None:
@@ -242,7 +262,10 @@ class ProcessCaller:
             process.wait(grace_s)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)  # the group includes processes that functions started
-        return process.wait()
+        code = process.wait()
+        if output is not None:
+            output.close()
+        return code
 
 
 class ThreadCaller:
@@ -306,6 +329,19 @@ class ThreadCaller:
         if self._inbox is not None:
             self._inbox.put(None)
             self._inbox = None
+
+
+def _read_json(line: bytes | bytearray) -> Any:
+    """The message on a line, or None if it is none."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _is_reward(value: object) -> bool:
+    """Whether a worker may send this: a finite number, None, or the text that shows an invalid reward."""
+    return value is None or isinstance(value, str) or (isinstance(value, float) and math.isfinite(value))
 
 
 def looks_secret(name: str) -> bool:

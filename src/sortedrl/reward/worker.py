@@ -4,9 +4,9 @@
 by name, it imports `call_reward` instead. The file uses the standard library only and is run by its path, so that a
 worker loads nothing but the modules of its reward functions.
 
-Guarantees: one reply per request; output of reward functions goes to stderr, and neither it nor the text of their
-errors holds control characters, since both may quote a model; no more data than the memory limit can be allocated; a
-worker exits when its parent does, even in the middle of a call.
+Guarantees: one reply per request, of limited length; output of reward functions goes to stderr, which
+`reward/output.py` limits; the text of their errors holds no control characters, since it may quote a model; no more
+data than the memory limit can be allocated; a worker exits when its parent does, even in the middle of a call.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 _MAX_DETAIL = 500  # characters of an exception's text that are reported
+_MAX_NAME = 100  # characters of a type's or a file's name, and of an invalid reward
 _EXIT_GRACE_S = 0.5  # for exit handlers of the reward functions' modules
 _CPU_SPARE_S = 5.0  # added to the processor time limit of a call
 NOT_COLUMNS = frozenset({"prompt", "completion", "prompts", "completions", "completion_ids"})
@@ -94,7 +95,7 @@ def call_reward(function: Callable[..., Any], rows: Sequence[Row]) -> list[float
     except BaseException as error:  # sys.exit in a verifier must not end the worker either
         raise CallFailed(FailureKind.RAISED, _describe(error)) from error
     if not isinstance(result, list | tuple):
-        raise CallFailed(FailureKind.MALFORMED, f"returned a {type(result).__name__}")
+        raise CallFailed(FailureKind.MALFORMED, f"returned a {_type_name(result)}")
     if len(result) != len(rows):
         raise CallFailed(FailureKind.MALFORMED, f"returned {len(result)} rewards for {len(rows)} completions")
     return [None if value is None else _number(value) for value in result]
@@ -127,12 +128,20 @@ def _discard_log(name: str, value: object) -> None:
 
 def _number(value: object) -> float | str:
     if isinstance(value, str | bytes):  # float() would read the text of an answer as its reward
-        return printable(reprlib.repr(value))
+        return _show(value)
     try:
         number = float(value)  # type: ignore[arg-type]
     except Exception:
-        return printable(reprlib.repr(value))
+        return _show(value)
     return number if math.isfinite(number) else str(number)
+
+
+def _show(value: object) -> str:
+    return printable(reprlib.repr(value)[:_MAX_NAME])
+
+
+def _type_name(value: object) -> str:
+    return printable(type(value).__name__[:_MAX_NAME])
 
 
 def _describe(error: BaseException) -> str:
@@ -140,12 +149,13 @@ def _describe(error: BaseException) -> str:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    place = f" ({os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno})" if trace else ""
+    file = os.path.basename(trace.tb_frame.f_code.co_filename)[-_MAX_NAME:] if trace else ""
+    place = f" ({file}:{trace.tb_lineno})" if trace else ""
     try:
         text = str(error)
     except Exception:
         text = "no text"
-    return printable(f"{type(error).__name__}: {text[:_MAX_DETAIL]}{place}")
+    return printable(f"{_type_name(error)}: {text[:_MAX_DETAIL]}{place}")
 
 
 def serve(lines: SimpleQueue[bytes | None], out: BinaryIO) -> None:
@@ -215,20 +225,12 @@ def _read_lines(source: BinaryIO, lines: SimpleQueue[bytes | None]) -> None:
         os._exit(1)
 
 
-class _PlainOutput(io.TextIOWrapper):
-    """A stream to the console that escapes control characters."""
-
-    def write(self, text: str, /) -> int:
-        super().write(printable(text, keep="\n\t"))
-        return len(text)
-
-
 def main() -> None:
     channel = os.dup(0)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)  # reward functions that read stdin must not take requests
     os.close(null)
-    sys.stdout = sys.stderr = _PlainOutput(sys.stderr.buffer, "utf-8", "backslashreplace", line_buffering=True)
+    sys.stdout = sys.stderr = io.TextIOWrapper(sys.stderr.buffer, "utf-8", "backslashreplace", line_buffering=True)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # when memory runs out, the kernel ends this process before the trainer
     lines: SimpleQueue[bytes | None] = SimpleQueue()
