@@ -65,12 +65,12 @@ def build_engine(
             if config.engine.dtype == "bfloat16":
                 check_replay(knobs, is_exact=False)  # before vLLM is started in vain
             engine = build_vllm(config, model, length, decode)
-    if config.engine.in_flight == "keep" and not engine.capabilities.keep_kv:
-        raise ConfigError(
-            f"the {config.engine.kind} engine cannot keep its KV cache when weights change: "
-            "set engine.in_flight = reprefill"
-        )
     try:
+        if config.engine.in_flight == "keep" and not engine.capabilities.keep_kv:
+            raise ConfigError(
+                f"the {config.engine.kind} engine cannot keep its KV cache when weights change: "
+                "set engine.in_flight = reprefill"
+            )
         check_replay(knobs, is_exact=engine.capabilities.exact_replay)
     except ConfigError:
         engine.close()
