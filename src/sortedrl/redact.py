@@ -1,7 +1,8 @@
-"""Removes secrets, and characters that control a terminal, from what is saved, logged or shown.
+"""Removes secrets, and characters that control a terminal, from what is logged, shown or sent to trackers.
 
-`redact` is for trees that are saved (the resolved configuration) and `redact_text` for lines. `SafeText` makes every
-log record of a handler safe.
+`redact` is for trees that are shown (the resolved configuration) and `redact_text` for lines. `SafeText` makes every
+log record of a handler safe. What a run reads again is never redacted; `SortedConfig.check_startable` refuses secrets
+in it with `find_secret`.
 
 Guarantees: a string under a name that looks like a secret is replaced, and so is the value of an environment variable
 with such a name wherever it occurs; numbers, booleans and all other text stay as they are.
@@ -20,6 +21,7 @@ from sortedrl.reward.worker import printable
 
 REDACTED = "<redacted>"
 MIN_SECRET = 6  # characters: shorter values, such as "1" or "true", occur everywhere and are no secrets
+_MIN_CONTAINED = 16  # characters: a text that contains a secret of this length does so by no coincidence
 _WORDS = r"key|token|secret|passw(?:or)?d|passphrase|credentials?"
 # A name must end in one of the words: `max_new_tokens=512` and `KeyError: 'x'` are no secrets. Names in quotes are
 # keys of JSON. The length of names is bounded, since a log line may quote text that would make the match slow.
@@ -34,12 +36,20 @@ _PLAIN_VALUE = re.compile(r"[+-]?[\d._]+(?:e[+-]?\d+)?|true|false|none|null", re
 
 def redact(tree: Any) -> Any:
     """A copy of a tree of mappings, lists and plain values, with secrets replaced."""
-    return _redact(tree, _secret_values(), is_secret=False)
+    return _redact(tree, list(_secret_variables()), is_secret=False)
 
 
 def redact_text(text: str) -> str:
     """The text with secrets replaced: values of the environment, `name=value` pairs, and passwords in addresses."""
-    return _redact_text(text, _secret_values())
+    return _redact_text(text, list(_secret_variables()))
+
+
+def find_secret(text: str) -> str | None:
+    """The environment variable whose secret value this text is, or contains if the value is long; else None."""
+    for value, name in _secret_variables().items():
+        if text.strip() == value or (len(value) >= _MIN_CONTAINED and value in text):
+            return name
+    return None
 
 
 class SafeText(logging.Filter):
@@ -71,10 +81,10 @@ def _redact(tree: Any, values: list[str], *, is_secret: bool) -> Any:
             return tree
 
 
-def _secret_values() -> list[str]:
-    """Secret values of the environment, longest first because one may be part of another."""
-    found = {value for name, value in os.environ.items() if looks_secret(name) and len(value) >= MIN_SECRET}
-    return sorted(found, key=len, reverse=True)
+def _secret_variables() -> dict[str, str]:
+    """Names of environment variables by their secret values, longest first because one may be part of another."""
+    found = {value.strip(): name for name, value in os.environ.items() if looks_secret(name)}
+    return {value: found[value] for value in sorted(found, key=len, reverse=True) if len(value) >= MIN_SECRET}
 
 
 def _redact_text(text: str, values: list[str]) -> str:

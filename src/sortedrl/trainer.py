@@ -97,6 +97,7 @@ class SortedTrainer:
         from sortedrl.run.builders.parts import build_parts
 
         self.stop_requested = False
+        self.config.check_startable()
         check_writable(self.run_dir)
         with ExitStack() as stack:
             checkpoint = self._lock_and_find_checkpoint(stack) if resume else None

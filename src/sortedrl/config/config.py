@@ -3,7 +3,7 @@
 Commands and `SortedTrainer` load it; every part of a run gets its numbers from it.
 
 Guarantees: a configuration never changes; an unknown key is refused with the nearest known one; validators check and
-never rewrite values; what `to_toml` writes loads back as an equal configuration, secrets excepted.
+never rewrite values; what `to_toml` writes loads back as an equal configuration.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 import difflib
 import json
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import tomli_w
 from pydantic import ValidationError, model_validator
@@ -35,7 +35,7 @@ from sortedrl.config.sections import (
 )
 from sortedrl.errors import ConfigError
 from sortedrl.learner.algorithms import is_grouped, needs_more_siblings, objective_of
-from sortedrl.redact import redact
+from sortedrl.redact import REDACTED, find_secret, redact, redact_text
 from sortedrl.schedule import PRESETS, HarvestRule, Knobs, Strategy, resolve_knobs
 
 # The key that an override means when it names only the section: `engine=local` is short for `engine.kind=local`.
@@ -80,6 +80,11 @@ CHANGEABLE = frozenset(
         "track.mode",
         *(f"sft.{key}" for key in SftSection.model_fields),  # training does not read them
     }
+)
+
+# Keys that name a place. Their values may equal that of an environment variable, such as a user's or a host's name.
+_PLACES = frozenset(
+    {"run.dir", "task.path", "task.eval_path", "model.path", "engine.address", "engine.cluster", "sft.path"}
 )
 
 
@@ -178,11 +183,25 @@ class SortedConfig(Section):
             for key, value in values.items():
                 # A run saved by an older version of this package lacks newer keys: it used their defaults.
                 name, before = f"{section}.{key}", saved.get(section, {}).get(key, value)
+                if any(REDACTED in text for text in _texts(before)):  # older versions saved redacted values
+                    value = redact({key: value})[key]
                 if value != before and name not in CHANGEABLE:
+                    is_alike = redact_text(repr(value)) == redact_text(repr(before))
+                    note = ", which differ in what looks like a secret" if is_alike else ""
                     raise ConfigError(
-                        f"{name} was {before!r} when the run was saved and is {value!r} here: set it back, or start a "
-                        f"new run; these keys may change: {', '.join(sorted(CHANGEABLE))}"
+                        f"{name} was {before!r} when the run was saved and is {value!r} here{note}: set it back, or "
+                        f"start a new run; these keys may change: {', '.join(sorted(CHANGEABLE))}"
                     )
+
+    def check_startable(self) -> None:
+        """Refuse a configuration that holds a secret or a redaction mark: a run saves its configuration as it is."""
+        for section in type(self).model_fields:
+            values: Section = getattr(self, section)
+            for key, field in type(values).model_fields.items():
+                value = getattr(values, key)
+                if value != field.default and _allows_text(field.annotation):
+                    for text in _texts(value):
+                        _check_text(f"{section}.{key}", text)
 
     def moved(self, folder: Path, name: str) -> SortedConfig:
         """The same configuration with another run directory."""
@@ -209,8 +228,8 @@ class SortedConfig(Section):
         return tree
 
     def to_toml(self) -> str:
-        """The resolved configuration as TOML, without secrets."""
-        tree = redact(self.resolved())  # TOML has no null: unset keys are left out
+        """The resolved configuration as TOML. Nothing is redacted, because a resumed run reads it again."""
+        tree = self.resolved()  # TOML has no null: unset keys are left out
         return tomli_w.dumps({name: _without_none(section) for name, section in tree.items()})
 
 
@@ -242,6 +261,44 @@ def _default_text(value: Any) -> str:
         items = ", ".join(f"{key} = {json.dumps(item)}" for key, item in value.items())
         return f"`{{ {items} }}`" if items else "`{}`"
     return f"`{json.dumps(value)}`"
+
+
+# ---- secrets ---------------------------------------------------------------------------------------------------------
+
+
+def _allows_text(annotation: Any) -> bool:
+    """Whether a key of this type holds text that the user makes up, not only a choice from a list."""
+    return annotation is str or any(_allows_text(part) for part in get_args(annotation))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in a value, keys of tables included."""
+    match value:
+        case str():
+            yield value
+        case Mapping():
+            for key, item in value.items():
+                yield str(key)
+                yield from _texts(item)
+        case list() | tuple():
+            for item in value:
+                yield from _texts(item)
+        case _:
+            pass
+
+
+def _check_text(name: str, text: str) -> None:
+    if REDACTED in text:
+        raise ConfigError(
+            f"{name} holds {REDACTED}: an earlier version, a log or a page left out a text there; set {name} to the "
+            "text that it replaces"
+        )
+    variable = None if name in _PLACES else find_secret(text)
+    if variable is not None:
+        raise ConfigError(
+            f"{name} holds the value of the environment variable {variable}, which looks like a secret, and a run "
+            f"saves its configuration in clear: remove it from the configuration, or unset {variable}"
+        )
 
 
 # ---- overrides and messages ------------------------------------------------------------------------------------------

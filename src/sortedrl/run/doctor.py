@@ -101,6 +101,7 @@ def _disk(folder: Path) -> Finding:
 def _configuration(path: Path, target: Target) -> list[Finding]:
     try:
         config = SortedConfig.load(path)
+        config.check_startable()
         knobs = config.knobs
     except SortedRLError as error:
         return [Finding(name="config", text=str(error), is_fine=False)]

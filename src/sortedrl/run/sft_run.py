@@ -37,6 +37,7 @@ def run_sft(
 ) -> SftResult:
     """Train the configured model and save it to `out`; `on_start` is called with the number of steps."""
     settings = config.sft
+    config.check_startable()
     torch.set_num_threads(config.run.threads)
     torch.manual_seed(config.run.seed)
     folder = check_model_folder(model_path(config))
