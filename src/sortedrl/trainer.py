@@ -86,6 +86,7 @@ class SortedTrainer:
         self.quiet = quiet
         self.run_dir = config.run_dir
         self.stop_requested = False
+        self.stop_signal: int | None = None  # the signal that asked the run to stop
         self.peft_config = peft_config
         self.callbacks = self._make_callbacks(callbacks) if callbacks else None
 
@@ -96,7 +97,7 @@ class SortedTrainer:
         """
         from sortedrl.run.builders.parts import build_parts
 
-        self.stop_requested = False
+        self.stop_requested, self.stop_signal = False, None
         self.config.check_startable()
         check_writable(self.run_dir)
         with ExitStack() as stack:
@@ -325,17 +326,25 @@ class SortedTrainer:
 
     @contextmanager
     def _stop_on_signal(self) -> Iterator[None]:
-        """The first SIGINT or SIGTERM asks the run to stop after the current update; a second one ends it at once."""
+        """The first SIGINT, SIGTERM or SIGHUP asks the run to stop after the current update; a second one ends it.
+
+        An ignored SIGHUP stays ignored: `nohup` starts a run that way, so that it outlives its terminal.
+        """
 
         def ask(number: int, frame: FrameType | None) -> None:
             if self.stop_requested:
                 raise KeyboardInterrupt
+            self.stop_signal = number
             self.stop()
 
         if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
             yield
             return
-        previous = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        hang_up = getattr(signal, "SIGHUP", None)  # Windows has none
+        if hang_up is not None and signal.getsignal(hang_up) != signal.SIG_IGN:
+            numbers.append(hang_up)
+        previous = {number: signal.signal(number, ask) for number in numbers}
         try:
             yield
         finally:

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,9 @@ def children(pid: int) -> list[int]:
 ENDLESS = ["train", str(QUICKSTART), *SMALL, "run.samples=1000000", "run.dir=out", "run.report=false"]
 
 
-def wait_for_updates(folder: Path, pid: int, count: int) -> list[int]:
+def wait_for_updates(folder: Path, pid: int, count: int, *, name: str = "quickstart") -> list[int]:
     """Once the run has made so many updates: its worker processes."""
-    metrics, deadline = folder / "out" / "quickstart" / "metrics.jsonl", time.monotonic() + WAIT_S
+    metrics, deadline = folder / "out" / name / "metrics.jsonl", time.monotonic() + WAIT_S
     while not metrics.is_file() or metrics.read_text().count("\n") < count:
         assert is_alive(pid), "the run has ended by itself"
         assert time.monotonic() < deadline, "no update was made"
@@ -62,16 +63,22 @@ def test_ctrl_c_keeps_what_was_trained(call: Any, tmp_path: Path) -> None:
             out, err = run.communicate(timeout=WAIT_S)
         finally:
             run.kill()
-    assert run.returncode == 0, err
+    assert run.returncode == 130, err
     check_kept(call, tmp_path, out, err, workers)
 
 
 @needs_proc
-def test_a_request_to_end_keeps_what_was_trained(call: Any, tmp_path: Path) -> None:
-    with forked_command(tmp_path, *ENDLESS, "--json") as run:
+@pytest.mark.parametrize(
+    ("request_to_end", "options", "code"),
+    [(signal.SIGTERM, [], 143), (signal.SIGHUP, [], 129), (signal.SIGTERM, ["--exit-zero"], 0)],
+)
+def test_a_request_to_end_keeps_what_was_trained(
+    call: Any, tmp_path: Path, request_to_end: int, options: list[str], code: int
+) -> None:
+    with forked_command(tmp_path, *ENDLESS, "--json", *options) as run:
         workers = wait_for_updates(tmp_path, run.pid, 2)
-        os.kill(run.pid, signal.SIGTERM)
-        assert run.wait() == 0, run.err
+        os.kill(run.pid, request_to_end)
+        assert run.wait() == code, run.err
     check_kept(call, tmp_path, run.out, run.err, workers)
 
 
@@ -94,6 +101,38 @@ def check_kept(call: Any, folder: Path, out: str, err: str, workers: list[int]) 
     assert call("ledger", str(run_dir), "--verify", "--json")[0] == 0
     checkpoint_loads(run_dir, summary.updates)
     assert not [pid for pid in workers if is_alive(pid)]
+
+
+@needs_proc
+def test_a_comparison_that_is_stopped_says_so(tmp_path: Path) -> None:
+    with forked_command(tmp_path, "compare", *ENDLESS[1:], "--strategies", "sync,sorted-partial", "--json") as run:
+        wait_for_updates(tmp_path, run.pid, 1, name="quickstart-sync-seed0")
+        os.kill(run.pid, signal.SIGTERM)
+        assert run.wait() == 143, run.err
+    assert [summary["status"] for summary in only_json(run.out)["runs"]] == ["stopped"]
+
+
+@needs_proc
+def test_a_closed_terminal_saves_the_run(tmp_path: Path) -> None:
+    terminal, inside = os.openpty()
+    with ForkedProcess(tmp_path, train_in_terminal, ENDLESS, os.ttyname(inside)) as run:
+        wait_for_updates(tmp_path, run.pid, 1)
+        os.close(inside)
+        os.close(terminal)  # the system sends SIGHUP; from now on every write to the terminal fails
+        assert run.wait() == 129, run.err
+    assert Summary.read(tmp_path / "out" / "quickstart" / "summary.json").status == "stopped"
+
+
+def train_in_terminal(arguments: list[str], terminal: str) -> None:
+    """Run the command in a session of its own, with `terminal` as its controlling terminal."""
+    from sortedrl import cli
+
+    os.setsid()
+    file = os.open(terminal, os.O_RDWR)  # the first terminal that a session leader opens becomes its own
+    for number in range(3):
+        os.dup2(file, number)
+    sys.argv = ["sortedrl", *arguments]
+    cli.main()
 
 
 @needs_proc

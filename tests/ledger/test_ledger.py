@@ -6,10 +6,11 @@ import json
 import os
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from io import StringIO
 from pathlib import Path
 
@@ -19,8 +20,9 @@ from rich.console import Console
 from sortedrl.errors import ConfigError, LedgerError
 from sortedrl.ledger.reader import Ledger, Lineage, StoredAnswer
 from sortedrl.ledger.sample_history import Moment, read_history
+from sortedrl.ledger.store import Store
 from sortedrl.ledger.tables import ledger_command
-from sortedrl.records import State
+from sortedrl.records import Prompt, Sample, State
 from sortedrl.reward.worker import printable
 from tests.support import ledgers
 from tests.support.ledgers import GOOD, step, tokens
@@ -287,6 +289,57 @@ def test_a_path_is_a_path_whatever_its_letters(tmp_path: Path) -> None:
     ledgers.write_good(folder / "ledger.sqlite")
     assert run_command(folder, verify=True)[0] == 0
     assert run_command(folder / "ledger.sqlite", verify=True)[0] == 0
+
+
+# ---- copies without the write-ahead log -----------------------------------------------------------------------------
+
+
+def test_a_closed_ledger_is_whole_without_its_log(tmp_path: Path) -> None:
+    path, copy = tmp_path / "ledger.sqlite", tmp_path / "copy" / "ledger.sqlite"
+    copy.parent.mkdir()
+    store = Store.create(path, grouped=False, knobs={})
+    with closing(sqlite3.connect(path)) as other:  # such as a dashboard: SQLite keeps the log while it is open
+        other.execute("SELECT count(*) FROM samples").fetchone()
+        prompt = Prompt(id="p", tokens=[1], content="1")
+        store.restore().load([Sample(id=0, prompt=prompt, index=0, epoch=0, cohort=0, seed=0, budget=4)])
+        store.close()
+        shutil.copyfile(path, copy)
+    assert run_command(copy, verify=True)[1].startswith("proven: 1 sample loaded = 0 trained once + 1 waiting;")
+
+
+def test_rows_that_a_copy_lacks_are_named(run: Path) -> None:
+    counts = {"loaded": 2048, "trained": 2000, "lost": 0, "duplicated": 0}
+    (run / "summary.json").write_text(json.dumps({"samples": 2000, "ledger": counts}))
+    code, text = run_command(run, verify=True)
+    missing = "the ledger has 6 samples but summary.json counts 2,048"
+    assert (code, text) == (1, f"complete: {missing}: ledger.sqlite-wal was not copied along; copy it too\n")
+    counts["loaded"] = 6
+    (run / "summary.json").write_text(json.dumps({"samples": 2000, "ledger": counts}))
+    (run / "ledger.sqlite-wal").write_bytes(b"no log")
+    code, text = run_command(run, verify=True, as_json=True)
+    missing = "the ledger has 4 trained samples but summary.json counts 2,000: restore it from a copy"
+    assert (code, json.loads(text)["violations"]) == (1, [{"rule": "complete", "sample": None, "text": missing}])
+
+
+@pytest.mark.parametrize(
+    "summary", ['{"samples": 4, "ledger": {"loaded": 6, "trained": 4}}', '{"samples": 4, "ledger": null}', "[]", "{bro"]
+)
+def test_a_ledger_that_agrees_with_the_summary_is_proven(run: Path, summary: str) -> None:
+    (run / "summary.json").write_text(summary)
+    assert run_command(run, verify=True)[0] == 0
+
+
+def test_an_empty_ledger_proves_nothing(tmp_path: Path) -> None:
+    Store.create(tmp_path / "ledger.sqlite", grouped=False, knobs={}).close()
+    code, text = run_command(tmp_path, verify=True)
+    assert (code, text.split(":")[0]) == (0, "empty")
+    assert "ledger.sqlite-wal" in text
+    record = json.loads(run_command(tmp_path, verify=True, as_json=True)[1])
+    assert (record["proven"], record["num_violations"]) == (False, 0)
+    (tmp_path / "summary.json").write_text(json.dumps({"samples": 2048, "ledger": None}))
+    code, text = run_command(tmp_path, verify=True)
+    assert (code, text.count("\n")) == (1, 1)
+    assert "the ledger has 0 trained samples but summary.json counts 2,048" in text
 
 
 # ---- while a run writes, and after it was killed --------------------------------------------------------------------

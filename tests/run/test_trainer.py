@@ -214,6 +214,21 @@ def test_a_run_directory_that_cannot_be_written(tmp_path: Path) -> None:
 # ---- stopping -------------------------------------------------------------------------------------------------------
 
 
+def test_a_run_under_nohup_does_not_stop_when_the_terminal_closes(tmp_path: Path) -> None:
+    def hanging_up(prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> list[float]:
+        os.kill(os.getpid(), signal.SIGHUP)
+        return says_yes(prompts, completions, **columns)
+
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        config = make_config(tmp_path, run={"samples": 16})
+        trainer = SortedTrainer(args=config, train_dataset=ROWS, reward_funcs=hanging_up, quiet=True)
+        assert trainer.train().status == "complete"
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+    assert trainer.stop_signal is None
+
+
 def test_ctrl_c_stops_between_two_steps(tmp_path: Path) -> None:
     num_calls = 0
 
@@ -229,7 +244,7 @@ def test_ctrl_c_stops_between_two_steps(tmp_path: Path) -> None:
     trainer = SortedTrainer(args=config, train_dataset=ROWS, reward_funcs=interrupting, eval_dataset=ROWS, quiet=True)
     summary = trainer.train()
     assert signal.getsignal(signal.SIGINT) is handler
-    assert (summary.status, trainer.stop_requested) == ("stopped", True)
+    assert (summary.status, trainer.stop_requested, trainer.stop_signal) == ("stopped", True, signal.SIGINT)
     assert summary.ledger is not None
     assert (summary.ledger.lost, summary.ledger.duplicated) == (0, 0)
     assert summary.ledger.trained == summary.samples <= summary.ledger.loaded < 100_000

@@ -4,7 +4,7 @@ Each module defines one kind of command. Importing it adds its commands to `app`
 commands in `--help`.
 
 Guarantees: with `--json`, stdout holds one JSON object and nothing else; progress and messages go to stderr; a user's
-mistake ends with a one-line message and exit code 2, Ctrl-C with exit code 130.
+mistake ends with a one-line message and exit code 2, a signal with 128 + its number (Ctrl-C: 130).
 """
 
 from sortedrl.cli import train  # isort: skip

@@ -79,11 +79,17 @@ def trace(
 @app.command()
 def ledger(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, or its ledger.sqlite.")],
-    verify: Annotated[bool, typer.Option("--verify", help="Check every guarantee from the ledger file alone.")] = False,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="Check every guarantee from the ledger file, and the counts of summary.json."),
+    ] = False,
     sample: Annotated[int | None, typer.Option(min=0, help="Show the history of the sample with this id.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what happened to the samples of RUN. The exit code is 1 if --verify finds a broken guarantee."""
+    """Show what happened to the samples of RUN.
+
+    The exit code is 1 if --verify finds a broken guarantee or missing rows.
+    """
     from sortedrl.ledger.tables import ledger_command
 
     out = stdout_console()

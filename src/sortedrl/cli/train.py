@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +21,15 @@ from sortedrl.schedule import Strategy
 
 if TYPE_CHECKING:
     from sortedrl.telemetry.summary import Summary
+    from sortedrl.trainer import SortedTrainer
+
+ExitZero = Annotated[
+    bool,
+    typer.Option(
+        "--exit-zero",
+        help="Exit with 0 after a signal stopped the run, instead of 129 (SIGHUP), 130 (SIGINT) or 143 (SIGTERM).",
+    ),
+]
 
 
 @app.command()
@@ -29,11 +42,13 @@ def train(
     cluster: Annotated[
         str | None, typer.Option(metavar="ADDRESS", help="Ray cluster to use: its address, or auto.")
     ] = None,
+    exit_zero: ExitZero = False,
     as_json: AsJson = False,
 ) -> None:
     """Train a model as CONFIG says.
 
-    The run directory gets events, metrics, ledger, checkpoints, a summary and a report.
+    The run directory gets events, metrics, ledger, checkpoints, a summary and a report. Ctrl-C, SIGTERM and SIGHUP stop
+    the run and save it.
     """
     from sortedrl.trainer import SortedTrainer
 
@@ -41,6 +56,12 @@ def train(
     settings = _load_config(config, given, resume)
     trainer = SortedTrainer(args=settings, console=err, quiet=as_json)
     summary = trainer.train(resume=resume is not None)
+    is_stopped = summary.status == "stopped"  # a signal may also fall on the last update of a run
+    with _exit_after_signal(trainer.stop_signal, is_zero=exit_zero or not is_stopped):
+        _print_end(trainer, summary, as_json)
+
+
+def _print_end(trainer: SortedTrainer, summary: Summary, as_json: bool) -> None:
     _print_summaries([summary], as_json)
     files = {"report": "report.html", "summary": "summary.json", "weights": "checkpoints"}
     paths = {name: trainer.run_dir / file for name, file in files.items()}
@@ -50,8 +71,27 @@ def train(
         return
     trained = f"{summary.updates} updates, {summary.samples} samples trained"
     err.print(escape(f"stopped after {trained}; kept: {kept}"), highlight=False, soft_wrap=True)
-    if settings.checkpoint.save:
+    if trainer.config.checkpoint.save:
         err.print(escape(f"go on with: {trainer.resume_command}"), highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def _exit_after_signal(number: int | None, *, is_zero: bool) -> Iterator[None]:
+    """Exit with 128 + the number of the signal, unless `is_zero`, once the block has printed its results.
+
+    The terminal may be gone after SIGHUP. The run is saved, so what cannot be printed is dropped.
+    """
+    try:
+        yield
+        sys.stdout.flush()
+    except OSError:
+        if number is None:
+            raise
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(nowhere, stream.fileno())
+    if number is not None and not is_zero:
+        raise typer.Exit(128 + number)
 
 
 def _load_config(config: Path | None, overrides: list[str], resume: Path | None) -> SortedConfig:
@@ -79,6 +119,7 @@ def compare(
         str, typer.Option(help="Strategies to compare, separated by commas.")
     ] = "sync,sorted-partial,sorted-replay",
     seeds: Annotated[int, typer.Option(min=1, help="Number of seeds to train each strategy with.")] = 1,
+    exit_zero: ExitZero = False,
     as_json: AsJson = False,
 ) -> None:
     """Train CONFIG once per strategy and seed, and compare the runs in a table and a report.
@@ -106,9 +147,10 @@ def compare(
             err.print(f"[bold]{escape(run.run.name)}[/]")
         summaries.append(trainer.train())
         directories.append(trainer.run_dir)
-        if trainer.stop_requested:
-            _print_summaries(summaries, as_json)
-            raise typer.Exit(130)
+        if trainer.stop_requested and (summaries[-1].status == "stopped" or run is not configs[-1]):
+            with _exit_after_signal(trainer.stop_signal, is_zero=exit_zero):
+                _print_summaries(summaries, as_json)
+            return
     report = write_report(directories, Path(base.run.dir) / f"{base.run.name}-compare.html")
     _print_summaries(summaries, as_json)
     err.print(f"report: {report}", highlight=False)

@@ -10,7 +10,7 @@ import os
 import shutil
 import sqlite3
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from sortedrl.errors import DamagedLedgerError, LedgerError
@@ -21,6 +21,7 @@ MIN_SQLITE = (3, 37)  # the first with STRICT tables
 PAGE_BYTES = 8192
 WAL_PAGES = 4096  # copy the log into the file every 32 MB, so that each page is written about once
 BUSY_S = 10.0
+FOLD_S = 1.0  # how long a closing store waits for readers before it leaves the log as it is
 QUICK_CHECK_BYTES = 64 * 1024**2  # every page of a file up to this size is checked, in well under a second
 
 # `seq` numbers the rows of all journal tables together: 1, 2, 3, ... in the order of events. Returning to a checkpoint
@@ -201,6 +202,17 @@ def use_wal(path: Path, connection: sqlite3.Connection) -> None:
     connection.execute(f"PRAGMA wal_autocheckpoint = {WAL_PAGES}")
     connection.execute(f"PRAGMA journal_size_limit = {2 * WAL_PAGES * PAGE_BYTES}")
     connection.execute("PRAGMA synchronous = NORMAL")
+
+
+def fold_log(connection: sqlite3.Connection) -> None:
+    """Copy the write-ahead log into the file and empty it.
+
+    SQLite does this by itself only for the last connection that closes, and a dashboard may keep the file open. A
+    reader in the middle of a query may prevent it: then the log stays, and nothing is lost.
+    """
+    with suppress(sqlite3.Error):
+        connection.execute(f"PRAGMA busy_timeout = {round(1000 * FOLD_S)}")
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
 
 
 def read_meta(path: Path, connection: sqlite3.Connection) -> dict[str, str]:

@@ -168,11 +168,12 @@ class Store:
             self.seconds += perf_counter() - began
 
     def close(self, *, commit: bool = True) -> None:
-        """Commit the pending rows, unless `commit` is false, and close the file."""
+        """Commit the pending rows, unless `commit` is false, and close the file: a copy of it alone is complete."""
         try:
             if commit:
                 self.commit()
         finally:
+            schema.fold_log(self._connection)
             self._connection.close()
 
     # ---- rows from the buffer ---------------------------------------------------------------------------------------

@@ -58,12 +58,14 @@ def ledger_command(
 
 def _show_verdict(ledger: Ledger, console: Console, as_json: bool) -> int:
     verdict = verification.verify(ledger)
+    verification.compare_with_summary(ledger, verdict)
+    is_proven = not verdict.num_violations and verdict.counts["samples"] > 0
     if as_json:
         _write_json(
             console,
             {
                 "ledger": str(ledger.path),
-                "proven": not verdict.num_violations,
+                "proven": is_proven,
                 "counts": dict(verdict.counts),
                 "num_violations": verdict.num_violations,
                 "violations": [asdict(violation) for violation in verdict.violations],
@@ -74,8 +76,10 @@ def _show_verdict(ledger: Ledger, console: Console, as_json: bool) -> int:
         _write(console, str(violation))
     if verdict.num_violations > len(verdict.violations):
         _write(console, f"and {verdict.num_violations - len(verdict.violations):,} more")
-    if not verdict.num_violations:
+    if is_proven:
         _write(console, verification.proven_line(ledger, verdict))
+    elif not verdict.num_violations:
+        _write(console, verification.empty_line(ledger))
     return 1 if verdict.num_violations else 0
 
 

@@ -1,8 +1,8 @@
 """Verify a ledger file: check every guarantee of docs/reference/guarantees.md from the rows of the file alone.
 
-`sortedrl ledger --verify` calls `verify`. It reads the journal row by row and applies its own rules: it knows the table
-of transitions, but shares no code with the buffer and the schedule that wrote the rows. It holds one small record for
-each sample that is not trained; it checks tokens and does not keep them.
+`sortedrl ledger --verify` calls `verify`, then `compare_with_summary`. `verify` reads the journal row by row and
+applies its own rules: it knows the table of transitions, but shares no code with the buffer and the schedule that wrote
+the rows. It holds one small record for each sample that is not trained; it checks tokens and does not keep them.
 
 Guarantees: a file that passes has lost no sample and trained none twice; each broken rule is reported with its name and
 the sample. After a violation the proof goes on as if the rule had been kept, so that one fault gives one line.
@@ -11,15 +11,20 @@ the sample. After a violation the proof goes on as if the rule had been kept, so
 from __future__ import annotations
 
 import heapq
+import json
+import logging
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from sortedrl.errors import LedgerError
 from sortedrl.ledger.reader import STATE_AFTER, Ledger, Lineage, StoredAnswer
 from sortedrl.records import State
+
+log = logging.getLogger(__name__)
 
 MAX_VIOLATIONS = 1000  # kept with their text; further ones are only counted
 
@@ -59,6 +64,49 @@ def verify(ledger: Ledger) -> Verdict:
     proof.follow()
     proof.conclude()
     return proof.verdict
+
+
+def compare_with_summary(ledger: Ledger, verdict: Verdict) -> None:
+    """Add a violation if the ledger has fewer samples than the summary.json next to it counts.
+
+    The rows of a file that was copied without its write-ahead log are consistent, but they are not all rows.
+    """
+    path = ledger.path.with_name("summary.json")
+    if not path.is_file():
+        return
+    loaded, trained = _recorded_counts(path)
+    if verdict.counts["samples"] < loaded:
+        have, counted = _plural(verdict.counts["samples"], "sample"), loaded
+    elif verdict.counts["trained"] < trained:
+        have, counted = _plural(verdict.counts["trained"], "trained sample"), trained
+    else:
+        return
+    log_file = ledger.path.with_name(ledger.path.name + "-wal")
+    has_log = log_file.is_file() and log_file.stat().st_size > 0  # SQLite creates an empty one to read
+    remedy = "restore it from a copy" if has_log else f"{log_file.name} was not copied along; copy it too"
+    verdict.add("complete", None, f"the ledger has {have} but {path.name} counts {counted:,}: {remedy}")
+
+
+def _recorded_counts(path: Path) -> tuple[int, int]:
+    """Samples loaded and samples trained as a summary counts them; 0 for what it does not say."""
+    try:
+        record = json.loads(path.read_bytes())
+        counts = record.get("ledger") or {}
+        loaded, trained = counts.get("loaded", 0), record.get("samples", 0)
+        if isinstance(loaded, int) and isinstance(trained, int):
+            return loaded, trained
+    except (OSError, ValueError, AttributeError, RecursionError):
+        pass
+    log.warning("%s cannot be read, so the ledger was not compared with it", path)
+    return 0, 0
+
+
+def empty_line(ledger: Ledger) -> str:
+    """One line about a ledger without samples, of which there is nothing to prove."""
+    return (
+        f"empty: {ledger.path} has no samples, so there is nothing to prove; if the run has loaded any, copy "
+        f"{ledger.path.name}-wal along with it"
+    )
 
 
 def proven_line(ledger: Ledger, verdict: Verdict) -> str:
