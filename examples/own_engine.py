@@ -47,7 +47,7 @@ def logprobs_after(table: Table, token: int, temperature: float) -> list[float]:
 
 
 @dataclass(slots=True)
-class Attempt:
+class RunningAnswer:
     """One running request: the answer so far, and the part of it that no event has delivered yet."""
 
     request: Request
@@ -62,7 +62,7 @@ class TableEngine:
         self.table = table
         self.slots = slots
         self.version = 0
-        self.attempts: dict[int, Attempt] = {}  # by sample
+        self.attempts: dict[int, RunningAnswer] = {}  # by sample
         self.events: list[EngineEvent] = []  # not yet returned
         self.counters = EngineStats()
 
@@ -80,7 +80,7 @@ class TableEngine:
                 continue
             self.counters.prompt_tokens += len(request.prompt)
             self.counters.recomputed_tokens += len(request.cached)
-            attempt = Attempt(request, tokens=list(request.cached), start=len(request.cached))
+            attempt = RunningAnswer(request, tokens=list(request.cached), start=len(request.cached))
             self.attempts[request.sample] = attempt
             if request.mode is Mode.REPLAY:
                 self._verify(attempt)
@@ -146,7 +146,7 @@ class TableEngine:
             del self.attempts[attempt.request.sample]
         return bool(ended)
 
-    def _reason(self, attempt: Attempt) -> FinishReason | None:
+    def _reason(self, attempt: RunningAnswer) -> FinishReason | None:
         """Why the answer is complete, if it is. A stop token among tokens that were only cached ends no answer."""
         request, num_tokens = attempt.request, len(attempt.tokens)
         is_new = num_tokens > len(request.cached) or request.mode is Mode.REPLAY
@@ -155,7 +155,7 @@ class TableEngine:
             return FinishReason.STOP
         return FinishReason.LENGTH if num_tokens >= request.budget else None
 
-    def _verify(self, attempt: Attempt) -> None:
+    def _verify(self, attempt: RunningAnswer) -> None:
         """Replay: keep the cached tokens up to the first that the current weights would not have drawn."""
         request = attempt.request
         masked = {position for place in masked_places(request.spans) for position in place}
@@ -173,13 +173,13 @@ class TableEngine:
 
     # ---- events --------------------------------------------------------------------------------------------------
 
-    def _deliver(self, attempt: Attempt) -> None:
+    def _deliver(self, attempt: RunningAnswer) -> None:
         tokens = attempt.tokens[attempt.start :]
         if tokens:
             self._tell_tokens(attempt, start=attempt.start, tokens=tokens, logprobs=attempt.logprobs)
         attempt.start, attempt.logprobs, attempt.slot_s = len(attempt.tokens), [], 0.0
 
-    def _tell_tokens(self, attempt: Attempt, **fields: Any) -> None:
+    def _tell_tokens(self, attempt: RunningAnswer, **fields: Any) -> None:
         self._tell(Delta, attempt.request, version=self.version, slot_s=attempt.slot_s, **fields)
 
     def _tell(self, kind: type[EngineEvent], request: Request, **fields: Any) -> None:
