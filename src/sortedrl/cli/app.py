@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sys
@@ -83,7 +84,13 @@ def main() -> None:
     except BrokenPipeError:  # the reader of stdout, such as `head`, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except MemoryError:
+        print_error("memory ran out: lower engine.slots or learner.micro_tokens; sortedrl doctor CONFIG estimates both")
+        sys.exit(2)
     except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            print_error(f"{error.filename}: {error.strerror}; choose a shorter name")
+            sys.exit(2)
         usage = getattr(error, "format_message", None)
         if usage is None:
             raise

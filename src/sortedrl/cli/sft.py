@@ -33,7 +33,7 @@ def sft(
     rebuild_tiny: Annotated[
         bool, typer.Option("--rebuild-tiny", help="Rebuild knights-tiny even if OUT ends in .toml.")
     ] = False,
-    seed: Annotated[int | None, typer.Option(min=0, help="Seed. Default: that of CONFIG, or 0.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed. Default: that of CONFIG, or 0.")] = None,
     steps: Annotated[
         int | None, typer.Option(min=1, help="Number of batches. Default: that of CONFIG, or of the shipped model.")
     ] = None,
@@ -48,6 +48,8 @@ def sft(
         raise ConfigError(
             "KEY=VALUE and --out go with a CONFIG that ends in .toml: leave them out to rebuild the embedded model"
         )
+    if seed is not None:
+        SortedConfig(run={"seed": seed})  # refuses a seed that is out of range
     _rebuild_tiny(target, seed or 0, steps, as_json)
 
 

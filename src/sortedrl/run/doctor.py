@@ -131,6 +131,7 @@ def _configuration(path: Path, target: Target) -> list[Finding]:
 
 
 def _model(config: SortedConfig, target: Target) -> Finding:
+    from sortedrl.run.builders.engine import load_vllm_engine
     from sortedrl.run.builders.parts import build_engine, load_model, model_path
 
     try:
@@ -140,6 +141,7 @@ def _model(config: SortedConfig, target: Target) -> Finding:
         if config.engine.kind == "vllm":
             if not config.engine.address:
                 check_installed()  # checks the installation only: starting vLLM takes a minute
+            load_vllm_engine()
         else:
             build_engine(config, model, config.knobs)
     except SortedRLError as error:

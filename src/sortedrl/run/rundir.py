@@ -18,12 +18,14 @@ log = logging.getLogger(__name__)
 
 def check_writable(run_dir: Path) -> None:
     """Raise a RunDirError if no run directory can be made here."""
-    there = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.exists())
-    if not there.is_dir():
-        raise unwritable(run_dir, f"{there} is not a folder")
     try:
+        there = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.exists())
+        if not there.is_dir():
+            raise unwritable(run_dir, f"{there} is not a folder")
         with tempfile.TemporaryFile(dir=there):
             pass
+    except RunDirError:
+        raise
     except OSError as error:
         raise unwritable(run_dir, error.strerror or str(error)) from None
 

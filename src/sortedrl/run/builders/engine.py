@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,12 +19,17 @@ from sortedrl.config import SortedConfig
 from sortedrl.engine.base import Engine, Sampling
 from sortedrl.engine.local.decoder_choice import EXACT_DTYPES, choose_dtype
 from sortedrl.engine.local.engine import LocalEngine
+from sortedrl.engine.local.module_decoder import Geometry, check_supported
 from sortedrl.engine.pool.pool import Pool
 from sortedrl.engine.pool.ray_cluster import connect, disconnect, is_connected
+from sortedrl.engine.vllm.core import check_installed
 from sortedrl.engine.watchdog import Watchdog
-from sortedrl.errors import ConfigError
+from sortedrl.errors import ConfigError, EngineError
 from sortedrl.schedule import Fate, Knobs
 from sortedrl.weights import ModuleWeights, is_adapted
+
+if TYPE_CHECKING:
+    from sortedrl.engine.vllm.engine import VllmEngine
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +49,8 @@ def build_engine(
         raise ConfigError("engine.stop does not work with a pool: remove it, or set engine.replicas = 1")
     if has_members and (config.engine.address or config.engine.port):
         raise ConfigError("a pool starts its own engines: remove engine.address and engine.port")
+    if config.engine.kind == "local" and not config.engine.cluster:
+        check_cache_fits(config, model, length)
     match config.engine.kind:
         case "vllm" if has_members:
             dtype = next(model.parameters()).dtype
@@ -119,12 +126,42 @@ def check_replay(knobs: Knobs, *, is_exact: bool) -> None:
         )
 
 
+def check_cache_fits(config: SortedConfig, model: Any, max_length: int) -> None:
+    """Refuse a key-value cache that is larger than this machine's memory even at two bytes per value."""
+    if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", {}):  # Windows
+        return
+    shape = Geometry.of(check_supported(model))
+    needed = 2 * 2 * shape.num_layers * shape.kv_heads * shape.head_dim * max_length * config.slots
+    room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if torch.cuda.is_available():
+        room = max(room, int(torch.cuda.mem_get_info()[1]))
+    if needed > room:
+        raise ConfigError(
+            f"engine.slots {config.slots} of {max_length} tokens need a key-value cache of {needed / 2**30:,.0f} GiB "
+            f"or more, and this machine has {room / 2**30:,.0f} GiB: lower engine.slots or engine.max_new_tokens"
+        )
+
+
+def load_vllm_engine() -> type[VllmEngine]:
+    """The class of the vLLM engine, imported at need: its packages are optional."""
+    try:
+        from sortedrl.engine.vllm.engine import VllmEngine
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("sortedrl"):
+            raise
+        raise EngineError(
+            f"engine.kind = vllm needs {error.name}, which is not installed: pip install {error.name}, or set "
+            "engine.kind = local"
+        ) from error
+    return VllmEngine
+
+
 def build_vllm(config: SortedConfig, model: Any, max_length: int, decode: Callable[[list[int]], str] | None) -> Engine:
     """vLLM with a copy of the model. It restarts its core after half the time that the watchdog allows."""
-    from sortedrl.engine.vllm.engine import VllmEngine  # at need: vLLM is an optional dependency
-
     settings = config.engine
-    return VllmEngine(
+    if not settings.address:
+        check_installed()  # first, because its message names everything that a local vLLM needs
+    return load_vllm_engine()(
         model,
         slots=settings.slots,
         max_length=max_length,
@@ -225,10 +262,9 @@ def vllm_engine(
     **settings: Any,
 ) -> tuple[Engine, Any]:
     """Runs in an actor: a vLLM engine and a model in host memory that receives the weights."""
-    from sortedrl.engine.vllm.engine import VllmEngine
-
+    make = load_vllm_engine()
     model = empty_model(config, weights_dtype)
-    return VllmEngine(model, slots=slots, max_length=max_length, dtype=dtype, **settings), model
+    return make(model, slots=slots, max_length=max_length, dtype=dtype, **settings), model
 
 
 def empty_model(config: dict[str, Any], dtype: torch.dtype) -> Any:

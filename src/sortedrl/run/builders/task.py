@@ -18,7 +18,7 @@ from typing import Any
 
 from sortedrl.config import SortedConfig
 from sortedrl.config.sections import TaskSection
-from sortedrl.errors import ConfigError
+from sortedrl.errors import ConfigError, SortedRLError, first_line
 from sortedrl.reward.worker import NOT_COLUMNS
 from sortedrl.tasks.base import DatasetTask, RewardFunc, RowSequence, Task
 from sortedrl.tasks.files import ChosenRows, FileRows, read_rows, split_off
@@ -142,17 +142,22 @@ def _load_reward(name: str) -> Callable[..., Any]:
     module, colon, qualname = REWARDS.get(name, name).partition(":")
     if not colon or not module or not qualname:
         raise ConfigError(f"task.reward {name!r}: write module:function, or one of {', '.join(REWARDS)}")
+    if module.startswith("."):
+        raise ConfigError(f"task.reward {name!r} is relative: name the whole module, as in package.module:function")
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)  # reward workers get the same path
     try:
         function = attrgetter(qualname)(importlib.import_module(module))
-    except ConfigError:
+    except SortedRLError:
         raise
     except (ImportError, AttributeError) as error:
         raise ConfigError(
             f"task.reward {name!r} cannot be loaded: {error}; check that its module can be imported from this folder"
         ) from error
+    except Exception as error:  # the module is the user's code
+        why = f"{type(error).__name__}: {first_line(error)}"
+        raise ConfigError(f"task.reward {name!r} cannot be loaded: {why}; correct its module") from error
     if not callable(function):
         raise ConfigError(f"task.reward {name!r} is not a function: name a callable as module:function")
     return function
