@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
+import os
+import re
 import socket
 import subprocess
 import urllib.error
@@ -18,10 +21,13 @@ import pytest
 pytest.importorskip("starlette", reason="the extra `dashboard` is not installed")
 pytest.importorskip("uvicorn", reason="the extra `dashboard` is not installed")
 
+from starlette.requests import Request
+
 from sortedrl.errors import ConfigError, RunDirError
 from sortedrl.telemetry.dashboard.app import Dashboard, RunViews, check_address, open_port
 from sortedrl.telemetry.dashboard.run_list import find_runs, run_line
 from sortedrl.telemetry.dashboard.sample_page import spell
+from sortedrl.telemetry.report.report import write_report
 from tests.support.dashboard_process import COMMAND, dashboard
 from tests.support.synthetic_runs import SyntheticRun, write_run
 
@@ -179,6 +185,53 @@ def test_runs_are_found_and_told_apart(tmp_path: Path):
     assert run_line("other", found["other"]).state == "ended"
     (found["other"] / "summary.json").write_text("{}")
     assert "is not the summary of a run" in run_line("other", found["other"]).problem
+
+
+IMPOSSIBLE = ("Infinity", "-Infinity", "NaN", "1e999", "9" * 400)
+
+
+def list_of(folder: Path) -> dict[str, dict[str, Any]]:
+    """The runs that the dashboard lists, by key."""
+    answer = asyncio.run(Dashboard([folder]).runs(Request({"type": "http"})))
+    return {line["key"]: line for line in json.loads(bytes(answer.body))["runs"]}
+
+
+def test_a_run_with_impossible_numbers_does_not_hide_the_others(tmp_path: Path):
+    write_run(tmp_path / "good", SyntheticRun("sync", drain=True, updates=1))
+    events, summary = (
+        (tmp_path / "good" / name).read_text().split("\n", maxsplit=1) for name in ("events.jsonl", "summary.json")
+    )
+    for position, number in enumerate(IMPOSSIBLE):
+        for name in ("events", "summary"):
+            run = tmp_path / f"{name}-{position}"
+            run.mkdir()
+            is_in_events = name == "events"
+            slots = f'"slots":{number}' if is_in_events else '"slots":16'
+            (run / "events.jsonl").write_text("\n".join([events[0].replace('"slots":16', slots), events[1]]))
+            figure = f'"tokens_per_s": {"1" if is_in_events else number},'
+            (run / "summary.json").write_text(re.sub(r'"tokens_per_s": [^,]*,', figure, "\n".join(summary)))
+    lines = list_of(tmp_path)
+    assert len(lines) == 1 + 2 * len(IMPOSSIBLE)
+    good = lines.pop("good")
+    assert (good["problem"], good["updates"]) == ("", 1)
+    for key, line in lines.items():
+        number = IMPOSSIBLE[int(key.rpartition("-")[2])]
+        assert f"{number[:12]}" in line["problem"], key
+        assert "is not a number that a run can have" in line["problem"], key
+        with pytest.raises(RunDirError, match="is not a number that a run can have"):
+            write_report([tmp_path / key], tmp_path / "report.html")
+        assert "is not a number that a run can have" in RunViews().poll([tmp_path / key]).problem
+
+
+def test_a_name_that_is_not_text_does_not_hide_the_other_runs(tmp_path: Path):
+    write_run(tmp_path / "good", SyntheticRun("sync", drain=True, updates=1))
+    bad = Path(os.fsdecode(os.fsencode(tmp_path) + b"/bad\xff"))
+    write_run(bad, SyntheticRun("\ud800", drain=True, updates=1), has_summary=False)
+    lines = list_of(tmp_path)
+    assert lines.keys() == {"good", "bad\\udcff"}
+    assert lines["bad\\udcff"]["strategy"] == "\\ud800"
+    found = find_runs([tmp_path])["bad\\udcff"]
+    assert write_report([found], tmp_path / "report.html").stat().st_size > 0
 
 
 def test_a_run_that_grows_is_read_on(tmp_path: Path):

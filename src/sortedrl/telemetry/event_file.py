@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 from sortedrl.errors import RunDirError
 from sortedrl.telemetry.events import KINDS, SCHEMA_GAPS, SCHEMA_VERSION, Event, RunStarted
@@ -100,18 +100,15 @@ class EventFile:
 
     def _events(self, lines: list[bytes]) -> list[Event]:
         try:
-            records = json.loads(b"[" + b",".join(lines) + b"]")  # one call is far faster than one per line
-        except (ValueError, RecursionError):
+            records = parse_json(b"[" + b",".join(lines) + b"]")  # one call is far faster than one per line
+        except ValueError:
             records = []
         is_one_per_line = len(records) == len(lines)
         events = []
         for number, line in enumerate(lines):
             self.num_lines += 1
             try:
-                record = records[number] if is_one_per_line else json.loads(line.decode("utf-8", errors="replace"))
-            except (ValueError, RecursionError) as error:
-                raise RunDirError(f"{self.path}, line {self.num_lines}: not JSON; {_REMEDY}") from error
-            try:
+                record = records[number] if is_one_per_line else parse_json(line)
                 event = event_from(record)
             except ValueError as error:
                 raise RunDirError(f"{self.path}, line {self.num_lines}: {error}; {_REMEDY}") from error
@@ -120,6 +117,38 @@ class EventFile:
             else:
                 events.append(event)
         return events
+
+
+def parse_json(data: bytes) -> Any:
+    """Parse JSON. Raises ValueError if it is not JSON, or a number is not finite or needs more than 64 bits."""
+    try:
+        return _DECODER.decode(data.decode("utf-8", errors="replace"))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError("not JSON") from error
+
+
+def _parse_int(text: str) -> int:
+    if len(text) > 19 and (len(text) > 21 or abs(int(text)) >= 1 << 64):
+        raise _impossible(text)
+    return int(text)
+
+
+def _parse_float(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise _impossible(text)
+    return value
+
+
+def _parse_constant(text: str) -> NoReturn:
+    raise _impossible(text)
+
+
+def _impossible(text: str) -> ValueError:
+    return ValueError(f"{text if len(text) <= 24 else text[:20] + '...'} is not a number that a run can have")
+
+
+_DECODER = json.JSONDecoder(parse_int=_parse_int, parse_float=_parse_float, parse_constant=_parse_constant)
 
 
 def event_from(record: Record) -> Event | None:

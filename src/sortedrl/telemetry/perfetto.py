@@ -112,7 +112,7 @@ class TraceWriter:
                 self._pause(event.t, "cut")
                 self._instant(event.t, f"resumed at version {event.version}")
             case RunStarted():
-                for slot in range(event.slots):
+                for slot in range(min(event.slots, _TID_STRIDE)):
                     self._name("thread_name", SLOTS, slot, f"slot {slot}")
             case _:
                 pass

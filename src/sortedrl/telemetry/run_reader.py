@@ -6,18 +6,19 @@ nothing and writes nothing.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 from sortedrl.errors import RunDirError
 from sortedrl.ledger.run_lock import is_being_written
-from sortedrl.telemetry.event_file import FILE_NAME, EventFile, Record
+from sortedrl.telemetry.event_file import FILE_NAME, EventFile, Record, parse_json
 from sortedrl.telemetry.perfetto import TraceWriter
 from sortedrl.telemetry.summary import Summary
 from sortedrl.telemetry.view import RunView
 
 _TAIL_BYTES = 65536
+DAMAGE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What computing with damaged events raises."""
 
 
 class RunReader:
@@ -38,7 +39,7 @@ class RunReader:
         for event in events:
             try:
                 self.view.emit(event)
-            except (KeyError, TypeError, ValueError) as error:
+            except DAMAGE as error:
                 raise RunDirError(
                     f"{self.file.path}: a {event.kind} at {event.t} s is damaged ({type(error).__name__}: {error}); "
                     "restore the file from a copy"
@@ -98,8 +99,8 @@ def last_record(path: Path) -> Record:
         with path.open("rb") as file:
             file.seek(max(path.stat().st_size - _TAIL_BYTES, 0))
             lines = file.read().split(b"\n")[:-1]
-        record = json.loads(lines[-1]) if lines else {}
-    except (OSError, ValueError, RecursionError):
+        record = parse_json(lines[-1]) if lines else {}
+    except (OSError, ValueError):
         return {}
     return record if isinstance(record, dict) else {}
 
@@ -107,7 +108,7 @@ def last_record(path: Path) -> Record:
 def _slot_time(path: Path, latest: Record) -> dict[str, float]:
     """Return the shares by cause from the summary at `path`, or else those at the last update."""
     try:
-        record = json.loads(path.read_bytes()) if path.is_file() else latest
+        record = parse_json(path.read_bytes()) if path.is_file() else latest
     except (OSError, ValueError):
         record = {}
     found = record.get("slot_time") if isinstance(record, dict) else None

@@ -19,6 +19,7 @@ from sortedrl.engine.base import EngineStats
 from sortedrl.errors import RunDirError
 from sortedrl.ledger.atomic_file import atomic_file
 from sortedrl.lengths import Calibration
+from sortedrl.telemetry.event_file import parse_json
 from sortedrl.telemetry.events import Evaluated
 from sortedrl.telemetry.metrics import LedgerCounts, RunMetrics, Timing
 from sortedrl.telemetry.slot_time import MEANINGS, Cause
@@ -92,16 +93,15 @@ class Summary(BaseModel):
     @classmethod
     def read(cls, path: str | Path) -> Summary:
         try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            text = Path(path).read_bytes()
+        except OSError as error:
             raise RunDirError(f"cannot read {path}: {error}; pass the summary.json of a finished run") from error
         try:
+            parse_json(text)
             summary = cls.model_validate_json(text)
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"]) or "the whole file"
+        except ValueError as error:
             raise RunDirError(
-                f"{path} is not the summary of a run: {where}: {first['msg']}; delete it or restore it from a copy"
+                f"{path} is not the summary of a run: {_reason(error)}; delete it or restore it from a copy"
             ) from error
         if summary.schema_version > SCHEMA_VERSION:
             raise RunDirError(
@@ -109,6 +109,14 @@ class Summary(BaseModel):
                 "upgrade it"
             )
         return summary
+
+
+def _reason(error: ValueError) -> str:
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"]) or "the whole file"
+    return f"{where}: {first['msg']}"
 
 
 def summarize(

@@ -136,7 +136,6 @@ class RunView:
 
         self._trace = trace
         self._origin: float | None = None  # when the first cohort was loaded
-        self._row_of: dict[int, int] = {}  # of `busy`, by slot
         self._is_paused = False
         self._is_updating = False
         self._taken: dict[int, UpdatePoint] = {}
@@ -194,9 +193,7 @@ class RunView:
     def _begin(self, event: RunStarted, t: float) -> None:
         self.schema_note = schema_note(event)
         self.slots = max(event.slots, 1)
-        rows = min(self.slots, _MAX_SLOT_ROWS)
-        self.busy = TimeBins(rows)
-        self._row_of = {slot: slot * rows // self.slots for slot in range(self.slots)}
+        self.busy = TimeBins(min(self.slots, _MAX_SLOT_ROWS))
 
     def _load(self, event: CohortLoaded, t: float) -> None:
         self.cohort_updates.append(event.update)
@@ -238,7 +235,8 @@ class RunView:
         end = t if bar.end is None else bar.end
         bar.end, bar.outcome = end, outcome
         if end > bar.start:
-            self.busy.add(self._row_of.get(bar.slot, 0), bar.start, end)
+            row = bar.slot * len(self.busy.rows) // self.slots if 0 <= bar.slot < self.slots else 0
+            self.busy.add(row, bar.start, end)
         return end - bar.start
 
     def _requeue(self, event: SampleRequeued, t: float) -> None:

@@ -63,7 +63,7 @@
     label.append(box, name);
     head.append(label);
     const state = make("td", run.state === "ended" ? "no summary" : run.state, "left " + (run.state === "running" ? "running" : "other"));
-    if (run.problem) state.title = run.problem;
+    if (run.problem) head.append(make("div", run.problem, "note"));
     const share = run.total_samples && run.state === "running" ? `${number(run.samples)} of ${number(run.total_samples)}` : number(run.samples);
     line.append(
       head, state, make("td", run.strategy || "–", "left wide"), make("td", share), make("td", number(run.updates), "wide"),

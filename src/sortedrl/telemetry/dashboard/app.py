@@ -34,6 +34,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from sortedrl.errors import ConfigError, RunDirError, SortedRLError
+from sortedrl.reward.worker import printable
 from sortedrl.telemetry.dashboard.auth import TokenMiddleware
 from sortedrl.telemetry.dashboard.run_list import check_folders, find_runs, run_line
 from sortedrl.telemetry.dashboard.sample_page import Decode, describe_sample
@@ -147,7 +148,7 @@ class Dashboard:
         lines = [await anyio.to_thread.run_sync(run_line, key, path) for key, path in found.items()]
         lines.sort(key=lambda line: -line.changed)
         return JSONResponse(
-            {"runs": [asdict(line) for line in lines], "folders": [str(folder) for folder in self.folders]}
+            {"runs": [asdict(line) for line in lines], "folders": [printable(str(folder)) for folder in self.folders]}
         )
 
     async def sample(self, request: Request) -> Response:

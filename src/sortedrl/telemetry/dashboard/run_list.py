@@ -6,7 +6,6 @@ of a run cost a few kilobytes of reading, however large the run is.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,8 @@ from pathlib import Path
 
 from sortedrl.errors import RunDirError
 from sortedrl.ledger.run_lock import is_being_written
-from sortedrl.telemetry.event_file import FILE_NAME, Record
+from sortedrl.reward.worker import printable
+from sortedrl.telemetry.event_file import FILE_NAME, Record, parse_json
 from sortedrl.telemetry.run_reader import last_record
 from sortedrl.telemetry.summary import Summary
 
@@ -54,10 +54,11 @@ def find_runs(folders: Sequence[Path]) -> dict[str, Path]:
     count = Counter(path.name for path in found)
     runs: dict[str, Path] = {}
     for path in found:
-        key = path.name if count[path.name] == 1 else f"{path.parent.name}/{path.name}"
+        both = printable(f"{path.parent.name}/{path.name}")
+        key = both if count[path.name] > 1 else printable(path.name)
         number = 2
         while key in runs:
-            key, number = f"{path.parent.name}/{path.name} ({number})", number + 1
+            key, number = f"{both} ({number})", number + 1
         runs[key] = path
     return runs
 
@@ -86,22 +87,24 @@ def run_line(key: str, run_dir: Path) -> RunLine:
             line.updates, line.samples, line.tokens_per_s = summary.updates, summary.samples, summary.tokens_per_s
             line.accuracy = summary.accuracy_after
     except OSError as error:  # shown in the line of this run, without effect on the others
-        line.problem = str(error)
+        line.problem = printable(str(error))
     return line
 
 
 def _first(path: Path) -> Record:
     with path.open("rb") as file:
         line = file.readline(_HEAD_BYTES)
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
+    if not line.endswith(b"\n"):  # still being written, or too long
         return {}
+    try:
+        record = parse_json(line)
+    except ValueError as error:
+        raise RunDirError(f"{path}, line 1: {error}; restore the file from a copy") from error
     return record if isinstance(record, dict) else {}
 
 
 def _text(value: object) -> str | None:
-    return value if isinstance(value, str) else None
+    return printable(value) if isinstance(value, str) else None
 
 
 def _count(value: object) -> int | None:

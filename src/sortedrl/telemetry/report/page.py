@@ -15,9 +15,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from sortedrl.errors import RunDirError, first_line
 from sortedrl.telemetry.report import charts, timeline
 from sortedrl.telemetry.report.style import Chart, run_colour, run_dash
-from sortedrl.telemetry.run_reader import RunReader
+from sortedrl.telemetry.run_reader import DAMAGE, RunReader
 from sortedrl.telemetry.slot_time import MEANINGS
 from sortedrl.telemetry.summary import Summary, before_after, number, share
 from sortedrl.telemetry.view import RunView
@@ -66,6 +67,17 @@ def asset(name: str) -> str:
 def page_parts(readers: Sequence[RunReader]) -> PageParts:
     """Return the parts of a page about these runs, from the events that the readers have read so far."""
     _arrange(readers)
+    try:
+        return _page_parts(readers)
+    except DAMAGE as error:
+        names = ", ".join(str(reader.file.path) for reader in readers)
+        raise RunDirError(
+            f"the figures in {names} cannot be shown ({type(error).__name__}: {first_line(error)}); leave the damaged "
+            "run out, or restore its files from a copy"
+        ) from error
+
+
+def _page_parts(readers: Sequence[RunReader]) -> PageParts:
     runs = [reader.view for reader in readers]
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
     tiles = _tiles(runs[0].summary) if len(runs) == 1 else ""

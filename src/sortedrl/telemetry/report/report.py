@@ -42,7 +42,7 @@ def write_report(
     page = _page(page_parts(readers))
     try:
         with atomic_file(out) as file:
-            file.write(page)
+            file.write(page.encode("utf-8", "backslashreplace").decode())  # names of files may not be text
     except OSError as error:
         raise RunDirError(f"cannot write {out}: {error.strerror}; create its folder or choose another") from error
     return out
