@@ -95,7 +95,7 @@ def naughty(completions, **kwargs):
         raise ValueError("bad answer")
     if "hang" in completions:
         time.sleep(60)
-    values = {"none": None, "nan": float("nan"), "text": "1.0"}
+    values = {"none": None, "nan": float("nan"), "text": "1.0", "huge": -1e308}
     rewards = [values.get(text, 1.0) for text in completions]
     return [*rewards, 1.0] if "count" in completions else rewards
 
@@ -108,6 +108,7 @@ def naughty(completions, **kwargs):
         ("none", "no reward"),
         ("nan", "not a number"),
         ("text", "not a number"),
+        ("huge", "out of range"),
         ("raise", "exception"),
         ("hang", "timeout"),
     ],
@@ -128,6 +129,19 @@ def test_each_kind_of_error_is_counted_and_dealt_with(on_error: Any, text: str, 
             assert [got.reward for got in scores] == [1.0, 0.0]
             assert [got.is_skipped for got in scores] == [False, on_error == "skip"]
             assert pool.failure is None
+
+
+def test_a_weighted_sum_that_is_out_of_range_is_no_reward() -> None:
+    def large(completions: list[str]) -> list[float]:
+        return [1e38 for _ in completions]
+
+    with RewardPool([large, large], timeout_s=60, workers=1, weights=[3.0, 3.0]) as pool:
+        (got,) = score(pool, "answer")
+        assert got.reward == 0.0
+        assert "reward.weights" in (got.error or "")
+        assert [name.endswith(": out of range") for name in pool.errors] == [True]
+    with RewardPool(large, timeout_s=60, workers=1) as pool:
+        assert [got.reward for got in score(pool, "answer")] == [1e38]
 
 
 def make_config(folder: Path, on_error: str, **reward: Any) -> SortedConfig:

@@ -38,6 +38,7 @@ from sortedrl.reward.worker import CallFailed, FailureKind
 
 _MAX_BATCH = 64  # samples in one call
 _MIN_MEMORY_BYTES = 64 << 20  # what a bare Python process needs
+MAX_REWARD = 3.4028234663852886e38  # the largest float32; statistics over larger rewards overflow
 _MAX_CALLS = 4096  # finished calls that are kept until `take_calls`
 
 _Key = tuple[int, int]  # sample, attempt
@@ -91,6 +92,8 @@ class _Ticket:
     is_alone: bool = False  # a call with it failed: call it alone, so that no other sample fails with it
 
     def record(self, function: RewardFunction, outcome: float | str | CallFailed | None, timeout_s: float) -> None:
+        if isinstance(outcome, float | int) and abs(outcome) > MAX_REWARD:
+            outcome = CallFailed(FailureKind.OUT_OF_RANGE, f"{outcome:g}")
         if outcome is None or isinstance(outcome, float | int):
             self.values[function.index] = outcome
             return
@@ -107,7 +110,12 @@ class _Ticket:
             names = ", ".join(function.name for function in functions)
             message = f"reward function {names} returned None: make one of them return a number for each answer"
             return _Failure(kind=FailureKind.NO_REWARD, function=names, message=message)
-        return float(sum(weight * value for weight, value in given if value is not None))
+        total = float(sum(weight * value for weight, value in given if value is not None))
+        if not abs(total) <= MAX_REWARD:  # infinities of both signs add up to NaN
+            names = ", ".join(function.name for function in functions)
+            message = f"the weighted sum of {names} is {total:g}, too large for a reward: lower reward.weights"
+            return _Failure(kind=FailureKind.OUT_OF_RANGE, function=names, message=message)
+        return total
 
 
 def _explain(failed: CallFailed, timeout_s: float) -> str:
@@ -122,6 +130,8 @@ def _explain(failed: CallFailed, timeout_s: float) -> str:
             return f"raised {failed.detail}: make it return a number for malformed answers too"
         case FailureKind.MALFORMED:
             return f"{failed.detail}: make it return a list with one number per completion"
+        case FailureKind.OUT_OF_RANGE:
+            return f"returned {failed.detail} as a reward: make it return numbers that float32 can hold, up to 3.4e38"
         case FailureKind.NOT_A_NUMBER | FailureKind.NO_REWARD:
             return f"returned {failed.detail} as a reward: make it return a finite number, or None if it does not apply"
 

@@ -47,6 +47,7 @@ class FailureKind(StrEnum):
     MEMORY = "out of memory"
     MALFORMED = "malformed result"
     NOT_A_NUMBER = "not a number"
+    OUT_OF_RANGE = "out of range"
     NO_REWARD = "no reward"
 
 
