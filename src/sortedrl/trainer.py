@@ -126,8 +126,8 @@ class SortedTrainer:
             try:
                 return self._train(session, is_new=checkpoint is None)
             except SortedRLError as error:
-                if session.saver.checkpoints.versions():
-                    error.add_note(f"continue from the last checkpoint with: {self.resume_command}")
+                if versions := session.saver.checkpoints.versions():
+                    error.add_note(f"continue from checkpoint {versions[-1]} with: {self.resume_command}")
                 raise
 
     def stop(self) -> None:
@@ -184,7 +184,7 @@ class SortedTrainer:
             knobs = asdict(self.config.knobs)
             files = RunFiles.create(self.run_dir, metrics, grouped=self.config.is_grouped, knobs=knobs)
         else:
-            files = RunFiles.reopen(self.run_dir, metrics, checkpoint)
+            files = RunFiles.reopen(self.run_dir, metrics, checkpoint, self.config)
         stack.push(lambda kind, error, at: files.store.close(commit=kind is None or issubclass(kind, SortedRLError)))
         stack.callback(emit.close)
         evaluator = build_evaluator(self.config, parts, emit=emit, clock=clock)

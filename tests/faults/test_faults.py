@@ -23,6 +23,7 @@ from sortedrl.errors import ConfigError, EngineError, LedgerError, RunDirError
 from sortedrl.ledger.reader import Ledger
 from sortedrl.ledger.store import Store
 from sortedrl.ledger.verify import verify
+from sortedrl.run.checkpoint_folder import Checkpoints
 from sortedrl.telemetry.summary import Summary
 from sortedrl.trainer import SortedTrainer
 from tests.support.small_disk import mount_small_disk
@@ -90,8 +91,9 @@ def test_an_engine_that_raises(tmp_path: Path) -> None:
 
     with failing_after(40, break_down), pytest.raises(EngineError, match=r"failed in poll.*device lost") as caught:
         train(config)
+    newest = Checkpoints(config.run_dir / "checkpoints").versions()[-1]
     assert caught.value.__notes__ == [
-        f"continue from the last checkpoint with: sortedrl train --resume {config.run_dir}"
+        f"continue from checkpoint {newest} with: sortedrl train --resume {config.run_dir}"
     ]
     check_goes_on(config)
 

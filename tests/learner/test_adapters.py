@@ -11,9 +11,10 @@ import torch
 
 from sortedrl.config import SortedConfig
 from sortedrl.engine.vllm.adapter import AdapterFolder, find_adapter_fault
-from sortedrl.errors import EngineError
+from sortedrl.errors import EngineError, LearnerError
 from sortedrl.learner.lora import adapt
 from sortedrl.run.builders.engine import engine_model
+from sortedrl.run.checkpoint_folder import save_checkpoint
 from sortedrl.weights import ModuleWeights, adapter_tensors, base_copy
 from tests.support.tiny_models import tiny_model
 
@@ -163,3 +164,12 @@ def test_which_engines_get_adapters_and_which_get_full_weights(
 def test_a_model_without_adapters_is_taken_as_it_is() -> None:
     model = tiny_model()
     assert engine_model(SortedConfig(engine={"kind": "vllm"}), model, ModuleWeights(model)) is model
+
+
+def test_adapters_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
+    model = adapted()
+    with torch.no_grad():
+        next(parameter for parameter in model.parameters() if parameter.requires_grad).fill_(float("inf"))
+    with pytest.raises(LearnerError, match=r"lora_.*lower learner\.lr"):
+        save_checkpoint(tmp_path / "1", model, None)
+    assert not (tmp_path / "1").exists()

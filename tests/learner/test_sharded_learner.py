@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -18,6 +19,7 @@ import torch
 from sortedrl.config import SortedConfig
 from sortedrl.engine.pool.ray_cluster import connect, disconnect
 from sortedrl.errors import ConfigError, LearnerError
+from sortedrl.learner.base import UpdateResult
 from sortedrl.learner.sharded.learner import ShardedLearner
 from sortedrl.learner.torch import TorchLearner
 from sortedrl.learner.unscored import SkippingLearner
@@ -104,6 +106,23 @@ def test_samples_that_could_not_be_scored_have_no_weight(sharded: tuple[ShardedL
     learner.skip(batch.samples[0].id, batch.samples[0].attempt)
     metrics = learner.start(batch).result().metrics
     assert metrics["num_tokens"] == sum(sample.num_tokens for sample in batch.samples[1:])
+
+
+class BrokenRanks:
+    """Ranks whose update returns weights that are not finite."""
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        name, parameter = next(make_model().named_parameters())
+        weights = {name: np.full(tuple(parameter.shape), np.nan, dtype=np.float32)}
+        return [(UpdateResult(optimizer_steps=1), weights)] if method == "update" else [None]
+
+    def close(self) -> None: ...
+
+
+def test_the_driver_checks_the_weights_that_ranks_return() -> None:
+    learner = ShardedLearner(make_model(), SETTINGS, temperature=1.0, ranks=BrokenRanks())
+    with pytest.raises(LearnerError, match=r"weights after update 0 .*not finite.*lower learner\.lr"):
+        learner.start(batch_of(0)).result()
 
 
 def test_ranks_listen_on_loopback(sharded: tuple[ShardedLearner, Any]) -> None:

@@ -140,7 +140,16 @@ def test_gradients_are_clipped() -> None:
     assert metrics["grad_norm"] > 1e-3  # the metric is the norm before
 
 
-def test_steps_that_are_not_finite_are_skipped_and_three_in_a_row_stop_the_run() -> None:
+def test_a_step_that_makes_weights_infinite_stops_the_run() -> None:
+    model = make_model()
+    learner = TorchLearner(model, Settings(lr=1e40), temperature=1.0)
+    with pytest.raises(LearnerError, match=r"update 0 .*not finite.*lower learner\.lr"):
+        learner.start(make_batch(model))
+
+
+def test_steps_that_are_not_finite_are_skipped_and_three_in_a_row_stop_the_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model = make_model()
     learner = TorchLearner(model, Settings(), temperature=1.0)
     good, bad = make_batch(model), make_batch(model)
@@ -152,6 +161,10 @@ def test_steps_that_are_not_finite_are_skipped_and_three_in_a_row_stop_the_run()
         assert result.metrics["skipped_steps"] == 1
         assert all(math.isfinite(value) for value in result.metrics.values())
     assert all(torch.equal(before[name], value) for name, value in weights(model).items())
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warned) == 2
+    assert "update 0" in warned[0]
+    assert "not finite" in warned[0]
     assert learner.start(good).result().optimizer_steps == 1
     learner.start(bad)
     learner.start(bad)

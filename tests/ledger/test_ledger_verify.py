@@ -300,6 +300,10 @@ MUTATIONS: Mapping[str, tuple[str, list[str]]] = {
         "UPDATE lineages SET version = 1 WHERE lineage = 1",
         ["lineage: lineage 1 went on from version 1, but row 48 is of version 2"],
     ),
+    "change of a lineage that is not there": (
+        "INSERT INTO changes VALUES (7, 'learner.lr', '1', '2')",
+        ["lineage: lineage 7 changed learner.lr, but there is no such lineage"],
+    ),
     "lineage left out": (
         "UPDATE lineages SET lineage = 3 WHERE lineage = 1",
         ["lineage: lineages are numbered [0, 3]"],

@@ -21,7 +21,9 @@ from hypothesis import strategies as st
 from sortedrl.buffer import Buffer
 from sortedrl.controller import Controller, LoopParts
 from sortedrl.errors import DamagedLedgerError, DataError, LedgerError
+from sortedrl.ledger.reader import Ledger
 from sortedrl.ledger.store import DurableBuffer, Store
+from sortedrl.ledger.verify import verify
 from sortedrl.records import FinishReason, Mode, Prompt, Sample, Segment, State
 from sortedrl.schedule import Strategy
 from sortedrl.telemetry.events import SampleRequeued, WeightsPublished
@@ -438,6 +440,29 @@ def test_what_ran_when_a_process_ended_is_cut(tmp_path: Path) -> None:
     cuts = rows(store, "SELECT seq, sample, attempt FROM steps WHERE step = 'cut'")
     assert [cut[1:] for cut in cuts] == [(1, 1), (1, 2)]
     assert rows(store, "SELECT lineage, cut_seq + 1 FROM lineages")[1:] == [(1, cuts[0][0]), (2, cuts[1][0])]
+
+
+def test_settings_that_change_on_resume_are_recorded_also_in_a_ledger_of_before(tmp_path: Path) -> None:
+    store, buffer = create_ledger(tmp_path)
+    buffer.load([make_sample(0)])
+    store.close()
+    with sqlite3.connect(store.path) as connection:
+        connection.execute("DROP TABLE changes")  # as older versions wrote it
+    connection.close()
+    with Ledger(store.path) as ledger:
+        assert [lineage.changes for lineage in ledger.lineages] == [()]
+    store, _ = Store.reopen(
+        store.path, store.seq, {"learner.lr": (0.5, 1e-3), "learner.betas": ([0.9, 0.95], [0.8, 0.9])}
+    )
+    store.snapshot(tmp_path / "copy.sqlite")
+    store.close()
+    for path in (store.path, tmp_path / "copy.sqlite"):
+        with Ledger(path) as ledger:
+            assert [[str(change) for change in lineage.changes] for lineage in ledger.lineages] == [
+                [],
+                ["learner.betas [0.9, 0.95] -> [0.8, 0.9]", "learner.lr 0.5 -> 0.001"],
+            ]
+            assert verify(ledger).violations == []
 
 
 def test_one_process_writes(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from sortedrl.errors import ConfigError, RunDirError
+from sortedrl.errors import ConfigError, LearnerError, RunDirError
 from sortedrl.learner.torch import TorchLearner
 from sortedrl.run.checkpoint_folder import OPTIMIZER_FILE, STATE_FILE, Checkpoints, load_state
 from sortedrl.run.manifest import MANIFEST_FILE, find_damage
@@ -106,6 +106,18 @@ def test_old_ones_go_only_when_the_next_is_in_place(tmp_path: Path) -> None:
         save(checkpoints, 3, add=fail)
     assert names(tmp_path) == {"2"}
     assert checkpoints.latest() == tmp_path / "2"
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_weights_that_are_not_finite_replace_no_checkpoint(tmp_path: Path, value: float) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    save(checkpoints, 1)
+    broken = make_model()
+    with torch.no_grad():
+        broken.lm_head.weight[3, 2] = value
+    with pytest.raises(LearnerError, match=r"lm_head\.weight.*lower learner\.lr"):
+        checkpoints.save(2, broken, TOKENIZER)
+    assert names(tmp_path) == {"1"}
 
 
 def test_a_version_can_be_saved_again(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from pathlib import Path
 
@@ -10,6 +11,11 @@ import torch
 from safetensors.torch import load_file
 
 from sortedrl.config import SortedConfig
+from sortedrl.errors import DataError, EngineError, LearnerError
+from sortedrl.ledger.reader import Ledger
+from sortedrl.ledger.verify import verify
+from sortedrl.run.checkpoint_folder import STATE_FILE
+from sortedrl.run.manifest import write_manifest
 from sortedrl.telemetry.event_file import read_events
 from sortedrl.telemetry.events import BatchTaken, Event, UpdateDone
 from sortedrl.telemetry.summary import Summary
@@ -92,3 +98,88 @@ def test_a_run_that_was_stopped_and_resumed_equals_one_that_was_not(strategy: st
         torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-5)
     assert resumed.ledger is not None
     assert (resumed.ledger.loaded, resumed.ledger.lost, resumed.ledger.duplicated) == (16 * UPDATES, 0, 0)
+
+
+# ---- weights that broke ----------------------------------------------------------------------------------------------
+
+PUZZLES = [
+    {"prompt": f"{one} says {two}-knave . {two} says {one}-knight . ?", "level": number}
+    for number, (one, two) in enumerate([("Ann", "Bob"), ("Bob", "Ann")] * 8)
+]
+
+
+def train_on(rows: list[dict], config: SortedConfig, *, resume: bool = False, stop_after: int = 0) -> Summary:
+    stop = StopAfter(stop_after)
+    rewards = lambda completions: [float(len(text) % 3) for text in completions]  # noqa: E731  (called in a thread)
+    trainer = SortedTrainer("knights-tiny", rewards, config, rows, sinks=[stop], quiet=True)
+    stop.trainer = trainer
+    return trainer.train(resume=resume)
+
+
+def small_config(folder: Path, **sections: dict) -> SortedConfig:
+    small = {"engine": {"slots": 16, "max_new_tokens": 24}, "eval": {"prompts": 0}}
+    return make_config(folder, "small", "sync", **{"run": {"samples": 64}, **small, **sections})
+
+
+def with_learner(config: SortedConfig, **values: object) -> SortedConfig:
+    tree = config.model_dump()
+    tree["learner"].update(values)
+    return SortedConfig(**tree)
+
+
+def test_broken_weights_end_the_run_and_a_lower_rate_lets_it_go_on(tmp_path: Path) -> None:
+    config = small_config(tmp_path, checkpoint={"every_updates": 1, "keep": 1})
+    assert train_on(PUZZLES, config, stop_after=2).status == "stopped"
+    with pytest.raises(LearnerError, match=r"weights after update 2 .*lower learner\.lr") as caught:
+        train_on(PUZZLES, with_learner(config, lr=1e42), resume=True)
+    assert caught.value.__notes__ == [
+        f"continue from checkpoint 2 with: sortedrl train --resume {config.run_dir}",
+    ]
+    assert [folder.name for folder in (config.run_dir / "checkpoints").iterdir()] == ["2"]
+    assert all(bool(value.isfinite().all()) for value in weights(config.run_dir).values())
+    resumed = train_on(PUZZLES, with_learner(config, lr=1e-5, betas=(0.8, 0.9)), resume=True)
+    assert (resumed.status, resumed.updates) == ("complete", 4)
+    with Ledger(config.run_dir) as ledger:
+        changes = [[str(change) for change in lineage.changes] for lineage in ledger.lineages]
+        assert verify(ledger).violations == []
+    assert changes == [
+        [],
+        ["learner.lr 0.001 -> 1e+42"],
+        ["learner.betas [0.9, 0.95] -> [0.8, 0.9]", "learner.lr 0.001 -> 1e-05"],
+    ]
+
+
+def test_answers_that_all_fail_replace_no_checkpoint(tmp_path: Path) -> None:
+    config = small_config(
+        tmp_path, run={"samples": 96}, learner={"lr": 1e10}, checkpoint={"every_updates": 1, "keep": 1}
+    )
+    with pytest.raises(EngineError, match="every answer of 3 updates in a row failed"):
+        train_on(PUZZLES, config)
+    assert [folder.name for folder in (config.run_dir / "checkpoints").iterdir()] == ["1"]
+
+
+# ---- the dataset ----------------------------------------------------------------------------------------------------
+
+
+def test_a_dataset_that_changed_is_refused_on_resume(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    train_on(PUZZLES, config, stop_after=1)
+    before = {path: path.read_bytes() for path in config.run_dir.rglob("*") if path.is_file()}
+    with pytest.raises(DataError, match=r"dataset had 16 rows when the run was saved and has 5 rows now"):
+        train_on(PUZZLES[:5], config, resume=True)
+    changed = [{**row, "level": 99} if number in (3, 7) else row for number, row in enumerate(PUZZLES)]
+    with pytest.raises(DataError, match=r"row dataset/3 .*2 rows"):
+        train_on(changed, config, resume=True)
+    assert all(path.read_bytes() == content for path, content in before.items() if path.name != "lock")
+    assert train_on(PUZZLES, config, resume=True).status == "complete"
+
+
+def test_a_checkpoint_of_before_without_a_fingerprint_resumes(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    train_on(PUZZLES, config, stop_after=1)
+    (checkpoint,) = (config.run_dir / "checkpoints").iterdir()
+    state = json.loads((checkpoint / STATE_FILE).read_text())
+    del state["extra"]["rows"]
+    (checkpoint / STATE_FILE).write_text(json.dumps(state))
+    write_manifest(checkpoint)
+    assert train_on([*PUZZLES, *PUZZLES], config, resume=True).status == "complete"

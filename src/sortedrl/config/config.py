@@ -47,7 +47,8 @@ _MAX_PARTS = 3  # of a dotted key, as in `task.columns.prompt`
 _LONG_KEY = re.compile(r"""(?<![\w-])(?:[\w-]++["']?\s*+\.\s*+["']?){1000}""")
 _SHOWN = 200  # characters of a value or an override in a message
 
-# Keys that may differ when a run is resumed: they change neither the finished part of the run nor its meaning.
+# Keys that may differ when a run is resumed: they change neither the finished part of the run nor its meaning. The
+# optimiser's settings are among them, so that a run whose weights broke can go on; the ledger records such changes.
 CHANGEABLE = frozenset(
     {
         "run.dir",
@@ -77,6 +78,13 @@ CHANGEABLE = frozenset(
         "reward.on_error",
         "learner.micro_tokens",
         "learner.recompute",
+        "learner.lr",
+        "learner.lr_final",
+        "learner.warmup_samples",
+        "learner.weight_decay",
+        "learner.betas",
+        "learner.grad_clip",
+        "learner.critic_lr",
         "eval.every_samples",
         "checkpoint.save",
         "checkpoint.every_updates",
@@ -185,19 +193,22 @@ class SortedConfig(Section):
 
     def check_resumable(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
         """Refuse to resume a run with settings that would change its meaning; `saved` is what `resolved` returned."""
-        for section, values in self.resolved().items():
-            for key, value in values.items():
-                # A run saved by an older version of this package lacks newer keys: it used their defaults.
-                name, before = f"{section}.{key}", saved.get(section, {}).get(key, value)
-                if any(REDACTED in text for text in _texts(before)):  # older versions saved redacted values
-                    value = redact({key: value})[key]
-                if value != before and name not in CHANGEABLE:
-                    is_alike = redact_text(repr(value)) == redact_text(repr(before))
-                    note = ", which differ in what looks like a secret" if is_alike else ""
-                    raise ConfigError(
-                        f"{name} was {before!r} when the run was saved and is {value!r} here{note}: set it back, or "
-                        f"start a new run; these keys may change: {', '.join(sorted(CHANGEABLE))}"
-                    )
+        for name, (before, value) in _differences(saved, self.resolved()).items():
+            if name not in CHANGEABLE:
+                is_alike = redact_text(repr(value)) == redact_text(repr(before))
+                note = ", which differ in what looks like a secret" if is_alike else ""
+                raise ConfigError(
+                    f"{name} was {before!r} when the run was saved and is {value!r} here{note}: set it back, or "
+                    f"start a new run; these keys may change: {', '.join(sorted(CHANGEABLE))}"
+                )
+
+    def changes_since(self, saved: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[Any, Any]]:
+        """The keys that differ from `saved`, without secrets, each with the value before and now.
+
+        The place of the run directory does not count.
+        """
+        changes = _differences(redact(saved), redact(self.resolved()))
+        return {name: values for name, values in changes.items() if name not in ("run.dir", "run.name")}
 
     def check_startable(self) -> None:
         """Refuse a configuration that holds a secret or a redaction mark: a run saves its configuration as it is."""
@@ -254,6 +265,22 @@ def reference() -> str:
             lines.append(f"| `{key}` | {_default_text(field.default)} | {on_resume} | {meaning} |")
         lines.append("")
     return "\n".join(lines)
+
+
+def _differences(
+    saved: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]]
+) -> dict[str, tuple[Any, Any]]:
+    """Keys whose values differ, each with the saved value and the value now."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for section, values in now.items():
+        for key, value in values.items():
+            # A run saved by an older version of this package lacks newer keys: it used their defaults.
+            before = saved.get(section, {}).get(key, value)
+            if any(REDACTED in text for text in _texts(before)):  # older versions saved redacted values
+                value = redact({key: value})[key]
+            if value != before:
+                found[f"{section}.{key}"] = (before, value)
+    return found
 
 
 def _without_none(section: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,8 @@ Guarantees:
 - advantages come from the whole batch, mini-batches follow the batch's order, and the size of micro-batches changes no
   result;
 - a sample without tokens counts in its group's statistics and nowhere else;
-- a step whose loss or gradient is not finite is not taken; after three in a row the batch is saved and the run stops;
+- a step whose loss or gradient is not finite is not taken, with a warning; after three in a row the batch is saved and
+  the run stops. It also stops when a step makes weights that are not finite;
 - if gradients do not fit in memory, they are computed again in micro-batches of half the size, before any weight moves;
 - the module's train or eval mode and its attention are restored after every update, also after a failed one.
 """
@@ -31,6 +32,7 @@ from sortedrl.learner.advantage import AdvantageEstimator
 from sortedrl.learner.algorithms import advantage_function_of, needs_more_siblings, objective_of
 from sortedrl.learner.base import UpdateResult
 from sortedrl.learner.critic import Critic, value_loss
+from sortedrl.learner.finite_weights import check_update
 from sortedrl.learner.logprobs import LogprobScorer, Scores
 from sortedrl.learner.loss import divergence, policy_loss
 from sortedrl.learner.loss_inputs import (
@@ -212,8 +214,12 @@ class TorchLearner:
         finally:
             self.model.train(was_training)
             self.optimizer.zero_grad()
+        self._check_update(batch, result)
         self._renew_snapshot()
         return result
+
+    def _check_update(self, batch: Batch, result: UpdateResult) -> None:
+        check_update(batch.update, result, self._parameters().items())
 
     def _train(self, batch: Batch) -> UpdateResult:
         inputs, metrics = self._prepare(batch)

@@ -48,12 +48,25 @@ ORDER BY seq
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
+class SettingChange:
+    """A setting that a process changed when it resumed the run. Values are JSON."""
+
+    key: str
+    old_value: str
+    new_value: str
+
+    def __str__(self) -> str:
+        return f"{self.key} {self.old_value} -> {self.new_value}"
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
 class Lineage:
     """The rows that one process wrote: it continued after row `cut_seq`, with the weights of `version`."""
 
     lineage: int
     cut_seq: int
     version: int
+    changes: tuple[SettingChange, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -248,11 +261,22 @@ class Ledger:
                 "that wrote it"
             )
         self.knobs = _knobs(self.path, self.meta.get("knobs", "{}"))
+        self.changes = self._read_changes()
         query = "SELECT lineage, cut_seq, version FROM lineages ORDER BY lineage"
         self.lineages = [
-            Lineage(lineage=number, cut_seq=at, version=version) for number, at, version in self.rows(query)
+            Lineage(lineage=number, cut_seq=at, version=version, changes=tuple(self.changes.get(number, ())))
+            for number, at, version in self.rows(query)
         ]
         self._published: list[tuple[int, int]] = list(self.rows("SELECT seq, version FROM versions ORDER BY seq"))
+
+    def _read_changes(self) -> dict[int, list[SettingChange]]:
+        """Changed settings by lineage. A ledger of an older version has no table of them."""
+        changes: dict[int, list[SettingChange]] = {}
+        if self.one("SELECT count(*) FROM sqlite_master WHERE type = 'table' AND name = 'changes'"):
+            query = "SELECT lineage, key, old_value, new_value FROM changes ORDER BY lineage, key"
+            for number, key, old, new in self.rows(query):
+                changes.setdefault(number, []).append(SettingChange(key=key, old_value=old, new_value=new))
+        return changes
 
     def _waiting(self, since: int, sample: int, cohort: int, state: State) -> Waiting:
         answer = StoredAnswer()

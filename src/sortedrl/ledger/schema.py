@@ -106,6 +106,18 @@ CREATE INDEX steps_by_sample ON steps (sample);
 CREATE INDEX segments_by_sample ON segments (sample);
 CREATE INDEX samples_by_cohort ON samples (cohort);
 """
+# Not of the journal, and not needed to restore a buffer. Ledgers of older versions get it when they are opened for
+# writing; older versions of this package ignore it. So the schema version stays.
+CHANGES = """
+CREATE TABLE IF NOT EXISTS changes (  -- settings that differ from those of the checkpoint that a lineage went on from
+    lineage INTEGER NOT NULL,
+    key TEXT NOT NULL,
+    old_value TEXT NOT NULL,  -- JSON
+    new_value TEXT NOT NULL,  -- JSON
+    PRIMARY KEY (lineage, key)
+) STRICT;
+"""
+SCHEMA += CHANGES
 
 # The tables numbered by seq, with their number of columns.
 JOURNAL = {
@@ -170,6 +182,7 @@ def open_file(path: Path) -> sqlite3.Connection:
             connection.execute("BEGIN IMMEDIATE")  # fail now, not hours later, if the file is locked or read-only
             connection.execute("ROLLBACK")
             _check_whole(path, connection)
+            connection.execute(CHANGES)
     return connection
 
 
@@ -183,7 +196,7 @@ def copy_file(connection: sqlite3.Connection, path: Path, *, run: Path) -> None:
             connection.execute("PRAGMA copy.synchronous = OFF")
             connection.execute("BEGIN")
             connection.execute("DELETE FROM copy.meta")
-            for table in ("meta", "lineages", *JOURNAL):
+            for table in ("meta", "lineages", "changes", *JOURNAL):
                 if table != "segments":
                     connection.execute(f"INSERT INTO copy.{table} SELECT * FROM main.{table}")  # noqa: S608
             connection.execute(_COPY_SEGMENTS)

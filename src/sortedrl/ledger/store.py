@@ -76,16 +76,19 @@ class Store:
         return store
 
     @classmethod
-    def reopen(cls, path: str | Path, seq: int) -> tuple[Store, DurableBuffer]:
+    def reopen(
+        cls, path: str | Path, seq: int, changes: Mapping[str, tuple[Any, Any]] | None = None
+    ) -> tuple[Store, DurableBuffer]:
         """Open a ledger, delete the rows after `seq`, and begin a lineage; returns the store and the restored buffer.
 
-        A damaged ledger raises `DamagedLedgerError` before the lineage begins, and the file is closed again.
+        `changes`: as for `begin_lineage`. A damaged ledger raises `DamagedLedgerError` before the lineage begins, and
+        the file is closed again.
         """
         store = cls.open(path)
         try:
             store.truncate(seq)
             buffer = store.restore()  # before `begin_lineage`: reading the samples is what finds damage in them
-            store.begin_lineage()
+            store.begin_lineage(changes)
         except BaseException:
             store.close(commit=False)
             raise
@@ -112,10 +115,11 @@ class Store:
         self._num_pending = self._num_bytes = 0
         self._committed_at = perf_counter()
 
-    def begin_lineage(self) -> int:
+    def begin_lineage(self, changes: Mapping[str, tuple[Any, Any]] | None = None) -> int:
         """Let this process write after the last row, under a new lineage number, which it returns.
 
-        Attempts that an earlier process left running have ended: each gets a `cut` row.
+        Attempts that an earlier process left running have ended: each gets a `cut` row. `changes` are the settings that
+        this process changes, by key: the value before and the value now.
         """
         assert not self._num_pending, "commit the pending rows before a lineage begins"
         with self._timed(), self._transaction(durable=True) as connection:
@@ -123,6 +127,10 @@ class Store:
             lineage = 0 if last is None else last + 1
             begun = (lineage, self._seq, last_version(connection))
             connection.execute("INSERT INTO lineages VALUES (?, ?, ?)", begun)
+            connection.executemany(
+                "INSERT INTO changes VALUES (?, ?, ?, ?)",
+                [(lineage, key, json.dumps(old), json.dumps(new)) for key, (old, new) in (changes or {}).items()],
+            )
             running = connection.execute(RUNNING).fetchall()
             cuts = [(seq, *attempt, "cut", None) for seq, attempt in enumerate(running, start=self._seq + 1)]
             connection.executemany(INSERT["steps"], cuts)

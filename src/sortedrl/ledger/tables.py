@@ -102,7 +102,8 @@ def _show_overview(ledger: Ledger, console: Console, as_json: bool) -> None:
         console.print(_staleness_table(overview, "#" if console.options.ascii_only else "█"))
     for lineage in overview.lineages[1:]:
         where = f"row {lineage.cut_seq:,}, version {lineage.version}"
-        _write(console, f"resumed as lineage {lineage.lineage} from {where}")
+        changed = "".join(f"; {change}" for change in lineage.changes)
+        _write(console, f"resumed as lineage {lineage.lineage} from {where}{changed}")
 
 
 def _cohort_table(overview: Overview) -> Table:

@@ -295,6 +295,9 @@ class _Proof:
         numbers = [lineage.lineage for lineage in ledger.lineages]
         if numbers != list(range(len(numbers))):
             self.broken("lineage", None, f"lineages are numbered {numbers}")
+        for number in ledger.changes.keys() - set(numbers):
+            keys = ", ".join(change.key for change in ledger.changes[number])
+            self.broken("lineage", None, f"lineage {number} changed {keys}, but there is no such lineage")
 
     # ---- one check for each table -----------------------------------------------------------------------------------
 

@@ -6,7 +6,8 @@ A model with adapters is saved twice: merged, as any other model, and the adapte
 
 Guarantees: a folder appears under its name only when it is complete, because it is written under another name,
 described by a manifest, synced to disk and then renamed; if the process is killed at any moment, `latest` still finds
-a whole checkpoint if there was one before. Only the process that holds the run's lock may write.
+a whole checkpoint if there was one before; weights that are not finite are never saved. Only the process that holds
+the run's lock may write.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sortedrl.errors import ConfigError, RunDirError, SortedRLError
+from sortedrl.learner.finite_weights import check_weights
 from sortedrl.learner.lora import save_adapted
 from sortedrl.learner.model import load_model, no_progress_bars
 from sortedrl.run.atomic_folder import parse_temporary, remove, written_whole
@@ -61,9 +63,11 @@ def save_checkpoint(
 ) -> Path:
     """Write model, tokenizer, optimiser and `extra` (JSON values) to `folder`, replacing an existing checkpoint.
 
-    `add` is called with the temporary folder, and may write further files to it.
+    `add` is called with the temporary folder, and may write further files to it. Raises LearnerError before anything is
+    written if the trained weights are not finite.
     """
     folder = Path(folder)
+    check_weights(f"the weights to save as {folder}", model.named_parameters())
     with _writing(folder), written_whole(folder) as temporary:
         with no_progress_bars():
             if is_adapted(model):

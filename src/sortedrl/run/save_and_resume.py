@@ -57,12 +57,16 @@ class RunFiles:
         )
 
     @classmethod
-    def reopen(cls, run_dir: Path, metrics: RunMetrics, checkpoint: Path) -> RunFiles:
-        """The files of a resumed run, cut to what they held when `checkpoint` was written."""
+    def reopen(cls, run_dir: Path, metrics: RunMetrics, checkpoint: Path, config: SortedConfig) -> RunFiles:
+        """The files of a resumed run, cut to what they held when `checkpoint` was written.
+
+        The ledger records which settings of `config` differ from those of the checkpoint.
+        """
         state = load_state(checkpoint)
         # A later checkpoint that was skipped as damaged must not come back once the files are cut.
         Checkpoints(run_dir / CHECKPOINTS).drop_after(state["version"])
-        store, buffer = _reopen_ledger(run_dir / LEDGER_FILE, checkpoint / LEDGER_FILE, state["seq"])
+        changes = config.changes_since(state["config"])
+        store, buffer = _reopen_ledger(run_dir / LEDGER_FILE, checkpoint / LEDGER_FILE, state["seq"], changes)
         if buffer.version != state["version"]:
             store.close(commit=False)
             raise RunDirError(
@@ -110,8 +114,15 @@ class RunSaver:
         return self.every_updates > 0 and num_updates % self.every_updates == 0
 
     def run(self, buffer: Buffer, controller_state: Mapping[str, Any]) -> None:
-        """Save the whole run, unless nothing has happened since the last checkpoint."""
+        """Save the whole run, unless nothing has happened since the last checkpoint.
+
+        Nor is it saved if every answer of the last update failed and an earlier checkpoint exists: such answers teach
+        nothing, and weights that cannot answer must not replace sound ones.
+        """
         parts, began = self.parts, self.clock.now()
+        if controller_state.get("num_failed_updates") and self.checkpoints.versions():
+            log.warning("no checkpoint is written, because every answer of the last update failed")
+            return
         synced = self.files.sync()
         if synced["seq"] == self.last_seq:
             return
@@ -122,6 +133,7 @@ class RunSaver:
             "clock_s": self.clock.now(),
             "controller": dict(controller_state),
             "loader": parts.loader.state_dict(),
+            "rows": parts.rows.state_dict(),
             "evaluated_at": self.evaluator.last_run,
             "stats": asdict(self.stats()),
             "reward_errors": dict(parts.rewards.errors),
@@ -155,17 +167,17 @@ def restore(parts: RunParts, evaluator: Evaluator, version: int, checkpoint: Pat
     return state
 
 
-def _reopen_ledger(path: Path, copy: Path, seq: int) -> tuple[Store, Buffer]:
+def _reopen_ledger(path: Path, copy: Path, seq: int, changes: Mapping[str, tuple[Any, Any]]) -> tuple[Store, Buffer]:
     """Open the ledger, cut at row `seq`. The checkpoint's copy replaces a damaged one."""
     try:
-        return Store.reopen(path, seq)
+        return Store.reopen(path, seq, changes)
     except DamagedLedgerError as error:
         if not copy.is_file():
             raise
         log.warning("%s. The copy %s replaces it; it has no tokens of trained samples", error, copy)
     _move_aside(path)
     shutil.copyfile(copy, path)
-    return Store.reopen(path, seq)
+    return Store.reopen(path, seq, changes)
 
 
 def _move_aside(path: Path) -> None:

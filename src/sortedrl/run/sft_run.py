@@ -19,6 +19,7 @@ import torch
 
 from sortedrl.config import SortedConfig
 from sortedrl.errors import DataError
+from sortedrl.learner.finite_weights import check_weights
 from sortedrl.learner.model import check_model_folder, load_tokenizer, read_window
 from sortedrl.learner.pack import check_packing
 from sortedrl.learner.sft import Example, OnStep, SftRates, SftResult, finetune, length_batches
@@ -53,6 +54,7 @@ def run_sft(
         on_start(steps)
     rates = SftRates(muon=None, adamw=settings.lr, warmup_steps=settings.warmup_steps)
     result = finetune(model, stream, steps=steps, **limits, rates=rates, is_packed=True, on_step=on_step)
+    check_weights(f"the weights after {steps} steps", model.named_parameters(), remedy="lower sft.lr and start again")
     save_checkpoint(out, model, tokenizer, extra={"sft": {"steps": steps, "config": config.resolved()}})
     return result
 

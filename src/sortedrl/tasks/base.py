@@ -10,7 +10,7 @@ epoch every row of a finite dataset occurs once; the id of a prompt names its ro
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -146,6 +146,12 @@ class PromptStream:
         self.cursor += num_prompts
         return taken
 
+    def first_rows(self, num_rows: int) -> Iterator[tuple[int, Row]]:
+        """The rows of the first prompts of the stream, each with its number in its file. The cursor stays."""
+        for position in range(num_rows):
+            _, number, row = self._row_at(position)
+            yield number, row
+
     def state_dict(self) -> dict[str, int]:
         return {"cursor": self.cursor, "seed": self.seed}
 
@@ -158,13 +164,18 @@ class PromptStream:
         self.cursor = state["cursor"]
 
     def _at(self, position: int) -> tuple[int, Prompt]:
-        size = self.task.train.size
-        epoch, index = (0, position) if size is None else self._shuffled(*divmod(position, size), size)
-        rows = self.task.train
-        number = rows.numbers[index] if isinstance(rows, DatasetRows) else index
+        epoch, number, row = self._row_at(position)
         return epoch, make_prompt(
-            rows.row(index), self.tokenizer, prompt_id=f"{self.task.name}/{number}", max_tokens=self.max_prompt_tokens
+            row, self.tokenizer, prompt_id=f"{self.task.name}/{number}", max_tokens=self.max_prompt_tokens
         )
+
+    def _row_at(self, position: int) -> tuple[int, int, Row]:
+        """Epoch, number in its file, and row at a position of the stream."""
+        rows = self.task.train
+        size = rows.size
+        epoch, index = (0, position) if size is None else self._shuffled(*divmod(position, size), size)
+        number = rows.numbers[index] if isinstance(rows, DatasetRows) else index
+        return epoch, number, rows.row(index)
 
     def _shuffled(self, epoch: int, offset: int, size: int) -> tuple[int, int]:
         if self._order is None or self._order[0] != epoch:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from sortedrl.learner.base import UpdateResult
+from sortedrl.learner.finite_weights import check_update
 from sortedrl.learner.optimizer import LearnerSettings
 from sortedrl.learner.pack import check_packing
 from sortedrl.learner.sharded.shards import skeleton_of, weights_of
@@ -99,4 +100,5 @@ class ShardedLearner:
         with torch.no_grad():
             for name, array in arrays.items():
                 parameters[name].copy_(tensor_of(array, is_floating=True))
+        check_update(batch.update, result, parameters.items())
         return result

@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from sortedrl.errors import LearnerError
+from sortedrl.learner.base import UpdateResult
 from sortedrl.learner.loss import PolicyRatios, TokenInputs
 from sortedrl.learner.loss_inputs import LossInputs, PerToken
 from sortedrl.learner.optimizer import LearnerSettings
@@ -34,7 +35,7 @@ from sortedrl.learner.pack import MicroBatch, pack
 from sortedrl.learner.sharded.shards import META, full_tensor, shard_like, shard_model
 from sortedrl.learner.torch import TorchLearner
 from sortedrl.learner.update_metrics import StepMetrics
-from sortedrl.records import Sample
+from sortedrl.records import Batch, Sample
 from sortedrl.weights import array_of
 
 _SLACK = 1.1  # micro-batches may exceed an even share of the tokens by this factor, since samples are not split
@@ -89,6 +90,9 @@ class RankLearner(TorchLearner):
 
     def _check_model(self, model: Any) -> None:
         """`ShardedLearner` has checked the model before it is sharded."""
+
+    def _check_update(self, batch: Batch, result: UpdateResult) -> None:
+        """`ShardedLearner` checks the whole weights: a rank that raises alone would leave the others waiting."""
 
     def _place_weights(self) -> None:
         shard_model(self.model, self._mesh, self._weights)

@@ -25,8 +25,9 @@ from sortedrl.reward.pool import RewardPool
 from sortedrl.run.builders.engine import build_engine, build_sampling, engine_model
 from sortedrl.run.builders.learner import RunLearner, build_learner
 from sortedrl.run.builders.task import build_task
-from sortedrl.run.checkpoint_folder import load_model
+from sortedrl.run.checkpoint_folder import load_model, load_state
 from sortedrl.tasks.base import PromptStream, RewardFunc, Task, make_prompt
+from sortedrl.tasks.fingerprint import RowFingerprint, check_same_rows, fingerprint_rows
 from sortedrl.tasks.loader import SampleLoader
 from sortedrl.tasks.tiny import knights_tiny_path
 from sortedrl.telemetry.trackers import check_trackers
@@ -47,6 +48,7 @@ class RunParts:
     sampling: Sampling
     loader: SampleLoader
     heldout: list[Prompt]
+    rows: RowFingerprint  # of the training rows
 
     def close(self) -> None:
         self.rewards.close()
@@ -78,6 +80,7 @@ def build_parts(
     peft_config = choose_adapters(config, peft_config)
     tokenizer = tokenizer or own_tokenizer(config, model, checkpoint)
     check_prompts(config, task, tokenizer)
+    rows = fingerprint(config, task, tokenizer, checkpoint)
     heldout = heldout_prompts(config, task, tokenizer)
     model = build_model(config, model, peft_config, checkpoint)
     learner = build_learner(config, model)
@@ -104,6 +107,7 @@ def build_parts(
             max_new_tokens=config.engine.max_new_tokens,
         ),
         heldout=heldout,
+        rows=rows,
     )
     try:  # last, so that no worker process is left behind when something else is wrong
         rewards.start()
@@ -182,6 +186,15 @@ def check_prompts(config: SortedConfig, task: Task, tokenizer: Any) -> None:
     stream = prompt_stream(config, task, tokenizer)
     for _ in range(1 if size is None else min(size, num_used)):
         stream.take(1)
+
+
+def fingerprint(config: SortedConfig, task: Task, tokenizer: Any, checkpoint: Path | None) -> RowFingerprint:
+    """The fingerprint of the rows that the run will use; raises DataError if they are not those of the checkpoint."""
+    stream = prompt_stream(config, task, tokenizer)
+    saved = None if checkpoint is None else load_state(checkpoint).get("rows")  # older versions saved none
+    if saved is not None:
+        check_same_rows(saved, stream)
+    return fingerprint_rows(stream, config.run.samples // config.learner.group_size)
 
 
 def model_path(config: SortedConfig) -> Path:
