@@ -67,6 +67,8 @@ EXTREME: dict[str, tuple[list[str], list[str]]] = {
     "seconds": (override("reward.timeout_s=1e300"), ["reward.timeout_s", "less than or equal to"]),
     "grace": (override("reward.grace_s=1e300"), ["reward.grace_s", "less than or equal to"]),
     "clip": (override("learner.clip_high=1e300"), ["learner.clip_high", "less than or equal to"]),
+    "value clip": (override("learner.value_clip=1e300"), ["learner.value_clip", "less than or equal to"]),
+    "cap": (override("learner.importance_cap=1e300"), ["learner.importance_cap", "less than or equal to"]),
     "people": (override('task.people={"2"=1e308,"3"=1e308}'), ["task.people", "less than or equal to"]),
     "NUL in the name": (override(r'run.name="a\u0000b"'), ["run.name", "without NUL characters"]),
     "NUL in the folder": (override(r'run.dir="a\u0000b"'), ["run.dir", "without NUL characters"]),

@@ -257,7 +257,7 @@ class LearnerSection(Section):
     importance: Literal["none", "token", "sequence"] = "none"
     """Importance weights for tokens written by older versions: per `token`, per `sequence`, or `none` (the clipped
     ratio alone corrects them)."""
-    importance_cap: Annotated[float, Field(gt=0)] | Literal["none"] = 2.0
+    importance_cap: Annotated[float, Field(gt=0, le=_MAX_FLOAT32)] | Literal["none"] = 2.0
     """Largest importance weight. `none` sets no limit: unbiased, with high variance."""
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the KL penalty towards the initial model. 0 turns it off."""
@@ -275,7 +275,7 @@ class LearnerSection(Section):
     """`ppo`: lambda of generalised advantage estimation."""
     value_coef: float = Field(default=0.1, gt=0)
     """`ppo`: weight of the value loss."""
-    value_clip: float = Field(default=0.2, gt=0)
+    value_clip: float = Field(default=0.2, gt=0, le=_MAX_FLOAT32)
     """`ppo`: largest change of a predicted value in one update."""
     critic_lr: float | None = Field(default=None, gt=0)
     """`ppo`: peak learning rate of the value head. Unset: `lr`."""
