@@ -30,7 +30,7 @@ from sortedrl.run.gc_tuning import rare_collections
 from sortedrl.run.rundir import check_writable, prepare_run_dir
 from sortedrl.tasks.base import DatasetTask, RewardFunc, RowSequence, Task
 from sortedrl.telemetry.console import ConsoleSink
-from sortedrl.telemetry.event_file import read_events
+from sortedrl.telemetry.event_file import damage_of, read_events
 from sortedrl.telemetry.events import RunEnded, RunResumed, RunStarted
 from sortedrl.telemetry.metrics import RunMetrics
 from sortedrl.telemetry.report.report import write_report
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from sortedrl.controller import Controller
     from sortedrl.protocols import CheckpointHook, EvaluationHook
     from sortedrl.run.builders.parts import RunParts
-    from sortedrl.run.callbacks import CallbackSink
+    from sortedrl.run.callbacks import CallbackSink, ProgressSink
     from sortedrl.run.evaluate import Evaluator
     from sortedrl.run.save_and_resume import RunFiles, RunSaver
 
@@ -263,10 +263,7 @@ class SortedTrainer:
         callbacks = [] if self.callbacks is None else [self.callbacks]
         for sink in callbacks:
             sink.attach(model=parts.model, processing_class=parts.tokenizer, optimizer=parts.learner.optimizer)
-        for event in read_events(files.events.path):
-            metrics.emit(event)
-            for sink in (progress, *callbacks):
-                sink.replay([event])
+        session.gap = self._replay(session, [progress, *callbacks])
         shown = ConsoleSink(self.console, metrics, quiet=self.quiet)
         settings = TrackSettings(
             project=track.project, name=self.config.run.name, mode=track.mode, config=redact(self.config.resolved())
@@ -274,6 +271,27 @@ class SortedTrainer:
         trackers = open_trackers(track.to, self.run_dir, metrics, settings)
         for sink in (metrics, files.events, files.metrics, shown, *trackers, *self.sinks, progress, *callbacks):
             session.emit.add(sink)
+
+    def _replay(self, session: _Session, sinks: Sequence[ProgressSink | CallbackSink]) -> str:
+        """Pass the recorded events to metrics and sinks; return what is missing of a resumed run's telemetry."""
+        files, metrics, buffer = session.files, session.metrics, session.controller.buffer
+        faults: list[str] = [files.events.gap] if files.events.gap else []
+        for event in read_events(files.events.path, damage=faults):
+            try:
+                metrics.emit(event)
+                for sink in sinks:
+                    sink.replay([event])
+            except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+                faults.append(f"a {event.kind} is damaged ({type(error).__name__}: {error})")
+        if not faults and not metrics.agrees_with(buffer.num_trained, buffer.samples):
+            faults.append("it tells of other samples than the ledger")
+        of_metrics = [files.metrics.gap, damage_of(files.metrics.path)]
+        gaps = []
+        for path, found in ((files.events.path, faults), (files.metrics.path, of_metrics)):
+            if what := "; ".join(filter(None, found)):
+                log.warning("%s is incomplete: %s; the run continues, but figures lack what was lost", path, what)
+                gaps.append(f"{path.name}: {what}")
+        return ". ".join(gaps)
 
     # ---- running ----------------------------------------------------------------------------------------------------
 
@@ -283,10 +301,13 @@ class SortedTrainer:
         if is_new:
             emit(run_started(self.config, clock.now()))
         else:
+            if session.metrics.run is None:  # it was lost; readers need it
+                started = run_started(self.config, clock.now())
+                session.metrics.emit(started)
+                session.files.events.emit(started)
             assert session.metrics.run is not None, "a resumed run has a RunStarted event"
             session.metrics.run = replace(session.metrics.run, total_samples=self.config.run.samples)
-            lineage = session.files.store.lineage or 0
-            emit(RunResumed(t=clock.now(), version=buffer.version, lineage=lineage))
+            emit(_run_resumed(session))
         with self._stop_on_signal():
             if is_new:
                 with clock.stopped():
@@ -365,6 +386,7 @@ class _Session:
     saver: RunSaver
     controller: Controller
     stats: Callable[[], EngineStats]
+    gap: str = ""  # what is missing of the telemetry of a resumed run
 
 
 def _saved_clock(checkpoint: Path | None) -> float:
@@ -377,7 +399,8 @@ def _saved_clock(checkpoint: Path | None) -> float:
 def _check_not_ended(run_dir: Path) -> None:
     """A run without a checkpoint starts over on resume, unless it had ended: its results must not be lost."""
     path = run_dir / "events.jsonl"
-    if path.is_file() and any(isinstance(event, RunEnded) for event in read_events(path)):
+    has_ended = path.is_file() and any(isinstance(event, RunEnded) for event in read_events(path))
+    if has_ended or (run_dir / "summary.json").is_file():  # the line that tells of the end may be damaged
         raise RunDirError(f"{run_dir} has ended and has no checkpoint to continue from: start a new run")
 
 
@@ -397,6 +420,23 @@ def run_started(config: SortedConfig, t: float) -> RunStarted:
         slots=config.slots,
         update_batch=config.schedule.update_batch,
         total_samples=config.run.samples,
+    )
+
+
+def _run_resumed(session: _Session) -> RunResumed:
+    """The event, with the ledger's counts if events before it were lost."""
+    buffer = session.controller.buffer
+    now, version, lineage = session.clock.now(), buffer.version, session.files.store.lineage or 0
+    if not session.gap:
+        return RunResumed(t=now, version=version, lineage=lineage)
+    return RunResumed(
+        t=now,
+        version=version,
+        lineage=lineage,
+        gap=session.gap,
+        updates=buffer.num_updates,
+        samples_trained=buffer.num_trained,
+        waiting=list(buffer.samples),
     )
 
 

@@ -6,10 +6,11 @@ import contextlib
 import itertools
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,11 @@ from sortedrl.ledger.reader import Ledger
 from sortedrl.ledger.store import Store
 from sortedrl.ledger.verify import verify
 from sortedrl.run.checkpoint_folder import Checkpoints
+from sortedrl.telemetry.event_file import read_events
+from sortedrl.telemetry.events import RunResumed
+from sortedrl.telemetry.run_reader import RunReader
 from sortedrl.telemetry.summary import Summary
+from sortedrl.telemetry.trace import trace_run
 from sortedrl.trainer import SortedTrainer
 from tests.support.small_disk import mount_small_disk
 
@@ -211,12 +216,87 @@ def test_a_damaged_ledger(damage: str, tmp_path: Path, caplog: pytest.LogCapture
         assert (config.run_dir / "ledger.sqlite.damaged1").is_file()
 
 
-def test_an_event_file_that_lost_its_end(tmp_path: Path) -> None:
-    config = make_config(tmp_path)
-    train(config)
-    os.truncate(config.run_dir / "events.jsonl", 100)
-    with pytest.raises(RunDirError, match=r"events\.jsonl has 100 bytes but had \d+ .*restore it from a copy"):
-        train(config, resume=True)
+@pytest.fixture(scope="module")
+def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a complete run, to be copied."""
+    folder = tmp_path_factory.mktemp("trained")
+    train(make_config(folder))
+    return folder
+
+
+def flip_byte(data: bytes, position: int) -> bytes:
+    return data[:position] + bytes([data[position] ^ 0x40]) + data[position + 1 :]
+
+
+def without_line(data: bytes, word: bytes) -> bytes:
+    """The same lines without the first one that has `word`."""
+    lines = data.splitlines(keepends=True)
+    lines.remove(next(line for line in lines if word in line))
+    return b"".join(lines)
+
+
+DAMAGES: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
+    "end lost": ("events.jsonl", lambda data: data[:100]),
+    "byte flipped": ("events.jsonl", lambda data: flip_byte(data, data.index(b'"BatchTaken"') - 1)),
+    "first line flipped": ("events.jsonl", lambda data: flip_byte(data, 0)),
+    "line of a batch lost": ("events.jsonl", lambda data: without_line(data, b'"BatchTaken"')),
+    "line of a cohort lost": ("events.jsonl", lambda data: without_line(data, b'"CohortLoaded"')),
+    "short line lost": ("events.jsonl", lambda data: without_line(data, b'"WeightsPublished"')),
+    "all lost": ("events.jsonl", lambda data: b""),
+    "another file": ("events.jsonl", lambda data: b"\xff" * 100 + b"\n" + b" " * len(data)),
+    "metrics: end lost": ("metrics.jsonl", lambda data: data[:100]),
+    "metrics: byte flipped": ("metrics.jsonl", lambda data: flip_byte(data, 0)),
+    "metrics: line lost": ("metrics.jsonl", lambda data: without_line(data, b'"update":1')),
+}
+
+
+QUICK = ("end lost", "first line flipped", "line of a batch lost", "short line lost", "metrics: end lost")
+
+
+@pytest.mark.parametrize(
+    "damage", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in DAMAGES]
+)
+def test_damaged_telemetry_does_not_stop_a_resume(
+    damage: str, trained_run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(trained_run, tmp_path / "run")
+    config = make_config(tmp_path / "run", run={"samples": SAMPLES + 16})
+    name, change = DAMAGES[damage]
+    path = config.run_dir / name
+    path.write_bytes(change(path.read_bytes()))
+    with caplog.at_level(logging.WARNING):
+        summary = train(config, resume=True)
+    (warning,) = [record.getMessage() for record in caplog.records if "incomplete" in record.getMessage()]
+    assert str(path) in warning
+    assert "\n" not in warning
+    assert (summary.status, summary.samples, summary.updates) == ("complete", SAMPLES + 16, UPDATES + 1)
+    assert summary.ledger is not None
+    everything = {"loaded": SAMPLES + 16, "trained": SAMPLES + 16, "lost": 0, "duplicated": 0}
+    assert summary.ledger.model_dump() == everything
+    assert summary.events_gap is not None
+    assert name in summary.events_gap
+    check_file(config)
+
+    resumed = [event for event in read_events(config.run_dir / "events.jsonl") if isinstance(event, RunResumed)]
+    assert [event.gap for event in resumed] == [summary.events_gap]
+    assert any("incomplete" in note for note in trace_run(config.run_dir, perfetto=tmp_path / "trace.json").notes)
+    reader = RunReader(config.run_dir)
+    reader.read_all()
+    reader.read_summary()
+    assert any("incomplete" in remark for remark in reader.remarks())
+    assert reader.view.metrics.samples == SAMPLES + 16
+
+
+def test_a_run_with_a_gap_in_its_events_is_resumed_again(trained_run: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained_run, tmp_path / "run")
+    config = make_config(tmp_path / "run")
+    path = config.run_dir / "events.jsonl"
+    os.truncate(path, 100)
+    for _ in range(2):
+        summary = train(config, resume=True)
+        assert (summary.status, summary.samples) == ("complete", SAMPLES)
+        assert summary.events_gap is not None
+    assert len(path.read_bytes().splitlines()[0]) == 100  # kept as it was
 
 
 def test_a_run_that_died_before_its_first_checkpoint_starts_over(tmp_path: Path) -> None:

@@ -206,6 +206,7 @@ def test_every_figure_of_the_hand_worked_run():
         "goodput": 0.5,  # (5 + 11) of 32 decoded what was trained
         "slot_time": SLOT_TIME,
         "learner_wait_s": 9.0,  # 5 until the first harvest, then from 7 to 11
+        "events_gap": None,
         "emit_s": None,
         "staleness_mean": 0.25,  # one of four samples lags by one
         "staleness_token_mean": 5 / 16,
@@ -444,7 +445,9 @@ def test_a_harvest_of_an_older_schema_counts_as_decoding(tmp_path: Path):
     assert event.busy_s is None
 
 
-def test_a_file_longer_than_a_chunk_is_read_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_file_longer_than_a_chunk_is_read_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
     monkeypatch.setattr("sortedrl.telemetry.event_file._CHUNK_BYTES", 100)
     path = tmp_path / "events.jsonl"
     sink = JsonlSink(path)
@@ -454,8 +457,9 @@ def test_a_file_longer_than_a_chunk_is_read_in_order(tmp_path: Path, monkeypatch
     assert list(read_events(path)) == RUN * 3
     lines = path.read_text().splitlines()
     write_lines(path, *lines[:40], "{broken", *lines[40:])
-    with pytest.raises(RunDirError, match="line 41: not JSON"):
-        list(read_events(path))
+    with caplog.at_level(logging.WARNING):
+        assert list(read_events(path)) == RUN * 3
+    assert "1 line is unreadable and left out (line 41: not JSON)" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -465,15 +469,47 @@ def test_a_file_longer_than_a_chunk_is_read_in_order(tmp_path: Path, monkeypatch
             [STARTED.replace('"schema_version": 2', '"schema_version": 99')],
             "schema version 99, but this",
         ),
-        (["no json", STARTED], "line 1: not JSON"),
+        (["no json", "[1, 2]"], "line 1: not JSON"),
         (["[1, 2]"], "line 1: not an event, it has no kind"),
-        ([STARTED, '{"kind":"RunEnded"}'], "line 2: an incomplete RunEnded"),
+        (['{"kind":"RunEnded"}'], "line 1: an incomplete RunEnded"),
     ],
 )
 def test_a_file_that_is_no_event_file(tmp_path: Path, lines: list[str], message: str):
     path = write_lines(tmp_path / "events.jsonl", *lines)
     with pytest.raises(RunDirError, match=message):
         list(read_events(path))
+
+
+BATCH = next(event for event in RUN if isinstance(event, BatchTaken)).as_dict()
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ("no json", "not JSON"),
+        ('{"kind":"RunEnded"}', "an incomplete RunEnded"),
+        (json.dumps({**BATCH, "lengths": [1]}), "a BatchTaken whose lists differ in length"),
+    ],
+)
+def test_damaged_lines_are_left_out_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, line: str, fault: str
+):
+    path = write_lines(tmp_path / "events.jsonl", STARTED, line, line)
+    with caplog.at_level(logging.WARNING):
+        assert list(read_events(path)) == RUN[:1]
+    assert f"2 lines are unreadable and left out (line 2: {fault}" in caplog.text
+
+
+def test_counts_after_a_gap_are_those_of_the_ledger():
+    known = folded([event for event in RUN if not isinstance(event, RunResumed)])
+    gap = RunResumed(
+        t=13.0, version=2, lineage=1, gap="events.jsonl: a line is lost", updates=9, samples_trained=18, waiting=[4, 5]
+    )
+    metrics = folded([*(event for event in RUN if not isinstance(event, RunResumed)), gap])
+    assert (metrics.updates, metrics.samples) == (9, 18)
+    assert metrics.ledger([4, 5]).model_dump() == {"loaded": 20, "trained": 18, "lost": 0, "duplicated": 0}
+    assert metrics.agrees_with(18, [4, 5])
+    assert (metrics.mean_length, metrics.staleness_mean) == (known.mean_length, known.staleness_mean)
 
 
 def test_a_missing_event_file(tmp_path: Path):

@@ -65,6 +65,8 @@ class TrainingProgress:
                 self.num_samples += len(event.samples)
             case UpdateDone():
                 self.num_updates += 1
+            case RunResumed(gap=gap) if gap:  # the events before were incomplete
+                self.num_samples, self.num_updates = event.samples_trained, event.updates
             case _:
                 pass
 
@@ -229,6 +231,8 @@ class CallbackSink:
         match event:
             case RunStarted() | RunResumed():
                 self.control.should_training_stop = False
+                if isinstance(event, RunResumed) and event.gap:
+                    self.state.global_step, self.state.epoch = self.progress.num_updates, self.progress.epoch
                 yield "on_train_begin", {}
                 yield "on_epoch_begin", {}
             case BatchTaken():
@@ -241,7 +245,8 @@ class CallbackSink:
             case UpdateDone():
                 self.state.global_step, self.state.epoch = self.progress.num_updates, self.progress.epoch
                 yield "on_step_end", {}
-                yield self._log(self._update_logs(event))
+                if self._batch is not None:  # None: a damaged event file lacks it
+                    yield self._log(self._update_logs(self._batch, event))
             case Evaluated():
                 metrics = _evaluation_logs(event)
                 yield self._log(metrics)
@@ -260,9 +265,7 @@ class CallbackSink:
         self.state.log_history.append({**entry, "step": self.state.global_step})
         return "on_log", {"logs": entry}
 
-    def _update_logs(self, event: UpdateDone) -> dict[str, float]:
-        batch = self._batch
-        assert batch is not None, "UpdateDone came without a BatchTaken"
+    def _update_logs(self, batch: BatchTaken, event: UpdateDone) -> dict[str, float]:
         self._num_tokens += sum(batch.lengths)
         count = len(batch.samples)
         logs = {LOG_NAMES.get(name, name): value for name, value in event.metrics.items() if name not in _NOT_LOGGED}

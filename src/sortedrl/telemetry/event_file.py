@@ -4,8 +4,8 @@
 through it. `read_events` iterates over a finished file.
 
 Guarantees: a line is returned once, and only when it is complete. A file that was replaced or truncated, as a resumed
-run does, is read again from the start. Kinds and fields of events that this version does not know are left out; unknown
-kinds are counted. A file that is not an event file is refused with its path and line.
+run does, is read again from the start. Kinds and fields of events that this version does not know are left out, and so
+are damaged lines; unknown kinds and damaged lines are counted. A file without a single event is refused.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ _MARK_BYTES = 64
 _MAX_LINE_BYTES = 256 << 20  # the largest line lists the samples of one cohort
 _FIELDS = {kind: {f.name: str(f.type) for f in fields(cls)} for kind, cls in KINDS.items()}
 _SCALAR_KINDS = {kind for kind, types in _FIELDS.items() if set(types.values()) <= {"int", "float", "str"}}
+_PER_SAMPLE = ("samples", "lengths", "rewards", "staleness", "staleness_token_sum")  # the lists of BatchTaken
 _REMEDY = "check that this is the event file of a run"
 
 
@@ -45,6 +46,9 @@ class EventFile:
         self.offset = 0  # behind the last complete line
         self.size = 0  # at the last read
         self.unknown: Counter[str] = Counter()  # kinds of event that this version does not know
+        self.num_unreadable = 0  # damaged lines, which are left out
+        self.first_unreadable = ""
+        self.needs_event = True  # refuse a file without a single event
         self._inode = -1
         self._mark = b""  # the bytes before `offset`: they differ if the file was replaced
 
@@ -80,6 +84,7 @@ class EventFile:
         if not is_same:
             self._inode, self.offset, self.num_lines, self._mark = status.st_ino, 0, 0, b""
             self.unknown.clear()
+            self.num_unreadable, self.first_unreadable = 0, ""
         file.seek(self.offset)
         return not is_same
 
@@ -111,12 +116,43 @@ class EventFile:
                 record = records[number] if is_one_per_line else parse_json(line)
                 event = event_from(record)
             except ValueError as error:
-                raise RunDirError(f"{self.path}, line {self.num_lines}: {error}; {_REMEDY}") from error
+                self.leave_out(f"line {self.num_lines}: {error}")
+                continue
             if event is None:
                 self.unknown[record["kind"]] += 1
             else:
                 events.append(event)
+        if self.needs_event and self.num_unreadable and self.num_unreadable == self.num_lines:
+            raise RunDirError(f"{self.path}, {self.first_unreadable}; {_REMEDY}")
         return events
+
+    def leave_out(self, what: str) -> None:
+        """Count a damaged line."""
+        self.num_unreadable += 1
+        self.first_unreadable = self.first_unreadable or what
+
+    @property
+    def damage(self) -> str:
+        """What was left out as damaged, or nothing."""
+        return _damage(self.num_unreadable, self.first_unreadable)
+
+
+def damage_of(path: Path) -> str:
+    """Return what is unreadable in a file of one JSON object per line, or nothing."""
+    faults = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        try:
+            parse_json(line)
+        except ValueError as error:
+            faults.append(f"line {number}: {error}")
+    return _damage(len(faults), faults[0]) if faults else ""
+
+
+def _damage(count: int, first: str) -> str:
+    if not count:
+        return ""
+    lines = "1 line is" if count == 1 else f"{count:,} lines are"
+    return f"{lines} unreadable and left out ({first})"
 
 
 def parse_json(data: bytes) -> Any:
@@ -161,6 +197,8 @@ def event_from(record: Record) -> Event | None:
         return None
     known = _FIELDS[kind]
     try:
+        if kind == "BatchTaken" and len({len(record.get(name, ())) for name in _PER_SAMPLE}) > 1:
+            raise ValueError("a BatchTaken whose lists differ in length")
         if kind in _SCALAR_KINDS and len(record) == len(known) + 1 and None not in record.values():
             del record["kind"]  # nearly all events: no value to restore, no field to leave out
             return cls(**record)
@@ -193,19 +231,24 @@ def schema_note(started: RunStarted) -> str | None:
     return f"has event schema version {version}, older than {SCHEMA_VERSION}: " + "; ".join(gaps)
 
 
-def read_events(path: str | Path, *, unknown: Counter[str] | None = None) -> Iterator[Event]:
+def read_events(
+    path: str | Path, *, unknown: Counter[str] | None = None, damage: list[str] | None = None
+) -> Iterator[Event]:
     """Iterate over the events of a file, with a few megabytes of it in memory at a time.
 
-    Logs a warning for what is left out: an incomplete last line (from a crash, or from a run that is writing it) and
-    events of unknown kinds, which `unknown` counts. Also warns about an older schema, and refuses a later one.
+    Logs a warning for what is left out: an incomplete last line (from a crash, or from a run that is writing it),
+    damaged lines, and events of unknown kinds, which `unknown` counts. With `damage`, what is damaged is added there
+    instead, and a file without a single event is not refused. Also warns about an older schema, and refuses a later
+    one.
     """
     path = Path(path)
     if not path.is_file():
         raise RunDirError(f"{path} is not a file; pass the events.jsonl of a run directory")
-    return _read_events(EventFile(path), unknown)
+    return _read_events(EventFile(path), unknown, damage)
 
 
-def _read_events(file: EventFile, unknown: Counter[str] | None) -> Iterator[Event]:
+def _read_events(file: EventFile, unknown: Counter[str] | None, damage: list[str] | None) -> Iterator[Event]:
+    file.needs_event = damage is None
     events, is_new = file.read()
     while events or is_new:
         for event in events:
@@ -213,6 +256,10 @@ def _read_events(file: EventFile, unknown: Counter[str] | None) -> Iterator[Even
                 log.warning("%s %s", file.path, note)
             yield event
         events, is_new = file.read()
+    if file.damage and damage is not None:
+        damage.append(file.damage)
+    elif file.damage:
+        log.warning("%s: %s", file.path, file.damage)
     if file.is_cut_short:
         log.warning("%s: line %d was cut short and is left out", file.path, file.num_lines + 1)
     if file.unknown:

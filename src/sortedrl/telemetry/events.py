@@ -175,6 +175,10 @@ class CheckpointSaved(Event):
 class RunResumed(Event):
     version: int
     lineage: int  # how many times the run was resumed
+    gap: str = ""  # why the events before this one are incomplete, if they are; then the ledger's counts follow
+    updates: int = 0
+    samples_trained: int = 0
+    waiting: list[int] = field(default_factory=list)  # samples that are loaded and not trained
 
 
 @dataclass(slots=True)

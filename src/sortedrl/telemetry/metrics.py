@@ -86,6 +86,7 @@ class RunMetrics:
     probe: Probe | None = None
     run: RunStarted | None = None
     end_reason: str | None = None
+    gap: str = ""  # why events are missing, if a resumed run found that some are
     first_evaluation: Evaluated | None = None  # before any training
     last_evaluation: Evaluated | None = None  # after some training
 
@@ -109,6 +110,7 @@ class RunMetrics:
 
     occupancy: SlotTime = field(default_factory=SlotTime)
     last_batch: BatchTaken | None = None
+    _num_untold: int = 0  # trained samples whose BatchTaken is missing
     _num_loaded: int = 0
     _num_duplicated: int = 0
     _longest_sum: int = 0  # over trained samples, the longest answer of each in any attempt
@@ -159,11 +161,15 @@ class RunMetrics:
                     self.first_evaluation = event
             case RunStarted():
                 self.run = event
+                if self.occupancy.started is not None:  # a resumed run repeats the event if it was lost
+                    self.occupancy = SlotTime(started=event.t)
                 self.occupancy.begin(event.t, event.slots)
             case RunEnded():
                 self.end_reason = event.reason
             case RunResumed():  # the attempts of the earlier process are gone
                 self.occupancy.running = self.occupancy.paused = 0
+                if event.gap:
+                    self._close_gap(event)
             case _:
                 pass
 
@@ -195,7 +201,8 @@ class RunMetrics:
 
     def _end_attempt(self, event: AttemptEnded) -> None:
         slots = self.occupancy
-        slots.running -= event.slot >= 0  # without a slot, there was no AttemptStarted either
+        if event.slot >= 0 and slots.running:  # without a slot, there was no AttemptStarted either
+            slots.running -= 1
         if slots.paused:  # while attempts are paused, only paused ones end
             slots.paused -= 1
         self._held[event.sample] = event.num_tokens
@@ -247,6 +254,19 @@ class RunMetrics:
         self.occupancy.waiting_for = Cause.PUBLISH
         self._learner_idle_since = event.t
 
+    def _close_gap(self, event: RunResumed) -> None:
+        """Take the counts from the ledger. Means and totals of tokens are those of the events that are there."""
+        self.gap = event.gap
+        self.updates = event.updates
+        self._num_untold += event.samples_trained - self.samples
+        self.samples = event.samples_trained
+        self._num_loaded, self._num_duplicated = event.samples_trained + len(event.waiting), 0
+        self._untrained = set(event.waiting)
+        for by_sample in (self._held, self._longest):
+            for sample in by_sample.keys() - self._untrained:
+                del by_sample[sample]
+        self._batches.clear()
+
     # ---- figures ----------------------------------------------------------------------------------------------------
 
     @property
@@ -264,7 +284,7 @@ class RunMetrics:
 
     @property
     def mean_length(self) -> float | None:
-        return ratio(self.trained_tokens, self.samples)
+        return ratio(self.trained_tokens, self.samples - self._num_untold)
 
     @property
     def mean_longest(self) -> float | None:
@@ -272,11 +292,11 @@ class RunMetrics:
 
         It exceeds `mean_length` where a restart replaces long answers with shorter ones.
         """
-        return ratio(self._longest_sum, self._num_loaded - len(self._untrained))
+        return ratio(self._longest_sum, self._num_loaded - len(self._untrained) - self._num_untold)
 
     @property
     def staleness_mean(self) -> float | None:
-        return ratio(self.staleness_sum, self.samples)
+        return ratio(self.staleness_sum, self.samples - self._num_untold)
 
     @property
     def staleness_token_mean(self) -> float | None:
@@ -291,6 +311,10 @@ class RunMetrics:
     def accepted_prefix(self) -> float | None:
         """Share of its cached tokens that a replay accepts, mean over replays."""
         return ratio(self.accepted_share_sum, self.num_replays)
+
+    def agrees_with(self, num_trained: int, waiting: Iterable[int]) -> bool:
+        """Return whether the events tell of as many trained samples, and of the same untrained ones, as the ledger."""
+        return self.samples == num_trained and self._untrained == set(waiting)
 
     def ledger(self, held: Iterable[int]) -> LedgerCounts:
         """Return the ledger counts; `held` are the samples that the buffer still holds."""

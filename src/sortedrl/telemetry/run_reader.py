@@ -7,6 +7,7 @@ nothing and writes nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from sortedrl.errors import RunDirError
@@ -40,10 +41,7 @@ class RunReader:
             try:
                 self.view.emit(event)
             except DAMAGE as error:
-                raise RunDirError(
-                    f"{self.file.path}: a {event.kind} at {event.t} s is damaged ({type(error).__name__}: {error}); "
-                    "restore the file from a copy"
-                ) from error
+                self.file.leave_out(f"a {event.kind} at {event.t} s: {type(error).__name__}: {error}")
         return bool(events) or is_new
 
     def read_all(self, progress: Callable[[int, int], None] | None = None) -> RunView:
@@ -51,9 +49,18 @@ class RunReader:
         while self.read_more():
             if progress is not None:
                 progress(self.file.offset, self.file.size)
+        self.check_started()
         if self.view.run is None:
             raise RunDirError(f"{self.file.path} has no RunStarted, so it is not the event file of a run; pass another")
         return self.view
+
+    def check_started(self) -> None:
+        """Refuse a file whose RunStarted is damaged: nothing can be shown without it."""
+        if self.view.run is None and self.file.damage:
+            raise RunDirError(
+                f"{self.file.path} has lost its RunStarted: {self.file.damage}; resume the run, which writes it again, "
+                "or restore the file from a copy"
+            )
 
     def read_summary(self) -> None:
         """Read the files next to the events, and whether the run is being written."""
@@ -82,7 +89,7 @@ class RunReader:
 
     def file_notes(self) -> list[str]:
         """Return what is unusual about the event file, as predicates of the run."""
-        notes = []
+        notes = self.damage_notes()
         if self.view.schema_note is not None:
             notes.append(self.view.schema_note)
         if self.file.is_cut_short and not self.is_live:
@@ -92,17 +99,30 @@ class RunReader:
             notes.append(f"has {self.file.unknown.total():,} events of unknown kinds, which are left out: {kinds}")
         return notes
 
+    def damage_notes(self) -> list[str]:
+        """Return what was lost of the run's telemetry, as predicates of the run."""
+        notes = []
+        if self.view.metrics.gap:
+            notes.append(f"was resumed although its telemetry is incomplete: {self.view.metrics.gap}")
+        if self.file.damage:
+            notes.append(f"has damaged events: {self.file.damage}")
+        return notes
+
 
 def last_record(path: Path) -> Record:
-    """Return the last complete line of a JSONL file, or an empty record if it has none that is an object."""
+    """Return the last readable line of a JSONL file, or an empty record if it has none that is an object."""
     try:
         with path.open("rb") as file:
             file.seek(max(path.stat().st_size - _TAIL_BYTES, 0))
             lines = file.read().split(b"\n")[:-1]
-        record = parse_json(lines[-1]) if lines else {}
-    except (OSError, ValueError):
+    except OSError:
         return {}
-    return record if isinstance(record, dict) else {}
+    for line in reversed(lines):
+        with suppress(ValueError):
+            record = parse_json(line)
+            if isinstance(record, dict):
+                return record
+    return {}
 
 
 def _slot_time(path: Path, latest: Record) -> dict[str, float]:

@@ -96,15 +96,15 @@ class Fanout:
 class JsonlSink:
     """`events.jsonl`: every event, buffered, and flushed at the end of every update.
 
-    The first `keep_bytes` of an existing file are kept, and new lines are appended to them.
+    The first `keep_bytes` of an existing file are kept, and new lines are appended to them. `gap` tells what is wrong
+    with them; a file that has fewer is kept as it is.
     """
 
     def __init__(self, path: str | Path, *, keep_bytes: int = 0) -> None:
         self.path = Path(path)
         try:
             self._file = self.path.open("a", encoding="utf-8", buffering=_BUFFER_BYTES)
-            size = os.fstat(self._file.fileno()).st_size
-            self._file.truncate(min(keep_bytes, size))
+            self.gap = self._cut(keep_bytes)
         except OSError as error:
             raise RunDirError(
                 f"cannot write {self.path}: {error.strerror}; create its folder or choose another"
@@ -112,10 +112,18 @@ class JsonlSink:
         # Events are written together. Written one by one, between the work that emits them, each costs three times as
         # much.
         self._waiting: list[Event] = []
+
+    def _cut(self, keep_bytes: int) -> str:
+        """Cut the file to `keep_bytes`, or to the last complete line before; return what is wrong, or nothing."""
+        size = os.fstat(self._file.fileno()).st_size
+        end = _end_of_line(self.path, min(keep_bytes, size))
         if size < keep_bytes:
-            raise RunDirError(
-                f"{self.path} has {size} bytes but had {keep_bytes} at the checkpoint: restore it from a copy"
-            )
+            if end < size:
+                self._file.write("\n")  # new lines begin behind the incomplete one
+                self._file.flush()
+            return f"it has {size:,} bytes but had {keep_bytes:,} at the checkpoint"
+        self._file.truncate(end)
+        return "" if end == keep_bytes else "lines before the checkpoint were lost or changed"
 
     def emit(self, event: Event) -> None:
         self._waiting.append(event)
@@ -159,6 +167,19 @@ class MetricsSink(JsonlSink):
         if isinstance(event, UpdateDone):
             self._write(asdict(self._metrics.row(event)))
             self._file.flush()
+
+
+def _end_of_line(path: Path, at: int) -> int:
+    """Return the position after the last end of line among the first `at` bytes, or 0."""
+    with path.open("rb") as file:
+        while at > 0:
+            start = max(at - _BUFFER_BYTES, 0)
+            file.seek(start)
+            found = file.read(at - start).rfind(b"\n")
+            if found >= 0:
+                return start + found + 1
+            at = start
+    return 0
 
 
 def _plain(value: object) -> object:

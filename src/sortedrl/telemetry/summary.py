@@ -59,6 +59,7 @@ class Summary(BaseModel):
     goodput: float | None = None
     slot_time: dict[str, float] | None = None  # shares by cause (telemetry/slot_time.py), which add up to 1
     learner_wait_s: float | None = None  # time without an update under way: the learner waited for rollout
+    events_gap: str | None = None  # why some figures are incomplete: events that were lost before a resume
     emit_s: float | None = None  # time spent on emitting events, since the last resume
     staleness_mean: float | None = None
     staleness_token_mean: float | None = None
@@ -167,6 +168,7 @@ def summarize(
         goodput=metrics.goodput(timing) if timing else None,
         slot_time=metrics.slot_time(),
         learner_wait_s=metrics.learner_wait_s,
+        events_gap=metrics.gap or None,
         emit_s=emit_s,
         staleness_mean=metrics.staleness_mean,
         staleness_token_mean=metrics.staleness_token_mean,

@@ -86,6 +86,7 @@ class RunViews:
                 if time.monotonic() > until:
                     done = sum(reader.file.offset for reader in readers)
                     return PageState(stamp=("reading", done), progress=done / max(sum(r.file.size for r in readers), 1))
+            reader.check_started()
             if reader.view.run is None:
                 raise RunDirError(f"{reader.file.path} has no RunStarted yet; wait until the run has started")
             reader.read_summary()

@@ -8,6 +8,7 @@ text from runs.
 from __future__ import annotations
 
 import html
+import logging
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,6 +19,8 @@ from sortedrl.errors import RunDirError
 from sortedrl.ledger.atomic_file import atomic_file
 from sortedrl.telemetry.report.page import PageParts, asset, figure_json, glossary, page_parts
 from sortedrl.telemetry.run_reader import RunReader
+
+log = logging.getLogger(__name__)
 
 _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; font-src data:; "
@@ -38,6 +41,8 @@ def write_report(
     for reader in readers:
         reader.read_all(progress)
         reader.read_summary()
+        for note in reader.damage_notes():
+            log.warning("%s %s", reader.run_dir, note)
     out = Path(out)
     page = _page(page_parts(readers))
     try:
