@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import socket
 import subprocess
+import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from safetensors.torch import load_file
 
 from sortedrl.config import SortedConfig
 from sortedrl.engine.vllm import server as vllm_server
+from sortedrl.engine.vllm.core import is_alive
 from sortedrl.engine.vllm.http import StreamedTokens
 from sortedrl.engine.vllm.process import StepCounts, VllmLost, VllmProcess, VllmSettings
 from sortedrl.engine.vllm.server import ServerProcess, find_server_fault, read_metrics
@@ -158,3 +164,63 @@ def test_mapped_tensors_are_the_file(tmp_path: Path) -> None:
     assert all((mapped[name] == before[name]).all() for name in before)
     mapped["model.norm.weight"].fill_(0.5)
     assert (load_file(path)["model.norm.weight"] == 0.5).all()
+
+
+# A server ends with its owner
+
+
+_OWNER = """
+import os, signal, sys, time
+from pathlib import Path
+
+sys.path.append(sys.argv[1])
+import owned_launch
+
+folder, has_started = Path(sys.argv[2]), sys.argv[3] == "started"
+fake = (
+    "import os, subprocess, sys, time; child = subprocess.Popen(['sleep', '600']);"
+    f"open('{folder}/new', 'w').write(str(child.pid)); os.rename('{folder}/new', '{folder}/child'); time.sleep(600)"
+)
+process = owned_launch.start_owned([sys.executable, "-S", "-c", fake], os.environ)
+(folder / "server").write_text(str(process.pid))
+while has_started and not (folder / "child").exists():
+    time.sleep(0.01)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("moment", ["starting", "started"])
+def test_a_server_ends_when_its_owner_is_killed(moment: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-S", "-c", _OWNER, str(Path(vllm_server.__file__).parent), str(tmp_path), moment]
+    subprocess.run(command, check=False, timeout=120)
+    pids = [int(file.read_text()) for name in ("server", "child") if (file := tmp_path / name).exists()]
+    assert len(pids) >= (2 if moment == "started" else 1)
+    try:
+        deadline = time.monotonic() + 60
+        while left := [pid for pid in pids if is_alive(pid)]:
+            assert time.monotonic() < deadline, "the server outlives its owner"
+            time.sleep(0.02)
+    finally:
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_closed_server_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    endless = ["python", "-c", "import time; time.sleep(600)"]
+    monkeypatch.setattr(vllm_server, "serve_command", lambda settings, port: endless)
+    process = vllm_server._launch(settings(tmp_path), free_port())
+    watchers = wait_for_watchers(process.pid)
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 60
+    while any(is_alive(pid) for pid in watchers):
+        assert time.monotonic() < deadline, "the watcher outlives its server"
+        time.sleep(0.02)
+
+
+def wait_for_watchers(server: int) -> list[int]:
+    deadline = time.monotonic() + 60
+    while not (found := [child.pid for child in psutil.Process(server).children()]):
+        assert time.monotonic() < deadline, "the server has no watcher"
+        time.sleep(0.02)
+    return found

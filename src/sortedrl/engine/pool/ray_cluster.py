@@ -1,24 +1,35 @@
 """The connection to Ray: an existing cluster, or a Ray on this machine that listens on loopback only.
 
 `run/builders` connects before it imports anything that needs Ray, because Ray decides on import on which addresses it
-listens. Guarantees: without an address, no part of Ray can be reached from another machine.
+listens. Guarantees: without an address, no part of Ray can be reached from another machine, and no other Ray is
+joined, whatever the environment or files of Ray say; if Ray ends, the process ends with a message (`ray_watch.py`).
 """
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import importlib.util
 import logging
 import os
+import shlex
+import subprocess
 import sys
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+from sortedrl.engine.pool.ray_reaper import start_reaper
+from sortedrl.engine.pool.ray_watch import RayWatch, connect_to_store, end_process
 from sortedrl.errors import EngineError
 
 # A switch of Ray: without clusters it binds to 127.0.0.1, on any system.
 CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 # By default Ray gives its workers a lower priority than all other processes, the learner included.
 NICENESS = "RAY_worker_niceness"
+
+_watches: list[RayWatch] = []  # one, while a connection is open that `connect` opened
+_reapers: list[subprocess.Popen[bytes]] = []  # one, while a Ray lives that `connect` started
 
 
 def is_connected() -> bool:
@@ -27,8 +38,11 @@ def is_connected() -> bool:
     return ray is not None and ray.is_initialized()
 
 
-def connect(address: str | None = None) -> bool:
-    """Join the cluster at `address` (`auto`: this machine's), or start Ray here. False if already connected."""
+def connect(address: str | None = None, *, run_dir: Path | None = None) -> bool:
+    """Join the cluster at `address` (`auto`: this machine's), or start Ray here. False if already connected.
+
+    `run_dir`: the run to resume, for the message if Ray ends.
+    """
     if importlib.util.find_spec("ray") is None:
         raise EngineError("a pool of engines, or a learner of several ranks, needs Ray: pip install 'sortedrl[ray]'")
     if address is None and "ray" not in sys.modules:
@@ -44,7 +58,9 @@ def connect(address: str | None = None) -> bool:
         if address is not None:
             ray.init(address=address, **quiet)
         else:
-            ray.init(include_dashboard=False, num_cpus=os.cpu_count(), **quiet)
+            # Without "local", Ray would join the cluster of RAY_ADDRESS or of a file in /tmp that anyone may write.
+            ray.init(address="local", include_dashboard=False, num_cpus=os.cpu_count(), **quiet)
+        _watch(run_dir)
     except Exception as error:  # a start that times out raises no narrower type
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
         where = "on this machine" if address is None else f"at {address!r}"
@@ -52,6 +68,30 @@ def connect(address: str | None = None) -> bool:
             f"Ray did not start {where} ({why}): start it with `ray start --head`, or set engine.cluster to its address"
         ) from error
     return True
+
+
+def _watch(run_dir: Path | None) -> None:
+    """Watch the Ray of this machine. A client of a remote cluster (`ray://`) has none."""
+    worker: Any = importlib.import_module("ray._private.worker")
+    node = worker._global_node
+    if node is None or not node.plasma_store_socket_name:
+        return
+    gcs = node.all_processes.get("gcs_server")  # None on a cluster that others started
+    command = "" if run_dir is None else f" with: sortedrl train --resume {shlex.quote(str(run_dir))}"
+    end = partial(end_process, logs=str(node.get_logs_dir_path()), remedy=f"resume the run{command}")
+    watch = RayWatch(connect_to_store(node.plasma_store_socket_name), gcs[0].process if gcs else None, end)
+    _watches.append(watch)
+    atexit.register(_stop_watches)  # runs before the handlers with which Ray ends its processes
+    watch.start()
+    raylet = node.all_processes.get("raylet")
+    reaper = start_reaper(raylet[0].process.pid) if raylet else None
+    if reaper is not None:
+        _reapers.append(reaper)
+
+
+def _stop_watches() -> None:
+    while _watches:
+        _watches.pop().stop()
 
 
 def _silence() -> None:
@@ -66,4 +106,7 @@ def _silence() -> None:
 def disconnect() -> None:
     import ray
 
+    _stop_watches()
     ray.shutdown()
+    while _reapers:
+        _reapers.pop().communicate()  # closes its pipe

@@ -1,7 +1,8 @@
 """vLLM behind HTTP: a server that the engine starts, or one that the user names.
 
 `engine.py` makes a `ServerProcess` in place of a `CoreProcess` when the configuration sets `engine.port` or
-`engine.address`. A server started here has our worker extension and ends with this process. A named server must run in
+`engine.address`. A server started here has our worker extension and ends with this process, also if that
+is killed while the server starts (`owned_launch.py`). A named server must run in
 vLLM's development mode, which has the calls for pausing and for weights, and its worker must see our weight files. With
 our extension it gives the same answers as AsyncLLM; without it there is no replay, since it draws with its own noise.
 Guarantees: the engine ends only processes that it started.
@@ -22,6 +23,7 @@ from typing import Any
 
 import httpx
 
+from sortedrl.engine.vllm import owned_launch
 from sortedrl.engine.vllm.core import is_alive, kill_vllm
 from sortedrl.engine.vllm.http import HttpFrontend
 from sortedrl.engine.vllm.process import CLOSE_S, ENVIRONMENT, StepCounts, VllmProcess, VllmSettings
@@ -116,6 +118,8 @@ class ServerProcess(VllmProcess):
             self._popen.kill()
             self._popen.wait()
             kill_vllm(pids)
+            if self._popen.stdin is not None:
+                self._popen.stdin.close()
         self._stop_loop()
 
     def _is_loss(self, error: Exception) -> bool:
@@ -241,7 +245,7 @@ def _launch(settings: VllmSettings, port: int) -> subprocess.Popen[bytes]:
             ) from error
     command = [sys.executable, *serve_command(settings, port)[1:]]
     environment = ENVIRONMENT | os.environ | {"VLLM_SERVER_DEV_MODE": "1"}
-    return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=2)  # its messages go to stderr
+    return owned_launch.start_owned(command, environment)
 
 
 def _descendants(pid: int) -> list[int]:
@@ -252,5 +256,9 @@ def _descendants(pid: int) -> list[int]:
         children = psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
         return []
-    named = sorted(children, key=lambda child: "EngineCore" not in child.name())
-    return [*(child.pid for child in named), pid]
+    found: list[tuple[bool, int]] = []
+    for child in children:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if owned_launch.__file__ not in child.cmdline():  # the watcher is no part of vLLM
+                found.append(("EngineCore" not in child.name(), child.pid))
+    return [*(child for _, child in sorted(found, key=lambda entry: entry[0])), pid]

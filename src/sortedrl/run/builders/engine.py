@@ -208,7 +208,7 @@ def build_pool(
             f"engine.replicas {settings.replicas} with engine.replica_cpus {settings.replica_cpus:g} need {needed:g} "
             f"processors, and this machine has {there}: lower one of them, or name a cluster"
         )
-    is_ours = connect(settings.cluster or None)
+    is_ours = connect(settings.cluster or None, run_dir=config.run_dir)
     from sortedrl.engine.pool.ray_launcher import RayEngineLauncher  # imports Ray's actors, so only after `connect`
 
     make_engine = partial(

@@ -26,7 +26,7 @@ def build_learner(config: SortedConfig, model: Any) -> RunLearner:
         return SkippingLearner(model, settings, temperature=temperature, overlap=overlap, inspect_dir=config.run_dir)
     check_torch()
     check_room(config)
-    is_ours = connect(config.engine.cluster or None)
+    is_ours = connect(config.engine.cluster or None, run_dir=config.run_dir)
     from sortedrl.learner.sharded.ray_ranks import RayRanks  # imports Ray's actors, so only after `connect`
 
     ranks = RayRanks(
