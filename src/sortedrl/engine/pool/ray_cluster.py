@@ -15,6 +15,7 @@ import os
 import shlex
 import subprocess
 import sys
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from sortedrl.errors import EngineError
 CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 # By default Ray gives its workers a lower priority than all other processes, the learner included.
 NICENESS = "RAY_worker_niceness"
+_REAPER_S = 5.0  # a copy of the pipe in a forked process would keep the reaper waiting
 
 _watches: list[RayWatch] = []  # one, while a connection is open that `connect` opened
 _reapers: list[subprocess.Popen[bytes]] = []  # one, while a Ray lives that `connect` started
@@ -109,4 +111,8 @@ def disconnect() -> None:
     _stop_watches()
     ray.shutdown()
     while _reapers:
-        _reapers.pop().communicate()  # closes its pipe
+        reaper = _reapers.pop()
+        with suppress(subprocess.TimeoutExpired):
+            reaper.communicate(timeout=_REAPER_S)  # closes its pipe
+        reaper.kill()
+        reaper.wait()
