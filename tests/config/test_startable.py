@@ -71,6 +71,7 @@ def test_a_run_resumes_with_the_prompts_that_it_was_started_with(call: Any, tmp_
     assert code == 0, err
     shutil.rmtree(config.run_dir / "checkpoints")  # as if the run was killed before its first checkpoint
     (config.run_dir / "events.jsonl").unlink()
+    (config.run_dir / "summary.json").unlink()
     code, _, err = call("train", "--resume", str(config.run_dir), "--json")
     assert code == 0, err
     assert SortedConfig.load(config.run_dir / "config.toml").task.template == TEMPLATE
@@ -127,6 +128,7 @@ def test_a_run_whose_saved_configuration_was_redacted_resumes_with_the_text_give
     SortedTrainer(args=config, quiet=True).train()
     shutil.rmtree(config.run_dir / "checkpoints")
     (config.run_dir / "events.jsonl").unlink()
+    (config.run_dir / "summary.json").unlink()
     saved = config.run_dir / "config.toml"
     redacted = saved.read_text().replace("key=value", f"key={REDACTED}")
     assert REDACTED in redacted

@@ -49,6 +49,8 @@ def build_engine(
         raise ConfigError("engine.stop does not work with a pool: remove it, or set engine.replicas = 1")
     if has_members and (config.engine.address or config.engine.port):
         raise ConfigError("a pool starts its own engines: remove engine.address and engine.port")
+    if has_members:
+        check_processors(config)
     if config.engine.kind == "local" and not config.engine.cluster:
         check_cache_fits(config, model, length)
     match config.engine.kind:
@@ -123,6 +125,17 @@ def check_replay(knobs: Knobs, *, is_exact: bool) -> None:
             "replay needs an engine whose replay is exact (float32 weights; of vLLM servers, one with sortedrl's "
             "worker extension): load the model in float32 and set engine.dtype = float32, or set schedule.interrupted "
             "and schedule.on_bound to resume, restart or wait"
+        )
+
+
+def check_processors(config: SortedConfig) -> None:
+    """Refuse a pool of more engines than this machine has processors for: Ray would wait for them forever."""
+    settings = config.engine
+    needed, there = settings.replicas * settings.replica_cpus, os.cpu_count() or 1
+    if not settings.cluster and not is_connected() and needed > there:
+        raise ConfigError(
+            f"engine.replicas {settings.replicas} with engine.replica_cpus {settings.replica_cpus:g} need {needed:g} "
+            f"processors, and this machine has {there}: lower one of them, or name a cluster"
         )
 
 
@@ -202,12 +215,6 @@ def build_pool(
 ) -> Engine:
     """A pool of `engine.replicas` engines made by `make`, with the weights of `model` as version 0."""
     settings = config.engine
-    needed, there = settings.replicas * settings.replica_cpus, os.cpu_count() or 1
-    if not settings.cluster and not is_connected() and needed > there:
-        raise ConfigError(
-            f"engine.replicas {settings.replicas} with engine.replica_cpus {settings.replica_cpus:g} need {needed:g} "
-            f"processors, and this machine has {there}: lower one of them, or name a cluster"
-        )
     is_ours = connect(settings.cluster or None, run_dir=config.run_dir)
     from sortedrl.engine.pool.ray_launcher import RayEngineLauncher  # imports Ray's actors, so only after `connect`
 
