@@ -28,6 +28,8 @@ class ForkedProcess:
         folder.mkdir(exist_ok=True)
         self._number = sum(1 for _ in folder.glob("out-*.txt"))
         self._files = [folder / f"{name}-{self._number}.txt" for name in ("out", "err")]
+        for path in self._files:
+            path.touch()  # so that they can be read before the process has started
         self.process = FORK_SERVER.Process(target=_run, args=(folder, self._files, variables, call, arguments))
         self.process.start()
 
