@@ -28,7 +28,7 @@ from tests.conformance.cases import local_case, sim_case
 from tests.conformance.process_cases import local_pool_case, vllm_case, vllm_pool_case
 
 PAGE = ROOT / "docs" / "reference" / "engines.md"
-MARKS = {"passed": "yes", "not applicable": "-"}
+MARKS = {"passed": "yes", "not applicable": "-", "not run": "not run"}
 
 
 @contextmanager
@@ -64,11 +64,12 @@ def run(name: str) -> dict[str, Any]:
 
 def table(engines: dict[str, dict[str, Any]]) -> list[str]:
     """Lines of the table (a row per promise, a column per engine) and of the note on when each engine was run."""
-    lines = ["| promise | " + " | ".join(engines) + " | guards against |", "| --- |" + " --- |" * (len(engines) + 1)]
+    head = ["promise", "by name", *engines, "guards against"]
+    lines = [f"| {' | '.join(head)} |", "| --- |" + " --- |" * (len(head) - 1)]
     for check in CHECKS:
         results = [engine["result"].get(check.name) for engine in engines.values()]
-        marks = ["not run" if result is None else MARKS.get(result, "NO") for result in results]
-        lines.append(f"| {check.promise} | {' | '.join(marks)} | {check.issue} |")
+        marks = ["not run" if result is None else MARKS.get(result.partition(":")[0], "NO") for result in results]
+        lines.append(f"| {check.promise} | {check.guarantee} | {' | '.join(marks)} | {check.issue} |")
     runs = [f"`{name}` {engine['day']} at {engine['stamp']['commit']}" for name, engine in engines.items()]
     missing = [f"`{name}`" for name in MAKERS if name not in engines]
     rest = f" Not run: {', '.join(missing)}." if missing else ""

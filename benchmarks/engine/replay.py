@@ -28,7 +28,8 @@ from sortedrl.engine.base import Delta, EngineEvent, Finished, Partial, Request,
 from sortedrl.engine.local.engine import LocalEngine
 from sortedrl.learner.torch import TorchLearner
 from sortedrl.records import Batch, FinishReason, Mode, Sample, Segment, State, sample_seed
-from sortedrl.run.builders.parts import prompt_stream, stop_token_ids
+from sortedrl.run.builders.generation import stop_token_ids
+from sortedrl.run.builders.parts import prompt_stream
 from sortedrl.run.checkpoint_folder import load_model
 from sortedrl.tasks.knights import KnightsTask, verify
 from sortedrl.tasks.tiny import knights_tiny_path

@@ -111,8 +111,9 @@ class Sample:
     attempt: int = 0  # counts submissions; events of older attempts are ignored
     mode: Mode = Mode.FRESH  # of the next attempt
     segments: list[Segment] = field(default_factory=list)  # versions never decrease
-    finish_reason: FinishReason | None = None
+    finish_reason: FinishReason | None = None  # kept, like `reward`, while a complete answer is verified
     reward: float | None = None
+    reward_attempt: int = 0  # the attempt whose answer got the reward; verifying the answer does not change it
     known_length: int = 0  # most tokens in any attempt so far
     num_interrupts: int = 0
     num_restarts: int = 0

@@ -300,7 +300,17 @@ def test_any_run_is_read_back_at_any_place(strategy: Strategy) -> None:
             restored = store.restore()
             assert restored.state_dict() == expected
             other = Buffer.from_state_dict(expected)
-            for name in ("in_state", "waiting", "unstarted", "groups", "ready", "num_ready", "cohorts", "lengths"):
+            for name in (
+                "in_state",
+                "waiting",
+                "unstarted",
+                "unverified",
+                "groups",
+                "ready",
+                "num_ready",
+                "cohorts",
+                "lengths",
+            ):
                 assert getattr(restored, name) == getattr(other, name), name
             assert [list(held) for held in restored.in_state.values()] == [list(h) for h in other.in_state.values()]
             assert (list(restored.ready), list(restored.waiting)) == (list(other.ready), list(other.waiting))
@@ -311,7 +321,9 @@ def test_any_run_is_read_back_at_any_place(strategy: Strategy) -> None:
     check()
 
 
-@pytest.mark.parametrize("strategy", [Strategy.SORTED_REPLAY, Strategy.SORTED_PARTIAL, Strategy.ASYNC])
+@pytest.mark.parametrize(
+    "strategy", [Strategy.SORTED_REPLAY, Strategy.SORTED_PARTIAL, Strategy.ASYNC, Strategy.ASYNC_ON_POLICY]
+)
 def test_a_run_that_is_cut_goes_on_and_trains_all_once(strategy: Strategy) -> None:
     @settings(max_examples=10, suppress_health_check=list(HealthCheck))
     @given(run=runs(strategy), data=st.data())

@@ -64,7 +64,7 @@ class Attempt:
 
     @property
     def next_draw(self) -> Draw:
-        return Draw(self.request.seed, len(self.tokens), self.request.sampling)
+        return Draw(self.request.seed, self.length - 1, self.request.sampling)
 
     @property
     def ending(self) -> FinishReason | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sortedrl.engine.base import Request
+from sortedrl.engine.sampling.noise import NUM_SEEDS
 from sortedrl.errors import EngineError, ModelError
 
 
@@ -37,6 +38,8 @@ def find_fault(request: Request, *, max_length: int, vocab: int, has_decode: boo
         )
     if request.sampling.stop_strings and not has_decode:
         return "stop strings need a tokenizer, and this engine has none: pass decode=tokenizer.decode"
+    if not 0 <= request.seed < NUM_SEEDS:
+        return f"seed {request.seed} is outside [0, 2**63): take one from sortedrl.records.sample_seed"
     if not request.prompt:
         return "the prompt is empty: give it at least one token"
     tokens = (*request.prompt, *request.cached)

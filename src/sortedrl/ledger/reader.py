@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from sortedrl.errors import LedgerError
-from sortedrl.ledger.schema import APPLICATION_ID, BUSY_S, JOURNAL, SCHEMA_VERSION
+from sortedrl.ledger.schema import APPLICATION_ID, BUSY_S, FIRST_NOISE, JOURNAL, SCHEMA_VERSION
 from sortedrl.records import State
 
 FILE_NAME = "ledger.sqlite"
@@ -179,6 +179,11 @@ class Ledger:
     @property
     def grouped(self) -> bool:
         return self.meta.get("grouped") == "1"
+
+    @property
+    def noise(self) -> str:
+        """The scheme of the sampling noise that drew all tokens."""
+        return self.meta.get("noise", FIRST_NOISE)
 
     @property
     def seq(self) -> int:

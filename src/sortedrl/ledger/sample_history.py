@@ -47,6 +47,7 @@ class SampleHistory:
     epoch: int
     index: int
     seed: int
+    noise: str
     budget: int
     state: State = State.PENDING
     moments: list[Moment] = field(default_factory=list)
@@ -63,7 +64,14 @@ def read_history(ledger: Ledger, sample: int) -> SampleHistory:
         raise LedgerError(f"{ledger.path} has no sample {sample}: {known}")
     cohort, prompt, epoch, index, seed, budget, loaded = found
     history = SampleHistory(
-        sample=sample, cohort=cohort, prompt=prompt, epoch=epoch, index=index, seed=seed, budget=budget
+        sample=sample,
+        cohort=cohort,
+        prompt=prompt,
+        epoch=epoch,
+        index=index,
+        seed=seed,
+        noise=ledger.noise,
+        budget=budget,
     )
     builder = _HistoryBuilder(ledger, history)
     builder.add(loaded, "load", 0, note=f"cohort {cohort}")

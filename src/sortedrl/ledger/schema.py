@@ -16,6 +16,7 @@ from pathlib import Path
 from sortedrl.errors import DamagedLedgerError, LedgerError
 
 SCHEMA_VERSION = 1
+FIRST_NOISE = "gumbel-splitmix64-v1"  # drew the tokens of a ledger or checkpoint that names no noise scheme
 APPLICATION_ID = 0x73726C67  # "srlg": tells a ledger from other programs' databases
 MIN_SQLITE = (3, 37)  # the first with STRICT tables
 PAGE_BYTES = 8192
@@ -29,7 +30,7 @@ QUICK_CHECK_BYTES = 64 * 1024**2  # every page of a file up to this size is chec
 SCHEMA = """
 CREATE TABLE meta (
     key TEXT PRIMARY KEY,  -- schema_version; grouped ("0", "1"); knobs (JSON; null: unbounded); seq (of the last row);
-    value TEXT NOT NULL    -- num_durable (commits made to survive a power loss)
+    value TEXT NOT NULL    -- num_durable (commits made to survive a power loss); noise (scheme that drew all tokens)
 ) STRICT;
 CREATE TABLE lineages (  -- a row each time that a process begins to write; not of the journal: cuts leave it alone
     lineage INTEGER PRIMARY KEY,

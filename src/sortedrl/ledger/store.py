@@ -20,6 +20,7 @@ from time import perf_counter
 from typing import Any
 
 from sortedrl.buffer import Buffer
+from sortedrl.engine.base import OWN_NOISE
 from sortedrl.errors import DamagedLedgerError, DataError, LedgerError
 from sortedrl.ledger import schema
 from sortedrl.ledger.rows import Packed, PromptRow, fill, last_version, pack, pack_prompt, unpack_prompt
@@ -54,10 +55,11 @@ class Store:
         self._prompts = self._read_prompts()
 
     @classmethod
-    def create(cls, path: str | Path, *, grouped: bool, knobs: Mapping[str, Any]) -> Store:
-        """Create a ledger without rows, and begin lineage 0."""
+    def create(cls, path: str | Path, *, grouped: bool, knobs: Mapping[str, Any], noise: str = OWN_NOISE) -> Store:
+        """Create a ledger without rows, and begin lineage 0. `noise`: the scheme of the engine's sampling noise."""
         path, began = Path(path), perf_counter()
-        connection = schema.create_file(path, {"grouped": str(int(grouped)), "knobs": json.dumps(dict(knobs))})
+        meta = {"grouped": str(int(grouped)), "knobs": json.dumps(dict(knobs)), "noise": noise}
+        connection = schema.create_file(path, meta)
         with named_errors(path), closed_on_error(connection):
             schema.use_wal(path, connection)
             store = cls(path, connection)

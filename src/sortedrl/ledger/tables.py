@@ -89,10 +89,13 @@ def _show_verdict(ledger: Ledger, console: Console, as_json: bool) -> int:
 def _show_overview(ledger: Ledger, console: Console, as_json: bool) -> None:
     overview = ledger.overview()
     if as_json:
-        _write_json(console, {"ledger": str(ledger.path), "grouped": ledger.grouped, **asdict(overview)})
+        _write_json(
+            console, {"ledger": str(ledger.path), "grouped": ledger.grouped, "noise": ledger.noise, **asdict(overview)}
+        )
         return
     trained = f"{overview.by_state[State.TRAINED]:,} of {overview.num_loaded:,} samples trained"
     _write(console, f"{ledger.path}: {trained} in {overview.num_updates:,} updates, version {overview.version}")
+    _write(console, f"all tokens were drawn with the sampling noise {ledger.noise}")
     console.print(_cohort_table(overview))
     if (oldest := overview.oldest) is not None:
         waited = overview.num_updates - oldest.since_update
@@ -142,9 +145,8 @@ def _show_history(history: SampleHistory, console: Console, as_json: bool, decod
         _write_json(console, {**asdict(history), "text": text})
         return
     place = f"cohort {history.cohort}, prompt {history.prompt!r}, epoch {history.epoch}, sibling {history.index}"
-    _write(
-        console, f"sample {history.sample}: {history.state}; {place}, seed {history.seed}, budget {history.budget:,}"
-    )
+    drawn = f"seed {history.seed}, noise {history.noise}, budget {history.budget:,}"
+    _write(console, f"sample {history.sample}: {history.state}; {place}, {drawn}")
     console.print(_history_table(history))
     if history.tokens is None:
         _write(console, "this copy of the ledger has no tokens of this sample, since it is trained")

@@ -1,8 +1,8 @@
 /* Draw tokens by the noise scheme of `engine/sampling/noise.py`: in each row, the token with the largest logit + noise.
  * Noise is computed for few tokens only.
  *
- * A token's noise is g = -log(-log u) with a uniform number u. Since -log u >= 1 - u, g <= -log(1 - u), and the number
- * of leading zeros of 1 - u gives an upper bound of that. If a token's logit plus this bound is below the best score so
+ * A token's noise is g = -log(-log(1 - u)) with a uniform number u. Since -log(1 - u) >= u, g <= -log u, and the number
+ * of leading zeros of u gives an upper bound of that. If a token's logit plus this bound is below the best score so
  * far, the token cannot win, and its noise is not computed. So the result is the same as with noise for every token.
  */
 
@@ -19,26 +19,36 @@ enum {
 typedef uint32_t uvec __attribute__((vector_size(32)));
 typedef int64_t lvec __attribute__((vector_size(32)));
 
-static const uint64_t INCREMENT = 0x9E3779B97F4A7C15;
 static const float LOG_2 = 0.69314720f; /* rounded up */
 static const float MAX_NOISE = 22.873858f;  /* upper bound of any noise */
 static const float ROUNDING_MARGIN = 1e-3f; /* far more than the rounding error of a score */
+static const float MAX_UNIFORM = 0x1.fffffep-1f;
 
-INLINE uint64_t mix(uint64_t x)
+/* The steps of murmur3. A word is first multiplied by WORD_FACTOR, and consecutive words by adding to the product. */
+static const uint32_t WORD_FACTOR = 0xCC9E2D51;
+
+INLINE uvec rotate_bits(uvec x, int count) { return x << count | x >> (32 - count); }
+
+INLINE uvec mix(uvec h, uvec product) { return rotate_bits(h ^ rotate_bits(product, 15) * 0x1B873593, 13) * 5 + 0xE6546B64; }
+
+INLINE uvec mix_word(uvec h, uint32_t word) { return mix(h, (uvec){0} + word * WORD_FACTOR); }
+
+INLINE uvec finish(uvec h)
 {
-    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9;
-    x = (x ^ x >> 27) * 0x94D049BB133111EB;
-    return x ^ x >> 31;
+    h ^= 16;
+    h = (h ^ h >> 16) * 0x85EBCA6B;
+    h = (h ^ h >> 13) * 0xC2B2AE35;
+    return h ^ h >> 16;
 }
 
-static float noise(uint32_t bits) { return (float)-log(-log((bits + 0.5) / 4294967296.0)); }
+static float noise(uint32_t bits)
+{
+    const float u = (float)((bits + 0.5) / 4294967296.0);
+    return (float)-log(-log1p(-(double)(u < MAX_UNIFORM ? u : MAX_UNIFORM)));
+}
 
 /* An upper bound of the noise of these bits. */
-INLINE float noise_bound(uint32_t bits)
-{
-    const uint32_t rest = ~bits; /* 1 - u is (rest + 1/2) / 2^32 */
-    return rest ? (__builtin_clz(rest) + 1) * LOG_2 : MAX_NOISE;
-}
+INLINE float noise_bound(uint32_t bits) { return bits ? (__builtin_clz(bits) + 1) * LOG_2 : MAX_NOISE; }
 
 /* The index of the first largest of n numbers; NaN is ignored. */
 static int64_t largest(const float *x, int64_t n)
@@ -92,20 +102,24 @@ INLINE int may_win(const float *x, const uint32_t *bits, float needed)
     ivec found = {0};
     for (int i = 0; i < TOKENS_AT_ONCE; i += LANES) {
         const uvec drawn = *(const uvec *)(bits + i);
-        found |= (ivec)(drawn >= (UINT32_MAX << (32 - HIGH_NOISE_SHIFT))) | (ivec)(load(x + i) >= needed);
+        found |= (ivec)(drawn <= UINT32_MAX >> HIGH_NOISE_SHIFT) | (ivec)(load(x + i) >= needed);
     }
     const lvec halves = (lvec)found;
     return (halves[0] | halves[1] | halves[2] | halves[3]) != 0;
 }
 
-static int64_t draw_row(const float *x, int64_t n, uint64_t key, int64_t first)
+static int64_t draw_row(const float *x, int64_t n, uvec key, int64_t first)
 {
     uint32_t bits[TOKENS_AT_ONCE] __attribute__((aligned(32)));
-    struct candidate best = {first, x[first] + noise(mix(key + INCREMENT * (uint64_t)(first + 1)) >> 32)};
+    struct candidate best = {first, x[first] + noise(finish(mix_word(key, (uint32_t)first))[0])};
+    uvec products = {0, 1, 2, 3, 4, 5, 6, 7};
+    products *= WORD_FACTOR;
     for (int64_t start = 0; start < n; start += TOKENS_AT_ONCE) {
         const int64_t num = n - start < TOKENS_AT_ONCE ? n - start : TOKENS_AT_ONCE;
-        for (int64_t i = 0; i < TOKENS_AT_ONCE; i++)
-            bits[i] = mix(key + INCREMENT * (uint64_t)(start + i + 1)) >> 32;
+        for (int i = 0; i < TOKENS_AT_ONCE; i += LANES) {
+            *(uvec *)(bits + i) = finish(mix(key, products));
+            products += LANES * WORD_FACTOR;
+        }
         if (num < TOKENS_AT_ONCE || may_win(x + start, bits, best.score - HIGH_NOISE_SHIFT * LOG_2 - ROUNDING_MARGIN))
             for (int64_t i = 0; i < num; i++)
                 consider(&best, x[start + i], bits[i], start + i);
@@ -122,7 +136,10 @@ void sortedrl_draw(int64_t rank, int64_t size, int64_t rows, int64_t vocab, cons
         const float *x = logits + r * vocab;
         const int64_t first = largest(x, vocab);
         normalizers[r] = normalizer(x, vocab, x[first]);
-        const uint64_t key = mix(mix((uint64_t)seeds[r]) + INCREMENT * ((uint64_t)positions[r] + 1));
+        const uint64_t seed = (uint64_t)seeds[r];
+        uvec key = {0};
+        key = mix_word(mix_word(key, (uint32_t)seed), (uint32_t)(seed >> 32));
+        key = mix_word(key, (uint32_t)positions[r]);
         tokens[r] = is_random[r] ? draw_row(x, vocab, key, first) : first;
     }
 }

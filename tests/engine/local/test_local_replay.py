@@ -230,7 +230,7 @@ def test_tolerance_is_a_difference_of_logit_plus_noise() -> None:
     model, request = tiny_model(), make_requests(1, budget=1)[0]
     with torch.no_grad():
         logits = model(torch.tensor([request.prompt])).logits[0, -1].tolist()
-    scores = [logit + gumbel_scalar(request.seed, 0, token) for token, logit in enumerate(logits)]
+    scores = [logit + gumbel_scalar(request.seed, len(request.prompt) - 1, token) for token, logit in enumerate(logits)]
     best, second = sorted(range(VOCAB), key=scores.__getitem__)[:-3:-1]
     gap = scores[best] - scores[second]
     for tolerance, expected in ((gap * 0.99, best), (gap * 1.01, second)):

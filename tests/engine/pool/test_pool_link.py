@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from sortedrl.config.shipped import shipped_path
 from tests.support.slow_network import ADDRESSES, SlowNetwork, missing_requirement
 
 pytestmark = [
@@ -33,7 +34,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "RAY_AUTH_MODE": "disabled",
 }  # nobody else can reach these networks
-QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.toml"
+QUICKSTART = shipped_path("quickstart")
 
 
 @pytest.fixture

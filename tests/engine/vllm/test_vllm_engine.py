@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from sortedrl.config.shipped import shipped_path
 from sortedrl.engine.base import Partial
 from sortedrl.engine.local.engine import LocalEngine
 from sortedrl.engine.vllm.core import vllm_version
@@ -29,7 +30,7 @@ pytestmark = [
 ]
 HEADS = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
 BLOCK_BYTES = 32 * 2 * 2 * 2 * 32 * 4  # tokens, keys and values, layers, heads, head size, bytes
-QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.toml"
+QUICKSTART = shipped_path("quickstart")
 
 
 def is_gone(pid: int) -> bool:

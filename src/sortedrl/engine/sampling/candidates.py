@@ -4,9 +4,9 @@
 Guarantees: the result is argmax(x + g) over all tokens, bit for bit as with noise for every token.
 
 Why this works: let x be the scaled logits of a row, z their logsumexp, p = exp(x - z), and u the uniform number from
-which a token's noise g = -log(-log u) is computed. Since -log u >= 1 - u, g <= -log(1 - u). Call a token likely when
-p > LIKELY, and high-noise when 1 - u < HIGH_NOISE. A token that is neither scores at most
-    x + g  <=  z + log p - log(1 - u)  <=  z + log(LIKELY / HIGH_NOISE)
+which a token's noise g = -log(-log(1 - u)) is computed. Since -log(1 - u) >= u, g <= -log u. Call a token likely when
+p > LIKELY, and high-noise when u < HIGH_NOISE. A token that is neither scores at most
+    x + g  <=  z + log p - log u  <=  z + log(LIKELY / HIGH_NOISE)
 So when the best likely or high-noise token scores more than that, it is the best of all tokens. The best score minus z
 is a standard Gumbel number, so it is below log(LIKELY / HIGH_NOISE) with probability exp(-HIGH_NOISE / LIKELY), one in
 nine million. Noise is computed for every token of such a row, and of a row that holds NaN. Finding the high-noise
@@ -46,7 +46,7 @@ class CandidateSearch:
         """The winning token of each row, and z."""
         probs_rv = torch.softmax(scaled_rv, -1)
         normalizer_r = scaled_rv.amax(-1) - probs_rv.amax(-1).log()
-        ids = self._candidates(probs_rv.numpy(), row_keys(seeds_r, positions_r).numpy().view(np.uint64))
+        ids = self._candidates(probs_rv.numpy(), row_keys(seeds_r, positions_r).numpy().view(np.uint32))
         counts_r = np.array([len(row) for row in ids])
         rows_c = torch.from_numpy(np.repeat(np.arange(len(ids)), counts_r))
         ids_c = torch.from_numpy(np.concatenate(ids))

@@ -34,7 +34,10 @@ _MIN_CANDIDATE_VOCAB = 4096  # for a smaller vocabulary, noise for every token i
 
 
 class Draw(NamedTuple):
-    """Everything that determines the draw at one position of one sequence, except the logits."""
+    """Everything that determines the draw at one position of one sequence, except the logits.
+
+    `position` is the index of the last token that the model has read: the logits are its output there.
+    """
 
     seed: int
     position: int
@@ -164,7 +167,7 @@ class DenseSampler:
             logprobs_rv.gather(1, tokens_r.unsqueeze(1)).squeeze(1),
             cached_r,
             logprobs_rv.gather(1, index_r1).squeeze(1),
-            best_r - scores_rv.gather(1, index_r1).squeeze(1),
+            lambda: best_r - scores_rv.gather(1, index_r1).squeeze(1),
             tolerances,
         )
 
@@ -191,13 +194,12 @@ class CandidateSampler:
         tokens_r, normalizer_r = self._draw(scaled_rv, draws)
         cached_r = torch.tensor(cached)
         index_r = cached_r.clamp(min=0)
-        gap_r = self._scores(scaled_rv, draws, tokens_r) - self._scores(scaled_rv, draws, index_r)
         return _judge(
             tokens_r,
             _at(scaled_rv, tokens_r) - normalizer_r,
             cached_r,
             _at(scaled_rv, index_r) - normalizer_r,
-            gap_r,
+            lambda: self._scores(scaled_rv, draws, tokens_r) - self._scores(scaled_rv, draws, index_r),
             tolerances,
         )
 
@@ -282,13 +284,13 @@ def _judge(
     logprobs_r: torch.Tensor,
     cached_r: torch.Tensor,
     cached_logprobs_r: torch.Tensor,
-    gap_r: torch.Tensor,
+    gap: Callable[[], torch.Tensor],
     tolerances: Sequence[float],
 ) -> ReplayVerdict:
-    """`gap_r`: by how much the cached token's score (logit + noise) is below the best score."""
+    """`gap` returns by how much each cached token's score (logit + noise) is below the best score."""
     is_kept_r = tokens_r == cached_r
     if any(tolerances):
-        is_kept_r |= (gap_r <= torch.tensor(tolerances, device=gap_r.device)) & (cached_r >= 0)
+        is_kept_r |= (gap() <= torch.tensor(tolerances, device=cached_r.device)) & (cached_r >= 0)
     return ReplayVerdict(
         drawn=_choice(tokens_r, logprobs_r),
         is_kept=is_kept_r.tolist(),

@@ -1,21 +1,28 @@
-"""Sampling noise as a pure function of (seed, position, token): the scheme `gumbel-splitmix64-v1`.
+"""Sampling noise as a pure function of (seed, position, token): the scheme `gumbel-murmur3-v1`.
 
 Every engine draws with this noise, so under given weights an answer does not depend on when, where or next to which
-other samples it runs. Replay and the engines' conformance tests rely on that. If any output changes, the scheme needs a
-new name.
+other samples it runs. Replay and the engines' conformance tests rely on that. It is the noise with which vLLM's V2
+model runner draws for a request with a seed, so an unchanged vLLM gives the same answers. If any output changes, the
+scheme needs a new name.
 
-All integers are 64-bit and wrap around. With mix(x) the finaliser of splitmix64 and G its increment,
-    row  = mix(mix(seed) + G * (position + 1))        position: index in the answer, from 0
-    bits = mix(row + G * (token + 1)) >> 32           32 uniform bits
-    u    = (bits + 0.5) / 2**32                       in [2**-33, 1 - 2**-33], exact in float64
-    g    = -log(-log(u))                              in float64, then rounded to float32
-The token with the largest logits / temperature + g is then a draw from softmax(logits / temperature).
+The words are 32 bits wide and wrap around. With mix(h, word) and finish(h) the steps of murmur3 (x86, 32 bits),
+    row  = mix(mix(mix(0, seed mod 2**32), seed div 2**32), position)     which all tokens of a row share
+    bits = finish(mix(row, token) ^ 16)                                   32 uniform bits; 16 bytes were hashed
+    u    = (bits + 0.5) / 2**32, rounded to float32, at most 1 - 2**-24
+    g    = -log(-log(1 - u))                                              in float64, then rounded to float32
+`seed` is in [0, 2**63). `position` is the index of the predicted token in the whole sequence, prompt included, minus
+one: the index of the last token that the model has read. The token with the largest logits / temperature + g is a draw
+from softmax(logits / temperature).
+
+vLLM computes logarithms in float32 and by a polynomial: its g minus this g is between -0.9e-6 and 2.1e-6. Two tokens
+whose scores differ by less than `KERNEL_MARGIN` may be drawn differently there.
 
 Shapes: b rows (one per sequence, or per sequence and position), v tokens.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 from collections.abc import Sequence
@@ -25,59 +32,123 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-SCHEME = "gumbel-splitmix64-v1"
+SCHEME = "gumbel-murmur3-v1"
+NUM_SEEDS = 1 << 63
+KERNEL_MARGIN = 3e-6  # tools/noise_vectors.py compares vLLM's kernel over every u
 
 # Numbers per chunk: as many as fit in a processor's cache. Twenty passes over larger chunks take twice the time.
 _CHUNK = 1 << 16
 
-_INCREMENT = 0x9E3779B97F4A7C15
-_FIRST = 0xBF58476D1CE4E5B9
-_SECOND = 0x94D049BB133111EB
-_MASK = (1 << 64) - 1
+_FIRST, _SECOND = 0xCC9E2D51, 0x1B873593  # of mix
+_ADDED = 0xE6546B64
+_THIRD, _FOURTH = 0x85EBCA6B, 0xC2B2AE35  # of finish
+_HASHED_BYTES = 16
+_WORD = (1 << 32) - 1
+_MAX_UNIFORM = 1 - 2.0**-24
 
 
-def _signed(value: int) -> int:
-    """The signed int64 with the same 64 bits."""
-    value &= _MASK
-    return value - (1 << 64) if value >> 63 else value
+def _rotate(x: int, count: int) -> int:
+    return (x << count | x >> (32 - count)) & _WORD
 
 
-def _mix_scalar(x: int) -> int:
-    x = ((x ^ (x >> 30)) * _FIRST) & _MASK
-    x = ((x ^ (x >> 27)) * _SECOND) & _MASK
-    return x ^ (x >> 31)
+def _scramble(word: int) -> int:
+    """The part of mix that depends on the word alone."""
+    return _rotate(word * _FIRST & _WORD, 15) * _SECOND & _WORD
+
+
+def _mix(h: int, word: int) -> int:
+    return (_rotate(h ^ _scramble(word), 13) * 5 + _ADDED) & _WORD
+
+
+def _finish(h: int) -> int:
+    h = (h ^ h >> 16) * _THIRD & _WORD
+    h = (h ^ h >> 13) * _FOURTH & _WORD
+    return h ^ h >> 16
+
+
+def _round(value: float) -> float:
+    """The nearest float32."""
+    return struct.unpack("f", struct.pack("f", value))[0]
+
+
+def noise_bits(seed: int, position: int, token: int) -> int:
+    """`bits` of the definition above."""
+    assert 0 <= seed < NUM_SEEDS, f"seed {seed} is not in [0, 2**63)"
+    row = _mix(_mix(_mix(0, seed & _WORD), seed >> 32), position)
+    return _finish(_mix(row, token) ^ _HASHED_BYTES)
+
+
+def _uniform(bits: int) -> float:
+    return min(_round((bits + 0.5) / 2.0**32), _MAX_UNIFORM)
+
+
+def _gumbel(uniform: float) -> float:
+    return _round(-math.log(-math.log1p(-uniform)))
 
 
 def gumbel_scalar(seed: int, position: int, token: int) -> float:
     """The noise of one token, in plain Python: the reference for every other implementation."""
-    row = _mix_scalar((_mix_scalar(seed & _MASK) + _INCREMENT * (position + 1)) & _MASK)
-    bits = _mix_scalar((row + _INCREMENT * (token + 1)) & _MASK) >> 32
-    uniform = (bits + 0.5) / 2.0**32
-    return struct.unpack("f", struct.pack("f", -math.log(-math.log(uniform))))[0]
+    return _gumbel(_uniform(noise_bits(seed, position, token)))
 
 
-def _xor_shift_(x: torch.Tensor, shift: int) -> torch.Tensor:
-    # torch shifts int64 arithmetically: the mask removes the copies of the sign bit.
-    return x.bitwise_xor_((x >> shift).bitwise_and_((1 << (64 - shift)) - 1))
+def _signed(word: int) -> int:
+    """The signed int32 with the same 32 bits."""
+    return word - (1 << 32) if word >> 31 else word
 
 
-def _mix_(x: torch.Tensor) -> torch.Tensor:
-    """Mix `x` in place."""
-    _xor_shift_(x, 30).mul_(_signed(_FIRST))
-    _xor_shift_(x, 27).mul_(_signed(_SECOND))
-    return _xor_shift_(x, 31)
+def _rotate_(x: torch.Tensor, count: int) -> torch.Tensor:
+    """Rotate int32 numbers in place."""
+    # torch shifts arithmetically: the mask removes the copies of the sign bit.
+    low = (x >> (32 - count)).bitwise_and_((1 << count) - 1)
+    return x.bitwise_left_shift_(count).bitwise_or_(low)
+
+
+def _xor_shift_(x: torch.Tensor, count: int) -> torch.Tensor:
+    return x.bitwise_xor_((x >> count).bitwise_and_((1 << (32 - count)) - 1))
+
+
+def _mix_(h: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+    """mix with scrambled words, in place."""
+    return _rotate_(h.bitwise_xor_(words), 13).mul_(5).add_(_signed(_ADDED))
+
+
+def _finish_(h: torch.Tensor) -> torch.Tensor:
+    _xor_shift_(h, 16).mul_(_signed(_THIRD))
+    _xor_shift_(h, 13).mul_(_signed(_FOURTH))
+    return _xor_shift_(h, 16)
+
+
+def _scrambled(words: torch.Tensor) -> torch.Tensor:
+    """The scrambled low 32 bits of int64 numbers, as int32."""
+    import torch
+
+    return _rotate_(words.to(torch.int32).mul_(_signed(_FIRST)), 15).mul_(_signed(_SECOND))
+
+
+@functools.lru_cache(maxsize=4)
+def _vocabulary_words(vocab: int, device: torch.device) -> torch.Tensor:
+    """The scrambled ids of a whole vocabulary: int32 [v], not to be written to."""
+    import torch
+
+    return _scrambled(torch.arange(vocab, device=device))
 
 
 def seed_tensor(seeds: Sequence[int], device: torch.device | str = "cpu") -> torch.Tensor:
-    """Seeds of any sign and width as int64."""
+    """Seeds as int64."""
     import torch
 
-    return torch.tensor([_signed(seed) for seed in seeds], dtype=torch.int64, device=device)
+    return torch.tensor(seeds, dtype=torch.int64, device=device)
 
 
 def row_keys(seeds_b: torch.Tensor, positions_b: torch.Tensor) -> torch.Tensor:
-    """`row` of the definition above, which all tokens of a row share: int64 [b]."""
-    return _mix_(_mix_(seeds_b.clone()) + (positions_b + 1) * _signed(_INCREMENT))
+    """`row` of the definition above: int32 [b]."""
+    import torch
+
+    words_wb = _scrambled(torch.stack([seeds_b, seeds_b >> 32, positions_b]))
+    h_b = torch.zeros_like(words_wb[0])
+    for words_b in words_wb:
+        _mix_(h_b, words_b)
+    return h_b
 
 
 def gumbel(seeds_b: torch.Tensor, positions_b: torch.Tensor, tokens: int | torch.Tensor) -> torch.Tensor:
@@ -87,47 +158,51 @@ def gumbel(seeds_b: torch.Tensor, positions_b: torch.Tensor, tokens: int | torch
     """
     import torch
 
-    tokens_v = torch.arange(tokens, device=seeds_b.device) if isinstance(tokens, int) else tokens
+    words_v = _vocabulary_words(tokens, seeds_b.device) if isinstance(tokens, int) else _scrambled(tokens)
     rows_b1 = row_keys(seeds_b, positions_b).unsqueeze(1)
-    steps_v = (tokens_v + 1) * _signed(_INCREMENT)
-    noise_bv = torch.empty(len(seeds_b), tokens_v.shape[-1], dtype=torch.float32, device=seeds_b.device)
+    noise_bv = torch.empty(len(seeds_b), words_v.shape[-1], dtype=torch.float32, device=seeds_b.device)
     count = max(1, _CHUNK // max(1, noise_bv.shape[1])) if seeds_b.is_cpu else max(1, len(seeds_b))
     for start in range(0, len(seeds_b), count):
         rows = slice(start, start + count)
-        bits_bv = _mix_(rows_b1[rows] + (steps_v if steps_v.ndim == 1 else steps_v[rows]))
-        bits_bv = bits_bv.bitwise_right_shift_(32).bitwise_and_((1 << 32) - 1)
-        uniform_bv = bits_bv.to(torch.float64).add_(0.5).mul_(2.0**-32)
-        noise_bv[rows] = uniform_bv.log_().neg_().log_().neg_()
+        bits_bv = rows_b1[rows] ^ (words_v if words_v.ndim == 1 else words_v[rows])
+        _rotate_(bits_bv, 13).mul_(5).add_(_signed(_ADDED)).bitwise_xor_(_HASHED_BYTES)
+        _finish_(bits_bv).bitwise_xor_(-(1 << 31))  # as signed numbers these are bits - 2**31
+        uniform_bv = bits_bv.to(torch.float64).add_(2.0**31 + 0.5).mul_(-(2.0**-32))  # -u: one pass less
+        uniform_bv = uniform_bv.to(torch.float32).clamp_(min=-_MAX_UNIFORM).to(torch.float64)
+        noise_bv[rows] = uniform_bv.log1p_().neg_().log_().neg_()
     return noise_bv
 
 
 class HighNoiseTokens:
-    """Finds the tokens of a row whose 1 - u is below 2**-`shift`, without computing logarithms.
+    """Finds the tokens of a row whose bits are below 2**(32 - `shift`), without computing logarithms.
 
-    The last step of the mix, x ^ (x >> 31), changes only the lowest of the upper 32 bits. A comparison with an even
-    threshold does not depend on that bit, so the step is left out. Each thread needs its own object.
+    The last step of the hash, h ^ (h >> 16), does not change the upper 16 bits, so it is left out. Each thread needs
+    its own object.
     """
 
     def __init__(self, vocab: int, shift: int) -> None:
         import numpy as np
+        import torch
 
-        assert 0 < shift < 32, "the threshold must be even in 32 bits"
-        with np.errstate(over="ignore"):
-            self._steps_v = np.arange(1, vocab + 1, dtype=np.uint64) * np.uint64(_INCREMENT)
-        self._least = np.uint64((1 << 64) - (1 << (64 - shift)))
-        self._first, self._second = np.uint64(_FIRST), np.uint64(_SECOND)
-        self._x_v, self._shifted_v = np.empty_like(self._steps_v), np.empty_like(self._steps_v)
+        assert 0 < shift <= 16, "only the upper 16 bits are known"
+        self._words_v = _vocabulary_words(vocab, torch.device("cpu")).numpy().view(np.uint32)
+        self._limit = np.uint32(1 << (32 - shift))
+        self._h_v, self._shifted_v = np.empty_like(self._words_v), np.empty_like(self._words_v)
 
-    def mask(self, key: np.uint64) -> np.ndarray:
+    def mask(self, key: np.uint32) -> np.ndarray:
         """Whether each token of the row with this key has high noise, bool [v]."""
         import numpy as np
 
-        x_v, shifted_v = self._x_v, self._shifted_v
-        np.add(self._steps_v, key, out=x_v)
-        np.right_shift(x_v, 30, out=shifted_v)
-        np.bitwise_xor(x_v, shifted_v, out=x_v)
-        np.multiply(x_v, self._first, out=x_v)
-        np.right_shift(x_v, 27, out=shifted_v)
-        np.bitwise_xor(x_v, shifted_v, out=x_v)
-        np.multiply(x_v, self._second, out=x_v)
-        return x_v >= self._least
+        h_v, shifted_v = self._h_v, self._shifted_v
+        np.bitwise_xor(self._words_v, key, out=h_v)
+        np.right_shift(h_v, 19, out=shifted_v)
+        np.left_shift(h_v, 13, out=h_v)
+        np.bitwise_or(h_v, shifted_v, out=h_v)
+        np.multiply(h_v, np.uint32(5), out=h_v)
+        np.add(h_v, np.uint32(_ADDED), out=h_v)
+        np.bitwise_xor(h_v, np.uint32(_HASHED_BYTES), out=h_v)
+        for count, factor in ((16, _THIRD), (13, _FOURTH)):
+            np.right_shift(h_v, count, out=shifted_v)
+            np.bitwise_xor(h_v, shifted_v, out=h_v)
+            np.multiply(h_v, np.uint32(factor), out=h_v)
+        return h_v < self._limit

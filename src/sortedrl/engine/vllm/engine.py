@@ -42,6 +42,7 @@ import torch
 
 from sortedrl.engine.attempt import Attempt
 from sortedrl.engine.base import (
+    OWN_NOISE,
     Capabilities,
     CompletedHandle,
     EngineEvent,
@@ -55,6 +56,7 @@ from sortedrl.engine.base import (
 )
 from sortedrl.engine.local.module_decoder import Geometry
 from sortedrl.engine.request_checks import check_limits, check_submit, find_fault
+from sortedrl.engine.sampling.noise import SCHEME
 from sortedrl.engine.vllm.adapter import AdapterFolder
 from sortedrl.engine.vllm.core import CoreProcess, check_installed
 from sortedrl.engine.vllm.http import HttpRequestLoop
@@ -132,7 +134,10 @@ class VllmEngine:
     @property
     def capabilities(self) -> Capabilities:
         is_exact = self._dtype == torch.float32 and self._has_noise
-        return Capabilities(slots=self._slots, exact_replay=is_exact, keep_kv=not self._is_server, waits=False)
+        noise = SCHEME if self._has_noise else OWN_NOISE
+        return Capabilities(
+            slots=self._slots, exact_replay=is_exact, keep_kv=not self._is_server, waits=False, noise=noise
+        )
 
     @property
     def _is_server(self) -> bool:

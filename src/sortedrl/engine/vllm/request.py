@@ -87,7 +87,7 @@ class VllmRequest:
         request = self.attempt.request
         sampling_args = SamplingArgs(
             seed=request.seed,
-            start=len(self.attempt.tokens),
+            num_cached=len(self.attempt.tokens),
             sampling=request.sampling,
             tolerance=request.replay_tolerance,
         )

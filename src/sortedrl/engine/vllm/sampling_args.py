@@ -18,13 +18,13 @@ EXTRA_KEY = "sortedrl"
 @dataclass(slots=True, kw_only=True, frozen=True)
 class SamplingArgs:
     seed: int
-    start: int  # answer tokens sent along with the prompt: the answer position of the first token drawn
+    num_cached: int  # answer tokens sent along with the prompt
     sampling: Sampling
     tolerance: float = 0.0  # of a replay
 
     def to_extra_args(self) -> dict[str, Any]:
         shape = (self.sampling.temperature, self.sampling.top_k, self.sampling.top_p, self.sampling.min_p)
-        return {EXTRA_KEY: [self.seed & (1 << 64) - 1, self.start, self.tolerance, *shape]}
+        return {EXTRA_KEY: [self.seed, self.num_cached, self.tolerance, *shape]}
 
     @classmethod
     def from_extra_args(cls, extra_args: Mapping[str, Any] | None) -> SamplingArgs | None:
@@ -32,6 +32,6 @@ class SamplingArgs:
         values = (extra_args or {}).get(EXTRA_KEY)
         if values is None:
             return None
-        seed, start, tolerance, temperature, top_k, top_p, min_p = values
+        seed, num_cached, tolerance, temperature, top_k, top_p, min_p = values
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-        return cls(seed=seed, start=start, sampling=sampling, tolerance=tolerance)
+        return cls(seed=seed, num_cached=num_cached, sampling=sampling, tolerance=tolerance)

@@ -42,11 +42,13 @@ _MAX_LOGITS = 1 << 24  # how many logits replay computes at once
 @dataclass(slots=True, kw_only=True, frozen=True)
 class _Row:
     sampling_args: SamplingArgs
+    num_prompt: int  # tokens of vLLM's prompt, which includes the cached answer
     output: list[int]  # vLLM's own list of the request's output tokens: it grows with every step
 
     @property
     def draw(self) -> Draw:
-        return Draw(self.sampling_args.seed, self.sampling_args.start + len(self.output), self.sampling_args.sampling)
+        position = self.num_prompt + len(self.output) - 1
+        return Draw(self.sampling_args.seed, position, self.sampling_args.sampling)
 
 
 class NoiseRows(LogitsProcessor):
@@ -67,12 +69,12 @@ class NoiseRows(LogitsProcessor):
         rows = self._rows
         for index in batch_update.removed:
             rows.pop(index, None)
-        for index, params, _, output in batch_update.added:
+        for index, params, prompt, output in batch_update.added:
             sampling_args = SamplingArgs.from_extra_args(params.extra_args)
             if sampling_args is None:
                 rows.pop(index, None)
             else:
-                rows[index] = _Row(sampling_args=sampling_args, output=output)
+                rows[index] = _Row(sampling_args=sampling_args, num_prompt=len(prompt), output=output)
         for source, target, direction in batch_update.moved:
             moved, displaced = rows.pop(source, None), rows.pop(target, None)
             if moved is not None:
@@ -236,7 +238,7 @@ def _verify_prompts(
         end = min(begin + num_tokens, len(tokens) - 1)
         args = SamplingArgs.from_extra_args(request.sampling_params.extra_args)
         assert args is not None, f"request {request_id} asks for prompt log-probs and does not come from this engine"
-        first = max(begin, len(tokens) - args.start - 1)
+        first = max(begin, len(tokens) - args.num_cached - 1)
         offset = runner.query_start_loc.np[runner.input_batch.req_id_to_index[request_id]].item() - begin
         block = max(1, _MAX_LOGITS // runner.model_config.get_vocab_size())
         for start in range(first, end, block):
@@ -261,8 +263,7 @@ def _blank(count: int) -> LogprobsTensors:
 
 
 def _fill(target: LogprobsTensors, rows: slice, logits_rv: torch.Tensor, tokens: list[int], args: SamplingArgs) -> None:
-    num_prompt = len(tokens) - args.start
-    draws = [Draw(args.seed, index + 1 - num_prompt, args.sampling) for index in range(rows.start, rows.stop)]
+    draws = [Draw(args.seed, index, args.sampling) for index in range(rows.start, rows.stop)]
     cached = tokens[rows.start + 1 : rows.stop + 1]
     scaled_rv = shape_logits(logits_rv, [draw.sampling for draw in draws])
     noise = make_sampler(len(draws), logits_rv.shape[1], logits_rv.device)
