@@ -30,6 +30,7 @@ class Buffer:
         self.grouped = grouped
         self.version = 0
         self.num_updates = 0  # batches taken
+        self.is_updating = False  # a batch was taken, and its weights are not published yet
         self.num_trained = 0
         self.num_loaded = 0
         self.num_started = 0  # attempts started since the last batch was taken
@@ -43,6 +44,7 @@ class Buffer:
         self.in_state: dict[State, dict[int, Sample]] = dict(zip(State, held, strict=False))  # in the order of states
         self.unstarted: dict[int, Sample] = {}  # pending samples that never ran, in load order
         self.waiting: dict[int, Sample] = {}  # pending samples that ran before, with or without tokens
+        self.unverified: dict[int, Sample] = {}  # of these, complete answers that a replay must verify
         self.groups: dict[tuple[int, str], Group] = {}  # siblings, if they are trained together
         self._ready_groups: dict[tuple[int, str], Group] = {}
         # Groups (or single samples) that could be trained now, and how many samples they hold.
@@ -142,6 +144,7 @@ class Buffer:
                 self.lengths.start(number, sample.prompt.id, self._finished_siblings(sample))
         else:
             del self.waiting[number]
+            self.unverified.pop(number, None)
         sample.attempt += 1
         self.attempt_version[number] = self.version
         self.num_started += 1
@@ -155,7 +158,8 @@ class Buffer:
         """Replace the answer from position `start` on by a segment; returns the number of discarded tokens.
 
         The first `verified` tokens repeat tokens of the answer that replay accepted. They keep the slot time of their
-        first decoding, and injected tokens among them stay masked.
+        first decoding, and injected tokens among them stay masked. If no token changes, a complete answer keeps its
+        reward.
         """
         assert sample.state == RUNNING, f"sample {sample.id} gets tokens while {sample.state}"
         held, count, version = sample.num_tokens, len(segment.tokens), segment.version
@@ -164,6 +168,8 @@ class Buffer:
         assert start + verified <= held, f"sample {sample.id}: tokens at {start + verified}, but it holds {held}"
         assert verified <= count, f"sample {sample.id}: {verified} of {count} tokens verified"
         assert end <= sample.budget, f"sample {sample.id} exceeds its budget of {sample.budget}"
+        if count > verified or end < held:
+            sample.finish_reason = sample.reward = None
         masked: list[range] = []
         if start < held:
             masked = sample.masked(start, start + verified)
@@ -205,6 +211,8 @@ class Buffer:
             held.extend(segments[1:])
         else:
             held += segments
+        if segments:
+            sample.finish_reason = sample.reward = None
         sample.mode, sample.held = RESUME, end
         if end > sample.known_length:
             sample.known_length = end
@@ -231,12 +239,13 @@ class Buffer:
         """RUNNING -> PENDING after the run itself ended: neither an interrupt nor a failure. The tokens stay."""
         self._move(sample, PENDING, self.running, self.pending)
         del self.attempt_version[sample.id]
-        self.waiting[sample.id] = sample
+        self._wait(sample)
 
     def give_up(self, sample: Sample) -> int:
         """RUNNING -> FINISHED with an empty answer, after too many failures; returns the number of discarded tokens."""
         Buffer.finish(self, sample, FinishReason.FAILED)
         sample.num_failures += 1
+        sample.reward = None
         return sample.clear()
 
     def feed(self, sample: Sample, tokens: Sequence[int]) -> None:
@@ -249,9 +258,10 @@ class Buffer:
         assert sample.finish_reason == FinishReason.STOP, f"sample {sample.id} is fed after {sample.finish_reason}"
         assert end < sample.budget, f"sample {sample.id} is fed beyond its budget of {sample.budget}"
         self._move(sample, PENDING, self.finished, self.pending)
-        self.waiting[sample.id] = sample
+        sample.finish_reason = sample.reward = None
+        self._wait(sample)
         sample.segments.append(Segment(self.version, list(tokens), [0.0] * len(tokens), 0.0, True))
-        sample.mode, sample.finish_reason, sample.held = RESUME, None, end
+        sample.mode, sample.held = RESUME, end
         sample.known_length = max(sample.known_length, end)
 
     def score(self, sample_id: int, attempt: int, reward: float) -> Sample | None:
@@ -260,6 +270,8 @@ class Buffer:
         if sample is None or sample.attempt != attempt:
             return None
         del self.finished[sample_id]
+        if sample.reward is None:
+            sample.reward_attempt = attempt
         sample.state, sample.reward, self.scored[sample_id] = SCORED, reward, sample
         if not self.grouped:  # a single sample is ready once it is scored
             self.num_ready += 1
@@ -272,14 +284,19 @@ class Buffer:
         return sample
 
     def requeue(self, sample: Sample, mode: Mode) -> int:
-        """PENDING, FINISHED or SCORED -> PENDING, to continue as `mode`; returns the number of discarded tokens."""
+        """PENDING, FINISHED or SCORED -> PENDING, to continue as `mode`; returns the number of discarded tokens.
+
+        A complete answer keeps its reward, in case a replay changes none of its tokens.
+        """
         if sample.state is SCORED:
             self._unready(sample)
         if sample.state != PENDING:
             assert sample.state in (FINISHED, SCORED), f"sample {sample.id} cannot go back from {sample.state}"
             self._move(sample, PENDING, self.in_state[sample.state], self.pending)
-            self.waiting[sample.id] = sample
-        sample.mode, sample.reward, sample.finish_reason = mode, None, None
+        sample.mode = mode
+        if mode == FRESH:
+            sample.finish_reason = sample.reward = None
+        self._wait(sample)
         if mode != FRESH:
             return 0
         sample.num_restarts += 1
@@ -305,6 +322,7 @@ class Buffer:
             self.num_ready -= len(batch)
         self.num_trained += len(batch)
         self.num_updates += 1
+        self.is_updating = True
         self.num_started = 0
         return batch
 
@@ -312,6 +330,7 @@ class Buffer:
         """Make `version` the current version of the weights."""
         assert version > self.version, f"version {version} is published after {self.version}"
         self.version = version
+        self.is_updating = False
 
     # ---- saving and restoring ---------------------------------------------------------------------------------------
 
@@ -339,7 +358,10 @@ class Buffer:
             buffer.samples[sample.id] = sample
             buffer.in_state[sample.state][sample.id] = sample
             if sample.state == PENDING:
-                (buffer.waiting if sample.attempt else buffer.unstarted)[sample.id] = sample
+                if sample.attempt:
+                    buffer._wait(sample)
+                else:
+                    buffer.unstarted[sample.id] = sample
             if buffer.grouped:
                 buffer._join_group(sample).num_scored += sample.state is SCORED
         buffer.find_ready()
@@ -381,6 +403,14 @@ class Buffer:
         if self._ready_groups.pop(sample.group, None) is not None:
             self.num_ready -= len(self.groups[sample.group].samples)
         self.groups[sample.group].num_scored -= 1
+
+    def _wait(self, sample: Sample) -> None:
+        """Note a pending sample that ran before."""
+        self.waiting[sample.id] = sample
+        if sample.finish_reason is None:
+            self.unverified.pop(sample.id, None)
+        else:
+            self.unverified[sample.id] = sample
 
     def _move(self, sample: Sample, to: State, source: dict[int, Sample], target: dict[int, Sample]) -> None:
         """Move a sample from one state to another."""

@@ -4,7 +4,7 @@
                      ^                                     |
                      +---- requeue <-- publish <-- learner <-- harvest
 
-It asks `schedule` what to do, and it alone changes the buffer, the engine and the learner. It runs in one thread and
+It asks the schedule what to do, and it alone changes the buffer, the engine and the learner. It runs in one thread and
 waits in three places: in `engine.poll` while samples run, in `scorer.poll` when only scores are missing, and for the
 result of an update. (An engine in another process also makes it wait for the answer to a call.) With `overlap` it waits
 for the update only when there is nothing else to do. All times come from the clock that is passed in, so a simulation
@@ -18,16 +18,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sortedrl import schedule
+from sortedrl import schedule as sorted_schedule
 from sortedrl.buffer import Buffer
 from sortedrl.clock import Clock, Timing
 from sortedrl.engine import base as engine_events
 from sortedrl.engine.base import Engine, InFlight, Request, Sampling, Span
 from sortedrl.errors import EngineError
-from sortedrl.learner.base import Learner, Update
+from sortedrl.learner.base import Learner, Update, UpdateResult
 from sortedrl.protocols import CheckpointHook, EvaluationHook, Score, Scorer
-from sortedrl.records import Batch, FinishReason, Mode, Sample, Segment, restart_seed
-from sortedrl.schedule import Knobs, RestartNoise
+from sortedrl.records import Batch, FinishReason, Mode, Sample, Segment, State, restart_seed
+from sortedrl.schedule import Fate, Knobs, RestartNoise, Schedule
 from sortedrl.telemetry import events
 from sortedrl.telemetry.batch_event import EngineAccount, batch_taken
 from sortedrl.telemetry.events import Emit
@@ -36,7 +36,8 @@ IDLE_POLL_S = 0.05  # longest wait for one source of news while another one may 
 STOP_POLL_S = 0.5  # longest wait before a request to stop is noticed
 MIN_TOLD_WAIT_S = 1e-4  # shorter waits for scores are not worth an event
 MAX_FAILED_UPDATES = 3  # updates in a row without one good answer before the run stops
-FRESH, FAILED = Mode.FRESH, FinishReason.FAILED  # module names, because Python 3.11 looks up enum members slowly
+# Module names, because Python 3.11 looks up enum members slowly.
+FRESH, FAILED, FINISHED, REPLAY = Mode.FRESH, FinishReason.FAILED, State.FINISHED, Fate.REPLAY
 _SAVED = ("began", "update_s", "publish_s", "save_s", "num_failed_updates")  # the loop's own state in a checkpoint
 
 
@@ -45,6 +46,7 @@ class LoopParts:
     """The parts that the controller calls.
 
     `load_samples(cohort, count)` returns the next samples: fewer than asked for, or none, when the data ends.
+    `on_update` gets the result of each update.
     """
 
     engine: Engine
@@ -53,6 +55,8 @@ class LoopParts:
     load_samples: Callable[[int, int], list[Sample]]
     evaluation: EvaluationHook | None = None
     checkpoints: CheckpointHook | None = None
+    schedule: Schedule = sorted_schedule
+    on_update: Callable[[UpdateResult], None] | None = None
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -88,8 +92,8 @@ class Controller:
     ) -> None:
         self.buffer = buffer
         self.engine, self.learner, self.scorer = parts.engine, parts.learner, parts.scorer
-        self.load_samples = parts.load_samples
-        self.evaluation, self.checkpoints = parts.evaluation, parts.checkpoints
+        self.load_samples, self.schedule = parts.load_samples, parts.schedule
+        self.evaluation, self.checkpoints, self.on_update = parts.evaluation, parts.checkpoints, parts.on_update
         self.settings = settings
         self.knobs = settings.knobs
         self.follows_attempts = settings.follows_attempts
@@ -103,6 +107,8 @@ class Controller:
         self.update: Update | None = None
         self.update_began = self.last_finish = 0.0
         self.last_error, self.num_failed_updates = "", 0
+        self.asked: dict[int, int] = {}  # attempts whose answers the scorer has, by sample
+        self.early: dict[int, float] = {}  # rewards that came while their answers were being verified, by sample
         self.free_rows = list(range(self.slots))  # rows of the slot timeline, a heap
         self.row_of: dict[int, int] = {}
 
@@ -112,7 +118,7 @@ class Controller:
             self.began = self.clock.now()
         self.account = EngineAccount(self.engine)
         for sample in self.buffer.finished.values():
-            self.scorer.submit(sample)  # a restored buffer may hold answers that no scorer works on
+            self.ask_score(sample)  # a restored buffer may hold answers that no scorer works on
         while self.has_data or self.buffer.samples or self.update is not None:
             self.load()
             self.admit()
@@ -156,7 +162,7 @@ class Controller:
 
     def load(self) -> None:
         """Load cohorts while the schedule wants them and there is data."""
-        while self.has_data and schedule.wants_cohort(self.buffer, self.knobs, self.slots):
+        while self.has_data and self.schedule.wants_cohort(self.buffer, self.knobs, self.slots):
             samples = self.load_samples(self.buffer.next_cohort, self.knobs.cohort_samples)
             if not samples:
                 self.has_data = False
@@ -171,7 +177,7 @@ class Controller:
 
     def admit(self) -> None:
         """Give free slots to pending samples."""
-        requests = [self.start(sample) for sample in schedule.admit(self.buffer, self.knobs, self.slots)]
+        requests = [self.start(sample) for sample in self.schedule.admit(self.buffer, self.knobs, self.slots)]
         if requests:
             self.engine.submit(requests)
 
@@ -184,8 +190,7 @@ class Controller:
         while True:
             scores = self.poll_scores(self.score_timeout())
             for score in scores:
-                if buffer.score(*score.key, score.reward) is not None and self.follows_attempts:
-                    self.emit(events.SampleScored(self.clock.now(), *score.key, score.reward))
+                self.apply_score(score)
             if not scores or not self.lacks_only_scores():
                 return
 
@@ -193,7 +198,7 @@ class Controller:
         """Take an update batch out of the buffer, if the schedule gives one, and start its update."""
         if self.update is not None:
             return
-        chosen = schedule.choose_batch(self.buffer, self.knobs, has_data=self.has_data)
+        chosen = self.schedule.choose_batch(self.buffer, self.knobs, has_data=self.has_data)
         if chosen is None:
             return
         num_interrupted = 0 if self.knobs.overlap else self.pause_rollout()
@@ -208,6 +213,9 @@ class Controller:
         self.emit(taken)
         self.update_began = self.clock.now()
         self.update = self.learner.start(batch)
+        if self.knobs.overlap and self.knobs.on_bound == REPLAY and not self.buffer.running and not self.update.done():
+            self.load()  # every slot held an answer that was only verified: fill them, or `settle` waits for the update
+            self.admit()
 
     def settle(self) -> None:
         """When the update is done: publish its weights and decide how waiting samples continue."""
@@ -215,6 +223,8 @@ class Controller:
             return
         result = self.update.result()
         self.update = None
+        if self.on_update is not None:
+            self.on_update(result)
         now = self.clock.now()
         self.update_s += now - self.update_began
         version = self.buffer.version + 1
@@ -228,7 +238,7 @@ class Controller:
                 metrics=result.metrics,
             )
         )
-        interrupted = [s.id for s in schedule.interrupts_at_publication(self.buffer, self.knobs)]
+        interrupted = [s.id for s in self.schedule.interrupts_at_publication(self.buffer, self.knobs)]
         if interrupted:
             self.apply_events(self.engine.interrupt(interrupted))
         self.publish(version)
@@ -237,7 +247,7 @@ class Controller:
         is_checkpoint = checkpoints is not None and checkpoints.is_due(self.buffer.num_updates)
         if self.buffer.num_running and (is_evaluation or is_checkpoint):
             self.apply_events(self.engine.interrupt())
-        for sample, fate in schedule.decide_fates(self.buffer, self.knobs):
+        for sample, fate in self.schedule.decide_fates(self.buffer, self.knobs):
             discarded = self.buffer.requeue(sample, fate.mode)
             self.emit(events.SampleRequeued(self.clock.now(), sample.id, fate, discarded))
         if evaluation is not None and is_evaluation:
@@ -251,10 +261,47 @@ class Controller:
 
     # ---- scores -----------------------------------------------------------------------------------------------------
 
+    def ask_score(self, sample: Sample) -> None:
+        self.asked[sample.id] = sample.attempt
+        self.scorer.submit(sample)
+
+    def apply_score(self, score: Score) -> None:
+        """Record a score, unless the tokens of its answer have changed since the scorer was asked."""
+        number, attempt = score.key
+        if self.asked.get(number) != attempt:
+            return
+        sample = self.buffer.samples[number]
+        del self.asked[number]
+        is_finished = sample.state is FINISHED
+        if getattr(score, "is_skipped", False) and not (is_finished and sample.attempt == attempt):
+            if is_finished:  # the learner leaves out answers by their attempts, so this attempt needs its own score
+                self.ask_score(sample)
+        elif is_finished:
+            self.record_score(sample, score.reward)
+        elif sample.finish_reason is not None:
+            self.early[number] = score.reward
+
+    def record_score(self, sample: Sample, reward: float) -> None:
+        self.buffer.score(sample.id, sample.attempt, reward)
+        if self.follows_attempts:
+            self.emit(events.SampleScored(self.clock.now(), sample.id, sample.attempt, reward))
+
+    def score_finished(self, sample: Sample, *, is_same: bool) -> None:
+        """Score a complete answer. If it is the same as before (`is_same`), its old score holds, also one to come."""
+        early = self.early.pop(sample.id, None)
+        if not is_same:
+            self.ask_score(sample)
+        elif sample.reward is not None or early is not None:
+            reward = early if sample.reward is None else sample.reward
+            assert reward is not None
+            self.record_score(sample, reward)
+        elif sample.id not in self.asked:
+            self.ask_score(sample)
+
     def lacks_only_scores(self) -> bool:
         """Whether the next batch is complete but for scores that are being computed."""
         is_free = self.update is None and bool(self.buffer.finished)
-        return is_free and schedule.lacks_only_scores(self.buffer, self.knobs)
+        return is_free and self.schedule.lacks_only_scores(self.buffer, self.knobs)
 
     def score_timeout(self) -> float:
         """How long to wait for scores.
@@ -315,7 +362,7 @@ class Controller:
         """
         interrupted = None  # all
         if self.engine.capabilities.waits:
-            interrupted = [s.id for s in schedule.interrupts_at_publication(self.buffer, self.knobs)]
+            interrupted = [s.id for s in self.schedule.interrupts_at_publication(self.buffer, self.knobs)]
         num_before = self.buffer.num_running
         if num_before:
             self.apply_events(self.engine.interrupt(interrupted))  # an empty list still pauses decoding
@@ -324,7 +371,7 @@ class Controller:
     def apply_events(self, reported: Sequence[engine_events.EngineEvent]) -> None:
         """Record engine events in the buffer. Events of attempts that are over are ignored."""
         buffer, running, now = self.buffer, self.buffer.running, self.clock.now()
-        follows, extend, finish, submit = self.follows_attempts, buffer.extend, buffer.finish, self.scorer.submit
+        follows, extend, finish = self.follows_attempts, buffer.extend, buffer.finish
         for event in reported:
             sample = running.get(event.sample)
             if sample is None or sample.attempt != event.attempt:
@@ -333,10 +380,11 @@ class Controller:
                 case engine_events.Finished():  # first, because it is the most frequent in a simulation
                     if event.segments:
                         extend(sample, event.segments, start=event.start)
+                    is_same = sample.finish_reason is not None  # a replay has changed no token
                     finish(sample, event.reason)
                     if follows:
                         self.tell_end(sample, event.reason, now)
-                    submit(sample)
+                    self.score_finished(sample, is_same=is_same)
                     self.last_finish = now
                 case engine_events.Delta():
                     segment = Segment(event.version, event.tokens, event.logprobs, event.slot_s)
@@ -360,6 +408,8 @@ class Controller:
             self.buffer.fail(sample)
             self.tell_end(sample, "failed", now, error)
             return
+        self.asked.pop(sample.id, None)
+        self.early.pop(sample.id, None)
         discarded = self.buffer.give_up(sample)
         self.tell_end(sample, "failed", now, error)
         self.emit(events.SampleRequeued(now, sample.id, "give-up", discarded))

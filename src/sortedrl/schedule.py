@@ -2,7 +2,8 @@
 
 The decisions: `wants_cohort` (load more prompts?), `admit` (which samples get free slots), `choose_batch` (the next
 update batch, or keep waiting), `decide_fates` (how interrupted samples continue). Nothing here changes the buffer or
-reads a clock: the controller, the simulator and other trainers call these functions and apply the results.
+reads a clock: the controller, the simulator and other trainers call these functions and apply the results. They take
+them as a `Schedule`; this module is one, and a subclass of `SortedSchedule` is another.
 docs/reference/guarantees.md has the table of transitions and the proofs.
 """
 
@@ -14,7 +15,7 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from itertools import chain, islice
 from operator import attrgetter
-from typing import Any
+from typing import Any, Protocol
 
 from sortedrl.buffer import Buffer
 from sortedrl.errors import ConfigError
@@ -30,6 +31,7 @@ class Strategy(StrEnum):
     APRIL = "april"
     TAIL_BATCHING = "tail-batching"
     ASYNC = "async"
+    ASYNC_ON_POLICY = "async-on-policy"
 
 
 class Fate(StrEnum):
@@ -126,20 +128,16 @@ class Knobs:
 
 _RESUME = {"interrupted": Fate.RESUME, "max_staleness": None, "on_bound": Fate.WAIT}
 _RESTART = {"interrupted": Fate.RESTART, "max_staleness": 0, "on_bound": Fate.RESTART}
+_REPLAY = {"interrupted": Fate.REPLAY, "max_staleness": 0, "on_bound": Fate.REPLAY}
 _DRAIN = {"harvest": HarvestRule.DRAIN, "lookahead": 0, "overlap": False, "interrupted": Fate.RESUME}
 
-# The knobs that define each strategy. All others keep the defaults of `Knobs` and may be changed.
+# The knobs of each strategy. All others keep the defaults of `Knobs` and may be changed.
 PRESETS: Mapping[Strategy, Mapping[str, Any]] = {
     Strategy.SYNC: {**_DRAIN, "cohort_batches": 1, "max_staleness": 0, "on_bound": Fate.RESTART},
     Strategy.SYNC_LARGE: {**_DRAIN, "max_staleness": None, "on_bound": Fate.WAIT},
     Strategy.SORTED_ON_POLICY: {"harvest": HarvestRule.BATCH, **_RESTART},
     Strategy.SORTED_PARTIAL: {"harvest": HarvestRule.BATCH, **_RESUME},
-    Strategy.SORTED_REPLAY: {
-        "harvest": HarvestRule.BATCH,
-        "interrupted": Fate.REPLAY,
-        "max_staleness": 0,
-        "on_bound": Fate.REPLAY,
-    },
+    Strategy.SORTED_REPLAY: {"harvest": HarvestRule.BATCH, **_REPLAY},
     Strategy.APRIL: {"harvest": HarvestRule.BATCH, "lookahead": None, **_RESUME},
     Strategy.TAIL_BATCHING: {
         "harvest": HarvestRule.BATCH,
@@ -148,26 +146,74 @@ PRESETS: Mapping[Strategy, Mapping[str, Any]] = {
         **_RESTART,
     },
     Strategy.ASYNC: {"harvest": HarvestRule.BATCH, "overlap": True, **_RESUME, "max_staleness": 2},
+    Strategy.ASYNC_ON_POLICY: {"harvest": HarvestRule.BATCH, "overlap": True, **_REPLAY},
 }
+# Knobs of a strategy that bound it and do not define it: with other values it keeps its name.
+_BOUNDS: Mapping[Strategy, frozenset[str]] = {
+    Strategy.SORTED_PARTIAL: frozenset({"max_staleness", "on_bound"}),
+    Strategy.APRIL: frozenset({"max_staleness", "on_bound"}),
+    Strategy.ASYNC: frozenset({"max_staleness", "on_bound"}),
+}
+# Knobs whose other values contradict the strategy's name, each with what the name promises and what to choose instead.
+_ONE_COHORT = "starts no answer of a later cohort while an earlier one waits", "a sorted strategy"
+_WHOLE_COHORT = "waits for all answers that it started", "a sorted strategy"
+_NO_OVERLAP = "stops rollout during updates", "async"
+_RESTARTS = "would start over whatever is sampled during an update", "async-on-policy or async"
+_OVERLAP = "continues rollout during updates"
+_ON_POLICY = "trains no token of older weights"
+_CONTRADICTIONS: Mapping[Strategy, Mapping[str, tuple[str, str]]] = {
+    Strategy.SYNC: {
+        "cohort_batches": ("generates one update batch at a time", "sync-large"),
+        "lookahead": _ONE_COHORT,
+        "harvest": _WHOLE_COHORT,
+        "overlap": _NO_OVERLAP,
+    },
+    Strategy.SYNC_LARGE: {"lookahead": _ONE_COHORT, "harvest": _WHOLE_COHORT, "overlap": _NO_OVERLAP},
+    Strategy.SORTED_ON_POLICY: {
+        "max_staleness": (_ON_POLICY, "sorted-partial"),
+        "overlap": _RESTARTS,
+    },
+    Strategy.TAIL_BATCHING: {"overlap": _RESTARTS},
+    Strategy.ASYNC: {"overlap": (_OVERLAP, "sorted-partial")},
+    Strategy.ASYNC_ON_POLICY: {
+        "overlap": (_OVERLAP, "sorted-replay"),
+        "max_staleness": (_ON_POLICY, "async"),
+        "on_bound": ("verifies whatever is sampled during an update", "async"),
+    },
+}
+CUSTOM = "custom"  # the name of a schedule that differs from its strategy in a knob that defines it
 # Defaults of a strategy that differ from those of `Knobs`, and may be changed.
 _PREFERENCES: Mapping[Strategy, Mapping[str, Any]] = {
     Strategy.SYNC: {"order": Order.SHUFFLED},
     Strategy.SYNC_LARGE: {"order": Order.SHUFFLED},
     Strategy.ASYNC: {"lookahead": 1},
+    Strategy.ASYNC_ON_POLICY: {"lookahead": 2},
 }
 
 
-def resolve_knobs(strategy: Strategy | str, update_batch: int, **explicit: Any) -> Knobs:
-    """A strategy's knobs with `explicit` ones on top. "none" removes a bound; None leaves a knob to the strategy."""
-    names = {field.name for field in fields(Knobs)}
-    unknown = sorted(set(explicit) - names)
-    if unknown:
-        raise ConfigError(f"unknown knob {unknown[0]!r}: the knobs are {', '.join(sorted(names))}")
-    if strategy not in list(Strategy):
+def resolve_knobs(strategy: Strategy | str | Mapping[str, Any], update_batch: int, **explicit: Any) -> Knobs:
+    """A strategy's knobs with `explicit` ones on top. "none" removes a bound; None leaves a knob to the strategy.
+
+    A strategy is a name, or the knobs of a strategy of your own.
+    """
+    if isinstance(strategy, Mapping):
+        preset = _parse_knobs({name: value for name, value in strategy.items() if value is not None})
+    elif strategy in list(Strategy):
+        preset = {**PRESETS[Strategy(strategy)], **_PREFERENCES.get(Strategy(strategy), {})}
+    else:
         raise ConfigError(f"unknown strategy {strategy!r}: choose one of {', '.join(Strategy)}")
     if update_batch < 1:
         raise ConfigError(f"update_batch must be at least 1, not {update_batch}")
-    chosen = {name: value for name, value in explicit.items() if value is not None}
+    chosen = _parse_knobs({name: value for name, value in explicit.items() if value is not None})
+    return Knobs(update_batch=update_batch, **{**preset, **chosen})
+
+
+def _parse_knobs(chosen: dict[str, Any]) -> dict[str, Any]:
+    """Knobs by name, with texts turned into the enums that `Knobs` holds."""
+    names = {field.name for field in fields(Knobs)} - {"update_batch"}
+    unknown = sorted(set(chosen) - names)
+    if unknown:
+        raise ConfigError(f"unknown knob {unknown[0]!r}: the knobs are {', '.join(sorted(names))}")
     types: dict[str, Callable[[Any], Any]] = {
         "interrupted": _one_of(Fate),
         "on_bound": _one_of(Fate),
@@ -183,8 +229,37 @@ def resolve_knobs(strategy: Strategy | str, update_batch: int, **explicit: Any) 
             chosen[name] = types.get(name, lambda same: same)(value)
         except ValueError as error:
             raise ConfigError(f"schedule.{name} must be {error}, not {value!r}") from None
+    return chosen
+
+
+def defining_knobs(strategy: str) -> dict[str, Any]:
+    """The knobs, with their values, without which a schedule is not this strategy."""
     strategy = Strategy(strategy)
-    return Knobs(update_batch=update_batch, **{**PRESETS[strategy], **_PREFERENCES.get(strategy, {}), **chosen})
+    bounds = _BOUNDS.get(strategy, frozenset())
+    return {name: value for name, value in PRESETS[strategy].items() if name not in bounds}
+
+
+def reported_name(strategy: str, knobs: Knobs) -> str:
+    """The strategy's name, or "custom" if a knob that defines the strategy has another value."""
+    if strategy not in list(Strategy):
+        return strategy
+    is_whole = all(getattr(knobs, name) == value for name, value in defining_knobs(strategy).items())
+    return Strategy(strategy).value if is_whole else CUSTOM
+
+
+def check_strategy(strategy: str, knobs: Knobs) -> None:
+    """Refuse knobs that contradict what the strategy's name promises."""
+    if strategy not in list(Strategy):
+        return
+    strategy = Strategy(strategy)
+    for name, (promise, instead) in _CONTRADICTIONS.get(strategy, {}).items():
+        value, kept = getattr(knobs, name), {"overlap": False, **PRESETS[strategy]}[name]
+        if value != kept:
+            shown = "none" if value is None else str(value).lower()
+            raise ConfigError(
+                f"schedule.{name} = {shown} contradicts schedule.strategy = {strategy}, which {promise}: leave it out, "
+                f"or choose {instead}"
+            )
 
 
 def _one_of(choices: type[StrEnum]) -> Callable[[Any], StrEnum]:
@@ -205,7 +280,7 @@ def _bound(value: Any) -> int | None:
 
 
 # Module names, because every poll needs them and Python 3.11 looks up enum members slowly.
-WAIT, RESUME, RESTART, DRAIN = Fate.WAIT, Fate.RESUME, Fate.RESTART, HarvestRule.DRAIN
+WAIT, RESUME, RESTART, REPLAY, DRAIN = Fate.WAIT, Fate.RESUME, Fate.RESTART, Fate.REPLAY, HarvestRule.DRAIN
 LOAD_ORDER, TAIL_LAST = Admission.LOAD_ORDER, Admission.TAIL_LAST
 
 # ---- the decisions --------------------------------------------------------------------------------------------------
@@ -215,7 +290,8 @@ def wants_cohort(buffer: Buffer, knobs: Knobs, slots: int) -> bool:
     """Whether to load the next cohort: all samples are trained, or slots would idle and the lookahead allows it."""
     if not buffer.cohorts:
         return True
-    if len(buffer.pending) + len(buffer.running) >= slots:
+    num_resting = len(buffer.unverified) if _verifies_on_demand(knobs) else 0
+    if len(buffer.pending) + len(buffer.running) - num_resting >= slots:
         return False
     if knobs.flat_extra and not buffer.num_in_work and buffer.num_counted(knobs.flat_extra) < knobs.update_batch:
         return True  # groups with equal rewards are replaced, whatever the lookahead
@@ -227,6 +303,8 @@ def admit(buffer: Buffer, knobs: Knobs, slots: int) -> list[Sample]:
     free = slots - len(buffer.running)
     if free <= 0 or not buffer.pending:
         return []
+    if _verifies_on_demand(knobs):
+        return _admit_and_verify(buffer, knobs, free)
     is_due, room = _due(buffer, knobs), _room(buffer, knobs)
     if is_due is not None and not (buffer.grouped or knobs.admission == TAIL_LAST):
         # Usually none of thousands is due; then the code below gives the same result much faster.
@@ -295,6 +373,8 @@ def decide_fates(buffer: Buffer, knobs: Knobs) -> list[tuple[Sample, Fate]]:
     """After new weights are published: how each sample that holds tokens continues. Others stay as they are."""
     decisions: list[tuple[Sample, Fate]] = []
     for sample in buffer.waiting.values():
+        if sample.id in buffer.unverified and sample.mode is Mode.REPLAY and knobs.on_bound == REPLAY:
+            continue  # it still waits for the replay that was decided at an earlier publication
         if sample.segments:
             exceeds = _exceeds(buffer, knobs, sample, buffer.version)
             decisions.append((sample, knobs.on_bound if exceeds else knobs.interrupted))
@@ -302,6 +382,52 @@ def decide_fates(buffer: Buffer, knobs: Knobs) -> list[tuple[Sample, Fate]]:
         decisions += [(s, knobs.on_bound) for s in complete.values() if _exceeds(buffer, knobs, s, buffer.version)]
     assert all(fate != WAIT for _, fate in decisions), "a sample at the bound was not waited for"
     return decisions
+
+
+# ---- schedules of your own -------------------------------------------------------------------------------------------
+
+
+class Schedule(Protocol):
+    """The decisions that the controller asks for. They read the buffer and change nothing."""
+
+    def wants_cohort(self, buffer: Buffer, knobs: Knobs, slots: int) -> bool: ...
+
+    def admit(self, buffer: Buffer, knobs: Knobs, slots: int) -> list[Sample]: ...
+
+    def choose_batch(self, buffer: Buffer, knobs: Knobs, *, has_data: bool = False) -> list[Sample] | None: ...
+
+    def lacks_only_scores(self, buffer: Buffer, knobs: Knobs) -> bool: ...
+
+    def interrupts_at_publication(self, buffer: Buffer, knobs: Knobs) -> list[Sample]: ...
+
+    def decide_fates(self, buffer: Buffer, knobs: Knobs) -> list[tuple[Sample, Fate]]: ...
+
+
+class SortedSchedule:
+    """The decisions of this module as methods, to subclass. `knobs` are the knobs that define your strategy."""
+
+    knobs: Mapping[str, Any] = {}
+
+    def wants_cohort(self, buffer: Buffer, knobs: Knobs, slots: int) -> bool:
+        return wants_cohort(buffer, knobs, slots)
+
+    def admit(self, buffer: Buffer, knobs: Knobs, slots: int) -> list[Sample]:
+        return admit(buffer, knobs, slots)
+
+    def choose_batch(self, buffer: Buffer, knobs: Knobs, *, has_data: bool = False) -> list[Sample] | None:
+        return choose_batch(buffer, knobs, has_data=has_data)
+
+    def lacks_only_scores(self, buffer: Buffer, knobs: Knobs) -> bool:
+        return lacks_only_scores(buffer, knobs)
+
+    def interrupts_at_publication(self, buffer: Buffer, knobs: Knobs) -> list[Sample]:
+        return interrupts_at_publication(buffer, knobs)
+
+    def decide_fates(self, buffer: Buffer, knobs: Knobs) -> list[tuple[Sample, Fate]]:
+        return decide_fates(buffer, knobs)
+
+
+DECISIONS = tuple(name for name in vars(Schedule) if not name.startswith("_"))
 
 
 # ---- which samples are due ------------------------------------------------------------------------------------------
@@ -318,7 +444,7 @@ def _due(buffer: Buffer, knobs: Knobs) -> Callable[[Sample], bool] | None:
     that would exceed the staleness bound one version later, each with its siblings.
     """
     bound = knobs.max_staleness if knobs.on_bound == WAIT else None
-    cohorts = _due_cohorts(buffer, knobs)
+    cohorts = due_cohorts(buffer, knobs)
     if bound is None:
         return (lambda s: s.cohort in cohorts) if cohorts else None
     first_kept = buffer.version + 1 - bound  # a sample with an older token would exceed the bound
@@ -330,7 +456,7 @@ def _due(buffer: Buffer, knobs: Knobs) -> Callable[[Sample], bool] | None:
     return (lambda s: any(map(is_due_alone, buffer.group_of(s).samples))) if buffer.grouped else is_due_alone
 
 
-def _due_cohorts(buffer: Buffer, knobs: Knobs) -> set[int]:
+def due_cohorts(buffer: Buffer, knobs: Knobs) -> set[int]:
     """Cohorts whose last allowed update is the next one."""
     updates = knobs.cohort_updates or math.inf
     return {c.id for c in buffer.cohorts.values() if buffer.num_updates >= c.loaded_update + updates - 1}
@@ -338,7 +464,7 @@ def _due_cohorts(buffer: Buffer, knobs: Knobs) -> set[int]:
 
 def _may_be_due(buffer: Buffer, knobs: Knobs) -> Iterable[Sample]:
     """The pending samples that can be due. Samples that never ran are due only through their cohort or siblings."""
-    return (buffer.pending if buffer.grouped or _due_cohorts(buffer, knobs) else buffer.waiting).values()
+    return (buffer.pending if buffer.grouped or due_cohorts(buffer, knobs) else buffer.waiting).values()
 
 
 def _room(buffer: Buffer, knobs: Knobs) -> int | None:
@@ -366,6 +492,74 @@ def _is_held_back(buffer: Buffer, knobs: Knobs) -> bool:
     else:
         unready = (sample for sample in buffer.samples.values() if not buffer.group_of(sample).is_ready)
     return any(map(is_due, unready))
+
+
+# ---- verification on demand -----------------------------------------------------------------------------------------
+
+MAX_AHEAD = 2  # update batches of complete answers that may wait before no more samples start
+
+
+def _verifies_on_demand(knobs: Knobs) -> bool:
+    """Whether complete answers past the bound are verified only when a batch needs them.
+
+    With overlap, more answers than one batch may be complete when an update ends. Those that the next batch does not
+    take would have to be verified again after it.
+    """
+    return knobs.overlap and knobs.on_bound == REPLAY and knobs.harvest != DRAIN
+
+
+def _admit_and_verify(buffer: Buffer, knobs: Knobs, free: int) -> list[Sample]:
+    """First the complete answers that the next batch needs, which leave their slots at once; then unfinished samples.
+
+    Replay keeps the bound, whatever starts now. So samples start until complete answers for `MAX_AHEAD` batches wait.
+    """
+    needed, unverified = _needed_answers(buffer, knobs)[:free], buffer.unverified
+    free -= len(needed)
+    if free == 0:
+        return needed
+    is_due = _due(buffer, knobs)
+    if is_due is None and knobs.admission == LOAD_ORDER:
+        started = [s for s in _shortest_known_first(buffer) if s.id not in unverified]
+        chosen = [*started, *islice(buffer.unstarted.values(), free)]
+    else:
+        chosen = _arrange(buffer, knobs, (s for s in buffer.pending.values() if s.id not in unverified))
+    if is_due is not None:
+        chosen.sort(key=lambda s: not is_due(s))
+    if _is_far_ahead(buffer, knobs):
+        chosen = [] if is_due is None else [s for s in chosen if is_due(s)]
+    return [*needed, *chosen[:free]]
+
+
+def _needed_answers(buffer: Buffer, knobs: Knobs) -> list[Sample]:
+    """The complete answers to verify now: due ones, and as many as the next batch lacks, the oldest tokens first."""
+    if not buffer.unverified or (buffer.is_updating and knobs.max_staleness == 0):
+        return []  # after the update they would have to be verified again
+    is_due, num_lacking = _due(buffer, knobs), knobs.update_batch - buffer.num_counted(knobs.flat_extra)
+    under_way = _complete_groups(buffer, chain(buffer.running.values(), buffer.finished.values()))
+    for group in under_way:
+        if not any(sample.id in buffer.unverified for sample in group.samples):
+            num_lacking -= len(group.samples)
+    complete = _ranked(_complete_groups(buffer, buffer.unverified.values()), knobs.order)
+    needed: list[Sample] = []
+    for group in sorted(complete, key=lambda group: -group.staleness(buffer.version)):
+        if num_lacking > 0 or (is_due is not None and any(map(is_due, group.samples))):
+            num_lacking -= len(group.samples)
+            needed += [sample for sample in group.samples if sample.id in buffer.unverified]
+    return needed
+
+
+def _is_far_ahead(buffer: Buffer, knobs: Knobs) -> bool:
+    limit = MAX_AHEAD * knobs.update_batch
+    if len(buffer.scored) + len(buffer.unverified) < limit:
+        return False  # the code below would find the same, but this runs at every poll
+    complete = _complete_groups(buffer, buffer.unverified.values())
+    return buffer.num_counted(knobs.flat_extra) + sum(len(group.samples) for group in complete) >= limit
+
+
+def _complete_groups(buffer: Buffer, samples: Iterable[Sample]) -> list[Unit]:
+    """The groups of these samples in which every answer is complete, verified or not."""
+    groups = {(group := buffer.group_of(s)).id: group for s in samples if s.finish_reason is not None}
+    return [group for group in groups.values() if all(s.finish_reason is not None for s in group.samples)]
 
 
 # ---- the order of admission -----------------------------------------------------------------------------------------
@@ -434,12 +628,12 @@ def _at_most_a_batch(buffer: Buffer, knobs: Knobs, ready: list[Unit]) -> list[Un
     num_wanted = knobs.update_batch + buffer.num_ready - buffer.num_counted(knobs.flat_extra)
     if buffer.num_ready <= num_wanted:
         return ready
-    cohorts = _due_cohorts(buffer, knobs)
+    cohorts = due_cohorts(buffer, knobs)
     bound = math.inf if knobs.max_staleness is None else knobs.max_staleness
     by_age: dict[tuple[bool, int], list[Unit]] = {}
     for group in ready:
         age = group.staleness(buffer.version)
-        can_wait = age < bound and group.cohort not in cohorts
+        can_wait = (age < bound or knobs.on_bound == REPLAY) and group.cohort not in cohorts
         by_age.setdefault((can_wait, -age), []).append(group)
     taken: list[Unit] = []
     for (can_wait, _), groups in sorted(by_age.items()):

@@ -33,7 +33,7 @@ def test_each_engine_is_a_column_with_its_day() -> None:
     del old["result"]["budgets-are-kept"]  # a check that did not exist when this engine was last run
     lines = table({"sim": old, "vllm": column("2026-02-03")})
     rows = {
-        line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:4]] for line in lines if "|" in line
+        line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[3:5]] for line in lines if "|" in line
     }
     assert rows["promise"] == ["sim", "vllm"]
     assert rows["an answer uses its budget and no more, and says why it ended"] == ["not run", "yes"]

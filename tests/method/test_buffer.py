@@ -123,7 +123,14 @@ def test_what_changes_on_the_way() -> None:
     assert buffer.score(0, 3, 0.5) is sample
     assert (sample.reward, sample.finish_reason) == (0.5, FinishReason.STOP)
     assert buffer.requeue(sample, Mode.REPLAY) == 0
-    assert (sample.reward, sample.finish_reason, sample.mode, sample.tokens) == (None, None, Mode.REPLAY, [8])
+    # A complete answer keeps reward and reason until a token changes.
+    assert (sample.reward, sample.finish_reason, sample.mode, sample.tokens) == (
+        0.5,
+        FinishReason.STOP,
+        Mode.REPLAY,
+        [8],
+    )
+    assert (list(buffer.waiting), list(buffer.unverified)) == ([0], [0])
     assert buffer.num_ready == 0
     buffer.start(sample)
     assert buffer.give_up(sample) == 1

@@ -105,6 +105,37 @@ def test_no_row_of_the_timeline_is_held_twice() -> None:
     assert not held
 
 
+# ---- scores during a verification -----------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class SkippedScore(ScriptedScore):
+    is_skipped: bool = True
+
+
+@dataclass(slots=True, kw_only=True)
+class FailingScorer(DelayedScorer):
+    """Cannot score any answer; keeps the keys that it returned."""
+
+    keys: list[tuple[int, int]] = field(default_factory=list)
+
+    def poll(self, timeout: float) -> list[ScriptedScore]:
+        done = DelayedScorer.poll(self, timeout)
+        self.keys += [score.key for score in done]
+        return [SkippedScore(key=score.key, reward=0.0) for score in done]
+
+
+@pytest.mark.parametrize("lag", [0, 2, 4, 6])
+@pytest.mark.parametrize("lengths", [[1] * 10, [1, 2, 3, 4, 1, 2, 3, 4]])
+def test_an_answer_without_a_score_is_trained_under_the_attempt_that_was_reported(lag: int, lengths: list[int]) -> None:
+    run = make_run(Strategy.ASYNC_ON_POLICY, lengths, slots=4, update_batch=2, cohort_batches=5, update_s=2.0)
+    scorer = run.controller.scorer = FailingScorer(lag=lag)
+    assert run.controller.run()
+    assert sum(sample.attempt > 1 for sample in run.trained) > 0
+    last = dict(scorer.keys)  # the last attempt of each sample that was reported
+    assert {sample.id: sample.reward_attempt for sample in run.trained} == last
+
+
 # ---- late events ----------------------------------------------------------------------------------------------------
 
 

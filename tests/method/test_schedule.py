@@ -184,6 +184,58 @@ def test_async_takes_on_top_of_a_batch_what_the_bound_would_make_it_write_again(
     assert run_lengths(Strategy.ASYNC, [1, 1, 1, 1], max_staleness=1, **knobs).batches == [[0, 1], [2, 3]]
 
 
+def verified(run: ScriptedRun) -> list[tuple[int, int]]:
+    return [(e.sample, e.cached) for e in run.events if isinstance(e, events.AttemptVerified)]
+
+
+def test_async_on_policy_verifies_what_was_written_during_an_update() -> None:
+    # As above, an update takes 4: 1..5, 5..9 and 9..13. At 5 sample 1 has ended with 5 tokens, and 2 has 4. Both are
+    # verified, 1 is trained, and 2 goes on to its end at 7. At 9 its 6 tokens are verified once more.
+    run = run_lengths(
+        Strategy.ASYNC_ON_POLICY, [1, 5, 6], slots=2, update_batch=1, cohort_batches=3, lookahead=0, update_s=4.0
+    )
+    assert (run.batches, run.clock.now()) == ([[0], [1], [2]], 13)
+    assert staleness(run) == [[0], [0], [0]]
+    assert verified(run) == [(1, 5), (2, 4), (2, 6)]
+    assert [number for number, _ in run.controller.scorer.asked] == [0, 1, 2]  # no token changed: one reward each
+
+
+def test_async_on_policy_verifies_only_what_the_next_batch_needs() -> None:
+    # U = 2, Q = 4, all answers have one token, an update takes 10. At 1 samples 0 to 3 are complete: 0 and 1 are
+    # trained, 4 to 7 start. At 2 six complete answers wait, more than two batches, so 8 and 9 do not start. After each
+    # update two answers are verified and trained. At 21 that leaves two, and 8 and 9 start.
+    knobs = {"slots": 4, "update_batch": 2, "cohort_batches": 5, "lookahead": 0, "update_s": 10.0}
+    run = run_lengths(Strategy.ASYNC_ON_POLICY, [1] * 10, **knobs)
+    assert run.batches == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+    assert staleness(run) == [[0, 0]] * 5
+    assert verified(run) == [(number, 1) for number in range(2, 10)]
+    assert [number for number, _ in run.controller.scorer.asked] == list(range(10))
+    started = {e.sample: e.t for e in reversed(run.events) if isinstance(e, events.AttemptStarted)}  # first attempts
+    assert [started[number] for number in range(10)] == [0, 0, 0, 0, 1, 1, 1, 1, 21, 21]
+    assert run.clock.now() == 51
+
+
+def test_async_on_policy_verifies_siblings_when_the_last_of_them_is_complete() -> None:
+    # Two prompts with two samples each, U = 2, Q = 3, an update takes 2: (1, 6) and (2, 2). The second prompt is
+    # trained at 3 (its second sample runs from 1 to 3). At 5 new weights come: 0 waits unverified, 1 is verified with 5
+    # tokens and ends at 6. Only then is 0 verified.
+    knobs = {"slots": 3, "update_batch": 2, "cohort_batches": 2, "lookahead": 0, "update_s": 2.0}
+    run = run_lengths(Strategy.ASYNC_ON_POLICY, [1, 6, 2, 2], siblings=2, grouped=True, **knobs)
+    assert run.batches == [[2, 3], [0, 1]]
+    assert staleness(run) == [[0, 0], [0, 0]]
+    assert verified(run) == [(1, 5), (0, 1)]
+    assert run.clock.now() == 8
+
+
+def test_a_score_that_comes_during_the_verification_is_used() -> None:
+    # Each score takes six polls, longer than an update: it arrives while its answer is pending or running again.
+    knobs = {"slots": 2, "update_batch": 2, "cohort_batches": 4, "lookahead": 0, "update_s": 1.0}
+    run = run_lengths(Strategy.ASYNC_ON_POLICY, [1, 2, 3, 4, 1, 2, 3, 4], score_lag=6, **knobs)
+    assert sorted(number for number, _ in run.controller.scorer.asked) == list(range(8))
+    assert all(sample.reward == float(sum(sample.tokens) % 2) for sample in run.trained)
+    assert sum(sample.reward_attempt != sample.attempt for sample in run.trained) > 0
+
+
 def test_a_bound_with_wait_holds_the_harvest() -> None:
     # U = 1, staleness at most 1: 0 and 2 are trained at steps 1 and 2 as they end; then sample 1 (version 0 tokens,
     # version 2 in force next) must be in the second batch: the harvest waits until it ends at 6.

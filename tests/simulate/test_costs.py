@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -35,6 +37,14 @@ def test_a_step_that_memory_bounds() -> None:
     assert cost.decode_s(2, 10, 2) == pytest.approx(1.4 + 1.48 + 0.5)
 
 
+def test_a_verified_token_costs_three_passes_over_its_logits() -> None:
+    # 25 logits of 4 bytes, written once and read twice: 300 bytes a token, at 100 bytes/s, on one and on two devices.
+    model = replace(TOY, vocab=25)
+    assert RooflineCost(hardware=PLAIN, model=model).verify_s(7) == pytest.approx(21.0)
+    assert RooflineCost(hardware=PLAIN, model=model, tensor_parallel=2).verify_s(7) == pytest.approx(10.5)
+    assert RooflineCost(hardware=PLAIN, model=model, replicas=2).verify_s(7) == pytest.approx(10.5)
+
+
 def test_a_step_that_arithmetic_bounds() -> None:
     # 20 sequences: (200 x 20 + 8 x 20) / 1000 = 4.16 s against (100 + 80) / 100 = 1.8 s.
     assert RooflineCost(hardware=PLAIN, model=TOY).decode_s(20, 20, 1) == pytest.approx(4.16 + 0.25)
@@ -55,6 +65,7 @@ def test_prefill_update_publication_and_memory() -> None:
     assert cost.prefill_s([1]) == pytest.approx(1.0 + 0.25)
     assert cost.prefill_s([]) == 0.0
     assert cost.update_s(10) == pytest.approx(6 * 100 * 10 / 250)
+    assert cost.verify_s(7) == 0.0  # the toy has no vocabulary
     assert cost.publish_s() == pytest.approx(2.0)
     assert cost.kv_tokens == (500 - 100) // 4
     assert RooflineCost(hardware=PLAIN, model=TOY, replicas=3).kv_tokens == 300

@@ -13,7 +13,7 @@ from sortedrl.cli import app
 from sortedrl.config import SortedConfig
 from sortedrl.engine.sim.cost import UnitCost
 from sortedrl.errors import ConfigError
-from sortedrl.schedule import resolve_knobs
+from sortedrl.schedule import Strategy, resolve_knobs
 from sortedrl.simulate.plan import (
     BATCH_LIMIT,
     Candidate,
@@ -85,8 +85,11 @@ def test_candidates_keep_the_bound_and_depend_on_the_seed_alone() -> None:
     first = choose_candidates(8, None, 30, seed=1)
     assert first == choose_candidates(8, None, 30, seed=1)
     assert first != choose_candidates(8, None, 30, seed=2)
-    assert len({candidate.strategy for candidate in first}) == 7  # every one but async
-    assert "async" in {candidate.strategy for candidate in choose_candidates(8, None, 8, seed=1, overlap=True)}
+    assert len({candidate.strategy for candidate in first}) == 7  # every one without overlap
+    beside = {candidate.strategy for candidate in choose_candidates(8, None, 9, seed=1, overlap=True)}
+    assert beside == {strategy.value for strategy in Strategy}
+    at_once = {candidate.strategy for candidate in choose_candidates(8, 0, 40, seed=1, overlap=True)}
+    assert ("async-on-policy" in at_once, "async" in at_once) == (True, False)
 
 
 @pytest.fixture(scope="module")

@@ -278,6 +278,9 @@ def test_a_simulation_repeats_itself() -> None:
         ({"update_batch": 3, "group_size": 3}, "do not make whole groups of 3"),
         ({"divergence": 1.0}, "from 0 to below 1"),
         ({"drift": 0.0}, "above 0"),
+        ({"slots": 10**12}, "slots must be at most 10,000,000, not 1000000000000: lower --slots"),
+        ({"prompt_tokens": 10**12}, "prompt_tokens must be at most 10,000,000"),
+        ({"update_s": float("inf")}, "update_s must be a finite number of seconds, not inf"),
         ({"strategy": "sorted"}, "unknown strategy 'sorted': did you mean sorted-"),
         ({"lookahead": "x"}, "lookahead must be 0 or more"),
     ],
@@ -345,7 +348,7 @@ def test_the_command_gives_one_summary_per_strategy(
     ("arguments", "message"),
     [
         (["--trace", "none.json"], "No such file"),
-        (["--trace", "lognormal(9, 1, 99)", "--strategy", "snyc"], "did you mean sync?"),
+        (["--trace", "lognormal(9, 1, 99)", "--strategy", "snyc"], "did you mean sync or async?"),
         (["--trace", "lognormal(9, 1, 99)", "--strategy", " , "], "names no strategy"),
         (["--trace", "lognormal(9, 1, 99)", "--slots", "0"], "slots must be at least 1"),
         (["--trace", "lognormal(9, 1, 99)", "--samples", "8", "--update-batch", "9"], "larger than the trace"),

@@ -36,7 +36,7 @@ def run(
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class PlainCost:
-    """A second per step, half a second per prefilled token, 3 s per update, 2 s per publication."""
+    """A second per step, 1/2 s per prefilled token, 1/4 s per verified one, 3 s per update, 2 s per publication."""
 
     kv_tokens: int | None = None
 
@@ -45,6 +45,9 @@ class PlainCost:
 
     def prefill_s(self, lengths: Iterable[int]) -> float:
         return 0.5 * sum(lengths)
+
+    def verify_s(self, tokens: int) -> float:
+        return 0.25 * tokens
 
     def update_s(self, tokens: int) -> float:
         return 3.0
@@ -197,10 +200,11 @@ def test_prefill_and_prefill_again() -> None:
     assert summary.tokens_per_s == pytest.approx(4 / 16.5)
 
 
-def test_replay_of_a_finished_answer_costs_a_prefill_only() -> None:
+def test_replay_of_a_finished_answer_costs_prefill_and_verification_only() -> None:
     # Siblings (1, 3) and (1, 1) on 4 slots, U = 2, at staleness 0. Prompts of 0 tokens: nothing to prefill. At 1
     # sample 0 and the second prompt are complete: harvest [2, 3]; update to 4, published at 6. 0 (1 token) and 1 (1
-    # token) are replayed: 0.5 x 2 = 1 s. 0 ends at 7 without a step, 1 at 9 after two; update and publication: 14.
+    # token) are replayed: 0.5 x 2 + 0.25 x 2 = 1.5 s. 0 ends at 7.5 without a step, 1 at 9.5 after two. Update and
+    # publication: 14.5.
     summary, batches = run(
         [[1, 3], [1, 1]],
         "sorted-replay",
@@ -212,7 +216,7 @@ def test_replay_of_a_finished_answer_costs_a_prefill_only() -> None:
         prompt_tokens=0,
     )
     assert batches == [[2, 3], [0, 1]]
-    assert (summary.wall_s, summary.decode_steps, summary.recomputed_tokens) == (14.0, 3, 2)
+    assert (summary.wall_s, summary.decode_steps, summary.recomputed_tokens) == (14.5, 3, 2)
     assert (summary.staleness_max, summary.discarded_tokens, summary.trained_tokens) == (0, 0, 6)
 
 

@@ -122,6 +122,7 @@ TABLES = {
     "half a token": ({"length": [1.5]}, {}, "1.5 at position 0: lengths must be whole numbers"),
     "no token": ({"length": [4, 0]}, {}, "length 0 at position 1"),
     "text": ({"length": ["five"]}, {}, "'five' at position 0"),
+    "too large": ({"length": [4, 10**18]}, {}, "length 1e\\+18 at position 1: at most 2,147,483,648 is read"),
     "too long": ({"length": [4, 9]}, {"cap": 8}, "above the cap of 8: raise --cap"),
 }
 
@@ -169,7 +170,7 @@ def test_parquet_siblings_and_broken_files(tmp_path: Path) -> None:
 
 def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(DataError, match="pip install pyarrow"):
+    with pytest.raises(DataError, match=r"needs the extra data: pip install 'sortedrl\[data\]'"):
         load_trace(write(tmp_path / "t.parquet", "PAR1"))
 
 

@@ -54,7 +54,12 @@ class TraceAnswers:
             prompt = range(len(self.lengths)) if self.siblings is None else self.siblings[sample]
             sample = prompt[_mix(request.seed) % len(prompt)]
         length = self.lengths[sample]
-        return length if self.drift == 1.0 else min(max(round(length * self.drift**version), 1), self.cap)
+        if self.drift == 1.0:
+            return length
+        try:
+            return min(max(round(length * self.drift**version), 1), self.cap)
+        except OverflowError:  # longer than any number
+            return self.cap
 
     # ---- the protocol `Answers` of the simulated engine -------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Cost models of the simulator: the seconds that decoding, prefill, updates and publications take.
+"""Cost models of the simulator: the seconds that decoding, prefill, verification, updates and publications take.
 
 `compare.py` and the planner make one with `load_cost`. The model `unit` counts decode steps. The model `roofline` takes
 the larger of memory time and arithmetic time. Guarantees: time is additive over steps, and sums over steps are exact
@@ -21,6 +21,8 @@ from typing import Any, Protocol
 
 from sortedrl.engine.sim.cost import DecodeCost, UnitCost
 from sortedrl.errors import ConfigError
+
+LOGIT_BYTES = 4  # engines sample from float32 logits
 
 
 class CostModel(DecodeCost, Protocol):
@@ -54,7 +56,7 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     bytes_per_value: float
-    hidden: int = 0  # this and the next two are only for the memory estimate in run/estimate.py
+    hidden: int = 0  # this and the next are only for the memory estimate in run/estimate.py
     intermediate: int = 0
     vocab: int = 0
 
@@ -112,6 +114,11 @@ class RooflineCost:
         flops = hardware.flops * hardware.prefill_flops_share * self.tensor_parallel
         read = model.weight_bytes / (hardware.bandwidth * hardware.bandwidth_share * self.tensor_parallel)
         return max(work / flops, read) + hardware.step_overhead_s + self._reduce_s
+
+    def verify_s(self, tokens: int) -> float:
+        """A replay writes the logits of every cached token and reads them twice: for its log-prob and for the draw."""
+        speed = self.hardware.bandwidth * self.hardware.bandwidth_share * self.tensor_parallel * self.replicas
+        return 3 * LOGIT_BYTES * self.model.vocab * tokens / speed
 
     def update_s(self, tokens: int) -> float:
         devices = self.tensor_parallel * self.replicas

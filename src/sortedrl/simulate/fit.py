@@ -75,6 +75,9 @@ class FittedCost:
         lengths = list(lengths)
         return self._prefill_s(len(lengths), max(sum(lengths) - self.prompt_tokens * len(lengths), 0))
 
+    def verify_s(self, tokens: int) -> float:
+        return 0.0  # `token_s` was measured with it
+
     def _prefill_s(self, started: int, cached: int) -> float:
         return self.call_s + self.start_s * started + self.token_s * cached if started else 0.0
 

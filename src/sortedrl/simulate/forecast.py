@@ -7,12 +7,11 @@ and knobs, but none of its measured times.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from sortedrl.config import SortedConfig
-from sortedrl.schedule import Knobs
 from sortedrl.simulate.fit import FittedCost, Observed, Observer
 from sortedrl.simulate.run import simulate
 from sortedrl.simulate.traces import Trace, load_trace
@@ -50,7 +49,7 @@ def forecast(run_dir: str | Path, cost: FittedCost) -> Forecast:
     observed = Observed()
     simulated = simulate(
         _recorded_trace(run_dir, config),
-        strategy=config.schedule.strategy.value,
+        strategy=config.strategy_name,
         slots=config.slots,
         update_batch=config.schedule.update_batch,
         group_size=config.learner.group_size if config.is_grouped else 1,
@@ -59,7 +58,7 @@ def forecast(run_dir: str | Path, cost: FittedCost) -> Forecast:
         prompt_tokens=cost.prompt_tokens,
         seed=config.run.seed,
         emit=None if config.knobs.overlap else Observer(observed, prefilled=0).observe,
-        **_explicit_knobs(config.knobs),
+        exact=config.knobs,
     )
     rollout_s, bubble_ratio = simulated.rollout_s or 0.0, simulated.bubble_ratio or 0.0
     if not config.knobs.overlap:  # decisions do not depend on the clock, so the cost of each span can be computed apart
@@ -87,9 +86,3 @@ def _recorded_trace(run_dir: Path, config: SortedConfig) -> Trace:
         cap=config.engine.max_new_tokens,
         source=str(config.run_dir),
     )
-
-
-def _explicit_knobs(knobs: Knobs) -> dict[str, Any]:
-    """Knobs as arguments of `resolve_knobs`, in which "none" means no bound."""
-    values = {field.name: getattr(knobs, field.name) for field in fields(knobs) if field.name != "update_batch"}
-    return {name: "none" if value is None else value for name, value in values.items()}

@@ -28,8 +28,9 @@ from rich.table import Table
 from sortedrl.config import SortedConfig
 from sortedrl.errors import ConfigError
 from sortedrl.ledger.atomic_file import atomic_file
-from sortedrl.schedule import Strategy
+from sortedrl.schedule import Strategy, defining_knobs
 from sortedrl.simulate.costs import CostModel, load_cost
+from sortedrl.simulate.explanation import ConstantSteps, Explanation, StepCost
 from sortedrl.simulate.fit import Fit, fit_runs
 from sortedrl.simulate.forecast import Forecast, forecast
 from sortedrl.simulate.run import PROMPT_TOKENS, knobs_for, simulate
@@ -43,6 +44,7 @@ MIN_UPDATES = 8  # of a round, so that the slow end of a run does not dominate i
 MAX_UPDATES = 32  # of the last round; a longer trace is cut
 FINALISTS = 8
 BATCH_LIMIT = 1.5  # largest allowed ratio of the mean update batch to the requested one
+POOR_FIT = 0.5  # R2 below which a plan is not to be relied on
 NEAR_BEST = 0.95  # the recommended candidate has at least this share of the highest speed
 
 ReportProgress = Callable[[int, int], None]
@@ -230,6 +232,7 @@ def _round_sizes(count: int, num_rounds: int) -> list[int]:
 # ---- candidates -----------------------------------------------------------------------------------------------------
 
 _SYNC = Candidate(strategy=Strategy.SYNC.value)
+_SORTED = Candidate(strategy=Strategy.SORTED_REPLAY.value, knobs={"lookahead": 2})
 _COHORTS = (2, 4, 8)
 _LOOKAHEADS = (0, 1, 2, 4)
 _ADMISSIONS = ("load-order", "longest-expected-first")
@@ -256,6 +259,8 @@ def grid(max_staleness: int | None) -> Iterator[Candidate]:
                 yield Candidate(strategy="sorted-partial", knobs={**bounded, "on_bound": on_bound})
             if lookahead:
                 yield Candidate(strategy="async", knobs=bounded)
+        if lookahead:
+            yield Candidate(strategy="async-on-policy", knobs=shape)
 
 
 def choose_candidates(
@@ -264,7 +269,7 @@ def choose_candidates(
     """One candidate of each strategy that keeps the staleness bound, then random others; the seed fixes the order."""
     fitting = [candidate for candidate in grid(max_staleness) if _keeps_bound(candidate, update_batch, max_staleness)]
     if not overlap:
-        fitting = [candidate for candidate in fitting if candidate.strategy != Strategy.ASYNC]
+        fitting = [candidate for candidate in fitting if not defining_knobs(candidate.strategy).get("overlap")]
     random.Random(seed).shuffle(fitting)
     first: dict[str, Candidate] = {}
     for candidate in fitting:
@@ -352,13 +357,14 @@ class Proposal:
     config: SortedConfig
     fit: Fit | None
     check: Forecast | None  # the costs' forecast of the run that they were fitted to
+    explanation: Explanation
     notes: list[str]
 
     def as_dict(self) -> dict[str, Any]:
         record = self.plan.as_dict()
         record["recommended"]["config"] = self.config.to_toml()
         fitted = None if self.fit is None or self.check is None else {**self.fit.as_dict(), **self.check.as_dict()}
-        return {**record, "fit": fitted}
+        return {**record, "fit": fitted, "explanation": self.explanation.as_dict()}
 
     def write(self, path: Path) -> None:
         try:
@@ -380,17 +386,23 @@ class Proposal:
         return table
 
     def advice(self) -> list[str]:
-        """Sentences that say what is recommended and how well the costs are known."""
+        """Sentences that say what is recommended and why, and how well the costs are known."""
         point, sync = self.plan.recommended, self.plan.sync
         speedup = point.speed / sync.speed if sync.speed else 0.0
         name = point.candidate.strategy
         lines = [f"{name}: {speedup:.2f}x the speed of sync, token-mean staleness {point.staleness:.2f}"]
+        lines += self.explanation.sentences()
         if self.fit is not None and self.check is not None:
             lines.append(
                 f"costs fitted to {self.check.strategy}: R2 {self.fit.r2:.2f} over {self.fit.num_stretches} calls; "
                 f"predicted rollout {self.check.rollout_s:.1f} s (measured {self.check.measured_rollout_s:.1f} s), "
                 f"predicted bubble {self.check.bubble_ratio:.3f} (measured {self.check.measured_bubble_ratio:.3f})"
             )
+            if self.fit.r2 < POOR_FIT:
+                lines.append(
+                    f"the fit explains only {self.fit.r2:.0%} of the spread of measured times, perhaps because the "
+                    "machine was busy: do not rely on this plan, repeat it with a run on an idle machine"
+                )
             if self.fit.assumed:
                 lines.append(f"assumed, because the run does not determine them: {', '.join(self.fit.assumed)}")
         return lines
@@ -415,7 +427,29 @@ def propose(question: PlanQuestion, report_progress: ReportProgress = lambda don
         seed=question.seed,
         report_progress=report_progress,
     )
-    return Proposal(plan=plan, config=plan.config(base), fit=fitted, check=check, notes=notes)
+    explanation = explain(plan)
+    return Proposal(plan=plan, config=plan.config(base), fit=fitted, check=check, explanation=explanation, notes=notes)
+
+
+def explain(plan: Plan) -> Explanation:
+    """What a slot costs in the plan's workload. A strictly on-policy sorted strategy shows what filling slots wins."""
+    workload, sync = plan.workload, plan.sync
+    lengths = workload.trace.lengths
+    context = workload.prompt_tokens + round(sum(lengths) / len(lengths))
+    step = StepCost.of(workload.cost, slots=workload.slots, context=context)
+    constant = replace(workload, cost=ConstantSteps(cost=workload.cost, step_s=step.full_s))
+    summary = sync.summary
+    return Explanation(
+        step=step,
+        settings=f"{_SORTED.strategy} with lookahead {_SORTED.knobs['lookahead']}",
+        speedup=_ratio(workload.run(_SORTED).speed, sync.speed),
+        constant_speedup=_ratio(constant.run(_SORTED).speed, constant.run(_SYNC).speed),
+        update_share=_ratio(summary.update_s or 0.0, summary.wall_s or 0.0),
+    )
+
+
+def _ratio(value: float, base: float) -> float:
+    return value / base if base else 0.0
 
 
 def _workload(

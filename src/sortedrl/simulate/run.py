@@ -6,25 +6,29 @@ and seed give every strategy the same answers. The summary is that of a training
 
 from __future__ import annotations
 
-import difflib
 import gc
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from sortedrl import schedule
 from sortedrl.buffer import Buffer
+from sortedrl.checked_schedule import CheckedSchedule
 from sortedrl.clock import VirtualClock
+from sortedrl.config.plug_points import STRATEGY, own_schedule, preset_of
 from sortedrl.controller import Controller, LoopParts, LoopSettings
 from sortedrl.engine.base import InFlight, Sampling
 from sortedrl.engine.sim.cost import UnitCost
 from sortedrl.engine.sim.engine import SimEngine
 from sortedrl.errors import ConfigError
+from sortedrl.external.plugins import name_of
 from sortedrl.learner.base import UpdateResult
 from sortedrl.records import Batch, Prompt, Sample
-from sortedrl.schedule import Knobs, Strategy, resolve_knobs
+from sortedrl.schedule import Knobs, defining_knobs, resolve_knobs
 from sortedrl.simulate.answers import TraceAnswers
 from sortedrl.simulate.costs import CostModel
 from sortedrl.simulate.traces import Trace
@@ -33,13 +37,7 @@ from sortedrl.telemetry.metrics import RunMetrics
 from sortedrl.telemetry.summary import Summary, summarize
 
 PROMPT_TOKENS = 256
-# Knobs that define a strategy: a value that is requested for all strategies does not change them.
-_FIXED_KNOBS: Mapping[Strategy, frozenset[str]] = {
-    Strategy.SYNC: frozenset({"cohort_batches", "lookahead", "max_staleness", "overlap"}),
-    Strategy.SYNC_LARGE: frozenset({"lookahead", "max_staleness", "overlap"}),
-    Strategy.APRIL: frozenset({"lookahead"}),
-    Strategy.TAIL_BATCHING: frozenset({"lookahead", "max_staleness"}),
-}
+MAX_COUNT = 10**7  # of slots and of prompt tokens; more would not fit in memory
 
 
 @dataclass(slots=True)
@@ -125,13 +123,11 @@ class TraceLoader:
         return samples
 
 
-def knobs_for(strategy: str, update_batch: int, **requested: Any) -> Knobs:
-    """A strategy's knobs, changed by the requested ones except those that define the strategy."""
-    if strategy not in list(Strategy):
-        near = difflib.get_close_matches(strategy, list(Strategy), n=1, cutoff=0.4)
-        hint = f": did you mean {near[0]}?" if near else ":"
-        raise ConfigError(f"unknown strategy {strategy!r}{hint} Choose from {', '.join(Strategy)}")
-    fixed = _FIXED_KNOBS.get(Strategy(strategy), frozenset())
+def knobs_for(strategy: Any, update_batch: int, **requested: Any) -> Knobs:
+    """A strategy's knobs, changed by the requested ones except those that define a strategy of ours."""
+    if strategy not in STRATEGY.names:
+        return resolve_knobs(preset_of(strategy), update_batch, **requested)
+    fixed = defining_knobs(strategy)
     open_knobs = {name: value for name, value in requested.items() if name not in fixed}
     return resolve_knobs(strategy, update_batch, **open_knobs)
 
@@ -139,7 +135,7 @@ def knobs_for(strategy: str, update_batch: int, **requested: Any) -> Knobs:
 def simulate(
     trace: Trace,
     *,
-    strategy: str,
+    strategy: Any,
     slots: int,
     update_batch: int,
     group_size: int = 1,
@@ -151,11 +147,17 @@ def simulate(
     prompt_tokens: int = PROMPT_TOKENS,
     in_flight: InFlight = InFlight.REPREFILL,
     emit: Emit | None = None,
+    exact: Knobs | None = None,
     **knobs: Any,
 ) -> Summary:
-    """Run one strategy over the trace. `knobs` are fields of `Knobs`; the value "none" removes a bound."""
+    """Run one strategy over the trace: one of ours by its name, or the user's own.
+
+    `knobs` are fields of `Knobs`; the value "none" removes a bound. `exact` replaces the strategy's knobs, those that
+    define it included.
+    """
     _check(trace, slots=slots, update_batch=update_batch, group_size=group_size, divergence=divergence, drift=drift)
-    resolved = knobs_for(strategy, update_batch, **knobs)
+    _check_sizes(slots=slots, prompt_tokens=prompt_tokens, update_s=update_s)
+    resolved, own = exact or knobs_for(strategy, update_batch, **knobs), own_schedule(strategy)
     cost, clock, metrics = cost or UnitCost(), VirtualClock(), RunMetrics()
     loader = TraceLoader(trace, seed=seed, prompt_tokens=prompt_tokens)
     siblings = _siblings(trace) if trace.has_siblings else None
@@ -176,6 +178,7 @@ def simulate(
             learner=SimLearner(clock=clock, cost=cost, seconds=update_s),
             scorer=InstantScorer(),
             load_samples=loader.load,
+            schedule=schedule if own is None else CheckedSchedule(own, name_of(strategy)),
         ),
         LoopSettings(
             knobs=resolved,
@@ -191,7 +194,7 @@ def simulate(
     emit_to_all(
         RunStarted(
             t=0.0,
-            strategy=strategy,
+            strategy=name_of(strategy),
             seed=seed,
             slots=slots,
             update_batch=update_batch,
@@ -226,6 +229,14 @@ def _check(trace: Trace, *, slots: int, update_batch: int, group_size: int, dive
         raise ConfigError(f"divergence must be a share from 0 to below 1, not {divergence:g}: change --divergence")
     if not drift > 0.0:
         raise ConfigError(f"drift must be a factor above 0 (1 changes nothing), not {drift:g}: change --drift")
+
+
+def _check_sizes(*, slots: int, prompt_tokens: int, update_s: float | None) -> None:
+    for name, value in (("slots", slots), ("prompt_tokens", prompt_tokens)):
+        if value > MAX_COUNT:
+            raise ConfigError(f"{name} must be at most {MAX_COUNT:,}, not {value}: lower --{name.replace('_', '-')}")
+    if update_s is not None and not math.isfinite(update_s):
+        raise ConfigError(f"update_s must be a finite number of seconds, not {update_s:g}: change --update-s")
 
 
 def _siblings(trace: Trace) -> list[range]:

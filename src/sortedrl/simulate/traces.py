@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,8 +18,11 @@ from typing import Any
 import numpy as np
 
 from sortedrl.errors import DataError
+from sortedrl.external.extras import extra_message
 
 DEFAULT_SAMPLES = 4096  # of a synthetic trace
+MAX_SAMPLES = 10**8  # more would not fit in memory
+MAX_LENGTH = 2**31  # tokens of an answer
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -64,6 +66,8 @@ def load_trace(
         raise DataError(f"the trace is empty: give --trace a file, a run directory, or {_EXAMPLES['lognormal']}")
     if samples is not None and samples < 1:
         raise DataError(f"a trace needs at least one sample, not {samples}: raise --samples")
+    if samples is not None and samples > MAX_SAMPLES:
+        raise DataError(f"a trace has at most {MAX_SAMPLES:,} samples, not {samples}: lower --samples")
     if cap is not None and cap < 1:
         raise DataError(f"the cap must be at least 1 token, not {cap}: raise --cap")
     drawn = _draw(str(text), samples or DEFAULT_SAMPLES, seed, cap)
@@ -100,7 +104,7 @@ def _draw(text: str, samples: int, seed: int, cap: int | None) -> tuple[list[int
     usage = f"write {kind}({', '.join(names)}), for example {_EXAMPLES[kind]}"
     try:
         first, second, third = (float(value) for value in values)
-        is_right = len(inside.split(",")) == 3 and first >= 1 and all(map(math.isfinite, (first, second, third)))
+        is_right = len(inside.split(",")) == 3 and first >= 1 and all(v <= MAX_LENGTH for v in (first, second, third))
     except ValueError:
         is_right, first, second, third = False, 0.0, 0.0, 0.0
     rng = np.random.default_rng(seed)
@@ -204,7 +208,7 @@ def _read_parquet(path: Path, column: str) -> tuple[list[list[Any]], bool, str]:
     try:
         from pyarrow import ArrowException, parquet  # pyright: ignore[reportMissingImports]
     except ImportError:
-        raise DataError(f"reading {path} needs pyarrow: pip install pyarrow, or save the trace as CSV") from None
+        raise DataError(f"{extra_message(f'reading {path}', 'data')}, or save the trace as CSV") from None
     try:
         _need_column(path, column, parquet.read_schema(path).names)
         values = parquet.read_table(path, columns=[column])[column].to_pylist()
@@ -242,6 +246,10 @@ def _check(groups: list[list[Any]], cap: int | None, source: str) -> int:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not is_number or value != value or value in (float("inf"), float("-inf")) or value != int(value):
                 raise DataError(f"{source} has {value!r} at position {position}: lengths must be whole numbers")
+            if value > MAX_LENGTH:
+                raise DataError(
+                    f"{source} has length {value:.3g} at position {position}: at most {MAX_LENGTH:,} is read"
+                )
             if value < 1:
                 raise DataError(
                     f"{source} has length {value:g} at position {position}: an answer needs at least one token"

@@ -22,12 +22,16 @@ class DecodeCost(Protocol):
 
     def prefill_s(self, lengths: Iterable[int]) -> float: ...
 
+    def verify_s(self, tokens: int) -> float:
+        """The time, on top of the prefill, to draw at the positions of `tokens` cached tokens and compare."""
+        ...
+
     def publish_s(self) -> float: ...
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class UnitCost:
-    """A step takes `step_s`, however many sequences run; prefill, publication and update take no time."""
+    """A step takes `step_s`, however many sequences run; prefill, verification, publication and update are free."""
 
     step_s: float = 1.0
     kv_tokens: int | None = None
@@ -36,6 +40,9 @@ class UnitCost:
         return steps * self.step_s
 
     def prefill_s(self, lengths: Iterable[int]) -> float:
+        return 0.0
+
+    def verify_s(self, tokens: int) -> float:
         return 0.0
 
     def publish_s(self) -> float:

@@ -199,7 +199,7 @@ class SimEngine:
     def submit(self, requests: Iterable[Request]) -> None:
         prefilled: list[int] = []
         progress, num_marks, limit = self._progress, len(self._marks), self._limit
-        steps, decode_s, num_prompt = progress.steps, progress.decode_s, 0
+        steps, decode_s, num_prompt, num_verified = progress.steps, progress.decode_s, 0, 0
         for order, request in enumerate(requests, self._serial + 1):
             length, prompt = len(request.cached), len(request.prompt)
             num_prompt += prompt
@@ -211,6 +211,7 @@ class SimEngine:
             if request.mode is REPLAY:
                 verified, again = self._verify(request)
                 events, length = (verified, again), verified.accepted
+                num_verified += verified.cached
             end = self._end(request, length, bool(events))
             running = RunningAttempt(request, progress, order, length, steps, decode_s, length, num_marks, end, events)
             if events:
@@ -227,6 +228,8 @@ class SimEngine:
         assert len(self.running) <= self.slots, "more requests than free slots: submit no more than are free"
         self._stats.prompt_tokens += num_prompt
         self._prefill_s += self.cost.prefill_s(prefilled)
+        if num_verified:
+            self._prefill_s += self.cost.verify_s(num_verified)
 
     def poll(self, timeout: float | None = None) -> list[EngineEvent]:
         if not self.running:
