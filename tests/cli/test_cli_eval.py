@@ -26,6 +26,17 @@ def test_eval_prints_one_json_object_or_a_table(call: Any, tmp_path: Path) -> No
     assert "tokens in" in err
 
 
+def test_eval_with_defaults_takes_as_many_tokens_as_the_model_has_positions_for(call: Any) -> None:
+    from sortedrl.learner.model import read_window
+    from sortedrl.tasks.tiny import knights_tiny_path
+
+    code, out, err = call("eval", "knights-tiny", "--suite", "knights", "--limit", "2", "--json")
+    assert code == 0, err
+    window = read_window(knights_tiny_path())
+    assert window is not None
+    assert 900 < only_json(out)["max_tokens"] < window == 1024
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

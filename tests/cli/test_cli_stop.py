@@ -164,5 +164,5 @@ def test_a_run_of_any_name_can_be_resumed(tmp_path: Path) -> None:
 
     done = run(str(QUICKSTART), *SMALL, f"run.name={name}", "run.dir=out", "run.report=false")
     assert str(Path("out") / name / "summary.json") in done.err
-    again = run("--resume", str(Path("out") / name))
+    again = run("--resume", str(Path("out") / name), "run.samples=128")
     assert "resumed at version" in again.err

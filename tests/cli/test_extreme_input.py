@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from sortedrl.config import SortedConfig
+from sortedrl.config.shipped import shipped_path
 from sortedrl.errors import ConfigError, EngineError
 from sortedrl.run.builders.engine import build_engine
 from sortedrl.run.builders.parts import build_task, load_model
 from sortedrl.tasks.tiny import knights_tiny_path
 
-QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
+QUICKSTART = shipped_path("quickstart")
 NUM_DEEP = 50_000
 DIGITS = "1" * 5000
 LONG_NAME = "x" * 300
@@ -134,8 +135,8 @@ def test_vllm_without_its_packages_is_refused(address: str, monkeypatch: pytest.
         monkeypatch.delitem(sys.modules, f"sortedrl.engine.vllm.{name}", raising=False)
     config = SortedConfig(engine={"kind": "vllm", "address": address}, schedule={"strategy": "sync"})
     model, _ = load_model(knights_tiny_path())
-    missing = "httpx" if address else "vLLM"
-    with pytest.raises(EngineError, match=rf"needs {missing}, which is not installed: .*engine\.kind = local$"):
+    missing = "httpx, which is not installed" if address else "the extra vllm"
+    with pytest.raises(EngineError, match=rf"needs {missing}: .*engine\.kind = local$"):
         build_engine(config, model, config.knobs)
 
 

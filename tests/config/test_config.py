@@ -9,10 +9,12 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 
 from sortedrl.config.config import SortedConfig, reference
+from sortedrl.config.plug_points import POINTS
+from sortedrl.config.shipped import shipped_path
 from sortedrl.errors import ConfigError
 from sortedrl.schedule import Fate, HarvestRule, Strategy
 
-QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
+QUICKSTART = shipped_path("quickstart")
 
 
 def write(folder: Path, text: str) -> Path:
@@ -118,23 +120,22 @@ def test_inline_tables_and_quoted_keys_load(tmp_path: Path) -> None:
 
 
 def test_the_reference_is_up_to_date() -> None:
-    page = (QUICKSTART.parent.parent / "docs" / "reference" / "configuration.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "configuration.md").read_text(encoding="utf-8")
     assert page.endswith(reference()), "docs/reference/configuration.md must end with config.reference()"
 
 
 def test_every_field_is_described() -> None:
+    built_in = {point.key: point.names for point in POINTS}
     for name, section in SortedConfig.model_fields.items():
         fields = section.annotation.model_fields
         for key, field in fields.items():
             assert field.description, f"{name}.{key} has no description"
-            for choice in choices(field.annotation):
+            for choice in (*choices(field.annotation), *built_in.get(f"{name}.{key}", ())):
                 assert f"`{choice}`" in field.description, f"the description of {name}.{key} does not name {choice}"
 
 
 def choices(annotation: Any) -> list[str]:
     """The texts that a key accepts, if it accepts only some."""
-    if annotation is Strategy:
-        return list(Strategy)
     if get_origin(annotation) is Literal:
         return [choice for choice in get_args(annotation) if choice != "none"]
     return [choice for part in get_args(annotation) for choice in choices(part)]

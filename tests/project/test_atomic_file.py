@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,7 +35,8 @@ def write_trace(path: Path) -> None:
 
 
 def write_proposal(path: Path) -> None:
-    Proposal(plan=None, config=SortedConfig(), fit=None, check=None, notes=[]).write(path)  # pyright: ignore[reportArgumentType]
+    parts: dict[str, Any] = dict.fromkeys(("plan", "fit", "check", "explanation", "notes"))  # it does not write these
+    Proposal(config=SortedConfig(), **parts).write(path)
 
 
 WRITERS: dict[str, Callable[[Path], object]] = {

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import io
 import logging
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 from rich.logging import RichHandler
 
 from sortedrl.config import SortedConfig
+from sortedrl.config.shipped import shipped_names
 from sortedrl.redact import REDACTED, SafeText, looks_secret, redact, redact_text
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -87,8 +85,8 @@ def test_plain_text_stays(text: str) -> None:
     assert redact_text(text) == text
 
 
-@pytest.mark.parametrize("config", sorted((ROOT / "configs").glob("*.toml")), ids=lambda path: path.name)
-def test_a_configuration_without_secrets_is_saved_as_it_is(config: Path) -> None:
+@pytest.mark.parametrize("config", shipped_names())
+def test_a_configuration_without_secrets_is_saved_as_it_is(config: str) -> None:
     loaded = SortedConfig.load(config)
     assert redact(loaded.model_dump()) == loaded.model_dump()
     assert redact_text(loaded.to_toml()) == loaded.to_toml()

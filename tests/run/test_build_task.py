@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from sortedrl.config import SortedConfig
 from sortedrl.errors import ConfigError, DataError
 from sortedrl.learner.model import load_tokenizer
 from sortedrl.run.builders.parts import check_prompts
-from sortedrl.run.builders.task import build_task, needed_columns
+from sortedrl.run.builders.task import build_task, load_rewards, needed_columns
 from sortedrl.tasks.base import Task
 from sortedrl.tasks.logic import logic_reward
 from sortedrl.tasks.math import math_reward
@@ -77,14 +78,20 @@ def test_a_dataset_takes_any_reward(sums: Path) -> None:
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"name": "mth"}, "task.name 'mth' is not known: did you mean math?"),
-        ({"name": "poems"}, "the tasks are knights, logic, math, dataset and reasoning_gym:NAME"),
-        ({"name": "reasoning_gym"}, "task.name 'reasoning_gym' is not known"),
+        ({"name": "mth"}, "task.name: unknown task 'mth': did you mean math?"),
+        (
+            {"name": "poems"},
+            "choose from knights, logic, counting, math, dataset, reasoning_gym:NAME, or write your own as",
+        ),
+        ({"name": "reasoning_gym"}, "unknown task 'reasoning_gym': did you mean reasoning_gym:NAME?"),
         ({"name": "math"}, "task.name math needs task.path"),
         ({"name": "dataset", "path": "x.jsonl"}, "needs task.reward"),
-        ({"name": "dataset", "path": "x.jsonl", "reward": "brief"}, "write module:function, or one of math, logic"),
-        ({"name": "dataset", "path": "x.jsonl", "reward": "json:dumbs"}, "has no attribute 'dumbs'"),
-        ({"name": "dataset", "path": "x.jsonl", "reward": "no_such:f"}, "No module named 'no_such'"),
+        (
+            {"name": "dataset", "path": "x.jsonl", "reward": "brief"},
+            "write module:function, one of math, logic, or a reward model",
+        ),
+        ({"name": "dataset", "path": "x.jsonl", "reward": "json:dumbs"}, "json has no dumbs: did you mean dumps?"),
+        ({"name": "dataset", "path": "x.jsonl", "reward": "no_such:f"}, "there is no module no_such in "),
         ({"name": "dataset", "path": "x.jsonl", "reward": "json:__name__"}, "is not a function"),
         ({"name": "knights", "path": "x.jsonl"}, "task.path has no effect on task.name knights"),
         ({"name": "logic", "options": {"a": 1}}, "task.options has no effect on task.name logic"),
@@ -99,6 +106,26 @@ def test_what_is_wrong_is_said(section: dict, message: str) -> None:
     assert "\n" not in str(raised.value)
 
 
+def test_a_reward_module_that_fails_is_told_from_one_that_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "needy_rewards.py").write_text("import no_such_package\n")
+    (tmp_path / "some_rewards.py").write_text("from json import dumps\ndef accuracy(): ...\ndef brevity(): ...\n")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for reward, message in (
+        ("needy_rewards:f", "needy_rewards needs no_such_package, which is not installed"),
+        ("some_rewards:acuracy", "some_rewards has no acuracy: did you mean accuracy?"),
+        ("some_rewards:f1", "some_rewards has no f1: it has accuracy, brevity"),
+        ("some_reward:accuracy", "there is no module some_reward in "),
+        ("some_rewards.more:accuracy", "there is no module some_rewards.more in "),
+    ):
+        with pytest.raises(ConfigError) as raised:
+            load_rewards(reward, str(tmp_path))
+        assert message in str(raised.value)
+    (found,) = load_rewards("some_rewards:brevity", str(tmp_path))
+    assert found.__name__ == "brevity"
+
+
 def test_a_bad_row_is_found_before_training_and_named_by_its_place_in_the_file(tmp_path: Path) -> None:
     path = tmp_path / "puzzles.jsonl"
     rows = [{"prompt": f"Ann says Bob-knave . Bob says Ann-knight . {'. ' * n}?", "answer": "x"} for n in range(30)]
@@ -110,14 +137,14 @@ def test_a_bad_row_is_found_before_training_and_named_by_its_place_in_the_file(t
 
 
 def test_a_run_on_a_file_with_a_reward_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "own_reward.py").write_text(
+    (tmp_path / "short_reward.py").write_text(
         "def short(prompts, completions, **columns):\n    return [1 / (1 + len(text)) for text in completions]\n"
     )
     rows = [{"q": f"Ann says Bob-knave . Bob says Ann-knight . {'. ' * n}?"} for n in range(8)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "run.toml").write_text(
         '[run]\nsamples = 16\nreport = false\n[task]\nname = "dataset"\npath = "rows.jsonl"\n'
-        'reward = "own_reward:short"\n'
+        'reward = "short_reward:short"\n'
         'columns = { prompt = "q" }\n[schedule]\nupdate_batch = 8\n[engine]\nslots = 8\nmax_new_tokens = 8\n'
         "[learner]\ngroup_size = 2\n[eval]\nprompts = 1\n[checkpoint]\nsave = false\n"
     )

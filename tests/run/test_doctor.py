@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from sortedrl.config import SortedConfig
-from sortedrl.run.doctor import Finding, Target, examine
+from sortedrl.config.shipped import shipped_names, shipped_path
+from sortedrl.run.doctor import Finding, Target, examine, findings_table
 from sortedrl.run.estimate import estimate_run
 
-CONFIGS = Path(__file__).parents[2] / "configs"
-QUICKSTART = CONFIGS / "quickstart.toml"
+QUICKSTART = shipped_path("quickstart")
 
 
 def by_name(findings: list[Finding]) -> dict[str, Finding]:
@@ -26,7 +26,7 @@ def by_name(findings: list[Finding]) -> dict[str, Finding]:
 
 def test_this_machine_can_run_it() -> None:
     found = by_name(examine())
-    assert {"python", "torch", "transformers", "devices", "engine local", "disk"} <= set(found)
+    assert {"python", "torch", "transformers", "processors", "engine local", "disk"} <= set(found)
     assert found["torch"].text == importlib.metadata.version("torch")
     assert "config" not in found
     assert "large models of the Llama family" in found["engine local"].text
@@ -37,11 +37,11 @@ def test_the_shipped_configuration_is_sound() -> None:
     assert all(finding.is_fine for finding in examine(QUICKSTART) if finding.name != "disk")
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
-def test_every_shipped_configuration_loads_and_has_an_estimate(path: Path) -> None:
-    config = SortedConfig.load(path)
-    assert config.run.name == path.stem  # so that recipes do not overwrite each other's runs
-    if path.stem.endswith("smollm2"):  # its folder may not be here: its shape is known by name
+@pytest.mark.parametrize("name", shipped_names())
+def test_every_shipped_configuration_loads_and_has_an_estimate(name: str) -> None:
+    config = SortedConfig.load(name)
+    assert config.run.name == name  # so that recipes do not overwrite each other's runs
+    if name.endswith("smollm2"):  # its folder may not be here: its shape is known by name
         assert estimate_run(config, Path("nowhere"), hardware="cpu", devices=1, from_run=None).fits
 
 
@@ -50,7 +50,7 @@ def test_every_shipped_configuration_loads_and_has_an_estimate(path: Path) -> No
     [("kk-llama3-8b", 8, 2), ("math-qwen2.5-32b", 32, 12), ("scale-8gpu", 8, 4), ("scale-4nodes", 32, 16)],
 )
 def test_recipes_for_accelerators_fit_as_many_as_they_say(name: str, devices: int, too_few: int) -> None:
-    path = CONFIGS / f"{name}.toml"
+    path = shipped_path(name)
     found = by_name(examine(path, Target(hardware="h100", devices=devices)))
     assert all(finding.is_fine for finding in found.values() if finding.name != "disk")
     assert f"{devices} x h100" in found["memory"].text
@@ -60,7 +60,7 @@ def test_recipes_for_accelerators_fit_as_many_as_they_say(name: str, devices: in
 
 
 def test_the_recipe_for_one_accelerator_fits_it() -> None:
-    found = by_name(examine(CONFIGS / "scale-1gpu.toml", Target(hardware="h100")))
+    found = by_name(examine(shipped_path("scale-1gpu"), Target(hardware="h100")))
     assert found["memory"].is_fine, found["memory"].text
 
 
@@ -75,7 +75,34 @@ def test_a_sound_configuration_is_told_in_its_own_terms(tmp_path: Path) -> None:
     assert "fits the engine" in found["model"].text
     assert found["memory"].is_fine
     assert "kv cache" in found["memory"].text
-    assert "if answers take 128 tokens (512 updates" in found["time"].text
+    assert "for 512 updates and 2 evaluations, by a roofline of this machine" in found["time"].text
+    assert "answers take 32 tokens" in found["time"].text
+
+
+def test_time_is_a_range_for_the_whole_command() -> None:
+    estimate = estimate_run(
+        SortedConfig.load("kk-llama3-8b"), Path("nowhere"), hardware="h100", devices=8, from_run=None
+    )
+    assert (estimate.shortest.length, estimate.longest.length) == (512, 8192)  # a sixteenth of the budget, and all
+    low, high = estimate.seconds
+    assert low == pytest.approx(estimate.shortest.total_s / 2 + 3)
+    assert high == pytest.approx(estimate.longest.total_s * 3 + 30)
+    assert 3 < low < high
+    # 65,536 samples in batches of 128; evaluated before, after, and every 8,192 samples in between.
+    assert " for 512 updates and 9 evaluations, by the roofline of 8 x h100: " in estimate.time_text
+
+
+def test_what_is_not_here_is_not_called_ok(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
+    monkeypatch.setattr("sortedrl.run.doctor.vllm_version", lambda: None)
+    monkeypatch.setattr("sortedrl.run.doctor.has_extra", lambda extra: extra not in ("ray", "wandb"))
+    found = by_name(examine())
+    for name in ("accelerator", "engine vllm", "extras"):
+        assert (found[name].is_fine, found[name].is_here) == (True, False)
+    assert "without ray, wandb" in found["extras"].text
+    marks = dict(zip(found, findings_table(list(found.values())).columns[0].cells, strict=True))
+    assert (marks["accelerator"], marks["torch"]) == ("[yellow]-[/]", "[green]ok[/]")
 
 
 def test_ranks_are_told_with_what_they_talk_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +132,7 @@ def test_bounds_that_are_not_there_are_named(tmp_path: Path) -> None:
         ("[engine]\nslots = 0\n", "config", "engine.slots"),
         ("[shedule]\n", "config", "did you mean schedule?"),
         ('[schedule]\nstrategy = "async"\nmax_staleness = 0\n', "config", "cannot be kept"),
-        ('[task]\nname = "chess"\n', "task", "'chess' is not known: the tasks are"),
+        ('[task]\nname = "chess"\n', "config", "unknown task 'chess': choose from knights"),
         ("[task]\npeople = { 9 = 1.0 }\n", "task", "numbers of people from 2 to 5"),
         ('[model]\npath = "nowhere"\n', "model", "'nowhere' is not a folder"),
         ("[engine]\nmax_new_tokens = 5000\n", "model", "lower the token budget"),
@@ -142,7 +169,6 @@ def test_a_missing_package_and_a_full_disk_are_named(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(importlib.metadata, "version", missing("safetensors"))
     found = by_name(examine())
     assert (found["safetensors"].is_fine, found["safetensors"].text) == (False, "missing: pip install safetensors")
-    assert asdict(found["disk"]) == {"name": "disk", "text": found["disk"].text, "is_fine": False}
+    assert asdict(found["disk"]) == {"name": "disk", "text": found["disk"].text, "is_fine": False, "is_here": True}
     assert "free some space" in found["disk"].text
     assert found["torch"].is_fine
-    assert asdict(found["disk"]) == {"name": "disk", "text": found["disk"].text, "is_fine": False}

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from sortedrl.config import SortedConfig
-from sortedrl.errors import DataError, EngineError, LearnerError
+from sortedrl.engine.sampling.noise import SCHEME
+from sortedrl.errors import DataError, EngineError, LearnerError, RunDirError
 from sortedrl.ledger.reader import Ledger
 from sortedrl.ledger.verify import verify
 from sortedrl.run.checkpoint_folder import STATE_FILE
@@ -158,6 +161,33 @@ def test_answers_that_all_fail_replace_no_checkpoint(tmp_path: Path) -> None:
     assert [folder.name for folder in (config.run_dir / "checkpoints").iterdir()] == ["1"]
 
 
+# ---- the sampling noise ---------------------------------------------------------------------------------------------
+
+
+def rewrite_state(run_dir: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the state in a run's only checkpoint."""
+    (checkpoint,) = (run_dir / "checkpoints").iterdir()
+    state = json.loads((checkpoint / STATE_FILE).read_text())
+    change(state["extra"])
+    (checkpoint / STATE_FILE).write_text(json.dumps(state))
+    write_manifest(checkpoint)
+
+
+@pytest.mark.parametrize(("saved", "named"), [(None, "gumbel-splitmix64-v1"), ("own", "own")])
+def test_a_run_drawn_with_other_noise_is_refused(saved: str | None, named: str, tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    train_on(PUZZLES, config, stop_after=1)
+    with Ledger(config.run_dir) as ledger:
+        assert ledger.noise == SCHEME
+    rewrite_state(config.run_dir, lambda state: state.pop("noise") and saved and state.update(noise=saved))
+    before = {path: path.read_bytes() for path in config.run_dir.rglob("*") if path.is_file()}
+    with pytest.raises(RunDirError, match=f"sampling noise {named}, and this engine draws with {SCHEME}: resume it"):
+        train_on(PUZZLES, config, resume=True)
+    assert all(path.read_bytes() == content for path, content in before.items() if path.name != "lock")
+    rewrite_state(config.run_dir, lambda state: state.update(noise=SCHEME))
+    assert train_on(PUZZLES, config, resume=True).status == "complete"
+
+
 # ---- the dataset ----------------------------------------------------------------------------------------------------
 
 
@@ -177,9 +207,5 @@ def test_a_dataset_that_changed_is_refused_on_resume(tmp_path: Path) -> None:
 def test_a_checkpoint_of_before_without_a_fingerprint_resumes(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     train_on(PUZZLES, config, stop_after=1)
-    (checkpoint,) = (config.run_dir / "checkpoints").iterdir()
-    state = json.loads((checkpoint / STATE_FILE).read_text())
-    del state["extra"]["rows"]
-    (checkpoint / STATE_FILE).write_text(json.dumps(state))
-    write_manifest(checkpoint)
+    rewrite_state(config.run_dir, lambda state: state.pop("rows"))
     assert train_on([*PUZZLES, *PUZZLES], config, resume=True).status == "complete"

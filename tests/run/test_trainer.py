@@ -164,7 +164,8 @@ def test_datasets_and_rewards_that_cannot_be(
     [
         ({"model": object()}, ConfigError, "pass processing_class"),
         ({"model": "nowhere"}, ModelError, "'nowhere' is not a folder"),
-        ({"train_dataset": ROWS, "reward_funcs": ["says_yes"]}, RewardError, "cannot be called"),
+        ({"train_dataset": ROWS, "reward_funcs": [3]}, RewardError, "cannot be called"),
+        ({"train_dataset": ROWS, "reward_funcs": ["says_yes"]}, ModelError, "reward model 'says_yes' is not a folder"),
         (
             {"train_dataset": [{"prompt": "who is who among these"}], "reward_funcs": says_yes},
             DataError,

@@ -87,13 +87,15 @@ class ScriptedScore:
 
 @dataclass(slots=True, kw_only=True)
 class DelayedScorer:
-    """Returns a score only after it was polled `lag` times."""
+    """Returns a score only after it was polled `lag` times, and keeps what it was asked: samples and their tokens."""
 
     lag: int = 0
+    asked: list[tuple[int, list[int]]] = field(default_factory=list)
     queue: list[tuple[int, ScriptedScore]] = field(default_factory=list)
 
     def submit(self, sample: Sample) -> None:
         reward = float(sum(sample.tokens) % 2)
+        self.asked.append((sample.id, sample.tokens))
         self.queue.append((self.lag, ScriptedScore(key=(sample.id, sample.attempt), reward=reward)))
 
     def poll(self, timeout: float) -> list[ScriptedScore]:

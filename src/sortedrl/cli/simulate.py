@@ -32,6 +32,9 @@ def simulate(
         str | None, typer.Option(help="L: cohorts open ahead, or none; unless the strategy fixes it.")
     ] = None,
     max_staleness: Annotated[str | None, typer.Option(help="A bound, or none; unless the strategy fixes it.")] = None,
+    on_bound: Annotated[
+        str | None, typer.Option(help="At the bound: wait, replay or restart; unless the strategy fixes it.")
+    ] = None,
     strategy: Annotated[str, typer.Option(help="Strategies, separated by commas, or all.")] = "all",
     admission: Annotated[str | None, typer.Option(help="load-order or longest-expected-first.")] = None,
     restart_noise: Annotated[str | None, typer.Option(help="seeded or fresh.")] = None,
@@ -65,7 +68,7 @@ def simulate(
         strategies=strategy,
         slots=slots,
         update_batch=update_batch,
-        knobs={**knobs, **bounds, "overlap": overlap},
+        knobs={**knobs, **bounds, "on_bound": on_bound, "overlap": overlap},
         cost=cost,
         hardware=hardware,
         model=model,
@@ -108,7 +111,9 @@ def plan(
     slots: Annotated[int | None, typer.Option(help="Q; default: the run's, or 128.")] = None,
     update_batch: Annotated[int | None, typer.Option(help="U; default: the run's, or the number of slots.")] = None,
     max_staleness: Annotated[int | None, typer.Option(min=0, help="Use only settings that keep this bound.")] = None,
-    overlap: Annotated[bool, typer.Option(help="Also try async, which needs separate learner devices.")] = False,
+    overlap: Annotated[
+        bool, typer.Option(help="Also try async and async-on-policy, which need separate learner devices.")
+    ] = False,
     divergence: Annotated[float | None, typer.Option(help="As for simulate; default: the run's, or 1e-4.")] = None,
     prompt_tokens: Annotated[int | None, typer.Option(min=0, help="Length of every prompt.")] = None,
     group_size: Annotated[int | None, typer.Option(min=1, help="Siblings that train together.")] = None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -13,15 +14,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from sortedrl.cli.app import AsJson, ConfigPath, Overrides, app, err, stdout_console
+from sortedrl.cli.app import RUN_EXTRAS, AsJson, ConfigPath, OptionalConfigPath, Overrides, app, err, stdout_console
 from sortedrl.config import SortedConfig
-from sortedrl.errors import ConfigError, RunDirError
+from sortedrl.config.needs import check_extras
+from sortedrl.config.plug_points import STRATEGY
+from sortedrl.errors import ConfigError, NothingLearnedError, RunDirError
 from sortedrl.reward.worker import printable
-from sortedrl.schedule import Strategy
 
 if TYPE_CHECKING:
     from sortedrl.telemetry.summary import Summary
     from sortedrl.trainer import SortedTrainer
+
+log = logging.getLogger(__name__)
 
 ExitZero = Annotated[
     bool,
@@ -32,11 +36,9 @@ ExitZero = Annotated[
 ]
 
 
-@app.command()
+@app.command(epilog=RUN_EXTRAS)
 def train(
-    config: Annotated[
-        Path | None, typer.Argument(metavar="CONFIG", help="Configuration file (TOML); configs/ has examples.")
-    ] = None,
+    config: OptionalConfigPath = None,
     overrides: Overrides = None,
     resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Resume the run in this directory.")] = None,
     cluster: Annotated[
@@ -50,12 +52,14 @@ def train(
     The run directory gets events, metrics, ledger, checkpoints, a summary and a report. Ctrl-C, SIGTERM and SIGHUP stop
     the run and save it.
     """
-    from sortedrl.trainer import SortedTrainer
-
     given = [*(overrides or []), *([] if cluster is None else [f"engine.cluster={cluster}"])]
     settings = _load_config(config, given, resume)
+    check_extras(settings)
+    from sortedrl.trainer import SortedTrainer
+
     trainer = SortedTrainer(args=settings, console=err, quiet=as_json)
-    summary = trainer.train(resume=resume is not None)
+    with _results_of_alarm(trainer, [], as_json):
+        summary = trainer.train(resume=resume is not None)
     is_stopped = summary.status == "stopped"  # a signal may also fall on the last update of a run
     with _exit_after_signal(trainer.stop_signal, is_zero=exit_zero or not is_stopped):
         _print_end(trainer, summary, as_json)
@@ -73,6 +77,19 @@ def _print_end(trainer: SortedTrainer, summary: Summary, as_json: bool) -> None:
     err.print(escape(f"stopped after {trained}; kept: {kept}"), highlight=False, soft_wrap=True)
     if trainer.config.checkpoint.save:
         err.print(escape(f"go on with: {trainer.resume_command}"), highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def _results_of_alarm(trainer: SortedTrainer, before: list[Summary], as_json: bool) -> Iterator[None]:
+    """With --json, print the summaries also if the run of the block cannot learn; its error passes through."""
+    from sortedrl.telemetry.summary import Summary
+
+    try:
+        yield
+    except NothingLearnedError:
+        if as_json:
+            _print_summaries([*before, Summary.read(trainer.run_dir / "summary.json")], as_json)
+        raise
 
 
 @contextmanager
@@ -102,16 +119,38 @@ def _load_config(config: Path | None, overrides: list[str], resume: Path | None)
         return SortedConfig.load(config, overrides)
     if config is not None:
         if "=" not in str(config):
-            raise ConfigError(f"--resume uses the configuration of the run: leave out {config}, or give KEY=VALUE")
+            raise ConfigError(
+                f"--resume uses the configuration of the run: leave out {config}; only overrides may follow"
+            )
         overrides = [str(config), *overrides]
+    run_dir = resume.resolve()
     if not (resume / "config.toml").is_file():
         raise RunDirError(f"{resume} holds no run to resume: it has no config.toml; name a run directory")
-    here = resume if resume.name not in ("", "..") else resume.resolve()
     settings = SortedConfig.load(resume / "config.toml", overrides)
+    is_elsewhere = _enter_start_folder(settings.run.started_in)
+    here = run_dir if is_elsewhere or resume.name in ("", "..") else resume
     return settings.moved(here.parent, here.name)  # the directory may have been moved since it was written
 
 
-@app.command()
+def _enter_start_folder(folder: str) -> bool:
+    """Change to the folder that a run was started in; returns whether that is another one than the current."""
+    if not folder or Path(folder) == Path.cwd():
+        return False
+    try:
+        os.chdir(folder)
+    except OSError as error:
+        log.warning(
+            "the run was started in %s (%s): reward modules and relative paths are looked up in %s; name another with "
+            "run.started_in=FOLDER",
+            folder,
+            error.strerror,
+            Path.cwd(),
+        )
+        return False
+    return True
+
+
+@app.command(epilog=RUN_EXTRAS)
 def compare(
     config: ConfigPath,
     overrides: Overrides = None,
@@ -126,14 +165,16 @@ def compare(
 
     All runs have the same slots, update batch, samples and seeds.
     """
+    base = SortedConfig.load(config, overrides or [])
+    check_extras(base)
     from sortedrl.telemetry.report.report import write_report
     from sortedrl.trainer import SortedTrainer
 
-    base = SortedConfig.load(config, overrides or [])
     names = [name.strip() for name in strategies.split(",") if name.strip()]
-    unknown = [name for name in names if name not in list(Strategy)]
-    if unknown or not names:
-        raise ConfigError(f"unknown strategy {unknown[0] if unknown else ''!r}: choose from {', '.join(Strategy)}")
+    if not names:
+        raise ConfigError(f"--strategies names no strategy: choose from {', '.join(STRATEGY.names)}")
+    for name in names:
+        STRATEGY.check_name(name)
     configs = [  # all before the first run: an impossible one is refused before time is spent on the others
         base.with_strategy(name, seed=seed, name=f"{base.run.name}-{name}-seed{seed}")
         for seed in range(base.run.seed, base.run.seed + seeds)
@@ -145,7 +186,8 @@ def compare(
         trainer = SortedTrainer(args=run, console=err, quiet=as_json)
         if not as_json:
             err.print(f"[bold]{escape(run.run.name)}[/]")
-        summaries.append(trainer.train())
+        with _results_of_alarm(trainer, summaries, as_json):
+            summaries.append(trainer.train())
         directories.append(trainer.run_dir)
         if trainer.stop_requested and (summaries[-1].status == "stopped" or run is not configs[-1]):
             with _exit_after_signal(trainer.stop_signal, is_zero=exit_zero):

@@ -3,7 +3,8 @@
 Commands and `SortedTrainer` load it; every part of a run gets its numbers from it.
 
 Guarantees: a configuration never changes; an unknown key is refused with the nearest known one; validators check and
-never rewrite values; what `to_toml` writes loads back as an equal configuration.
+never rewrite values; what `to_toml` writes loads back as an equal configuration. Only an object that was given in
+Python does not: `to_toml` writes its name, which cannot be loaded.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self, get_args
+from typing import Any, Self, get_args, get_origin
 
 import tomli_w
 from pydantic import ValidationError, model_validator
 
+from sortedrl.config.foreign_names import foreign_hint, foreign_hints
+from sortedrl.config.plug_points import POINTS, STRATEGY, TRACKER, own_schedule, preset_of
 from sortedrl.config.sections import (
     CheckpointSection,
     EngineSection,
@@ -34,10 +37,12 @@ from sortedrl.config.sections import (
     TaskSection,
     TrackSection,
 )
+from sortedrl.config.shipped import find_config
 from sortedrl.errors import ConfigError
-from sortedrl.learner.algorithms import is_grouped, needs_more_siblings, objective_of
+from sortedrl.external.plugins import PlugPoint, name_of
+from sortedrl.learner.algorithms import find_advantage, is_grouped, needs_more_siblings, objective_of
 from sortedrl.redact import REDACTED, find_secret, redact, redact_text
-from sortedrl.schedule import PRESETS, HarvestRule, Knobs, Strategy, resolve_knobs
+from sortedrl.schedule import HarvestRule, Knobs, Schedule, check_strategy, reported_name, resolve_knobs
 
 # The key that an override means when it names only the section: `engine=local` is short for `engine.kind=local`.
 _MAIN_KEYS = {"engine": "kind", "task": "name", "model": "path", "schedule": "strategy", "learner": "algorithm"}
@@ -45,6 +50,8 @@ _MAIN_KEYS = {"engine": "kind", "task": "name", "model": "path", "schedule": "st
 _MAX_PARTS = 3  # of a dotted key, as in `task.columns.prompt`
 # A dotted key of a thousand parts or more: the parser takes minutes for fifty thousand.
 _LONG_KEY = re.compile(r"""(?<![\w-])(?:[\w-]++["']?\s*+\.\s*+["']?){1000}""")
+_MAX_HINTS = 5  # keys of other frameworks that one message names
+_MAX_TOLD = 5  # changed keys that one message names
 _SHOWN = 200  # characters of a value or an override in a message
 
 # Keys that may differ when a run is resumed: they change neither the finished part of the run nor its meaning. The
@@ -56,6 +63,8 @@ CHANGEABLE = frozenset(
         "run.samples",
         "run.threads",
         "run.report",
+        "run.started_in",
+        "run.on_no_signal",
         "lora.merge",
         "engine.address",
         "engine.kv_gb",
@@ -97,9 +106,23 @@ CHANGEABLE = frozenset(
 )
 
 # Keys that name a place. Their values may equal that of an environment variable, such as a user's or a host's name.
-_PLACES = frozenset(
-    {"run.dir", "task.path", "task.eval_path", "model.path", "engine.address", "engine.cluster", "sft.path"}
+PLACES = frozenset(
+    {
+        "run.dir",
+        "run.started_in",
+        "task.path",
+        "task.eval_path",
+        "model.path",
+        "model.tokenizer",
+        "lora.path",
+        "engine.address",
+        "engine.cluster",
+        "sft.path",
+    }
 )
+
+# Keys that a run records at its start: a resumed run takes the recorded values where it sets none.
+_RECORDED = (("run", "started_in"), ("engine", "stop_tokens"))
 
 
 class SortedConfig(Section):
@@ -126,19 +149,30 @@ class SortedConfig(Section):
 
     @model_validator(mode="after")
     def check_together(self) -> Self:
-        """Check what depends on several sections."""
+        """Check names of the user's objects, and what depends on several sections."""
+        for point in POINTS:
+            for value in self._plugged(point.key):
+                point.check_name(value)
+        self._check_algorithm()
         batch, group = self.schedule.update_batch, self.learner.group_size
         if self.run.samples < batch:
             raise ValueError(
                 f"schedule.update_batch {batch} is larger than run.samples {self.run.samples}: lower it, or raise "
                 "run.samples"
             )
-        if needs_more_siblings(self.learner.algorithm, group):
-            raise ValueError(f"learner.group_size {group}: {self.learner.algorithm} compares siblings, set 2 or more")
+        if needs_more_siblings(self.learner):
+            chosen = self.learner.algorithm if self.learner.advantage is None else self.learner.advantage
+            raise ValueError(f"learner.group_size {group}: {name_of(chosen)} compares siblings, set 2 or more")
         if self.run.samples % group:
             raise ValueError(f"run.samples {self.run.samples} must be a multiple of learner.group_size {group}")
         if batch % group:
             raise ValueError(f"schedule.update_batch {batch} must be a multiple of learner.group_size {group}")
+        if self.engine.temperature == 0 and group > 1:
+            raise ValueError(
+                f"engine.temperature = 0 makes all {group} answers to a prompt equal, and equal answers teach nothing: "
+                "raise it, or set learner.group_size = 1 with learner.algorithm = reinforce++"
+            )
+        check_strategy(name_of(self.schedule.strategy), self.knobs)
         if self.engine.kind == "vllm" and self.engine.dtype == "int16":
             raise ValueError("engine.dtype = int16 needs engine.kind = local: for vllm set auto, float32 or bfloat16")
         if self.knobs.flat_extra and self.knobs.harvest == HarvestRule.DRAIN:
@@ -149,17 +183,46 @@ class SortedConfig(Section):
         if self.knobs.flat_extra and not self.is_grouped:
             raise ValueError(
                 f"learner.flat_groups = replace needs an algorithm that compares siblings, and "
-                f"{self.learner.algorithm} with learner.group_size {group} does not: leave it out"
+                f"{name_of(self.learner.algorithm)} with learner.group_size {group} does not: leave it out"
             )
         return self
+
+    def _check_algorithm(self) -> None:
+        algorithm = objective_of(self.learner).algorithm
+        if self.learner.advantage is not None:
+            find_advantage(self.learner.advantage)
+            if algorithm.has_critic:
+                raise ValueError(
+                    f"learner.advantage has no effect on {name_of(self.learner.algorithm)}, whose critic makes the "
+                    "advantages: remove it"
+                )
+
+    def _plugged(self, key: str) -> tuple[Any, ...]:
+        """The values of a key that takes the user's objects."""
+        if key == TRACKER.key:
+            return self.track.trackers
+        section, name = key.split(".")
+        value = getattr(getattr(self, section), name)
+        return () if value is None else (value,)
 
     @property
     def knobs(self) -> Knobs:
         """The schedule's settings. Where the configuration sets none, the strategy's value is used."""
-        explicit = self.schedule.model_dump(exclude={"strategy"})
+        explicit, strategy = self.schedule.model_dump(exclude={"strategy"}), self.schedule.strategy
         replaces = objective_of(self.learner).flat_groups == "replace"
         flat_extra = self.learner.flat_extra * self.schedule.update_batch if replaces else 0
-        return resolve_knobs(self.schedule.strategy, flat_extra=flat_extra, **explicit)
+        is_ours = isinstance(strategy, str) and strategy in STRATEGY.names
+        return resolve_knobs(strategy if is_ours else preset_of(strategy), flat_extra=flat_extra, **explicit)
+
+    @property
+    def own_schedule(self) -> Schedule | None:
+        """The decisions of the strategy, if they are the user's; None if they are ours."""
+        return own_schedule(self.schedule.strategy)
+
+    @property
+    def strategy_name(self) -> str:
+        """The strategy, or "custom" if keys were set that make it another one."""
+        return reported_name(name_of(self.schedule.strategy), self.knobs)
 
     @property
     def slots(self) -> int:
@@ -168,39 +231,65 @@ class SortedConfig(Section):
 
     @property
     def is_grouped(self) -> bool:
-        return is_grouped(self.learner.algorithm, self.learner.group_size)
+        return is_grouped(self.learner)
 
     @property
     def run_dir(self) -> Path:
         return Path(self.run.dir) / self.run.name
 
     @classmethod
-    def load(cls, path: str | Path, overrides: Iterable[str] = ()) -> SortedConfig:
-        """Read a TOML file and apply `section.key=value` overrides to it."""
+    def load(
+        cls, path: str | Path, overrides: Iterable[str] = (), *, given: SortedConfig | None = None
+    ) -> SortedConfig:
+        """Read a TOML file, or a shipped configuration by its name, and apply `section.key=value` overrides to it.
+
+        Where the file has only the name of an object that was given in Python, the object is taken from `given`.
+        """
+        path = find_config(path)
         try:
             tree = _parse_toml(Path(path).read_text(encoding="utf-8"), str(path))
         except OSError as error:
             raise ConfigError(f"cannot read the configuration {path}: {error.strerror or error}") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} is not valid TOML: {error}") from None
-        given = [_parse_override(text) for text in overrides]
-        strategy = next((value for keys, value in given if keys == ["schedule", "strategy"]), None)
+        parsed = [_parse_override(text) for text in overrides]
+        strategy = next((value for keys, value in parsed if keys == ["schedule", "strategy"]), None)
         if strategy is not None:
             _forget_defining_knobs(tree, strategy)
-        for keys, value in given:
-            _put(tree, keys, value)
+        model = next((value for keys, value in parsed if keys == ["model", "path"]), None)
+        if model is not None:
+            _forget_model_values(tree, model)
+        for keys, value in parsed:
+            _put(tree, keys, [value] if isinstance(value, str) and _takes_list(keys) else value)
+        _take_objects(tree, given)
         return cls(**tree)
 
     def check_resumable(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
         """Refuse to resume a run with settings that would change its meaning; `saved` is what `resolved` returned."""
-        for name, (before, value) in _differences(saved, self.resolved()).items():
-            if name not in CHANGEABLE:
-                is_alike = redact_text(repr(value)) == redact_text(repr(before))
-                note = ", which differ in what looks like a secret" if is_alike else ""
-                raise ConfigError(
-                    f"{name} was {before!r} when the run was saved and is {value!r} here{note}: set it back, or "
-                    f"start a new run; these keys may change: {', '.join(sorted(CHANGEABLE))}"
-                )
+        found = {key: both for key, both in _differences(saved, self.resolved()).items() if key not in CHANGEABLE}
+        if "schedule.strategy" in found:  # the keys that it sets are not the user's
+            found = {key: both for key, both in found.items() if not self._is_of_strategy(key)}
+        if not found:
+            return
+        told = [_told_difference(name, before, value) for name, (before, value) in found.items()]
+        more = f" (and {len(told) - _MAX_TOLD} more)" if len(told) > _MAX_TOLD else ""
+        raise ConfigError(
+            f"{'; '.join(told[:_MAX_TOLD])}{more}: set {'it' if len(told) == 1 else 'them'} back, or start a new run"
+        )
+
+    def _is_of_strategy(self, name: str) -> bool:
+        """Whether the strategy gives a key of `schedule` its value."""
+        section, _, key = name.partition(".")
+        return section == "schedule" and getattr(self.schedule, key) is None
+
+    def continuing(self, saved: Mapping[str, Mapping[str, Any]]) -> SortedConfig:
+        """The configuration of a resumed run: what the run recorded at its start counts where this one sets nothing."""
+        taken: dict[str, dict[str, Any]] = {}
+        for section, key in _RECORDED:
+            value = saved.get(section, {}).get(key)
+            if value is not None and getattr(getattr(self, section), key) in (None, ""):
+                taken[section] = {key: value}
+        return self.replaced(**taken)
 
     def changes_since(self, saved: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[Any, Any]]:
         """The keys that differ from `saved`, without secrets, each with the value before and now.
@@ -208,7 +297,8 @@ class SortedConfig(Section):
         The place of the run directory does not count.
         """
         changes = _differences(redact(saved), redact(self.resolved()))
-        return {name: values for name, values in changes.items() if name not in ("run.dir", "run.name")}
+        places = ("run.dir", "run.name", "run.started_in")
+        return {name: values for name, values in changes.items() if name not in places}
 
     def check_startable(self) -> None:
         """Refuse a configuration that holds a secret or a redaction mark: a run saves its configuration as it is."""
@@ -220,18 +310,45 @@ class SortedConfig(Section):
                     for text in _texts(value):
                         _check_text(f"{section}.{key}", text)
 
+    def tree(self) -> dict[str, dict[str, Any]]:
+        """The values that are set, by section, the user's objects as they are: what `SortedConfig(**tree)` takes."""
+        return {name: {key: getattr(section, key) for key in section.model_fields_set} for name, section in self}
+
     def moved(self, folder: Path, name: str) -> SortedConfig:
         """The same configuration with another run directory."""
-        tree = self.model_dump()
-        tree["run"].update(dir=str(folder), name=name)
+        return self.replaced(run={"dir": str(folder), "name": name})
+
+    def with_model(self, path: str) -> SortedConfig:
+        """The same configuration with another model, which replaces what was taken from the model before."""
+        tree = self.tree()
+        _forget_model_values(tree, path)
+        tree["model"]["path"] = path
         return SortedConfig(**tree)
 
-    def with_strategy(self, strategy: str, **run: Any) -> SortedConfig:
+    def replaced(self, **sections: Mapping[str, Any]) -> SortedConfig:
+        """The same configuration with other values of some keys. Keys that were left unset stay unset."""
+        tree = self.tree()
+        for name, values in sections.items():
+            tree[name].update(values)
+        return SortedConfig(**tree)
+
+    def with_strategy(self, strategy: Any, **run: Any) -> SortedConfig:
         """The same configuration under another strategy, which replaces the keys that define it."""
-        tree = self.model_dump()
+        tree = self.tree()
+        tree["schedule"].setdefault("strategy", self.schedule.strategy)
         _forget_defining_knobs(tree, strategy)
         tree["schedule"]["strategy"] = strategy
         tree["run"].update(run)
+        return SortedConfig(**tree)
+
+    def with_objects(self, objects: Mapping[PlugPoint, Any]) -> SortedConfig:
+        """The same configuration with these objects, or names, at their plug points."""
+        if not objects:
+            return self
+        tree = self.tree()
+        for point, value in objects.items():
+            section, key = point.key.split(".")
+            tree[section][key] = value
         return SortedConfig(**tree)
 
     def resolved(self) -> dict[str, dict[str, Any]]:
@@ -283,6 +400,12 @@ def _differences(
     return found
 
 
+def _told_difference(name: str, before: Any, value: Any) -> str:
+    is_alike = redact_text(repr(value)) == redact_text(repr(before))
+    note = ", which differ in what looks like a secret" if is_alike else ""
+    return f"{name} was {before!r} when the run was saved and is {value!r} here{note}"
+
+
 def _without_none(section: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in section.items() if value is not None}
 
@@ -301,7 +424,7 @@ def _default_text(value: Any) -> str:
 
 def _allows_text(annotation: Any) -> bool:
     """Whether a key of this type holds text that the user makes up, not only a choice from a list."""
-    return annotation is str or any(_allows_text(part) for part in get_args(annotation))
+    return annotation in (str, Any) or any(_allows_text(part) for part in get_args(annotation))
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -326,7 +449,7 @@ def _check_text(name: str, text: str) -> None:
             f"{name} holds {REDACTED}: an earlier version, a log or a page left out a text there; set {name} to the "
             "text that it replaces"
         )
-    variable = None if name in _PLACES else find_secret(text)
+    variable = None if name in PLACES else find_secret(text)
     if variable is not None:
         raise ConfigError(
             f"{name} holds the value of the environment variable {variable}, which looks like a secret, and a run "
@@ -359,6 +482,8 @@ def _parse_override(text: str) -> tuple[list[str], Any]:
         raise ConfigError(f"cannot read the override {_shown(text)}: write section.name=value")
     keys = name.strip().split(".")
     if len(keys) > _MAX_PARTS:
+        if (hint := foreign_hint(name[:_SHOWN])) is not None:
+            raise ConfigError(hint)
         raise ConfigError(
             f"cannot set {name.strip()[:_SHOWN]}: a key has at most {_MAX_PARTS} parts, as in task.columns.prompt"
         )
@@ -370,6 +495,13 @@ def _parse_override(text: str) -> tuple[list[str], Any]:
         return keys, value.strip()
 
 
+def _takes_list(keys: list[str]) -> bool:
+    """Whether the key is a list, such as `lora.target_modules`: one text on the command line is its only item."""
+    section = SortedConfig.model_fields.get(keys[0])
+    field = type(section.default).model_fields.get(keys[-1]) if section is not None and len(keys) == 2 else None
+    return field is not None and get_origin(field.annotation) is tuple
+
+
 def _put(tree: dict[str, Any], keys: list[str], value: Any) -> None:
     *path, last = keys
     for key in path:
@@ -379,12 +511,41 @@ def _put(tree: dict[str, Any], keys: list[str], value: Any) -> None:
     tree[last] = value
 
 
-def _forget_defining_knobs(tree: dict[str, Any], strategy: str) -> None:
+def _take_objects(tree: dict[str, Any], given: SortedConfig | None) -> None:
+    """Put the objects of `given` where the tree, read from a file, has their names; a file holds no objects."""
+    for point in POINTS:
+        section, key = point.key.split(".")
+        values = tree.get(section)
+        value = values.get(key) if isinstance(values, dict) else None
+        if isinstance(value, dict):
+            raise ConfigError(f"{point.key} must be text, not a table: write a name or module:Object")
+        if value is None or given is None:
+            continue
+        objects = {name_of(item): item for item in given._plugged(point.key)}
+        if isinstance(value, list):
+            tree[section][key] = [objects.get(item, item) if isinstance(item, str) else item for item in value]
+        elif isinstance(value, str):
+            tree[section][key] = objects.get(value, value)
+
+
+def _forget_defining_knobs(tree: dict[str, Any], strategy: Any) -> None:
     """Remove the keys that define a strategy: a strategy chosen later replaces them."""
     schedule = tree.get("schedule")
-    if isinstance(schedule, dict) and strategy in list(Strategy) and schedule.get("strategy") != strategy:
-        for knob in PRESETS[Strategy(strategy)]:
+    if isinstance(schedule, dict) and schedule.get("strategy") != strategy:
+        try:
+            preset = preset_of(strategy)
+        except ConfigError:
+            return  # the configuration's own checks report it
+        for knob in preset:
             schedule.pop(knob, None)
+
+
+def _forget_model_values(tree: dict[str, Any], path: object) -> None:
+    """Remove the end tokens of a model: a model chosen later has others."""
+    engine, model = tree.get("engine"), tree.get("model")
+    before = model.get("path") if isinstance(model, dict) else None
+    if isinstance(engine, dict) and before != path:
+        engine.pop("stop_tokens", None)
 
 
 def _one_line(error: ValidationError) -> str:
@@ -394,11 +555,20 @@ def _one_line(error: ValidationError) -> str:
     where = ".".join(str(part) for part in first["loc"][:2])  # what follows section and key are branches of a union
     more = f" (and {count - 1} more)" if count > 1 else ""
     if first["type"] == "extra_forbidden":
+        if hints := _foreign_hints(error):
+            return "; ".join(hints)
         return f"unknown configuration key {where!r}{_nearest(first['loc'])}{more}"
     message = first["msg"].removeprefix("Value error, ")
     message = message[0].lower() + message[1:] if where else message
     given = f", not {_shown(first['input'])}" if where and not isinstance(first["input"], Mapping) else ""
     return f"{where}: {message}{given}{more}" if where else f"{message}{more}"
+
+
+def _foreign_hints(error: ValidationError) -> list[str]:
+    """What to set instead of keys that are another framework's; the first of many."""
+    unknown = [details for details in error.errors() if details["type"] == "extra_forbidden"]
+    hints = [hint for one in unknown for hint in foreign_hints(one["input"], ".".join(map(str, one["loc"])))]
+    return list(dict.fromkeys(hints))[:_MAX_HINTS]
 
 
 def _shown(value: Any) -> str:
@@ -417,7 +587,15 @@ def _nearest(location: tuple[int | str, ...]) -> str:
         annotation = fields[str(part)].annotation if str(part) in fields else None
         fields = annotation.model_fields if isinstance(annotation, type) and issubclass(annotation, Section) else {}
     prefix = ".".join(str(part) for part in (*location[:-1], ""))
+    if elsewhere := _same_name_elsewhere(str(location[-1])):
+        return f": did you mean {' or '.join(elsewhere)}?"
     near = difflib.get_close_matches(str(location[-1]), fields, n=1, cutoff=0.5)
     if near:
         return f": did you mean {prefix}{near[0]}?"
     return f": the keys there are {', '.join(fields)}" if fields else ""
+
+
+def _same_name_elsewhere(key: str) -> list[str]:
+    """The keys of this name in all sections."""
+    sections = SortedConfig.model_fields.items()
+    return [f"{name}.{key}" for name, section in sections if key in type(section.default).model_fields]

