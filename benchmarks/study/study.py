@@ -4,11 +4,11 @@
     python -m benchmarks.study.study RUNS_DIR --quick    # four arms, three seeds, 512 samples: `make study-quick`
     python -m benchmarks.study.study RUNS_DIR --read     # makes no runs: tables and result file from existing runs
 
-Arms differ only in their schedule. All use configs/quickstart.toml with as many slots as samples per update. They train
-half as long, since most is learned by then, and are evaluated eight times. With the same seed all arms get the same
-prompts and the same noise, so differences are taken seed by seed. Every arm chooses among the same learning rates with
-the same number of tuning runs, on a separate seed. Seconds are CPU seconds of a run's process, which has one thread, so
-other work on the machine does not count; evaluations do not count either.
+Arms differ only in their schedule. All use the configuration quickstart with as many slots as samples per update. They
+train half as long, since most is learned by then, and are evaluated eight times. With the same seed all arms get the
+same prompts and the same noise, so differences are taken seed by seed. Every arm chooses among the same learning rates
+with the same number of tuning runs, on a separate seed. Seconds are CPU seconds of a run's process, which has one
+thread, so other work on the machine does not count; evaluations do not count either.
 
 Existing runs are not made again: a study that was stopped continues where it was.
 """

@@ -18,6 +18,11 @@ __all__ = ["SortedConfig", "SortedTrainer", "__version__"]
 _HOMES = {"SortedConfig": "sortedrl.config", "SortedTrainer": "sortedrl.trainer"}
 
 
+def __dir__() -> list[str]:
+    """The public names, also those that are loaded at their first use."""
+    return sorted(__all__)
+
+
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'sortedrl' has no attribute {name!r}")

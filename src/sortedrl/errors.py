@@ -1,12 +1,14 @@
 """All errors that a user can cause or fix, under one base class.
 
 Messages name the thing that is wrong and say what to do about it; the command line prints them as one line and exits
-with code 2. Broken invariants are asserts, never one of these.
+with the `exit_code` of the class. Broken invariants are asserts, never one of these.
 """
 
 
 class SortedRLError(Exception):
     """Base of all errors raised on purpose by this package."""
+
+    exit_code = 2
 
 
 class ConfigError(SortedRLError, ValueError):
@@ -19,6 +21,10 @@ class DataError(SortedRLError, ValueError):
 
 class ModelError(SortedRLError, ValueError):
     """A model folder or architecture that cannot be loaded."""
+
+
+class HubError(SortedRLError, OSError):
+    """A model hub that cannot be reached or refuses an upload."""
 
 
 class RunDirError(SortedRLError, OSError):
@@ -41,8 +47,18 @@ class LearnerError(SortedRLError, RuntimeError):
     """An update that failed; training stops."""
 
 
+class ScheduleError(SortedRLError, RuntimeError):
+    """A schedule of the user's that broke a rule of the loop; nothing was changed."""
+
+
 class RewardError(SortedRLError, RuntimeError):
     """A reward function that cannot be used."""
+
+
+class NothingLearnedError(SortedRLError, RuntimeError):
+    """A run that was stopped and saved because its first answers or updates gave nothing to learn from."""
+
+    exit_code = 3
 
 
 def first_line(error: BaseException) -> str:

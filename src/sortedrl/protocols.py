@@ -13,7 +13,10 @@ from sortedrl.records import Sample
 
 
 class Score(Protocol):
-    """The reward of one answer; `key` is (sample id, attempt)."""
+    """The reward of one answer; `key` is (sample id, attempt) when the answer was submitted.
+
+    An optional `is_skipped` tells that the learner was told to leave out the answer of this attempt.
+    """
 
     @property
     def key(self) -> tuple[int, int]: ...
@@ -23,7 +26,10 @@ class Score(Protocol):
 
 
 class Scorer(Protocol):
-    """Scores complete answers in the background while the engine generates others."""
+    """Scores complete answers in the background while the engine generates others.
+
+    Each answer is submitted once. If a replay verifies it meanwhile and changes no token, its score still counts.
+    """
 
     def submit(self, sample: Sample) -> None: ...
 

@@ -14,36 +14,46 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from sortedrl.clock import WallClock
 from sortedrl.config import SortedConfig
+from sortedrl.config.plug_points import ADVANTAGE, ALGORITHM, ENGINE, TASK, TRACKER
+from sortedrl.config.trl_args import from_trl, is_trl_args
 from sortedrl.engine.base import EngineStats
-from sortedrl.errors import ConfigError, RunDirError, SortedRLError
+from sortedrl.errors import ConfigError, NothingLearnedError, RunDirError, SortedRLError
 from sortedrl.ledger.atomic_file import atomic_file
 from sortedrl.ledger.run_lock import RunLock
-from sortedrl.redact import redact
+from sortedrl.redact import redact, redact_text
 from sortedrl.run.gc_tuning import rare_collections
 from sortedrl.run.rundir import check_writable, prepare_run_dir
+from sortedrl.run.saved_run import find_result, how_to_extend, saved_settings
 from sortedrl.tasks.base import DatasetTask, RewardFunc, RowSequence, Task
+from sortedrl.tasks.reward_model import RewardModel
 from sortedrl.telemetry.console import ConsoleSink
 from sortedrl.telemetry.event_file import damage_of, read_events
-from sortedrl.telemetry.events import RunEnded, RunResumed, RunStarted
+from sortedrl.telemetry.events import Evaluated, Event, RunEnded, RunResumed, RunStarted
 from sortedrl.telemetry.metrics import RunMetrics
 from sortedrl.telemetry.report.report import write_report
 from sortedrl.telemetry.sinks import Fanout, Sink
 from sortedrl.telemetry.summary import Summary, summarize
-from sortedrl.telemetry.trackers import TrackSettings, open_trackers
+from sortedrl.telemetry.trackers import TrackSettings
 
 if TYPE_CHECKING:
+    from huggingface_hub import CommitInfo
+    from transformers.trainer_callback import TrainerState
+
     from sortedrl.controller import Controller
     from sortedrl.protocols import CheckpointHook, EvaluationHook
     from sortedrl.run.builders.parts import RunParts
     from sortedrl.run.callbacks import CallbackSink, ProgressSink
     from sortedrl.run.evaluate import Evaluator
+    from sortedrl.run.model_card import RunFacts
     from sortedrl.run.save_and_resume import RunFiles, RunSaver
 
 log = logging.getLogger(__name__)
@@ -52,32 +62,57 @@ log = logging.getLogger(__name__)
 class SortedTrainer:
     """Trains a causal language model with sorted scheduling.
 
-    `model`: a folder that `from_pretrained` loads, or a model object with its tokenizer as `processing_class`; without
-    it, the configured model. `reward_funcs` and `train_dataset` (rows with a `prompt`) replace the configured task.
+    `args` is the configuration, or TRL's `GRPOConfig`, which is converted; a line says what has no equivalent.
+    `model`: a folder that `from_pretrained` loads, an id on the Hugging Face hub, or a model object with its tokenizer
+    as `processing_class` (an object, a folder or an id); without it, the configured model. `reward_funcs` (functions,
+    or reward models by folder or id) and `train_dataset` (rows with a `prompt`) replace the configured task.
     `callbacks` are transformers' `TrainerCallback`s. `peft_config` is one of peft's, to train adapters in place of all
     weights. Every event of the run also goes to each of `sinks`.
+
+    `engine`, `algorithm`, `advantage`, `strategy`, `task` and `trackers` are objects of your own, or names as in the
+    configuration; they replace the configured ones (docs/reference/plug_points.md). A run with such an object can be
+    resumed from Python only, with the object given again.
     """
 
     def __init__(
         self,
         model: str | Path | Any = None,
-        reward_funcs: RewardFunc | Sequence[RewardFunc] | None = None,
-        args: SortedConfig | None = None,
+        reward_funcs: RewardFunc | str | Sequence[RewardFunc | str] | None = None,
+        args: SortedConfig | Any = None,
         train_dataset: RowSequence | None = None,
         eval_dataset: RowSequence | None = None,
         processing_class: Any = None,
         callbacks: Sequence[Any] | None = None,
         peft_config: Any = None,
         *,
+        engine: Any = None,
+        algorithm: Any = None,
+        advantage: Any = None,
+        strategy: Any = None,
+        task: Any = None,
+        trackers: Sequence[Any] | None = None,
         sinks: Sequence[Sink] = (),
         console: Console | None = None,
         quiet: bool = False,
     ) -> None:
-        config = args or SortedConfig()
+        config = _as_config(args, train_dataset, eval_dataset)
         if isinstance(model, str | Path):
-            config = SortedConfig(**{**config.model_dump(), "model": {"path": str(model)}})
-            model = None
-        self.config = config
+            config, model = config.with_model(str(model)), None
+        if isinstance(processing_class, str | Path):
+            config, processing_class = config.replaced(model={"tokenizer": str(processing_class)}), None
+        if task is not None and (reward_funcs is not None or train_dataset is not None or eval_dataset is not None):
+            raise ConfigError("task brings its own rows and reward functions: leave out the datasets and reward_funcs")
+        given = {
+            ENGINE: engine,
+            ALGORITHM: algorithm,
+            ADVANTAGE: advantage,
+            TASK: task,
+            TRACKER: None if trackers is None else tuple(trackers),
+        }
+        config = config if strategy is None else config.with_strategy(strategy)
+        self.config = config = config.with_objects(
+            {point: value for point, value in given.items() if value is not None}
+        )
         self.model = model
         self.tokenizer = processing_class
         self.task = _dataset_task(reward_funcs, train_dataset, eval_dataset)
@@ -89,16 +124,24 @@ class SortedTrainer:
         self.stop_signal: int | None = None  # the signal that asked the run to stop
         self.peft_config = peft_config
         self.callbacks = self._make_callbacks(callbacks) if callbacks else None
+        self._trained: _Trained | None = None  # what the last call of `train` made
 
     def train(self, *, resume: bool = False) -> Summary:
         """Run to the end, or until the run is asked to stop; the summary's `status` says which.
 
-        `resume`: continue the run in the run directory from its last complete checkpoint.
+        `resume`: continue the run in the run directory from its last complete checkpoint. A run that is complete is
+        left as it is. A run that cannot learn raises NothingLearnedError once it is saved, unless `run.on_no_signal` is
+        "warn".
         """
-        from sortedrl.run.builders.parts import build_parts
-
         self.stop_requested, self.stop_signal = False, None
         self.config.check_startable()
+        if not resume:
+            self.config = self.config.replaced(run={"started_in": str(Path.cwd())})
+        elif (result := self._check_saved_run()) is not None:
+            return result
+        from sortedrl.run.builders.parts import build_parts  # imports torch
+        from sortedrl.run.save_and_resume import check_noise
+
         check_writable(self.run_dir)
         with ExitStack() as stack:
             checkpoint = self._lock_and_find_checkpoint(stack) if resume else None
@@ -115,6 +158,11 @@ class SortedTrainer:
                     peft_config=self.peft_config,
                 )
             stack.callback(parts.close)
+            self.config = parts.config
+            if parts.notice and not self.quiet:
+                self.console.print(escape(parts.notice), highlight=False, soft_wrap=True)
+            if checkpoint is not None:
+                check_noise(checkpoint, parts.engine.capabilities.noise)
             if not resume:
                 # Only now that all parts are built: a run that cannot start leaves an earlier run of its name alone.
                 prepare_run_dir(self.run_dir)
@@ -133,6 +181,93 @@ class SortedTrainer:
     def stop(self) -> None:
         """Ask the run to stop after the current update. It is saved and can be resumed."""
         self.stop_requested = True
+
+    # ---- before and after training, as transformers' Trainer has it -------------------------------------------------
+
+    @property
+    def state(self) -> TrainerState:
+        """transformers' `TrainerState`, as callbacks get it: steps, epochs and the log history of this run."""
+        if self.callbacks is None:
+            self.callbacks = self._make_callbacks([])
+            if self._trained is not None:
+                self.callbacks.replay(read_events(self.run_dir / "events.jsonl"))
+        return self.callbacks.state
+
+    def add_callback(self, callback: Any) -> None:
+        """Add one of transformers' `TrainerCallback`s, an instance or a class. It is called from the next event on."""
+        if self.callbacks is None:
+            self.callbacks = self._make_callbacks([])
+        self.callbacks.add(callback)
+
+    def evaluate(self, eval_dataset: RowSequence | None = None, metric_key_prefix: str = "eval") -> dict[str, float]:
+        """Answer held-out prompts with the current model and return the metrics, as callbacks get them.
+
+        At most `eval.prompts` rows are used, of `eval_dataset` or else of the held-out rows. Before training, the
+        initial model is evaluated.
+        """
+        from sortedrl.run.builders.evaluation import standalone_evaluator
+        from sortedrl.run.callbacks import evaluation_logs
+
+        found: list[Event] = []
+        trained = self._trained
+        with standalone_evaluator(
+            self.config,
+            emit=found.append,
+            task=self.task,
+            rows=eval_dataset,
+            model=self.model if trained is None else trained.model,
+            tokenizer=self.tokenizer if trained is None else trained.tokenizer,
+            peft_config=self.peft_config,
+            commits=None if trained is None else trained.facts.commits,
+        ) as evaluator:
+            version, num_trained = (0, 0) if trained is None else (trained.facts.version, trained.num_samples)
+            evaluator.run(version, num_trained)
+        (event,) = found
+        assert isinstance(event, Evaluated), "an evaluator emits its result"
+        if self.callbacks is not None:
+            self.callbacks.emit(event)
+            if self.callbacks.error is not None:
+                raise self.callbacks.error
+        return {f"{metric_key_prefix}{name.removeprefix('eval')}": v for name, v in evaluation_logs(event).items()}
+
+    def save_model(self, output_dir: str | Path | None = None, *, merge: bool = False) -> Path:
+        """Save the trained model, its tokenizer and a model card to a folder; returns it.
+
+        Default: `model` in the run directory. Of a model with adapters only the adapters are saved, unless `merge`.
+        """
+        from sortedrl.run.export import save_weights
+
+        trained = self._need_trained()
+        folder = Path(output_dir) if output_dir is not None else self.run_dir / "model"
+        save_weights(trained.model, trained.tokenizer, folder, trained.facts, merge=merge)
+        return folder
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        commit_message: str = "End of training",
+        private: bool | None = None,
+        token: str | bool | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+        merge: bool = False,
+    ) -> CommitInfo:
+        """Upload what `save_model` saves to a model repository, which is created if it is new."""
+        from sortedrl.external.hub import upload
+
+        self._need_trained()
+        with TemporaryDirectory() as scratch:
+            folder = self.save_model(Path(scratch) / "model", merge=merge)
+            options = {"private": private, "token": token, "revision": revision, "create_pr": create_pr}
+            return upload(folder, repo_id, commit_message=commit_message, **options)
+
+    def _need_trained(self) -> _Trained:
+        if self._trained is None:
+            raise ConfigError(
+                "nothing has been trained here: call train() first; weights of an earlier run come from sortedrl export"
+            )
+        return self._trained
 
     @property
     def resume_command(self) -> str:
@@ -157,19 +292,25 @@ class SortedTrainer:
         size = None if self.task is None else self.task.train.size
         return None if size is None else size * self.config.learner.group_size
 
+    def _check_saved_run(self) -> Summary | None:
+        """Refuse changed settings before anything is loaded; returns the result of a run that is complete."""
+        saved = saved_settings(self.run_dir, self.config)
+        self.config = self.config.continuing(saved)
+        self.config.check_resumable(saved)
+        result = find_result(self.run_dir, self.config)
+        if result is not None and not self.quiet:
+            self.console.print(escape(how_to_extend(self.run_dir, result)), highlight=False, soft_wrap=True)
+        return result
+
     def _lock_and_find_checkpoint(self, stack: ExitStack) -> Path | None:
         """Lock the run to resume and find its last checkpoint; None if it died before the first one."""
         from sortedrl.run.checkpoint_folder import Checkpoints, load_state
 
-        saved = self.run_dir / "config.toml"
-        if not saved.is_file():
-            raise RunDirError(f"{self.run_dir} holds no run to resume: it has no config.toml")
         stack.enter_context(RunLock(self.run_dir))
         checkpoint = Checkpoints(self.run_dir / "checkpoints").latest()
         if checkpoint is None:
             _check_not_ended(self.run_dir)
-            self.config.check_resumable(SortedConfig.load(saved).resolved())
-        else:  # the checkpoint's configuration, because the file may have been edited since
+        else:  # it may not be the newest, whose settings were checked
             self.config.check_resumable(load_state(checkpoint)["config"])
         return checkpoint
 
@@ -182,7 +323,8 @@ class SortedTrainer:
         metrics, emit, settings = RunMetrics(), Fanout([]), self.config.checkpoint
         if checkpoint is None:
             knobs = asdict(self.config.knobs)
-            files = RunFiles.create(self.run_dir, metrics, grouped=self.config.is_grouped, knobs=knobs)
+            noise = parts.engine.capabilities.noise
+            files = RunFiles.create(self.run_dir, metrics, grouped=self.config.is_grouped, knobs=knobs, noise=noise)
         else:
             files = RunFiles.reopen(self.run_dir, metrics, checkpoint, self.config)
         stack.push(lambda kind, error, at: files.store.close(commit=kind is None or issubclass(kind, SortedRLError)))
@@ -248,6 +390,7 @@ class SortedTrainer:
 
     def _add_sinks(self, session: _Session) -> None:
         """Connect everything that listens to events; sinks of a resumed run first read what it has told so far."""
+        from sortedrl.run.builders.trackers import open_trackers
         from sortedrl.run.callbacks import ProgressSink, TrainingProgress
 
         files, metrics, parts, track = session.files, session.metrics, session.parts, self.config.track
@@ -262,13 +405,14 @@ class SortedTrainer:
         )
         callbacks = [] if self.callbacks is None else [self.callbacks]
         for sink in callbacks:
+            sink.restart()
             sink.attach(model=parts.model, processing_class=parts.tokenizer, optimizer=parts.learner.optimizer)
         session.gap = self._replay(session, [progress, *callbacks])
         shown = ConsoleSink(self.console, metrics, quiet=self.quiet)
         settings = TrackSettings(
             project=track.project, name=self.config.run.name, mode=track.mode, config=redact(self.config.resolved())
         )
-        trackers = open_trackers(track.to, self.run_dir, metrics, settings)
+        trackers = open_trackers(track.trackers, self.run_dir, metrics, settings)
         for sink in (metrics, files.events, files.metrics, shown, *trackers, *self.sinks, progress, *callbacks):
             session.emit.add(sink)
 
@@ -297,7 +441,7 @@ class SortedTrainer:
 
     def _train(self, session: _Session, *, is_new: bool) -> Summary:
         controller, clock, emit, saver = session.controller, session.clock, session.emit, session.saver
-        buffer, evaluator = controller.buffer, session.evaluator
+        buffer, alarm = controller.buffer, session.parts.alarm
         if is_new:
             emit(run_started(self.config, clock.now()))
         else:
@@ -309,16 +453,10 @@ class SortedTrainer:
             session.metrics.run = replace(session.metrics.run, total_samples=self.config.run.samples)
             emit(_run_resumed(session))
         with self._stop_on_signal():
-            if is_new:
-                with clock.stopped():
-                    evaluator.run(buffer.version, 0)
-            with rare_collections():
-                complete = controller.run()
+            complete = self._run_loop(session)
             facts, stats = controller.summary_facts(), session.stats()
-            with clock.stopped():
-                if complete:
-                    evaluator.run(buffer.version, buffer.num_trained)
-                if self.config.checkpoint.save:
+            if self.config.checkpoint.save:
+                with clock.stopped():
                     saver.run(buffer, controller.state_dict())
         emit(RunEnded(t=clock.now(), reason="complete" if complete else "stopped"))
         summary = summarize(
@@ -328,15 +466,38 @@ class SortedTrainer:
             ledger_s=session.files.store.seconds,
             reward_errors=session.parts.rewards.errors,
             emit_s=emit.seconds,
+            alarm=None if alarm.message is None else redact_text(alarm.message),
         )
         summary.write(self.run_dir / "summary.json")
+        self._trained = _Trained.of(session, self.config, summary)
         if self.config.run.report:
             write_report([self.run_dir], self.run_dir / "report.html")
         self._raise_failures(session.parts)
         return summary
 
+    def _run_loop(self, session: _Session) -> bool:
+        """Train, with an evaluation before and after; returns whether all samples are trained."""
+        controller, clock, evaluator, alarm = session.controller, session.clock, session.evaluator, session.parts.alarm
+        buffer, complete = controller.buffer, False
+        try:
+            if buffer.num_trained == 0:
+                with clock.stopped():
+                    evaluator.run(buffer.version, 0)
+            with rare_collections():
+                complete = controller.run()
+            if complete:
+                alarm.watch_end()
+            if complete and alarm.error is None:
+                with clock.stopped():
+                    evaluator.run(buffer.version, buffer.num_trained)
+        except NothingLearnedError:  # of an evaluation; it is raised again once the run is saved
+            assert alarm.error is not None, "only the alarm raises it"
+        return complete
+
     def _raise_failures(self, parts: RunParts) -> None:
         """Once everything is saved: report answers without a score, and raise the error that ended the run."""
+        if parts.alarm.error is not None:
+            raise parts.alarm.error
         if parts.rewards.errors:
             counts = ", ".join(f"{name} {count}" for name, count in parts.rewards.errors.most_common())
             log.warning("answers that could not be scored, by reward function and kind of error: %s", counts)
@@ -389,6 +550,31 @@ class _Session:
     gap: str = ""  # what is missing of the telemetry of a resumed run
 
 
+@dataclass(slots=True, kw_only=True, frozen=True)
+class _Trained:
+    """The result of a call of `train`."""
+
+    model: Any
+    tokenizer: Any
+    num_samples: int
+    facts: RunFacts
+
+    @classmethod
+    def of(cls, session: _Session, config: SortedConfig, summary: Summary) -> _Trained:
+        from sortedrl.run.model_card import RunFacts
+
+        parts, buffer = session.parts, session.controller.buffer
+        facts = RunFacts(
+            config=config,
+            summary=summary,
+            version=buffer.version,
+            base_model=parts.base_model,
+            commits=parts.commits,
+            from_python=parts.from_python,
+        )
+        return cls(model=parts.model, tokenizer=parts.tokenizer, num_samples=buffer.num_trained, facts=facts)
+
+
 def _saved_clock(checkpoint: Path | None) -> float:
     """The time on the run's clock when the checkpoint was written."""
     from sortedrl.run.checkpoint_folder import load_state
@@ -415,7 +601,7 @@ def _write_config(path: Path, config: SortedConfig) -> None:
 def run_started(config: SortedConfig, t: float) -> RunStarted:
     return RunStarted(
         t=t,
-        strategy=config.schedule.strategy.value,
+        strategy=config.strategy_name,
         seed=config.run.seed,
         slots=config.slots,
         update_batch=config.schedule.update_batch,
@@ -440,8 +626,21 @@ def _run_resumed(session: _Session) -> RunResumed:
     )
 
 
+def _as_config(args: Any, train_dataset: RowSequence | None, eval_dataset: RowSequence | None) -> SortedConfig:
+    """The configuration; arguments of TRL's trainer are converted, and what has no equivalent is logged."""
+    if args is None or isinstance(args, SortedConfig):
+        return args or SortedConfig()
+    if not is_trl_args(args):
+        raise ConfigError(f"args must be a SortedConfig or TRL's GRPOConfig, not {type(args).__name__}")
+    sizes = [None if rows is None else len(rows) for rows in (train_dataset, eval_dataset)]
+    config, left = from_trl(args, num_rows=sizes[0], num_eval_rows=sizes[1])
+    if left:
+        log.warning("TRL's %s has settings without an equivalent here: %s", type(args).__name__, "; ".join(left))
+    return config
+
+
 def _dataset_task(
-    reward_funcs: RewardFunc | Sequence[RewardFunc] | None,
+    reward_funcs: RewardFunc | str | Sequence[RewardFunc | str] | None,
     train_dataset: RowSequence | None,
     eval_dataset: RowSequence | None,
 ) -> Task | None:
@@ -449,5 +648,9 @@ def _dataset_task(
         return None
     if train_dataset is None or reward_funcs is None:
         raise ConfigError("a dataset needs reward functions and reward functions need a dataset: pass both or neither")
-    funcs: list[Callable[..., list[float]]] = [reward_funcs] if callable(reward_funcs) else list(reward_funcs)
+    given = [reward_funcs] if isinstance(reward_funcs, str) or callable(reward_funcs) else list(reward_funcs)
+    funcs: list[RewardFunc] = [RewardModel(name=func) if isinstance(func, str) else func for func in given]
+    for func in funcs:
+        if hasattr(func, "from_pretrained"):
+            raise ConfigError("reward_funcs holds a model object: pass the folder or the hub id of the reward model")
     return DatasetTask(rows=train_dataset, reward_funcs=funcs, eval_rows=eval_dataset)

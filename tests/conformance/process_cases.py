@@ -17,6 +17,7 @@ import psutil
 from sortedrl.engine.base import Engine
 from sortedrl.engine.local.engine import LocalEngine
 from sortedrl.engine.pool.pool import Pool
+from sortedrl.engine.sampling.noise import SCHEME
 from sortedrl.testing import EngineCase
 from tests.conformance.cases import MAX_LENGTH, SLOTS, letters, local_ray, model_case
 from tests.support.tiny_models import source, tiny_model
@@ -95,7 +96,9 @@ def _pool_case(
         members = RayEngineLauncher(
             make, num_cpus=0.5, num_gpus=0, threads=1, imports=(make.__module__,), has_spare=is_local
         )
-        pool = Pool(members, size=2, slots=SLOTS, exact_replay=True, keep_kv=True, waits=is_local, **limits)
+        pool = Pool(
+            members, size=2, slots=SLOTS, exact_replay=True, keep_kv=True, waits=is_local, noise=SCHEME, **limits
+        )
 
         def kill() -> None:
             for pid in member_pids(pool):

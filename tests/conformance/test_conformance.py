@@ -30,8 +30,8 @@ def case(request: pytest.FixtureRequest) -> EngineCase:
 
 @pytest.mark.parametrize("check", CHECKS, ids=str)
 def test_engine(check: Check, case: EngineCase) -> None:
-    if not check.needs(case):
-        pytest.skip(f"not promised by this engine: {check.promise}")
+    if why := check.why_not(case):
+        pytest.skip(f"not promised by this engine: {why}")
     check.run(case)
     assert case.engine.stats().running == 0
 
@@ -48,7 +48,9 @@ def test_a_broken_promise_is_told_and_not_raised() -> None:
     found = run_checks(case)
     assert found["logprobs-match-a-forced-pass"].startswith("failed")
     assert found["budgets-are-kept"] == "passed"
-    assert found["a-dead-engine-gives-its-samples-back"] == "not applicable"
+    assert found["a-dead-engine-gives-its-samples-back"] == (
+        "not applicable: EngineCase.kill is missing: no process of it can die alone"
+    )
 
 
 def test_no_test_runner_is_needed() -> None:

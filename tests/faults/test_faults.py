@@ -143,6 +143,7 @@ def test_a_reward_worker_that_is_killed(tmp_path: Path) -> None:
 def test_two_processes_on_one_run(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     train(config)
+    config = make_config(tmp_path, run={"samples": SAMPLES + 16})
     hold = "import sys; from sortedrl.ledger.run_lock import RunLock\nwith RunLock(sys.argv[1]): input()"
     with subprocess.Popen([sys.executable, "-c", hold, str(config.run_dir)], stdin=subprocess.PIPE) as holder:
         while not (config.run_dir / "lock").is_file() or not (config.run_dir / "lock").read_text():
@@ -289,12 +290,11 @@ def test_damaged_telemetry_does_not_stop_a_resume(
 
 def test_a_run_with_a_gap_in_its_events_is_resumed_again(trained_run: Path, tmp_path: Path) -> None:
     shutil.copytree(trained_run, tmp_path / "run")
-    config = make_config(tmp_path / "run")
-    path = config.run_dir / "events.jsonl"
+    path = make_config(tmp_path / "run").run_dir / "events.jsonl"
     os.truncate(path, 100)
-    for _ in range(2):
-        summary = train(config, resume=True)
-        assert (summary.status, summary.samples) == ("complete", SAMPLES)
+    for samples in (SAMPLES + 16, SAMPLES + 32):
+        summary = train(make_config(tmp_path / "run", run={"samples": samples}), resume=True)
+        assert (summary.status, summary.samples) == ("complete", samples)
         assert summary.events_gap is not None
     assert len(path.read_bytes().splitlines()[0]) == 100  # kept as it was
 
@@ -317,7 +317,7 @@ def test_a_run_that_died_before_its_first_checkpoint_starts_over(tmp_path: Path)
 def test_a_run_goes_on_with_the_settings_that_may_change_and_no_others(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     train(config)
-    with pytest.raises(ConfigError, match=r"engine\.slots was 16 .* and is 8 here.*start a new run.*run\.samples"):
+    with pytest.raises(ConfigError, match=r"^engine\.slots was 16 .* and is 8 here: set it back, or start a new run$"):
         train(make_config(tmp_path, engine={"slots": 8}), resume=True)
     longer = train(make_config(tmp_path, run={"samples": SAMPLES + 32}, checkpoint={"every_updates": 0}), resume=True)
     assert longer.samples == SAMPLES + 32
@@ -359,8 +359,10 @@ def test_a_run_that_ended_without_checkpoints_is_left_alone(tmp_path: Path) -> N
     config = make_config(tmp_path, checkpoint={"save": False})
     train(config)
     before = (config.run_dir / "events.jsonl").read_bytes()
+    assert train(config, resume=True).status == "complete"
+    longer = make_config(tmp_path, run={"samples": SAMPLES + 32}, checkpoint={"save": False})
     with pytest.raises(RunDirError, match="has no checkpoint to continue from: start a new run"):
-        train(config, resume=True)
+        train(longer, resume=True)
     assert (config.run_dir / "events.jsonl").read_bytes() == before
 
 
@@ -375,15 +377,14 @@ def test_the_time_to_start_is_not_part_of_the_run(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(LocalEngine, "__init__", slow_init)
     clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + skipped_s)
     monkeypatch.setattr("sortedrl.clock.time", clock)
-    trainer = SortedTrainer(args=make_config(tmp_path), quiet=True)
-    first = trainer.train()
-    last = trainer.train(resume=True)
+    first = train(make_config(tmp_path))
+    last = train(make_config(tmp_path, run={"samples": SAMPLES + 32}), resume=True)
     assert skipped_s == 2 * start_s
     assert first.wall_s is not None
     assert last.wall_s is not None
     assert 0 < first.wall_s < start_s
     assert 0 < last.wall_s < start_s
-    assert (last.updates, last.status) == (UPDATES, "complete")
+    assert (last.samples, last.status) == (SAMPLES + 32, "complete")
 
 
 def test_a_trainer_can_be_stopped_and_go_on(tmp_path: Path) -> None:

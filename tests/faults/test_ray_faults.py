@@ -13,13 +13,14 @@ from pathlib import Path
 import psutil
 import pytest
 
+from sortedrl.config.shipped import shipped_path
 from sortedrl.ledger.reader import Ledger
 from sortedrl.ledger.verify import verify
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 WAIT_S = 300.0
 LEFTOVERS_S = 30.0  # without the reaper two agents of Ray stay for a minute
-QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
+QUICKSTART = shipped_path("quickstart")
 POOL = ["engine.replicas=2", "engine.replica_cpus=.5"]
 RANKS = ["learner.ranks=2", "learner.rank_cpus=.5"]
 COMMON = ["run.samples=1024", "run.name=run", "eval.prompts=0", "checkpoint.every_updates=2", "run.report=false"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +16,9 @@ from sortedrl.config import SortedConfig
 from sortedrl.config.sections import LearnerSection
 from sortedrl.errors import ConfigError, LearnerError
 from sortedrl.learner.advantage import overlong_penalty
-from sortedrl.learner.algorithms import ALGORITHMS, Objective, objective_of
+from sortedrl.learner.algorithms import ALGORITHMS, Algorithm, Objective, objective_of
 from sortedrl.learner.critic import gae, value_loss, whitened
-from sortedrl.learner.loss import answer_logprobs
+from sortedrl.learner.loss import answer_logprobs, clipped_surrogate
 from sortedrl.learner.pack import pack, packed_attention, packed_logits
 from sortedrl.learner.torch import TorchLearner
 from sortedrl.learner.update_metrics import effective_share
@@ -45,7 +45,6 @@ def train(settings: Settings, batch: Batch | None = None, **options: Any) -> tup
 
 
 def test_the_configuration_knows_the_table() -> None:
-    assert get_args(LearnerSection.model_fields["algorithm"].annotation) == tuple(ALGORITHMS)
     single = [name for name in ALGORITHMS if not SortedConfig(learner={"algorithm": name}).is_grouped]
     assert single == ["reinforce++", "ppo"]
     assert not SortedConfig(learner={"algorithm": "rloo", "group_size": 1}).is_grouped
@@ -406,3 +405,41 @@ def test_defaults_take_the_plain_step_bit_by_bit(algorithm: str) -> None:
     torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
     optimizer.step()
     assert all(torch.equal(value, weights(plain)[name]) for name, value in weights(model).items())
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ([1.0], r"function wrong returned an array of shape \(1,\) for \d+ rewards: return one number per reward"),
+        (None, "function wrong returned an array of shape"),
+        ("many", "function wrong returned 'many': return an array"),
+        (math.nan, "function wrong returned a number that is not finite"),
+    ],
+)
+def test_what_an_advantage_function_returns_is_checked(returned: Any, message: str) -> None:
+    def wrong(rewards: np.ndarray, groups: Any, scope: Any) -> Any:
+        return np.full_like(rewards, returned) if isinstance(returned, float) else returned
+
+    wrong.__qualname__ = "wrong"
+    settings = SortedConfig(learner={"algorithm": "grpo", "advantage": wrong}).learner
+    with pytest.raises(LearnerError, match=message):
+        train(settings)
+
+
+def test_a_surrogate_of_another_shape_is_refused() -> None:
+    summed = Algorithm(
+        advantage=ALGORITHMS["grpo"].advantage, surrogate=lambda objective, r, a, logprobs: logprobs.sum()
+    )
+    with pytest.raises(LearnerError, match=r"a loss of shape \(\) for \d+ tokens: return one number per token"):
+        train(SortedConfig(learner={"algorithm": summed}).learner)
+
+
+def test_a_surrogate_of_ones_own_makes_the_gradient() -> None:
+    def gradients(surrogate: Any) -> dict[str, Any]:
+        algorithm = Algorithm(advantage=ALGORITHMS["grpo"].advantage, surrogate=surrogate)
+        return train(SortedConfig(learner={"algorithm": algorithm, "grad_clip": 1e9}).learner)[0]
+
+    ours = gradients(None)
+    assert any(value.abs().max() > 1e-4 for value in ours.values())
+    doubled = gradients(lambda *arguments: 2 * clipped_surrogate(*arguments))
+    assert_same(doubled, {name: 2 * value for name, value in ours.items()}, 1e-6)

@@ -96,7 +96,7 @@ def test_by_hand() -> None:
 
 def config(folder: Path, **learner: Any) -> SortedConfig:
     return SortedConfig(
-        run={"dir": str(folder), "samples": 96, "report": False},
+        run={"dir": str(folder), "samples": 96, "report": False, "on_no_signal": "warn"},
         engine={"slots": 8, "max_new_tokens": 40},
         schedule={"strategy": "sorted-partial", "update_batch": 8},
         learner={"algorithm": "grpo", "group_size": 2, **learner},

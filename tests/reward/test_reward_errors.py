@@ -146,7 +146,7 @@ def test_a_weighted_sum_that_is_out_of_range_is_no_reward() -> None:
 
 def make_config(folder: Path, on_error: str, **reward: Any) -> SortedConfig:
     return SortedConfig(
-        run={"dir": str(folder), "samples": 32, "report": False},
+        run={"dir": str(folder), "samples": 32, "report": False, "on_no_signal": "warn"},
         schedule={"update_batch": 16},
         engine={"slots": 16, "max_new_tokens": 16},
         reward={"grace_s": 60.0, "on_error": on_error, **reward},
@@ -183,6 +183,10 @@ def test_a_run_that_cannot_score_at_all_learns_nothing_under_skip(
     ((name, count),) = Summary.read(trainer.run_dir / "summary.json").reward_errors.items()
     assert name.endswith("<lambda>: no reward")
     assert count == int(counted[1])
+    assert summary.unscored_samples == 32  # samples count once
+    assert summary.alarm is not None
+    assert summary.alarm.startswith("none of the first 32 answers could be scored: reward function")
+    assert summary.alarm in caplog.text
 
 
 def test_skipped_samples_have_no_say_in_what_others_learn() -> None:
@@ -204,8 +208,9 @@ def test_skipped_samples_have_no_say_in_what_others_learn() -> None:
                 cohort=0,
                 seed=n,
                 budget=8,
-                attempt=1,
+                attempt=2,
                 reward=float(n % 3),
+                reward_attempt=1,  # attempt 2 verified the answer and changed no token
                 segments=[Segment(version=0, tokens=[8 + n, 9, 10], logprobs=[-1.0, -2.0, -0.5])],
             )
             for n in range(6)

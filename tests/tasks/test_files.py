@@ -11,6 +11,7 @@ from pyarrow import parquet
 
 from sortedrl.errors import DataError
 from sortedrl.tasks.files import TableRows, read_rows, split_off
+from tests.support.hub_server import connect, running_hub
 
 ROWS = [{"question": f"What is {n} + {n}?", "answer": str(2 * n), "level": n} for n in range(5)]
 COLUMNS = {"prompt": "question"}
@@ -72,6 +73,20 @@ def test_csv_gives_text(tmp_path: Path) -> None:
 def test_a_large_table_gives_the_same_rows_one_by_one() -> None:
     rows = TableRows(table=pyarrow.Table.from_pylist(ROWS))
     assert [rows[i] for i in range(len(rows))] == ROWS
+
+
+def test_a_file_has_no_split_but_that_of_its_name(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "train-0.jsonl", ROWS)
+    assert len(read_rows(path, columns=COLUMNS, split="train")) == len(ROWS)
+    with pytest.raises(DataError, match="is one file and has no split 'test'; leave the split out, or give a folder"):
+        read_rows(path, split="test")
+
+
+def test_a_column_of_our_name_does_not_stand_in_for_the_one_asked_for(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", [{"prompt": "ours", "quiz": "theirs"}])
+    assert read_rows(path, columns={"prompt": "quiz"})[0]["prompt"] == "theirs"
+    with pytest.raises(DataError, match="has no column 'question'; it has: 'prompt', 'quiz'"):
+        read_rows(path, columns={"prompt": "question"})
 
 
 def test_splits_are_found_by_file_and_by_folder(tmp_path: Path) -> None:
@@ -140,7 +155,9 @@ def test_missing_files_and_names_of_the_hub_are_named(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"has no file ending in \.jsonl"):
         read_rows(tmp_path / "empty")
-    with pytest.raises(DataError, match=r"could not be loaded from the hub .*hf download .* nobody/none"):
+    with pytest.raises(
+        DataError, match=r"'nobody/none' is no file .*HF_HUB_OFFLINE is set.*hf download .* nobody/none"
+    ):
         read_rows("nobody/none:main")
 
 
@@ -155,3 +172,45 @@ def test_held_out_rows_are_a_share_of_the_prompts_whatever_their_order() -> None
     assert {turned[i]["prompt"] for i in split_off(turned, 0.25)[1]} == prompts
     assert split_off(rows, 0.0) == (list(range(100)), [])
     assert split_off(rows[:1], 0.5) == ([0], [])
+
+
+# ---- the hub ---------------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_the_hub_by_revision_online_and_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+    from huggingface_hub import constants
+
+    def files(rows: list[dict]) -> dict[str, bytes]:
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        return {"train.jsonl": text.encode(), "test.jsonl": json.dumps(ROWS[-1]).encode()}
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    with running_hub() as hub:
+        connect(monkeypatch, hub, tmp_path / "home")
+        monkeypatch.setattr(datasets.config, "HF_ENDPOINT", hub.url)
+        monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+        old = hub.add("me/rows", files(ROWS[:2]), kind="datasets")
+        new = hub.add("me/rows", files(ROWS[:3]), kind="datasets")
+        commits: dict[str, str] = {}
+        first = read_rows("me/rows", columns=COLUMNS, revision=old, commits=commits)
+        assert ([first[i] for i in range(len(first))], commits) == (WANTED[:2], {"dataset me/rows": old})
+        assert len(read_rows("me/rows", columns=COLUMNS, commits=commits)) == 2  # the recorded commit, not the branch
+        assert len(read_rows("me/rows", columns=COLUMNS, split="test")) == 1
+        with pytest.raises(DataError, match=r"dataset 'me/rows' has no revision 'v9' on the hub"):
+            read_rows("me/rows", revision="v9")
+        with pytest.raises(
+            DataError, match=r"dataset 'me/none' is no file or folder, and the hub shows you no dataset"
+        ):
+            read_rows("me/none")
+        hub.requests.clear()
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+        cached: dict[str, str] = {}
+        assert len(read_rows("me/rows", columns=COLUMNS, commits=cached)) == 3
+        assert cached == {"dataset me/rows": new}
+        with pytest.raises(DataError, match=rf"the cache has commit {new} .*set task\.revision to that commit"):
+            read_rows("me/rows", columns=COLUMNS, revision=old)
+        with pytest.raises(DataError, match="HF_HUB_OFFLINE is set"):
+            read_rows("me/none")
+        assert hub.requests == []

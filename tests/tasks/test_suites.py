@@ -113,7 +113,7 @@ def test_a_suite_from_the_hub_without_a_connection_says_how_to_use_files(
 ) -> None:
     monkeypatch.delenv("SORTEDRL_DATA", raising=False)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError, match=r"could not be loaded from the hub.*to use local files") as caught:
+    with pytest.raises(DataError, match=r"not in the cache of the hub.*hf download --repo-type dataset") as caught:
         load_suite(SUITES["gsm8k"], data=None, limit=1, is_chat=False)
     assert caught.value.__notes__ == ["or name the folder that has gsm8k.jsonl: --data DIR"]
 

@@ -19,6 +19,7 @@ pytest.importorskip("starlette", reason="the extra `dashboard` is not installed"
 
 from playwright.sync_api import Browser, Page, sync_playwright
 
+from sortedrl.config.shipped import shipped_path
 from sortedrl.ledger.reader import Ledger
 from sortedrl.ledger.sample_history import read_history
 from sortedrl.telemetry.report.report import write_report
@@ -166,7 +167,7 @@ def test_the_dashboard_follows_a_live_run(browser: Browser, run_folder: Path, tm
     runs = tmp_path / "runs"
     shutil.copytree(run_folder / "replay", runs / "other")
     settings = ["run.samples=20000", f"run.dir={runs}", "run.name=live", "schedule.strategy=sorted-partial"]
-    config = Path(__file__).parents[2] / "configs" / "quickstart.toml"
+    config = shipped_path("quickstart")
     watched = WatchedPage(browser)
     page = watched.page
     with (

@@ -29,6 +29,7 @@ from sortedrl.telemetry.events import (
     Evaluated,
     Event,
     RewardCalled,
+    RewardFailed,
     RunEnded,
     RunResumed,
     RunStarted,
@@ -91,6 +92,7 @@ RUN: list[Event] = [
     SampleScored(t=2.0, sample=10, attempt=1, reward=1.0),
     started(2.0, 13, 0, 0),
     ended(5.0, 13, 0, "stop", 3),
+    RewardFailed(t=5.0, sample=13, attempt=1, error="mine.score: exception"),
     SampleScored(t=5.0, sample=13, attempt=1, reward=0.0),
     ended(5.0, 11, 1, "interrupted", 5),
     ended(5.0, 12, 2, "interrupted", 5),
@@ -220,6 +222,8 @@ def test_every_figure_of_the_hand_worked_run():
         "flat_groups": None,
         "filtered_samples": None,
         "reward_errors": None,
+        "unscored_samples": 1,
+        "alarm": None,
         "accuracy_before": 0.25,
         "accuracy_after": 0.5,
         "greedy_accuracy_before": 0.125,
@@ -547,6 +551,7 @@ def test_metrics_file_has_a_line_per_update(tmp_path: Path):
             "update": 8 / 28,
         },
         "learner_wait_s": 5.0,
+        "unscored_samples": 1,
         "learner": {"loss": 0.5},
     }
     assert (second["samples_trained"], second["reward_mean"], second["staleness_max"]) == (4, 1.0, 1)

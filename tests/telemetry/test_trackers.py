@@ -12,11 +12,12 @@ import pytest
 
 from sortedrl.config import SortedConfig
 from sortedrl.errors import ConfigError
-from sortedrl.telemetry import trackers
+from sortedrl.run.builders import trackers
+from sortedrl.run.builders.trackers import check_trackers, open_trackers
 from sortedrl.telemetry.events import BatchTaken, Evaluated, Event, RunResumed, RunStarted, UpdateDone
 from sortedrl.telemetry.metrics import RunMetrics
 from sortedrl.telemetry.sinks import Fanout
-from sortedrl.telemetry.trackers import TensorBoardSink, TrackerSink, TrackSettings, check_trackers, open_trackers
+from sortedrl.telemetry.trackers import TensorBoardSink, TrackerSink, TrackSettings
 from sortedrl.trainer import SortedTrainer
 
 pytest.importorskip("tensorboard", reason="the tensorboard extra is not installed")
@@ -146,9 +147,34 @@ def test_both_trackers_of_a_live_run(tmp_path: Path):
 
 def test_a_tracker_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"names wandb, which is not installed: run pip install sortedrl\[wandb\]"):
+    with pytest.raises(ConfigError, match=r"track\.to = wandb needs the extra wandb: pip install 'sortedrl\[wandb\]'"):
         check_trackers(["wandb"])
     check_trackers([])
+
+
+@pytest.mark.parametrize(
+    ("to", "installed", "opened"),
+    [
+        ("tensorboard", ["tensorboard"], ["TensorBoardSink"]),
+        (["tensorboard"], ["tensorboard"], ["TensorBoardSink"]),
+        ("all", ["tensorboard"], ["TensorBoardSink"]),
+        ("all", [], []),
+        ("none", ["tensorboard", "wandb"], []),
+        ([], ["tensorboard", "wandb"], []),
+    ],
+)
+def test_trackers_are_named_as_in_report_to(
+    to: Any, installed: list[str], opened: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(trackers, "find_spec", lambda name: name if name in installed else None)
+    config = SortedConfig(track={"to": to})
+    check_trackers(config.track.trackers)
+    found = open_trackers(config.track.trackers, tmp_path, RunMetrics(), TrackSettings(project="p", name="n"))
+    assert [type(sink).__name__ for sink in found] == opened
+    for sink in found:
+        sink.close()
+    (tmp_path / "run.toml").write_text(config.to_toml(), encoding="utf-8")
+    assert SortedConfig.load(tmp_path / "run.toml").track == config.track
 
 
 def test_a_tracker_that_cannot_start_is_left_out(

@@ -5,13 +5,20 @@ slots. Tokens arrive in `Delta` events, or as the segments of `SegmentDelta` and
 `Failed` end an attempt. Every event carries (sample, attempt) and the engine's clock, so that the controller can
 recognise and ignore an event of an earlier attempt.
 
-Every engine guarantees:
-- the version of a token is the version of the weights that sampled it, or that verified it by replay;
-- log-probs belong to the distribution that was really sampled from (temperature included);
-- an answer never exceeds its request's budget, which includes cached tokens;
-- masked cached tokens are context: a replay keeps them as given, with log-prob 0, unless it rejects an earlier token;
-  a stop token before or among them ends a turn, not the answer, and sampling continues after them;
-- `interrupt` returns within one decode step and loses no token.
+Every engine guarantees, by the names that `sortedrl.testing` uses:
+- budget: an answer never exceeds its request's budget, which includes cached tokens;
+- stops: a stop token or a stop string ends the answer and is part of it;
+- log-probs: they belong to the distribution that was really sampled from (temperature included);
+- versions: the version of a token is the version of the weights that sampled it, or that verified it by replay;
+- seed: with `exact_replay`, an answer depends on its weights, prompt and seed alone, and a replay equals a restart;
+- noise: with the shared scheme in `noise`, a token is argmax(logits / temperature + noise) of that scheme;
+- masked tokens: masked cached tokens are context: a replay keeps them as given, with log-prob 0, unless it rejects an
+  earlier token; a stop token before or among them ends a turn, not the answer, and sampling continues after them;
+- interruption: `interrupt` returns within one decode step and loses no token, and nothing decodes after it;
+- publication: what is sampled after it comes from the new weights, in running answers too;
+- slots: more requests than free slots are refused;
+- failures: a request that cannot be served fails alone, and an engine that lost its process returns its samples;
+- loop: all of these together, so that a run trains every sample once and within its staleness bound.
 
 The constructors of requests and events accept positional arguments, because Python is several times faster that way
 and a simulation creates millions of them.
@@ -25,6 +32,8 @@ from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
 from sortedrl.records import FinishReason, Mode, Segment
+
+OWN_NOISE = "own"  # the noise of an engine that draws with noise which other engines do not have
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -70,7 +79,7 @@ class Request:
     attempt: int
     prompt: Sequence[int]
     budget: int  # answer tokens in total, cached ones included
-    seed: int
+    seed: int  # in [0, 2**63)
     sampling: Sampling
     mode: Mode = Mode.FRESH
     cached: Sequence[int] = ()
@@ -169,6 +178,7 @@ class Capabilities:
     exact_replay: bool
     keep_kv: bool
     waits: bool  # decodes nothing between `interrupt` and the next `poll`: samples may keep their slots in an update
+    noise: str = OWN_NOISE  # the scheme of its sampling noise, `noise.SCHEME` for the shared one; the ledger records it
 
 
 @dataclass(slots=True, kw_only=True)
@@ -223,7 +233,10 @@ class Engine(Protocol):
         ...
 
     def poll(self, timeout: float | None = None) -> list[EngineEvent]:
-        """Work until an attempt ends or `timeout` seconds passed. Attempts that end in one step come together."""
+        """Work until an attempt ends or `timeout` seconds passed. Attempts that end in one step come together.
+
+        An engine may return earlier, with what it has.
+        """
         ...
 
     def interrupt(self, samples: Iterable[int] | None = None) -> list[EngineEvent]:

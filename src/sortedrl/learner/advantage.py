@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from sortedrl.errors import ConfigError
+from sortedrl.errors import ConfigError, LearnerError
 from sortedrl.records import SAME_REWARD, FinishReason, Sample, is_flat
 
 _EPSILON = SAME_REWARD  # a smaller standard deviation counts as 0; also keeps divisions finite
@@ -188,8 +188,24 @@ class AdvantageEstimator:
         shaped = given if rewards is None else np.array(rewards, dtype=np.float64)
         groups = [sample.group for sample in samples]
         cohorts = [sample.cohort for sample in samples]
-        advantages = self.function(shaped, groups, lambda values: self._moments(cohorts, values))
+        advantages = self._checked(self.function(shaped, groups, lambda values: self._moments(cohorts, values)), shaped)
         return advantages.tolist(), self._metrics(samples, given, groups, advantages)
+
+    def _checked(self, returned: Any, rewards: np.ndarray) -> np.ndarray:
+        """What the function returned, as one finite number per reward; the function may be the user's."""
+        name = getattr(self.function, "__qualname__", type(self.function).__qualname__)
+        try:
+            advantages = np.asarray(returned, dtype=np.float64)
+        except (TypeError, ValueError):
+            raise LearnerError(f"the advantage function {name} returned {returned!r:.80}: return an array") from None
+        if advantages.shape != rewards.shape:
+            raise LearnerError(
+                f"the advantage function {name} returned an array of shape {advantages.shape} for {len(rewards)} "
+                "rewards: return one number per reward"
+            )
+        if np.isfinite(rewards).all() and not np.isfinite(advantages).all():
+            raise LearnerError(f"the advantage function {name} returned a number that is not finite: correct it")
+        return advantages
 
     def state_dict(self) -> dict[str, Any]:
         cohorts = {str(cohort): moments.as_list() for cohort, moments in self._cohorts.items()}

@@ -2,8 +2,8 @@
 
 `config/config.py` asks which algorithms exist and which compare siblings. `learner/torch.py` asks for the objective
 once. A key that the section leaves open takes the algorithm's value; a key that it sets overrides it. So a variant of
-an algorithm is a setting, never a branch in code. docs/guides/algorithms.md has the formulas. This module does
-not import torch.
+an algorithm is a setting, never a branch in code. docs/guides/algorithms.md has the formulas. An algorithm or an
+advantage function of the user's is found here too (`external/plugins.py`). This module does not import torch.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from sortedrl.errors import ConfigError
+from sortedrl.external.plugins import PlugPoint
 from sortedrl.learner.advantage import (
     AdvantageFunction,
     centred_and_whitened,
@@ -25,6 +25,9 @@ from sortedrl.learner.advantage import (
     whitened_over_siblings,
 )
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 _Level = Literal["token", "sequence"]
 Mean = Literal["token", "sequence", "constant"]
 _Overlong = Literal["keep", "mask", "shape"]
@@ -33,9 +36,17 @@ Estimator = Literal["k1", "k2", "k3"]
 _FlatGroups = Literal["keep", "zero", "replace"]
 
 
+class Surrogate(Protocol):
+    """The loss of each answer token, from the ratio to the policy that sampled it and from its advantage."""
+
+    def __call__(
+        self, objective: Objective, ratio_a: Tensor, advantages_a: Tensor, logprobs_a: Tensor, /
+    ) -> Tensor: ...
+
+
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Algorithm:
-    """The defaults of an algorithm. The section can override all except advantage functions, siblings and critic."""
+    """The defaults of an algorithm. The section can override all except surrogate, siblings and critic."""
 
     advantage: AdvantageFunction
     without_siblings: AdvantageFunction | None = None  # replaces `advantage` if group_size is 1; scope "running"
@@ -47,6 +58,7 @@ class Algorithm:
     flat_groups: _FlatGroups = "keep"  # if all siblings score the same: count them in means, do not, or replace them
     needs_siblings: bool = False
     has_critic: bool = False
+    surrogate: Surrogate | None = None  # None: the clipped surrogate of PPO
 
 
 # fmt: off
@@ -65,6 +77,36 @@ ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType({
     "ppo":                  Algorithm(advantage=raw_rewards, has_critic=True, clip_high=0.2),
 })
 # fmt: on
+
+ADVANTAGES: Mapping[str, AdvantageFunction] = MappingProxyType(
+    {
+        "whitened-over-scope": whitened_over_scope,
+        "centred-and-whitened": centred_and_whitened,
+        "whitened-over-siblings": whitened_over_siblings,
+        "centred-on-siblings": centred_on_siblings,
+        "leave-one-out": leave_one_out,
+    }
+)
+_COMPARE_SIBLINGS = (centred_and_whitened, whitened_over_siblings, centred_on_siblings, leave_one_out)
+
+ALGORITHM = PlugPoint(
+    key="learner.algorithm",
+    noun="algorithm",
+    argument="algorithm",
+    group="sortedrl.algorithms",
+    names=tuple(ALGORITHMS),
+    page="docs/guides/own_algorithm.md",
+    fault=lambda found: "" if isinstance(found, Algorithm) else f"its type is {type(found).__name__}, not Algorithm",
+)
+ADVANTAGE = PlugPoint(
+    key="learner.advantage",
+    noun="advantage function",
+    argument="advantage",
+    group="sortedrl.advantages",
+    names=tuple(ADVANTAGES),
+    page="docs/guides/own_advantage.md",
+    fault=lambda found: "" if callable(found) else f"its type is {type(found).__name__}, which cannot be called",
+)
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -109,25 +151,39 @@ class Objective:
         return self.algorithm.has_critic or self.has_loss_kl or self.entropy_coef > 0
 
 
-def _find_algorithm(name: str) -> Algorithm:
-    if name not in ALGORITHMS:
-        raise ConfigError(f"learner.algorithm {name!r} is unknown: use one of {', '.join(ALGORITHMS)}")
-    return ALGORITHMS[name]
+def find_algorithm(value: Any) -> Algorithm:
+    return ALGORITHMS[value] if isinstance(value, str) and value in ALGORITHMS else ALGORITHM.find(value)
 
 
-def is_grouped(name: str, group_size: int) -> bool:
-    """Whether the algorithm trains the siblings of a prompt together."""
-    return _find_algorithm(name).needs_siblings and group_size > 1
+def find_advantage(value: Any) -> AdvantageFunction:
+    return ADVANTAGES[value] if isinstance(value, str) and value in ADVANTAGES else ADVANTAGE.find(value)
 
 
-def needs_more_siblings(name: str, group_size: int) -> bool:
-    """Whether the algorithm compares siblings and `group_size` gives it none."""
-    algorithm = _find_algorithm(name)
-    return algorithm.needs_siblings and algorithm.without_siblings is None and group_size < 2
+def is_grouped(settings: Any) -> bool:
+    """Whether the siblings of a prompt are trained together.
+
+    They are for an algorithm that compares them, and for an advantage function that was chosen, since it may do so.
+    """
+    has_own = getattr(settings, "advantage", None) is not None
+    return settings.group_size > 1 and (has_own or find_algorithm(settings.algorithm).needs_siblings)
 
 
-def advantage_function_of(algorithm: Algorithm, group_size: int, scope: str) -> tuple[AdvantageFunction, str]:
-    """The advantage function and its scope."""
+def needs_more_siblings(settings: Any) -> bool:
+    """Whether siblings are compared and `group_size` gives none."""
+    algorithm, chosen = find_algorithm(settings.algorithm), getattr(settings, "advantage", None)
+    if settings.group_size > 1:
+        return False
+    if chosen is not None:
+        return find_advantage(chosen) in _COMPARE_SIBLINGS
+    return algorithm.needs_siblings and algorithm.without_siblings is None
+
+
+def advantage_function_of(
+    algorithm: Algorithm, group_size: int, scope: str, chosen: Any = None
+) -> tuple[AdvantageFunction, str]:
+    """The advantage function and its scope; `chosen` is what `learner.advantage` names in place of the algorithm's."""
+    if chosen is not None:
+        return find_advantage(chosen), scope
     if group_size > 1 or algorithm.without_siblings is None:
         return algorithm.advantage, scope
     return algorithm.without_siblings, "running"
@@ -135,7 +191,7 @@ def advantage_function_of(algorithm: Algorithm, group_size: int, scope: str) -> 
 
 def objective_of(settings: Any) -> Objective:
     """The objective that a `learner` section describes. Keys that it lacks or leaves open take their defaults."""
-    algorithm = _find_algorithm(settings.algorithm)
+    algorithm = find_algorithm(settings.algorithm)
     values: dict[str, Any] = {}
     for field in fields(Objective):
         value = getattr(settings, field.name, None)

@@ -15,7 +15,9 @@ from typing import Any, Protocol
 from safetensors import safe_open
 from torch import allclose
 
-from sortedrl.errors import ConfigError, ModelError
+from sortedrl.errors import ConfigError, ModelError, first_line
+from sortedrl.external.extras import extra_message
+from sortedrl.external.hub import shown
 from sortedrl.weights import is_adapted, merged_copy
 
 ADAPTER_FOLDER = "adapter"  # within a checkpoint
@@ -40,7 +42,7 @@ def import_peft() -> Any:
         return import_module("peft")
     except ImportError as error:
         raise ConfigError(
-            f"LoRA needs the package peft ({error}): pip install sortedrl[lora], or leave out lora.rank and peft_config"
+            f"{extra_message('LoRA', 'lora')}, or leave out lora.rank and peft_config ({error})"
         ) from error
 
 
@@ -72,17 +74,34 @@ def check_peft_config(peft_config: Any) -> None:
         log.warning("lora_dropout has no effect: answers are sampled and trained without dropout")
 
 
-def adapt(model: Any, peft_config: Any, *, checkpoint: Path | None = None) -> Any:
-    """Add adapters to a model: new ones, or those of a checkpoint. The base weights get no gradients."""
+def read_peft_config(folder: Path) -> Any:
+    """The peft configuration of saved adapters."""
+    for name in ("adapter_config.json", _WEIGHTS_FILE):  # without these peft would look for a pickle, and online
+        if not (folder / name).is_file():
+            raise ModelError(
+                f"lora.path {shown(folder)} has no {name}: give a folder or a repository that peft saved as safetensors"
+            )
+    try:
+        return import_peft().PeftConfig.from_pretrained(str(folder))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"the adapters in {shown(folder)} cannot be loaded: {first_line(error)}") from error
+
+
+def adapt(model: Any, peft_config: Any, *, checkpoint: Path | None = None, start: Path | None = None) -> Any:
+    """Add adapters to a model: new ones, those in the folder `start`, or those of a checkpoint.
+
+    The base weights get no gradients.
+    """
     peft = import_peft()
     if is_adapted(model):
         raise ConfigError(
             "the model has adapters already and peft_config asks for more: pass the base model, or no peft_config"
         )
     try:
-        if checkpoint is None:
+        if checkpoint is None and start is None:
             return peft.get_peft_model(model, peft_config).eval()
-        folder = checkpoint / ADAPTER_FOLDER
+        folder = start if checkpoint is None else checkpoint / ADAPTER_FOLDER
+        assert folder is not None, "new adapters have no folder"
         if not (folder / _WEIGHTS_FILE).is_file():  # peft would look for a pickle next, and then online
             raise ModelError(
                 f"{checkpoint} has no {ADAPTER_FOLDER}/{_WEIGHTS_FILE}, because its run had no adapters: leave out "
@@ -93,7 +112,16 @@ def adapt(model: Any, peft_config: Any, *, checkpoint: Path | None = None) -> An
         if isinstance(error, ModelError):
             raise
         why = " ".join(str(error).split())[:200]
-        raise ModelError(f"the adapters do not fit the model ({why}): correct lora.target_modules") from error
+        remedy = (
+            "correct lora.target_modules" if start is None else f"set model.path to the base model of {shown(start)}"
+        )
+        raise ModelError(f"the adapters do not fit the model ({why}): {remedy}") from error
+
+
+def name_base(model: Any, name: str, commit: str) -> None:
+    """Record the id of the base model, in place of its folder in the cache, where saved adapters look for it."""
+    for settings in model.peft_config.values():
+        settings.base_model_name_or_path, settings.revision = name, commit
 
 
 def restore_adapters(model: Any, checkpoint: Path) -> None:

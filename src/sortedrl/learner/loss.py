@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from sortedrl.errors import LearnerError
 from sortedrl.learner.algorithms import Objective
 
 _MAX_LOG_RATIO = 20.0  # keeps exp finite; tokens beyond it get no gradient
@@ -76,8 +77,13 @@ def policy_loss(
     if objective.ratio == "sequence":
         log_ratio_a = _sample_mean(log_ratio_a, tokens.sample_a)
     ratio_a = log_ratio_a.exp()
-    clipped_a = ratio_a.clamp(1 - objective.clip_low, 1 + objective.clip_high)
-    loss_a = -torch.minimum(ratio_a * tokens.advantages_a, clipped_a * tokens.advantages_a)
+    surrogate = objective.algorithm.surrogate or clipped_surrogate
+    loss_a = surrogate(objective, ratio_a, tokens.advantages_a, logprobs_a)
+    if loss_a.shape != logprobs_a.shape:
+        raise LearnerError(
+            f"the surrogate of the algorithm returned a loss of shape {tuple(loss_a.shape)} for {len(logprobs_a)} "
+            "tokens: return one number per token"
+        )
     if objective.importance != "none":
         assert tokens.old_a is not None, "importance weights need old_a, the log-probs at the start of the update"
         drift_a = tokens.old_a - tokens.behaviour_a
@@ -91,10 +97,17 @@ def policy_loss(
         loss_a = loss_a * tokens.scale_a
     with torch.no_grad():
         # A token is clipped only where the clipped term is the smaller one: there its gradient is 0.
+        clipped_a = ratio_a.clamp(1 - objective.clip_low, 1 + objective.clip_high)
         is_clipped_a = clipped_a * tokens.advantages_a < ratio_a * tokens.advantages_a
         behaviour_log_ratio_a = (logprobs_a - tokens.behaviour_a).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
     ratios = PolicyRatios(ratio_a=ratio_a.detach(), is_clipped_a=is_clipped_a, log_ratio_a=behaviour_log_ratio_a)
     return loss_a.sum() / divisor, ratios
+
+
+def clipped_surrogate(objective: Objective, ratio_a: Tensor, advantages_a: Tensor, logprobs_a: Tensor) -> Tensor:
+    """PPO's loss of each token: the smaller of the plain and the clipped gain."""
+    clipped_a = ratio_a.clamp(1 - objective.clip_low, 1 + objective.clip_high)
+    return -torch.minimum(ratio_a * advantages_a, clipped_a * advantages_a)
 
 
 @torch.no_grad()

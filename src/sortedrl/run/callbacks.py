@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -167,17 +167,38 @@ class CallbackSink:
     ) -> None:
         from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 
-        self.callbacks = [callback() if isinstance(callback, type) else callback for callback in callbacks]
-        for callback in self.callbacks:
-            if not isinstance(callback, TrainerCallback):
-                raise ConfigError(
-                    f"callback {callback!r:.80} is not a transformers.TrainerCallback: derive it from that"
-                )
+        self._callback_type = TrainerCallback
+        self.callbacks: list[Any] = []
+        for callback in callbacks:
+            self.add(callback)
         self.progress = TrainingProgress(
             total_samples=config.run.samples, update_batch=config.schedule.update_batch, epoch_samples=epoch_samples
         )
         self.args = _run_arguments(config, self.progress)
-        self.state = TrainerState(
+        self._state_type = TrainerState
+        self.state = self._new_state()
+        self.control = TrainerControl()
+        self.error: Exception | None = None  # raised by a callback; after it no callback is called
+        self._parts: dict[str, Any] = {}
+        self._stop = stop
+        self._batch: BatchTaken | None = None
+        self._num_tokens = 0
+
+    def add(self, callback: Any) -> None:
+        """Add a callback, an instance or a class, after the others."""
+        made = callback() if isinstance(callback, type) else callback
+        if not isinstance(made, self._callback_type):
+            raise ConfigError(f"callback {made!r:.80} is not a transformers.TrainerCallback: derive it from that")
+        self.callbacks.append(made)
+
+    def restart(self) -> None:
+        """Forget an earlier call of `train`: a new run counts from 0, a resumed one replays its events."""
+        self.progress = replace(self.progress, num_updates=0, num_samples=0)
+        self.state = self._new_state()
+        self.error, self._batch, self._num_tokens = None, None, 0
+
+    def _new_state(self) -> Any:
+        return self._state_type(
             max_steps=self.args.max_steps,
             logging_steps=self.args.logging_steps,
             eval_steps=self.args.eval_steps,
@@ -185,12 +206,6 @@ class CallbackSink:
             num_train_epochs=self.args.num_train_epochs,
             train_batch_size=self.args.per_device_train_batch_size,
         )
-        self.control = TrainerControl()
-        self.error: Exception | None = None  # raised by a callback; after it no callback is called
-        self._parts: dict[str, Any] = {}
-        self._stop = stop
-        self._batch: BatchTaken | None = None
-        self._num_tokens = 0
 
     def attach(self, *, model: Any, processing_class: Any, optimizer: Any) -> None:
         """Set the objects that callbacks get in addition to args, state and control."""
@@ -248,7 +263,7 @@ class CallbackSink:
                 if self._batch is not None:  # None: a damaged event file lacks it
                     yield self._log(self._update_logs(self._batch, event))
             case Evaluated():
-                metrics = _evaluation_logs(event)
+                metrics = evaluation_logs(event)
                 yield self._log(metrics)
                 yield "on_evaluate", {"metrics": metrics}
                 self._note_best(metrics[BEST_METRIC])
@@ -286,7 +301,7 @@ class CallbackSink:
             self.state.best_metric, self.state.best_global_step = value, self.state.global_step
 
 
-def _evaluation_logs(event: Evaluated) -> dict[str, float]:
+def evaluation_logs(event: Evaluated) -> dict[str, float]:
     return {
         BEST_METRIC: event.sampled_accuracy,
         "eval_greedy_reward": event.greedy_accuracy,

@@ -33,13 +33,12 @@ from sortedrl.learner.lora import save_adapted
 from sortedrl.learner.model import load_model, no_progress_bars
 from sortedrl.run.atomic_folder import parse_temporary, remove, written_whole
 from sortedrl.run.manifest import find_damage, num_bytes, write_manifest
+from sortedrl.run.saved_run import SCHEMA_VERSION, STATE_FILE, read_state
 from sortedrl.weights import is_adapted
 
 __all__ = ["Checkpoints", "HasState", "load_model", "load_state", "save_checkpoint"]
 
 OPTIMIZER_FILE = "optimizer.safetensors"
-STATE_FILE = "learner_state.json"
-SCHEMA_VERSION = 1
 
 log = logging.getLogger(__name__)
 
@@ -89,12 +88,7 @@ def load_state(folder: str | Path, learner: HasState | None = None) -> dict[str,
         if not (folder / name).is_file():
             raise RunDirError(f"{folder} has no {name}: give a folder that save_checkpoint wrote for a learner")
     try:
-        state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
-        if state["schema_version"] != SCHEMA_VERSION:
-            raise RunDirError(
-                f"{folder} has state of version {state['schema_version']}, this sortedrl reads {SCHEMA_VERSION}: use "
-                "the version that wrote it"
-            )
+        state = read_state(folder)
         if learner is not None:
             learner.load_state_dict({"optimizer": load_file(folder / OPTIMIZER_FILE), **state["learner"]})
         return state["extra"]

@@ -18,15 +18,21 @@ from rich.markup import escape
 from rich.table import Table
 
 from sortedrl.config import SortedConfig
-from sortedrl.engine.vllm.core import INSTALL, check_installed, vllm_version
+from sortedrl.config.needs import check_extras
+from sortedrl.engine.vllm.core import check_installed, vllm_version
 from sortedrl.errors import DataError, EngineError, SortedRLError
+from sortedrl.external.extras import MODULES, extra_message, has_extra
+from sortedrl.external.hub import is_offline, is_repo_id
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Finding:
+    """`is_fine` False: a run would fail. `is_here` False: something optional that this machine does not have."""
+
     name: str
     text: str
     is_fine: bool = True
+    is_here: bool = True
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -43,9 +49,11 @@ def examine(config_path: Path | None = None, target: Target | None = None) -> li
     findings = [
         Finding(name="python", text=platform.python_version(), is_fine=sys.version_info >= (3, 11)),
         *(_package(name) for name in ("torch", "transformers", "tokenizers", "safetensors")),
-        _devices(),
+        Finding(name="processors", text=f"{os.cpu_count()} CPU cores"),
+        _accelerator(),
         _local(),
         _vllm(),
+        _extras(),
         _disk(Path("runs")),
     ]
     return findings if config_path is None else [*findings, *_configuration(config_path, target or Target())]
@@ -58,13 +66,13 @@ def _package(name: str) -> Finding:
         return Finding(name=name, text=f"missing: pip install {name}", is_fine=False)
 
 
-def _devices() -> Finding:
+def _accelerator() -> Finding:
     import torch
 
-    accelerator = (
-        "CUDA" if torch.cuda.is_available() else "MPS" if torch.backends.mps.is_available() else "no accelerator"
-    )
-    return Finding(name="devices", text=f"{os.cpu_count()} CPU cores, {accelerator}; the local engine runs on the CPU")
+    has_cuda, has_mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    kind = "CUDA" if has_cuda else "MPS"
+    text = f"{kind}; the local engine runs on the CPU" if has_cuda or has_mps else "no GPU: everything runs on the CPU"
+    return Finding(name="accelerator", text=text, is_here=has_cuda or has_mps)
 
 
 def _local() -> Finding:
@@ -82,12 +90,21 @@ def _vllm() -> Finding:
     """Whether vLLM works. It is optional, so its absence is fine."""
     version = vllm_version()
     if version is None:
-        return Finding(name="engine vllm", text=f"not installed: {INSTALL}")
+        return Finding(name="engine vllm", text=extra_message("engine.kind = vllm", "vllm"), is_here=False)
     try:
         check_installed()
     except EngineError as error:
         return Finding(name="engine vllm", text=str(error), is_fine=False)
     return Finding(name="engine vllm", text=f"vLLM {version}: engine=vllm; exact replay with engine.dtype = float32")
+
+
+def _extras() -> Finding:
+    """Which optional packages are installed; vLLM has a line of its own."""
+    missing = [extra for extra in MODULES if extra != "vllm" and not has_extra(extra)]
+    if not missing:
+        return Finding(name="extras", text="all installed")
+    names = ", ".join(missing)
+    return Finding(name="extras", text=f"without {names}: pip install 'sortedrl[EXTRA]' adds one", is_here=False)
 
 
 def _disk(folder: Path) -> Finding:
@@ -110,10 +127,15 @@ def _configuration(path: Path, target: Target) -> list[Finding]:
     findings = [
         Finding(
             name="config",
-            text=f"{path}: {config.schedule.strategy}, {config.slots} slots, update batch {knobs.update_batch}, "
+            text=f"{path}: {config.strategy_name}, {config.slots} slots, update batch {knobs.update_batch}, "
             f"cohorts of {knobs.cohort_samples} consumed within {bound}, staleness {staleness}",
         )
     ]
+    if target.hardware is None:
+        try:
+            check_extras(config, skip={"vllm"})  # `_model` checks its version too
+        except SortedRLError as error:
+            return [*findings, Finding(name="needed extras", text=str(error), is_fine=False)]
     from sortedrl.run.builders.parts import build_task
 
     try:
@@ -121,7 +143,8 @@ def _configuration(path: Path, target: Target) -> list[Finding]:
     except DataError as error:
         if target.hardware is None:
             return [*findings, Finding(name="task", text=str(error), is_fine=False)]
-        findings.append(Finding(name="task", text=f"{config.task.path}: not on this machine, so not checked"))
+        text = f"{config.task.path}: not on this machine, so not checked"
+        findings.append(Finding(name="task", text=text, is_here=False))
     except SortedRLError as error:
         return [*findings, Finding(name="task", text=str(error), is_fine=False)]
     needs = [*_ranks(config, target), *_needs(config, target)]
@@ -132,12 +155,18 @@ def _configuration(path: Path, target: Target) -> list[Finding]:
 
 def _model(config: SortedConfig, target: Target) -> Finding:
     from sortedrl.run.builders.engine import load_vllm_engine
-    from sortedrl.run.builders.parts import build_engine, load_model, model_path
+    from sortedrl.run.builders.parts import build_engine, load_model, model_path_here
 
     try:
-        if target.hardware is not None and not model_path(config).is_dir():
-            return Finding(name="model", text=f"{config.model.path}: not on this machine, so not checked")
-        model, tokenizer = load_model(model_path(config))
+        folder = model_path_here(config)
+        if folder is None and target.hardware is not None:
+            text = f"{config.model.path}: not on this machine, so not checked"
+            return Finding(name="model", text=text, is_here=False)
+        if folder is None and is_repo_id(config.model.path):
+            name = config.model.path
+            text = f"{name!r} is not a folder and not in the cache of the hub, so not checked: hf download {name}"
+            return Finding(name="model", text=text, is_fine=not is_offline(), is_here=False)
+        model, tokenizer = load_model(folder or config.model.path)
         if config.engine.kind == "vllm":
             if not config.engine.address:
                 check_installed()  # checks the installation only: starting vLLM takes a minute
@@ -171,15 +200,16 @@ def _ranks(config: SortedConfig, target: Target) -> list[Finding]:
 
 def _needs(config: SortedConfig, target: Target) -> list[Finding]:
     """Memory and time; no finding if the model folder is missing, which `_model` reports."""
-    from sortedrl.run.builders.parts import model_path
+    from sortedrl.run.builders.parts import model_path_here
     from sortedrl.run.estimate import estimate_run
 
     try:
-        folder = model_path(config)
-        if target.hardware is None and not folder.is_dir():
+        folder = model_path_here(config)
+        if target.hardware is None and folder is None:
             return []
+        there = folder or Path(config.model.path)
         estimate = estimate_run(
-            config, folder, hardware=target.hardware, devices=target.devices, from_run=target.from_run
+            config, there, hardware=target.hardware, devices=target.devices, from_run=target.from_run
         )
     except SortedRLError as error:
         return [Finding(name="estimate", text=str(error), is_fine=False)]
@@ -190,7 +220,9 @@ def _needs(config: SortedConfig, target: Target) -> list[Finding]:
 
 
 def findings_table(findings: list[Finding]) -> Table:
+    """Three marks: ok, `no` for what makes a run fail, and `-` for what is not here and not needed."""
     table = Table("", "check", "finding", box=None)
     for finding in findings:
-        table.add_row("[green]ok[/]" if finding.is_fine else "[red]no[/]", escape(finding.name), escape(finding.text))
+        mark = "[red]no[/]" if not finding.is_fine else "[green]ok[/]" if finding.is_here else "[yellow]-[/]"
+        table.add_row(mark, escape(finding.name), escape(finding.text))
     return table

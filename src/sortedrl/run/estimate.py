@@ -2,7 +2,8 @@
 
 `sortedrl doctor` shows it. Memory follows from the model's shape and the configuration. Time comes from a cost model of
 `simulate/`: a roofline of some hardware, or one fitted to an earlier run. Both are approximate: activations are counted
-for Llama blocks, and the length of answers is not known before training, so time is given for two lengths.
+for Llama blocks, and neither the length of answers nor the load of the machine is known before training, so time is a
+range.
 
 Guarantees: no weights are read; parts do not overlap, and totals are their sums.
 """
@@ -16,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from sortedrl.config import SortedConfig
-from sortedrl.errors import ModelError
+from sortedrl.errors import ModelError, first_line
+from sortedrl.external.hub import find_cached, shown
 from sortedrl.learner.logprobs import KEPT_ELEMENTS, PIECE_ELEMENTS, WHOLE_ELEMENTS
 from sortedrl.simulate.costs import (
     CostModel,
@@ -31,7 +33,11 @@ from sortedrl.simulate.fit import fit_runs
 
 FLOAT = 4  # bytes per value in the learner and in the local engine
 HALF = 2  # bytes per value in an engine on accelerators
-TYPICAL_SHARE = 0.25  # assumed length of a typical answer, as a share of the token budget
+SHORT_SHARE = 1 / 16  # mean length of answers at the low end of the time range, as a share of the token budget
+# Factors on the roofline's time. It is off by about two for small models; at the high end, other programs run too.
+FACTORS = (0.5, 3.0)
+START_S = (3.0, 30.0)  # at both ends: imports, loading the model, the report
+COMMON_RANK = 16  # assumed for adapters on the hub that are not here yet
 LOGIT_COPIES = 3  # logits, their log-softmax, and its exponential or the gradient
 
 
@@ -132,13 +138,14 @@ def estimate_memory(config: SortedConfig, model: ModelShape) -> Memory:
     `model.bytes_per_value` applies to the engine's weights and KV cache.
     """
     weights = int(model.params) * FLOAT
-    trained = int(model.params) if config.lora.rank == 0 else _adapter_params(config, model)
+    has_adapters = bool(config.lora.rank or config.lora.path)
+    trained = _adapter_params(config, model) if has_adapters else int(model.params)
     window, ranks = config.task.max_prompt_tokens + config.engine.max_new_tokens, config.learner.ranks
     # A micro-batch has at most `micro_tokens` tokens, unless a single sample is longer, and at most the rank's samples.
     share = -(-config.schedule.update_batch // ranks)
     micro = max(min(config.learner.micro_tokens, share * window), window)
     # With LoRA, the model without its adapters is the reference.
-    has_reference = config.learner.kl_coef > 0 and config.lora.rank == 0
+    has_reference = config.learner.kl_coef > 0 and not has_adapters
     return Memory(
         weights=weights,
         engine_copy=int(model.weight_bytes) * config.engine.replicas,
@@ -195,8 +202,21 @@ def _adapter_params(config: SortedConfig, model: ModelShape) -> int:
         "up_proj": h + f,
         "down_proj": f + h,
     }
-    chosen = config.lora.target_modules or tuple(num_sides)
-    return model.layers * config.lora.rank * sum(num_sides.get(name, h + f) for name in chosen)
+    rank, modules = _adapter_shape(config)
+    return model.layers * rank * sum(num_sides.get(name, h + f) for name in modules or tuple(num_sides))
+
+
+def _adapter_shape(config: SortedConfig) -> tuple[int, tuple[str, ...]]:
+    """Rank and target modules: the configured ones, or those of the adapters in `lora.path` if they are here."""
+    folder = find_cached(config.lora.path, config.lora.revision) if config.lora.path else None
+    if folder is None:
+        return config.lora.rank or COMMON_RANK, config.lora.target_modules
+    try:
+        saved = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        modules = saved["target_modules"]
+        return int(saved["r"]), tuple(modules) if isinstance(modules, list) else ()
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"the adapters in {shown(folder)} cannot be read: {first_line(error)}") from error
 
 
 def estimate_time(config: SortedConfig, cost: CostModel, length: int) -> Duration:
@@ -228,8 +248,11 @@ def _rollout_s(config: SortedConfig, cost: CostModel, num_samples: int, prompt: 
     return rounds * (cost.decode_s(slots, slots * prompt, length) + cost.prefill_s([prompt] * num_prompts))
 
 
-def _measure_hardware(cpu: Hardware) -> Hardware:
-    """The CPU preset with this machine's measured speed of matrix products and copies."""
+def _measure_hardware(cpu: Hardware, threads: int) -> Hardware:
+    """The CPU preset with this machine's measured speed of matrix products and copies on so many threads.
+
+    One thread is measured, in CPU time, so that other programs that run now do not count.
+    """
     import time
 
     import torch
@@ -237,16 +260,21 @@ def _measure_hardware(cpu: Hardware) -> Hardware:
     def seconds(work: Any) -> float:
         best = float("inf")
         for _ in range(5):
-            start = time.perf_counter()
+            start = time.thread_time()
             work()
-            best = min(best, time.perf_counter() - start)
+            best = min(best, time.thread_time() - start)
         return best
 
     side, size = 768, 2**24
     a, b = torch.rand(side, side), torch.rand(side, side)
-    flops = 2 * side**3 / seconds(lambda: a @ b)
     source, target = torch.rand(size // FLOAT), torch.empty(size // FLOAT)
-    bandwidth = 2 * size / seconds(lambda: target.copy_(source))
+    num_before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        flops = threads * 2 * side**3 / seconds(lambda: a @ b)
+        bandwidth = threads * 2 * size / seconds(lambda: target.copy_(source))
+    finally:
+        torch.set_num_threads(num_before)
     # Small batches and small matrices reach only a share of the measured peak.
     return replace(cpu, flops=flops, bandwidth=bandwidth, bandwidth_share=0.8, train_flops_share=0.5)
 
@@ -259,7 +287,7 @@ class RunEstimate:
     room: int  # bytes available
     room_of_rank: int  # bytes available to one rank
     where: str
-    typical: Duration
+    shortest: Duration
     longest: Duration
     source: str  # what the times are based on
 
@@ -279,14 +307,23 @@ class RunEstimate:
         return total if self.fits else f"{total}; this does not fit: {remedy}"
 
     @property
+    def seconds(self) -> tuple[float, float]:
+        """The range in which the whole command ends."""
+        ends = zip(FACTORS, (self.shortest, self.longest), START_S, strict=True)
+        low, high = (factor * duration.total_s + start_s for factor, duration, start_s in ends)
+        return low, high
+
+    @property
     def time_text(self) -> str:
-        texts = [
-            f"{_seconds(d.total_s)} if answers take {d.length:,} tokens ({d.num_updates:,} updates of "
-            f"{_seconds(d.cycle_s)}: rollout {_seconds(d.rollout_s)}, update {_seconds(d.update_s)}; "
-            f"{d.num_evals} evaluations of {_seconds(d.eval_s)})"
-            for d in (self.typical, self.longest)
-        ]
-        return f"at least {texts[0]}; {texts[1]}; by {self.source}"
+        low, high = self.seconds
+        short, long = self.shortest, self.longest
+        parts = f"{short.num_updates:,} updates and {short.num_evals} evaluations"
+        return (
+            f"{_seconds(low)} to {_seconds(high)} for {parts}, by {self.source}: the first if answers take "
+            f"{short.length:,} tokens at twice the expected speed, the second if all take {long.length:,} at a third "
+            f"of it; expected at {long.length:,}: rollout {_seconds(long.rollout_s)} and learner "
+            f"{_seconds(long.update_s)} per update"
+        )
 
 
 def estimate_run(
@@ -299,8 +336,8 @@ def estimate_run(
     room_of_rank: int | None = None
     if hardware is None:
         room, where = _machine_memory(), "this machine"
-        kind = _measure_hardware(load_hardware("cpu"))
-        source = "a roofline of this machine under its current load"
+        kind = _measure_hardware(load_hardware("cpu"), config.run.threads)
+        source = "a roofline of this machine"
     else:
         kind = load_hardware(hardware)
         room, where = int(kind.memory * kind.memory_share * devices), f"{devices} x {hardware}"
@@ -316,7 +353,7 @@ def estimate_run(
         room=room,
         room_of_rank=room if room_of_rank is None else room_of_rank,
         where=where,
-        typical=estimate_time(config, cost, max(1, int(budget * TYPICAL_SHARE))),
+        shortest=estimate_time(config, cost, max(1, int(budget * SHORT_SHARE))),
         longest=estimate_time(config, cost, budget),
         source=source,
     )

@@ -129,8 +129,10 @@ class Evaluator:
         if not self.prompts or num_trained == self.last_run:
             return
         before = self.engine.stats()
-        sampled, greedy = self.answers()
-        self.used = self.used.plus(self.engine.stats().minus(before))
+        try:
+            sampled, greedy = self.answers()
+        finally:
+            self.used = self.used.plus(self.engine.stats().minus(before))
         self.last_run = num_trained
         found = self._figures(sampled)
         self.emit(

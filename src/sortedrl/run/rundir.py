@@ -49,4 +49,4 @@ def _rename_earlier(run_dir: Path) -> None:
             number += 1
         run_dir.rename(renamed)
         lock.run_dir = renamed  # the lock file moved with the folder, and is released there
-    log.info("%s existed: renamed to %s", run_dir, renamed)
+    log.warning("an earlier run was in %s: it is now in %s", run_dir, renamed)

@@ -19,6 +19,7 @@ from sortedrl.clock import Clock
 from sortedrl.config import SortedConfig
 from sortedrl.engine.base import EngineStats
 from sortedrl.errors import DamagedLedgerError, RunDirError
+from sortedrl.ledger.schema import FIRST_NOISE
 from sortedrl.ledger.store import Store
 from sortedrl.run.builders.parts import RunParts
 from sortedrl.run.checkpoint_folder import Checkpoints, load_state
@@ -44,11 +45,13 @@ class RunFiles:
     buffer: Buffer
 
     @classmethod
-    def create(cls, run_dir: Path, metrics: RunMetrics, *, grouped: bool, knobs: dict[str, Any]) -> RunFiles:
+    def create(
+        cls, run_dir: Path, metrics: RunMetrics, *, grouped: bool, knobs: dict[str, Any], noise: str
+    ) -> RunFiles:
         """Empty files. They replace those of a run that died before its first checkpoint."""
         for path in run_dir.glob(f"{LEDGER_FILE}*"):
             path.unlink()
-        store = Store.create(run_dir / LEDGER_FILE, grouped=grouped, knobs=knobs)
+        store = Store.create(run_dir / LEDGER_FILE, grouped=grouped, knobs=knobs, noise=noise)
         return cls(
             events=JsonlSink(run_dir / "events.jsonl"),
             metrics=MetricsSink(run_dir / "metrics.jsonl", metrics),
@@ -131,12 +134,17 @@ class RunSaver:
             "config": self.config.resolved(),
             "updates": buffer.num_updates,
             "clock_s": self.clock.now(),
+            "noise": parts.engine.capabilities.noise,
             "controller": dict(controller_state),
             "loader": parts.loader.state_dict(),
             "rows": parts.rows.state_dict(),
+            "hub_commits": parts.commits,
+            "base_model": parts.base_model,
+            "from_python": list(parts.from_python),
             "evaluated_at": self.evaluator.last_run,
             "stats": asdict(self.stats()),
             "reward_errors": dict(parts.rewards.errors),
+            "alarm": parts.alarm.state_dict(),
             "rng": rng_state(),
             **synced,
         }
@@ -156,12 +164,26 @@ class RunSaver:
         )
 
 
+def check_noise(checkpoint: Path, noise: str) -> None:
+    """Raise an error if a checkpoint's run drew with other sampling noise than the engine that is to continue it.
+
+    Its samples would otherwise hold tokens of two schemes, and a restart would not repeat an answer.
+    """
+    saved = load_state(checkpoint).get("noise", FIRST_NOISE)
+    if saved != noise:
+        raise RunDirError(
+            f"{checkpoint.parents[1]} was drawn with the sampling noise {saved}, and this engine draws with {noise}: "
+            "resume it with the engine and the version of sortedrl that began it, or start a new run"
+        )
+
+
 def restore(parts: RunParts, evaluator: Evaluator, version: int, checkpoint: Path) -> dict[str, Any]:
     """Set the parts to a checkpoint, except the weights, which they were built with; returns the checkpoint's state."""
     state = load_state(checkpoint, parts.learner)
     parts.loader.load_state_dict(state["loader"])
     evaluator.last_run = state["evaluated_at"]
     parts.rewards.errors.update(state.get("reward_errors", {}))
+    parts.alarm.load_state_dict(state.get("alarm"))
     parts.engine.publish(version, parts.learner.source).wait()
     set_rng_state(state["rng"])
     return state

@@ -20,12 +20,13 @@ import torch
 from sortedrl.config import SortedConfig
 from sortedrl.errors import DataError
 from sortedrl.learner.finite_weights import check_weights
-from sortedrl.learner.model import check_model_folder, load_tokenizer, read_window
+from sortedrl.learner.model import check_model_folder, read_window
 from sortedrl.learner.pack import check_packing
 from sortedrl.learner.sft import Example, OnStep, SftRates, SftResult, finetune, length_batches
-from sortedrl.run.builders.parts import build_task, load_model, model_path
+from sortedrl.run.builders.parts import build_task, load_model, model_path, own_tokenizer
 from sortedrl.run.checkpoint_folder import save_checkpoint
 from sortedrl.tasks.base import Row, Task, encode_prompt
+from sortedrl.tasks.counting import CountingRows
 from sortedrl.tasks.files import read_rows
 from sortedrl.tasks.knights import KnightsRows, teach
 
@@ -42,9 +43,10 @@ def run_sft(
     torch.set_num_threads(config.run.threads)
     torch.manual_seed(config.run.seed)
     folder = check_model_folder(model_path(config))
-    examples = read_examples(config, load_tokenizer(folder))
+    tokenizer = own_tokenizer(config, folder, None)
+    examples = read_examples(config, tokenizer)
     check_fit(examples, folder)
-    model, tokenizer = load_model(folder)
+    model, _ = load_model(folder)
     check_packing(model)
     stream = list(islice(_epochs(examples, config.run.seed), settings.epochs * len(examples)))
     limits = {"batch_tokens": settings.batch_tokens, "seed": config.run.seed}
@@ -73,7 +75,13 @@ def read_examples(config: SortedConfig, tokenizer: Any) -> list[Example]:
     """The configured examples as tokens; raises if one does not fit a batch."""
     settings = config.sft
     if settings.path:
-        source = read_rows(settings.path, columns=settings.columns, split=settings.split or None, required=())
+        source = read_rows(
+            settings.path,
+            columns=settings.columns,
+            split=settings.split or None,
+            revision=settings.revision,
+            required=(),
+        )
         rows = [source[index] for index in range(min(len(source), settings.examples))]
         places = [f"{settings.path}, row {index}" for index in range(len(rows))]
     else:
@@ -135,6 +143,8 @@ def _accepted_completion(task: Task, index: int, row: Row, rng: random.Random) -
     answer = row.get("answer")
     if answer in (None, ""):
         raise DataError(f"row {index} of task {task.name} has neither completion nor answer: add one, or set sft.path")
+    if isinstance(task.train, CountingRows):
+        return str(answer)
     if task.name != "math":
         return f"<answer>{answer}</answer>"
     from sortedrl.tasks.math import reference_answer  # needs a package that other tasks do not

@@ -20,11 +20,14 @@ from rich.table import Table
 
 from sortedrl.config import SortedConfig
 from sortedrl.errors import DataError, ModelError
+from sortedrl.external.hub import shown, split_revision
 from sortedrl.learner.model import check_model_folder, load_tokenizer, read_window
+from sortedrl.learner.smollm2 import model_note
 from sortedrl.records import Prompt
 from sortedrl.reward.scorer import SampleScorer
 from sortedrl.run.builders.engine import build_engine, build_sampling
-from sortedrl.run.builders.parts import build_rewards, load_model, named_model_path, stop_token_ids
+from sortedrl.run.builders.generation import stop_token_ids
+from sortedrl.run.builders.parts import build_rewards, load_model, named_model_path
 from sortedrl.run.checkpoint_folder import Checkpoints
 from sortedrl.run.evaluate import EvalAnswer, answer_all
 from sortedrl.run.scores import Figures, Graded, figures
@@ -32,12 +35,16 @@ from sortedrl.tasks.base import Row, make_prompt
 from sortedrl.tasks.suites import Suite, find_suites, load_suite, read_mark, suite_mark
 
 SAMPLED_TEMPERATURE = 0.6  # default for several answers to a problem
+DEFAULT_TOKENS = 1024  # of an answer, if the model has positions for as many
 ANY_LENGTH = 2**31  # no limit of their own: prompts must only fit the model's window
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class SuiteEvalSettings:
-    """`temperature` None: 0 (greedy) for one answer per problem, 0.6 for several."""
+    """`temperature` None: 0 (greedy) for one answer per problem, 0.6 for several.
+
+    `max_tokens` None: 1024, or fewer if the model has positions for fewer.
+    """
 
     model: str
     suites: str
@@ -46,7 +53,7 @@ class SuiteEvalSettings:
     data: Path | None = None
     engine: str = "local"
     slots: int = 32
-    max_tokens: int = 1024
+    max_tokens: int | None = None
     temperature: float | None = None
     seed: int = 0
     threads: int = 1
@@ -87,6 +94,7 @@ class SuiteEvalResult:
         return {
             "suites": {name: asdict(found) for name, found in self.suites.items()},
             "model": settings.model,
+            "model_note": model_note(settings.model) or None,
             "engine": settings.engine,
             "samples": settings.samples,
             "temperature": settings.used_temperature,
@@ -132,7 +140,10 @@ def evaluate_suites(settings: SuiteEvalSettings, on_progress: OnProgress | None 
     folder = find_model(settings.model)
     tokenizer = load_tokenizer(folder)
     prompts = {suite.name: _prompts(suite, settings, tokenizer) for suite in suites}
-    config = _config(settings, folder, max(len(prompt.tokens) for each in prompts.values() for prompt in each))
+    longest = max(len(prompt.tokens) for each in prompts.values() for prompt in each)
+    budget = _token_budget(settings.max_tokens, folder, longest)
+    settings = replace(settings, max_tokens=budget)
+    config = _config(settings, folder, longest, budget)
     answers = {name: _requested_answers(each, settings) for name, each in prompts.items()}
     every = [answer for each in answers.values() for of_problem in each for answer in of_problem]
     with ExitStack() as stack:
@@ -147,7 +158,7 @@ def evaluate_suites(settings: SuiteEvalSettings, on_progress: OnProgress | None 
             SampleScorer(pool=rewards, tokenizer=tokenizer),
             every,
             sampling=build_sampling(config, stop_token_ids(model, tokenizer)),
-            budget=settings.max_tokens,
+            budget=budget,
             seed=settings.seed,
             on_scored=_counting(len(every), on_progress) if on_progress is not None else None,
         )
@@ -176,14 +187,14 @@ def _counting(total: int, on_progress: OnProgress) -> Callable[[EvalAnswer], Non
 
 
 def find_model(name: str) -> Path:
-    """The folder of a model by its name or path; for a run directory, its latest checkpoint."""
+    """The folder of a model by its name, path or id (`owner/name@revision`); for a run directory, a checkpoint."""
     path = Path(name)
     if (path / "checkpoints").is_dir():
         checkpoint = Checkpoints(path / "checkpoints").latest()
         if checkpoint is None:
             raise ModelError(f"the run in {path} has no whole checkpoint: give the folder of a model")
         return check_model_folder(checkpoint)
-    return check_model_folder(named_model_path(name))
+    return check_model_folder(named_model_path(*split_revision(name)))
 
 
 def _prompts(suite: Suite, settings: SuiteEvalSettings, tokenizer: Any) -> list[Prompt]:
@@ -196,20 +207,27 @@ def _prompts(suite: Suite, settings: SuiteEvalSettings, tokenizer: Any) -> list[
     ]
 
 
-def _config(settings: SuiteEvalSettings, folder: Path, longest: int) -> SortedConfig:
-    """A configuration with the settings that the engine and the reward workers read."""
+def _token_budget(given: int | None, folder: Path, longest: int) -> int:
+    """The longest answer in tokens: as given, or as many as the model has positions for, up to the default."""
     window = read_window(folder)
-    if window is not None and longest + settings.max_tokens > window:
+    if given is None:
+        given = DEFAULT_TOKENS if window is None else max(1, min(DEFAULT_TOKENS, window - longest))
+    if window is not None and longest + given > window:
         raise ModelError(
-            f"the longest prompt has {longest} tokens, and with --max-tokens {settings.max_tokens} that is more than "
-            f"the {window} positions of the model in {folder}: lower --max-tokens"
+            f"the longest prompt has {longest} tokens, and with --max-tokens {given} that is more than "
+            f"the {window} positions of the model in {shown(folder)}: lower --max-tokens"
         )
+    return given
+
+
+def _config(settings: SuiteEvalSettings, folder: Path, longest: int, budget: int) -> SortedConfig:
+    """A configuration with the settings that the engine and the reward workers read."""
     return SortedConfig(
         run={"seed": settings.seed, "threads": settings.threads},
         task={"max_prompt_tokens": longest},
         model={"path": str(folder)},
         schedule={"strategy": "sync"},
-        engine={"kind": settings.engine, "slots": settings.slots, "max_new_tokens": settings.max_tokens},
+        engine={"kind": settings.engine, "slots": settings.slots, "max_new_tokens": budget},
         reward={"workers": settings.workers, "timeout_s": settings.timeout_s},
     )
 

@@ -14,6 +14,7 @@ import csv
 import difflib
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,11 @@ from types import NoneType
 from typing import Any
 
 from sortedrl.errors import DataError
+from sortedrl.external.extras import extra_message
+from sortedrl.external.hub import Commits, dataset_commit, explain, is_commit, is_offline, is_unreachable
 from sortedrl.tasks.base import Row, RowSequence
+
+log = logging.getLogger(__name__)
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
 _SMALL_TABLE = 1 << 28  # bytes; a larger one stays on disk and yields rows one by one, ten times as slowly
@@ -46,7 +51,8 @@ class FileRows:
         if not self.columns:
             return row
         found = {ours: _look_up(row, theirs) for ours, theirs in self.columns.items()}
-        rest = {name: value for name, value in row.items() if name not in self.columns.values()}
+        named = {*self.columns, *self.columns.values()}  # a column of our name is not the one that was asked for
+        rest = {name: value for name, value in row.items() if name not in named}
         return rest | {name: value for name, value in found.items() if value is not _MISSING}
 
 
@@ -85,14 +91,18 @@ def read_rows(
     *,
     columns: Mapping[str, str] | None = None,
     split: str | None = None,
+    revision: str = "",
     required: Iterable[str] = ("prompt",),
+    commits: Commits | None = None,
 ) -> FileRows:
     """Read the rows of a file, a folder or a dataset on the hub, and check the `required` columns in every row.
 
     `split` selects the files of a folder whose names begin with it, or the split of a dataset. Default: `train` if
-    there is one.
+    there is one. `revision` is that of a dataset on the hub; a commit in `commits` replaces it, otherwise the commit
+    that was read is noted there.
     """
-    rows = FileRows(name=str(source), rows=_read(str(source), split or None), columns=dict(columns or {}))
+    found = _read(str(source), split or None, revision, {} if commits is None else commits)
+    rows = FileRows(name=str(source), rows=found, columns=dict(columns or {}))
     if len(rows) == 0:
         raise DataError(f"{source} has no rows; give it at least one")
     _check_columns(rows, {*required, *rows.columns})
@@ -136,16 +146,20 @@ def split_off(rows: RowSequence, share: float) -> tuple[list[int], list[int]]:
 # ---- where rows come from --------------------------------------------------------------------------------------------
 
 
-def _read(source: str, split: str | None) -> RowSequence:
+def _read(source: str, split: str | None, revision: str, commits: Commits) -> RowSequence:
     path = Path(source).expanduser()
+    if revision and path.exists():
+        raise DataError(f"{source} is not on the hub, so it has no revision {revision!r}: remove the revision")
     if path.is_dir():
         return _read_folder(path, split)
     if path.is_file():
+        if split and not _is_of(path, path.parent, split):
+            raise DataError(f"{path} is one file and has no split {split!r}; leave the split out, or give a folder")
         return _read_files([path])
     looks_local = path.suffix in SUFFIXES or source.startswith((".", "/", "~")) or not _HUB_NAME.fullmatch(source)
     if looks_local or (path.parent.is_dir() and path.parent != Path()):
         raise DataError(f"there is no file or folder {source}{_nearest_path(path)}")
-    return _read_hub(source, split)
+    return _read_hub(source, split, revision, commits)
 
 
 def _nearest_path(path: Path) -> str:
@@ -194,24 +208,53 @@ def _read_saved(folder: Path) -> RowSequence:
         raise DataError(f"the dataset in {folder} cannot be read ({_brief(error)}); save it again") from error
 
 
-def _read_hub(name: str, split: str | None) -> RowSequence:
+def _read_hub(name: str, split: str | None, revision: str, commits: Commits) -> RowSequence:
     datasets = _import_datasets(name)
     path, _, configuration = name.partition(":")
+    key = f"dataset {path}"
+    wanted = commits.get(key) or revision
+    is_checked = True
     try:
-        return datasets.load_dataset(path, configuration or None, split=split or "train")
-    except Exception as error:  # no connection, no such name, no such split, and others
+        wanted = dataset_commit(path, revision=wanted)
+    except Exception as error:  # no connection, no such name, no access, and others
+        is_checked = False
+        if not is_unreachable(error) or not _is_cached(datasets, path):  # datasets would retry for half a minute
+            raise DataError(explain(error, path, key="dataset", revision=wanted, kind="dataset")) from error
+        if not is_offline():
+            log.warning("the hub cannot be reached: HF_HUB_OFFLINE=1 would use the cached dataset %s at once", path)
+    try:
+        rows = datasets.load_dataset(path, configuration or None, split=split or "train", revision=wanted or None)
+    except Exception as error:  # no such configuration, no such split, no connection, and others
         raise DataError(
-            f"{name!r} is no local file or folder, and could not be loaded from the hub ({_brief(error)}); to use "
-            f"local files, download it where there is a connection (hf download --repo-type dataset {path} --local-dir "
-            "DIR) and give the path of DIR"
+            f"dataset {name!r} could not be loaded from the hub or its cache ({_brief(error)}); correct the name or "
+            "the split, or download it where there is a connection (hf download --repo-type dataset "
+            f"{path} --local-dir DIR) and give the path of DIR"
         ) from error
+    commits[key] = wanted if is_checked else _check_cached(rows, path, wanted)
+    return rows
+
+
+def _is_cached(datasets: Any, path: str) -> bool:
+    """Whether the cache of datasets has tables of this dataset."""
+    return (Path(datasets.config.HF_DATASETS_CACHE) / path.replace("/", "___")).is_dir()
+
+
+def _check_cached(rows: Any, path: str, wanted: str) -> str:
+    """The commit of rows from the cache; raises if it is not the wanted one, because datasets ignores that offline."""
+    commit = next((part for file in rows.cache_files for part in Path(file["filename"]).parts if is_commit(part)), "")
+    if wanted and wanted != commit:
+        raise DataError(
+            f"the cache has commit {commit or 'unknown'} of dataset {path!r}, and without a connection revision "
+            f"{wanted!r} cannot be read: connect, or set task.revision to that commit"
+        )
+    return commit
 
 
 def _import_datasets(what: str) -> Any:
     try:
         import datasets
     except ImportError:
-        raise DataError(f"reading {what} needs the package datasets: pip install 'sortedrl[data]'") from None
+        raise DataError(extra_message(f"reading {what}", "data")) from None
     return datasets
 
 
@@ -301,7 +344,7 @@ def _read_parquet(paths: Sequence[Path]) -> RowSequence:
         import pyarrow
         from pyarrow import parquet
     except ImportError:
-        raise DataError(f"reading {paths[0]} needs the package pyarrow: pip install 'sortedrl[data]'") from None
+        raise DataError(extra_message(f"reading {paths[0]}", "data")) from None
     try:
         table = pyarrow.concat_tables(parquet.read_table(path, memory_map=True) for path in paths)
         return table.to_pylist() if table.nbytes < _SMALL_TABLE else TableRows(table=table)

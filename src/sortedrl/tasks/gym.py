@@ -22,6 +22,7 @@ from functools import lru_cache
 from typing import Any
 
 from sortedrl.errors import ConfigError, DataError
+from sortedrl.external.extras import extra_message
 from sortedrl.tasks.answers import after_thought, completion_text, tagged
 from sortedrl.tasks.base import RewardFunc, Row, Rows
 from sortedrl.tasks.knights import HELDOUT_SEED
@@ -31,7 +32,7 @@ try:  # imported here so that workers load it at their start, which the time lim
     import reasoning_gym  # noqa: F401  # registers the generators
     from reasoning_gym.factory import DATASETS
 except ImportError:
-    raise ConfigError("reasoning_gym tasks need the package reasoning-gym: pip install 'sortedrl[gym]'") from None
+    raise ConfigError(extra_message("task.name = reasoning_gym:NAME", "gym")) from None
 
 PREFIX = "reasoning_gym:"
 INSTRUCTION = "Give your final answer between <answer> and </answer>, and nothing else there."

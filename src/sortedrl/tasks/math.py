@@ -20,12 +20,13 @@ from functools import lru_cache
 from typing import Any
 
 from sortedrl.errors import ConfigError
+from sortedrl.external.extras import extra_message
 from sortedrl.tasks.answers import after_thought, boxed, completion_text, tagged
 
 try:
     from math_verify import LatexExtractionConfig, parse, verify
 except ImportError:
-    raise ConfigError("the math task needs the package math-verify: pip install 'sortedrl[math]'") from None
+    raise ConfigError(extra_message("marking math answers", "math")) from None
 
 MAX_ANSWER = 400  # characters; the longest reference of the usual suites has 200
 _MAX_DIGITS = 60  # of one number

@@ -87,6 +87,15 @@ class SampleScored(Event):
 
 
 @dataclass(slots=True)
+class RewardFailed(Event):
+    """An answer could not be scored. Its SampleScored follows, with the reward 0 that it gets instead."""
+
+    sample: int
+    attempt: int
+    error: str  # the reward function, and how it failed
+
+
+@dataclass(slots=True)
 class RewardCalled(Event):
     """A call to a reward worker has ended, and the controller received its result at `t`."""
 

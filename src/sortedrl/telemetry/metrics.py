@@ -29,6 +29,7 @@ from sortedrl.telemetry.events import (
     Evaluated,
     Event,
     RewardCalled,
+    RewardFailed,
     RunEnded,
     RunResumed,
     RunStarted,
@@ -76,6 +77,7 @@ class UpdateRow:
     tokens_per_s: float | None
     slot_time: dict[str, float] | None  # shares of slot time by cause
     learner_wait_s: float
+    unscored_samples: int  # samples whose reward could not be computed
     learner: dict[str, float]
 
 
@@ -115,6 +117,8 @@ class RunMetrics:
     _num_duplicated: int = 0
     _longest_sum: int = 0  # over trained samples, the longest answer of each in any attempt
     _untrained: set[int] = field(default_factory=set)
+    _unscored: set[int] = field(default_factory=set)  # of the untrained samples, those that could not be scored
+    _num_unscored_trained: int = 0
     _held: dict[int, int] = field(default_factory=dict)  # answer tokens of samples that are not trained yet
     _longest: dict[int, int] = field(default_factory=dict)
     _batches: dict[int, tuple[BatchTaken, int]] = field(default_factory=dict)  # updates under way; samples so far
@@ -134,6 +138,7 @@ class RunMetrics:
             case AttemptStarted():
                 self.occupancy.running += 1
                 self._held[event.sample] = event.cached
+                self._unscored.discard(event.sample)  # the new attempt will be scored too
             case SampleScored():
                 pass
             case SampleRequeued():
@@ -142,6 +147,8 @@ class RunMetrics:
                 self._held[event.sample] = max(self._held.get(event.sample, 0) - event.discarded, 0)
             case AttemptVerified():
                 self._verify_attempt(event)
+            case RewardFailed():
+                self._unscored.add(event.sample)
             case BatchTaken():
                 self._take_batch(event)
             case UpdateDone():
@@ -236,6 +243,9 @@ class RunMetrics:
         self.trained_slot_s += event.slot_s
         for sample, length in zip(event.samples, event.lengths, strict=True):
             self._held.pop(sample, None)
+            if sample in self._unscored:
+                self._unscored.remove(sample)
+                self._num_unscored_trained += 1
             longest = self._longest.pop(sample, 0)
             if sample in self._untrained:
                 self._untrained.remove(sample)
@@ -262,6 +272,7 @@ class RunMetrics:
         self.samples = event.samples_trained
         self._num_loaded, self._num_duplicated = event.samples_trained + len(event.waiting), 0
         self._untrained = set(event.waiting)
+        self._unscored &= self._untrained
         for by_sample in (self._held, self._longest):
             for sample in by_sample.keys() - self._untrained:
                 del by_sample[sample]
@@ -301,6 +312,11 @@ class RunMetrics:
     @property
     def staleness_token_mean(self) -> float | None:
         return ratio(self.staleness_token_sum, self.trained_tokens)
+
+    @property
+    def num_unscored(self) -> int:
+        """Samples, trained or waiting, whose reward could not be computed."""
+        return self._num_unscored_trained + len(self._unscored)
 
     @property
     def divergence_rate(self) -> float | None:
@@ -374,6 +390,7 @@ class RunMetrics:
             tokens_per_s=self.tokens_per_s(timing),
             slot_time=self.slot_time(),
             learner_wait_s=self.learner_wait_s,
+            unscored_samples=self.num_unscored,
             learner=dict(event.metrics),
         )
 

@@ -73,6 +73,8 @@ class Summary(BaseModel):
     flat_groups: int | None = None  # sibling groups with equal rewards
     filtered_samples: int | None = None  # samples of such groups that were trained with weight 0
     reward_errors: dict[str, int] | None = None  # answers that could not be scored, by function and kind
+    unscored_samples: int | None = None  # samples whose reward could not be computed, each counted once
+    alarm: str | None = None  # why the run could not learn: `run.on_no_signal` stopped it, or warned
     accuracy_before: float | None = None
     accuracy_after: float | None = None
     greedy_accuracy_before: float | None = None
@@ -132,6 +134,7 @@ def summarize(
     ledger_s: float | None = None,
     reward_errors: Mapping[str, int] | None = None,
     emit_s: float | None = None,
+    alarm: str | None = None,
 ) -> Summary:
     """Return the summary of a run from `metrics`, which has received all its events.
 
@@ -182,6 +185,8 @@ def summarize(
         flat_groups=metrics.num_flat_groups,
         filtered_samples=metrics.num_filtered,
         reward_errors=None if reward_errors is None else dict(reward_errors),
+        unscored_samples=metrics.num_unscored,
+        alarm=alarm,
         accuracy_before=before.sampled_accuracy if before else None,
         accuracy_after=after.sampled_accuracy if after else None,
         greedy_accuracy_before=before.greedy_accuracy if before else None,

@@ -1,32 +1,27 @@
-"""Sinks that write a run's scalars to TensorBoard and Weights & Biases.
+"""Sinks that write a run's scalars to TensorBoard, Weights & Biases, or a tracker of the user's.
 
-The trainer opens the trackers that the configuration names; both need optional packages. The shared `RunMetrics` must
-receive each event before them. Guarantees: the step of every scalar is the number of samples trained, so that
-strategies can be compared. Nothing leaves the machine unless the configuration says `online`. A tracker that fails
-warns once, and the run continues (`Fanout`).
+`run/builders/trackers.py` opens those that the configuration names; ours need optional packages. The shared
+`RunMetrics` must receive each event before them. Guarantees: the step of every scalar is the number of samples trained,
+so that strategies can be compared. Nothing leaves the machine unless the configuration says `online`. A tracker that
+fails warns once, and the run continues (`Fanout`).
 """
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
-from sortedrl.errors import ConfigError
 from sortedrl.telemetry.events import Evaluated, Event, RunResumed, UpdateDone
 from sortedrl.telemetry.metrics import RunMetrics, UpdateRow
 
 _FLUSH_S = 10
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -175,37 +170,31 @@ class WandbSink(TrackerSink):
         self._run.finish()
 
 
-_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}
-"""The package that each tracker needs; the extra of this package has the same name."""
+class Tracker(Protocol):
+    """A tracker of the user's: it gets the scalars of every update and evaluation. `step` counts trained samples.
+
+    It may also have `go_back(step)`: the run was resumed there, and what was written after that step is void.
+    """
+
+    def write(self, step: int, scalars: dict[str, float]) -> None: ...
+
+    def close(self) -> None: ...
 
 
-def check_trackers(names: Sequence[str]) -> None:
-    """Raise ConfigError for a tracker whose package is not installed."""
-    for name in names:
-        if find_spec(_PACKAGES[name]) is None:
-            raise ConfigError(
-                f"track.to names {name}, which is not installed: run pip install sortedrl[{name}], or remove it"
-            )
+class OwnTrackerSink(TrackerSink):
+    """Passes scalars on to a tracker of the user's."""
 
+    def __init__(self, tracker: Tracker, metrics: RunMetrics) -> None:
+        super().__init__(metrics)
+        self._tracker = tracker
 
-def open_trackers(
-    names: Sequence[str], run_dir: Path, metrics: RunMetrics, settings: TrackSettings
-) -> list[TrackerSink]:
-    """Return the named trackers, without those that cannot start; they are logged."""
-    opened: list[TrackerSink] = []
-    for name in names:
-        try:
-            opened.append(_open(name, run_dir, metrics, settings))
-        except Exception as error:  # training is more important than any tracker
-            log.warning("%s cannot start (%s: %s); training continues without it", name, type(error).__name__, error)
-    return opened
+    def write(self, step: int, scalars: dict[str, float]) -> None:
+        self._tracker.write(step, scalars)
 
+    def go_back(self, step: int) -> None:
+        go_back = getattr(self._tracker, "go_back", None)
+        if go_back is not None:
+            go_back(step)
 
-def _open(name: str, run_dir: Path, metrics: RunMetrics, settings: TrackSettings) -> TrackerSink:
-    match name:
-        case "tensorboard":
-            return TensorBoardSink(run_dir / "tensorboard", metrics)
-        case "wandb":
-            return WandbSink(run_dir, metrics, settings)
-        case _:
-            raise AssertionError(f"there is no tracker {name}")
+    def close(self) -> None:
+        self._tracker.close()

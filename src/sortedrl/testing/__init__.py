@@ -9,32 +9,26 @@ or with pytest, one test per promise:
 
     @pytest.mark.parametrize("check", CHECKS, ids=str)
     def test_my_engine(check, case):
-        if check.needs(case):
-            check.run(case)
+        if why := check.why_not(case):
+            pytest.skip(why)
+        check.run(case)
 """
 
 from __future__ import annotations
 
-from sortedrl.errors import SortedRLError
 from sortedrl.testing import loop_checks as loop_checks  # importing it adds its checks to CHECKS
 from sortedrl.testing.case import Answer, Caller, EngineCase
 from sortedrl.testing.checks import CHECKS, Check
+from sortedrl.testing.results import CheckResult, Outcome, check_engine, run_checks
 
-__all__ = ["CHECKS", "Answer", "Caller", "Check", "EngineCase", "run_checks"]
-
-
-def run_checks(case: EngineCase) -> dict[str, str]:
-    """The result of each check by name: "passed", "not applicable", or "failed: " and the reason."""
-    results: dict[str, str] = {}
-    for check in CHECKS:
-        if not check.needs(case):
-            results[check.name] = "not applicable"
-            continue
-        try:
-            check.run(case)
-        except (AssertionError, SortedRLError) as error:
-            results[check.name] = f"failed: {error}"
-            case.engine.interrupt()
-        else:
-            results[check.name] = "passed"
-    return results
+__all__ = [
+    "CHECKS",
+    "Answer",
+    "Caller",
+    "Check",
+    "CheckResult",
+    "EngineCase",
+    "Outcome",
+    "check_engine",
+    "run_checks",
+]

@@ -27,7 +27,7 @@ from sortedrl.engine.base import (
 )
 from sortedrl.records import FinishReason, Mode
 
-_PROGRESS_TIMEOUT_S = 120.0
+_LIMIT_S = 120.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,8 +49,9 @@ class Answer:
 class Caller:
     """Collects answers by sample: a Delta replaces the tokens from its start on."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, limit_s: float = _LIMIT_S) -> None:
         self.engine = engine
+        self.limit_s = limit_s  # without an event or a token
         self.answers: dict[int, Answer] = {}
 
     def take(self, events: Iterable[EngineEvent]) -> None:
@@ -80,12 +81,19 @@ class Caller:
     def serve(self, requests: Sequence[Request]) -> dict[int, Answer]:
         """Submit requests as slots become free, until all have ended; returns the answers by sample."""
         waiting = list(requests)
+        before, began = -1, time.monotonic()
         while waiting or self.num_running:
             num_free = self.engine.capabilities.slots - self.num_running
             self.engine.submit(waiting[:num_free])
             del waiting[:num_free]
-            self.take(self.engine.poll())
+            events, decoded = self.engine.poll(), self.engine.stats().decoded_tokens
+            self.take(events)
+            if events or decoded != before:
+                before, began = decoded, time.monotonic()
+            assert time.monotonic() - began < self.limit_s, f"{self.num_running} samples run and make no progress"
         self.take(self.engine.poll())
+        lost = [request.sample for request in requests if not self.answers.get(request.sample, Answer()).has_ended]
+        assert not lost, f"no event ended sample {lost[0]}, and the engine runs nothing"
         return self.answers
 
     def steps(self, count: int) -> None:
@@ -121,6 +129,7 @@ class EngineCase:
     decode: Callable[[list[int]], str] | None = None  # the engine's decoder, if it supports stop strings
     advance: Callable[[], list[EngineEvent]] | None = None  # one short piece of work; default: a short poll
     kill: Callable[[], None] | None = None  # kills the engine's process, if it has one
+    limit_s: float = _LIMIT_S  # longest time without progress before a check fails
     clock: Clock = field(default_factory=WallClock)
     version: int = 0
     next_sample: int = 0
@@ -143,7 +152,7 @@ class EngineCase:
 
     def caller(self) -> Caller:
         assert self.engine.stats().running == 0, "an earlier check left samples running in the engine"
-        return Caller(self.engine)
+        return Caller(self.engine, self.limit_s)
 
     def run_until(self, caller: Caller, num_tokens: int) -> None:
         """Let the engine decode at least `num_tokens` more tokens, and few beyond that."""
@@ -151,7 +160,7 @@ class EngineCase:
         began = time.monotonic()
         while self.engine.stats().decoded_tokens < wanted:
             caller.take(self.engine.poll(0.005) if self.advance is None else self.advance())
-            assert time.monotonic() - began < _PROGRESS_TIMEOUT_S, "the engine makes no progress"
+            assert time.monotonic() - began < self.limit_s, "the engine makes no progress"
 
     def publish(self, in_flight: InFlight = InFlight.ABORT) -> None:
         """Publish the next weights under the next version."""

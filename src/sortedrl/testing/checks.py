@@ -1,44 +1,64 @@
 """The conformance suite of engines: each promise of the engine protocol is a plain function over an `EngineCase`.
 
 `run_checks` and the tests of every engine call the checks. No test runner is needed: a check that fails raises
-AssertionError. `needs` selects the engines that a check applies to, by their capabilities or by what the case offers.
-`issue` names the bug of another system that the check guards against.
+AssertionError. `guarantee` names the promise of `engine/base.py` that is then broken. `requires` selects the engines
+that a check applies to, by their capabilities or by what the case offers. `issue` names the bug of another system that
+the check guards against.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from sortedrl.engine.base import EngineEvent, InFlight, Request, Sampling, Span
+from sortedrl.engine.sampling.noise import SCHEME, gumbel_scalar
 from sortedrl.errors import SortedRLError
 from sortedrl.records import FinishReason, Mode
 from sortedrl.testing.case import Answer, EngineCase
+
+
+class Requirement(NamedTuple):
+    """What an engine or its case must offer for a check to apply, and the reason that is given if it does not."""
+
+    is_met: Callable[[EngineCase], bool]
+    otherwise: str
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Check:
     name: str
     promise: str
+    guarantee: str  # by its name in the docstring of engine/base.py
     run: Callable[[EngineCase], None]
-    needs: Callable[[EngineCase], bool] = lambda case: True
+    requires: tuple[Requirement, ...] = ()
     issue: str = ""
 
     def __str__(self) -> str:
         return self.name
+
+    def needs(self, case: EngineCase) -> bool:
+        """Whether the check applies to the engine."""
+        return not self.why_not(case)
+
+    def why_not(self, case: EngineCase) -> str:
+        """Why the check does not apply to the engine; "" if it does."""
+        return next((need.otherwise for need in self.requires if not need.is_met(case)), "")
 
 
 CHECKS: list[Check] = []
 
 
 def check(
-    promise: str, *, issue: str = "", needs: Callable[[EngineCase], bool] = lambda case: True
+    promise: str, *, guarantee: str, issue: str = "", requires: Sequence[Requirement] = ()
 ) -> Callable[[Callable[[EngineCase], None]], Callable[[EngineCase], None]]:
     """A decorator that adds a function to CHECKS, under the function's name."""
 
     def register(run: Callable[[EngineCase], None]) -> Callable[[EngineCase], None]:
         name = run.__name__.replace("_", "-")
-        CHECKS.append(Check(name=name, promise=promise, run=run, needs=needs, issue=issue))
+        made = Check(name=name, promise=promise, guarantee=guarantee, run=run, requires=tuple(requires), issue=issue)
+        CHECKS.append(made)
         return run
 
     return register
@@ -48,14 +68,22 @@ def is_exact(case: EngineCase) -> bool:
     return case.engine.capabilities.exact_replay
 
 
-def keeps_kv(case: EngineCase) -> bool:
-    return case.engine.capabilities.keep_kv
+EXACT = Requirement(is_exact, "the engine's capabilities say exact_replay = False")
+KEEPS_KV = Requirement(lambda case: case.engine.capabilities.keep_kv, "the engine's capabilities say keep_kv = False")
+STOPS = Requirement(
+    lambda case: case.has_stop_tokens, "EngineCase.has_stop_tokens = False: it has no tokens to stop at"
+)
+DECODES = Requirement(lambda case: case.decode is not None, "EngineCase.decode is missing: it finds no stop strings")
+DIES = Requirement(lambda case: case.kill is not None, "EngineCase.kill is missing: no process of it can die alone")
+SHARED_NOISE = Requirement(
+    lambda case: case.engine.capabilities.noise == SCHEME, f"the engine's capabilities do not say noise = {SCHEME}"
+)
 
 
 # ---- answers ---------------------------------------------------------------------------------------------------------
 
 
-@check("an answer uses its budget and no more, and says why it ended")
+@check("an answer uses its budget and no more, and says why it ended", guarantee="budget")
 def budgets_are_kept(case: EngineCase) -> None:
     caller = case.caller()
     requests = [replace(r, budget=budget) for r, budget in zip(case.requests(3), (1, 7, 12), strict=True)]
@@ -64,7 +92,7 @@ def budgets_are_kept(case: EngineCase) -> None:
     assert all(answer.reason is FinishReason.LENGTH for answer in answers.values())
 
 
-@check("a stop token ends an answer and is part of it", needs=lambda case: case.has_stop_tokens and is_exact(case))
+@check("a stop token ends an answer and is part of it", guarantee="stops", requires=[STOPS, EXACT])
 def stop_tokens_stop(case: EngineCase) -> None:
     (request,) = case.requests(1, budget=24)
     free = case.caller().serve([request])[request.sample].tokens
@@ -77,10 +105,11 @@ def stop_tokens_stop(case: EngineCase) -> None:
 
 @check(
     "a stop string ends an answer with the token that completes it",
-    needs=lambda case: case.decode is not None and is_exact(case),
+    guarantee="stops",
+    requires=[DECODES, EXACT],
 )
 def stop_strings_stop(case: EngineCase) -> None:
-    assert case.decode is not None, "selected by `needs`"
+    assert case.decode is not None, "selected by `requires`"
     (request,) = case.requests(1, budget=24)
     free = case.caller().serve([request])[request.sample].tokens
     string = case.decode(free[9:11])
@@ -92,7 +121,7 @@ def stop_strings_stop(case: EngineCase) -> None:
     assert answer.reason is FinishReason.STOP
 
 
-@check("log-probs are those of a teacher-forced pass")
+@check("log-probs are those of a teacher-forced pass", guarantee="log-probs")
 def logprobs_match_a_forced_pass(case: EngineCase) -> None:
     requests = case.requests(4, budget=24)
     answers = case.caller().serve(requests)
@@ -103,8 +132,9 @@ def logprobs_match_a_forced_pass(case: EngineCase) -> None:
 
 @check(
     "log-probs are those of the distribution that was sampled, including temperature",
+    guarantee="log-probs",
     issue="verl #6240",
-    needs=lambda case: case.has_stop_tokens,
+    requires=[STOPS],
 )
 def logprobs_are_the_processed_ones(case: EngineCase) -> None:
     (request,) = case.requests(1, budget=24, sampling=Sampling(temperature=0.6))
@@ -114,7 +144,7 @@ def logprobs_are_the_processed_ones(case: EngineCase) -> None:
     assert not case.is_close(answer.logprobs, case.logprobs(case.version, raw, answer.tokens))
 
 
-@check("an answer depends on its seed, not on its neighbours", needs=is_exact)
+@check("an answer depends on its seed, not on its neighbours", guarantee="seed", requires=[EXACT])
 def answers_do_not_depend_on_neighbours(case: EngineCase) -> None:
     requests = case.requests(4, budget=20)
     together = case.caller().serve(requests)
@@ -125,10 +155,29 @@ def answers_do_not_depend_on_neighbours(case: EngineCase) -> None:
     assert other[requests[0].sample].tokens != together[requests[0].sample].tokens
 
 
+@check("tokens are drawn with the noise scheme that the engine names", guarantee="noise", requires=[SHARED_NOISE])
+def tokens_are_drawn_with_the_shared_noise(case: EngineCase) -> None:
+    requests = case.requests(2, budget=6)
+    answers = case.caller().serve(requests)
+    rivals = {token for request in requests for token in (*request.prompt, *answers[request.sample].tokens)}
+
+    def score(request: Request, before: list[int], token: int) -> float:
+        position = len(request.prompt) + len(before) - 1
+        logprob = case.logprobs(case.version, request, [*before, token])[-1]
+        return logprob + gumbel_scalar(request.seed, position, token)
+
+    for request in requests:
+        tokens = answers[request.sample].tokens
+        for index, drawn in enumerate(tokens):
+            best = score(request, tokens[:index], drawn) + case.tolerance
+            for token in rivals:
+                assert score(request, tokens[:index], token) <= best, f"token {token} beats {drawn} at {index}"
+
+
 # ---- interruption ----------------------------------------------------------------------------------------------------
 
 
-@check("interruption returns every sample with its tokens, and every event names its attempt")
+@check("interruption returns every sample with its tokens, and every event names its attempt", guarantee="interruption")
 def interruption_returns_every_token(case: EngineCase) -> None:
     caller = case.caller()
     requests = case.requests(3, attempt=5)
@@ -146,7 +195,7 @@ def interruption_returns_every_token(case: EngineCase) -> None:
         assert case.is_close(answer.logprobs, case.logprobs(case.version, request, answer.tokens))
 
 
-@check("nothing decodes after an interruption", issue="slime #2340")
+@check("nothing decodes after an interruption", guarantee="interruption", issue="slime #2340")
 def no_orphan_survives_an_interruption(case: EngineCase) -> None:
     caller = case.caller()
     case.engine.submit(case.requests(4))
@@ -162,7 +211,7 @@ def no_orphan_survives_an_interruption(case: EngineCase) -> None:
     assert case.engine.interrupt() == []
 
 
-@check("some samples can be interrupted while the others continue")
+@check("some samples can be interrupted while the others continue", guarantee="interruption")
 def some_are_interrupted_and_others_go_on(case: EngineCase) -> None:
     caller = case.caller()
     requests = case.requests(4)
@@ -181,7 +230,7 @@ def some_are_interrupted_and_others_go_on(case: EngineCase) -> None:
         assert case.is_close(answer.logprobs, case.logprobs(case.version, request, answer.tokens))
 
 
-@check("a resumed answer has only the rest of its budget", issue="slime #2260")
+@check("a resumed answer has only the rest of its budget", guarantee="budget", issue="slime #2260")
 def a_resumed_answer_keeps_its_budget(case: EngineCase) -> None:
     caller = case.caller()
     (request,) = case.requests(1)
@@ -196,7 +245,11 @@ def a_resumed_answer_keeps_its_budget(case: EngineCase) -> None:
     assert answer.reason is FinishReason.LENGTH
 
 
-@check("tokens, log-probs and versions keep the same count after every interruption", issue="slime #1440")
+@check(
+    "tokens, log-probs and versions keep the same count after every interruption",
+    guarantee="interruption",
+    issue="slime #1440",
+)
 def lengths_agree_after_partials(case: EngineCase) -> None:
     caller = case.caller()
     requests = case.requests(3)
@@ -210,7 +263,7 @@ def lengths_agree_after_partials(case: EngineCase) -> None:
             assert answer.versions == sorted(answer.versions)
 
 
-@check("a resumed answer equals the uninterrupted answer", needs=is_exact)
+@check("a resumed answer equals the uninterrupted answer", guarantee="seed", requires=[EXACT])
 def resumed_equals_uninterrupted(case: EngineCase) -> None:
     requests = case.requests(3)
     expected = case.caller().serve(requests)
@@ -227,7 +280,7 @@ def resumed_equals_uninterrupted(case: EngineCase) -> None:
 # ---- publication -----------------------------------------------------------------------------------------------------
 
 
-@check("after a publication, answers come from the new weights and have the new version")
+@check("after a publication, answers come from the new weights and have the new version", guarantee="publication")
 def a_publication_takes_effect(case: EngineCase) -> None:
     requests = case.requests(3, budget=20)
     case.caller().serve(requests)  # fills the prefix cache, whose entries must not survive the publication
@@ -242,7 +295,7 @@ def a_publication_takes_effect(case: EngineCase) -> None:
         assert not case.is_close(answer.logprobs, case.logprobs(before, request, answer.tokens))
 
 
-@check("a resumed answer has tokens of the old version, then of the new one")
+@check("a resumed answer has tokens of the old version, then of the new one", guarantee="versions")
 def a_resumed_answer_spans_versions(case: EngineCase) -> None:
     caller = case.caller()
     (request,) = case.requests(1)
@@ -258,7 +311,7 @@ def a_resumed_answer_spans_versions(case: EngineCase) -> None:
     assert case.is_close(answer.logprobs[cut:], case.logprobs(case.version, request, answer.tokens)[cut:])
 
 
-@check("an on-policy answer has tokens of one version only", issue="slime #2092")
+@check("an on-policy answer has tokens of one version only", guarantee="versions", issue="slime #2092")
 def on_policy_answers_hold_one_version(case: EngineCase) -> None:
     mode = Mode.REPLAY if is_exact(case) else Mode.FRESH
     caller = case.caller()
@@ -274,7 +327,7 @@ def on_policy_answers_hold_one_version(case: EngineCase) -> None:
         assert case.is_close(answer.logprobs, case.logprobs(case.version, request, answer.tokens))
 
 
-@check("replay gives the same tokens as a restart", needs=is_exact)
+@check("replay gives the same tokens as a restart", guarantee="seed", requires=[EXACT])
 def replay_equals_restart(case: EngineCase) -> None:
     caller = case.caller()
     requests = case.requests(4)
@@ -292,7 +345,7 @@ def replay_equals_restart(case: EngineCase) -> None:
         assert replayed.verified[0][0] == cached[request.sample]
 
 
-@check("a replay keeps injected tokens unchanged and continues after them", needs=is_exact)
+@check("a replay keeps injected tokens unchanged and continues after them", guarantee="masked tokens", requires=[EXACT])
 def a_replay_keeps_fed_tokens(case: EngineCase) -> None:
     (request,) = case.requests(1)
     first = case.caller().serve([replace(request, budget=8)])[request.sample].tokens
@@ -314,12 +367,16 @@ def a_replay_keeps_fed_tokens(case: EngineCase) -> None:
     assert case.is_close(replayed.logprobs[len(cached) :], resumed.logprobs[len(cached) :])
 
 
-@check("running answers continue with their old KV cache under the new weights (mixed-kv)", needs=keeps_kv)
+@check(
+    "running answers continue with their old KV cache under the new weights (mixed-kv)",
+    guarantee="publication",
+    requires=[KEEPS_KV],
+)
 def a_kept_cache_goes_on(case: EngineCase) -> None:
     _publish_in_flight(case, InFlight.KEEP)
 
 
-@check("running answers are prefilled again under the new weights")
+@check("running answers are prefilled again under the new weights", guarantee="publication")
 def a_reprefilled_cache_is_new(case: EngineCase) -> None:
     for request, answer, cut in _publish_in_flight(case, InFlight.REPREFILL):
         forced = case.logprobs(case.version, request, answer)
@@ -349,7 +406,7 @@ def _publish_in_flight(case: EngineCase, in_flight: InFlight) -> list[tuple[Requ
 # ---- faults ----------------------------------------------------------------------------------------------------------
 
 
-@check("a request that cannot be served fails alone", issue="slime #1562")
+@check("a request that cannot be served fails alone", guarantee="failures", issue="slime #1562")
 def one_failure_is_no_more_than_that(case: EngineCase) -> None:
     good, bad, other = case.requests(3, budget=10)
     bad = case.spoil(bad)
@@ -359,7 +416,7 @@ def one_failure_is_no_more_than_that(case: EngineCase) -> None:
     assert {answers[r.sample].reason for r in (good, other)} == {FinishReason.LENGTH}
 
 
-@check("more requests than free slots are refused")
+@check("more requests than free slots are refused", guarantee="slots")
 def slots_are_a_limit(case: EngineCase) -> None:
     caller = case.caller()
     slots = case.engine.capabilities.slots
@@ -372,9 +429,11 @@ def slots_are_a_limit(case: EngineCase) -> None:
     raise AssertionError(f"the engine accepted {slots + 1} requests for {slots} slots")
 
 
-@check("an engine that dies returns its samples and continues with the same version", needs=lambda c: bool(c.kill))
+@check(
+    "an engine that dies returns its samples and continues with the same version", guarantee="failures", requires=[DIES]
+)
 def a_dead_engine_gives_its_samples_back(case: EngineCase) -> None:
-    assert case.kill is not None, "selected by `needs`"
+    assert case.kill is not None, "selected by `requires`"
     case.publish()
     caller = case.caller()
     requests = case.requests(3)

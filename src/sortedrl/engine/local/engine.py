@@ -51,6 +51,7 @@ from sortedrl.engine.local.prefill import (
 from sortedrl.engine.local.steady_steps import SteadySteps
 from sortedrl.engine.request_checks import check_limits, check_submit, find_fault
 from sortedrl.engine.sampling.draw import Choice, Draw, make_sampler
+from sortedrl.engine.sampling.noise import SCHEME
 from sortedrl.records import Mode
 
 
@@ -101,7 +102,8 @@ class LocalEngine:
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(slots=self._slots, exact_replay=self._dtype in EXACT_DTYPES, keep_kv=True, waits=True)
+        is_exact = self._dtype in EXACT_DTYPES
+        return Capabilities(slots=self._slots, exact_replay=is_exact, keep_kv=True, waits=True, noise=SCHEME)
 
     @property
     def num_running(self) -> int:

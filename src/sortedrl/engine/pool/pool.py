@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sortedrl.engine.base import (
+    OWN_NOISE,
     Capabilities,
     EngineEvent,
     EngineStats,
@@ -68,13 +69,16 @@ class Pool:
         exact_replay: bool,
         keep_kv: bool,
         waits: bool = False,
+        noise: str = OWN_NOISE,
         health_s: float = 60.0,
         start_s: float = 300.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._launcher = launcher
         self._slots = slots
-        self._capabilities = Capabilities(slots=size * slots, exact_replay=exact_replay, keep_kv=keep_kv, waits=waits)
+        self._capabilities = Capabilities(
+            slots=size * slots, exact_replay=exact_replay, keep_kv=keep_kv, waits=waits, noise=noise
+        )
         self._pause_id = 0  # number of interrupts
         self._health_s = health_s
         self._start_s = start_s

@@ -23,6 +23,7 @@ from typing import Any
 from sortedrl.engine.pool.ray_reaper import start_reaper
 from sortedrl.engine.pool.ray_watch import RayWatch, connect_to_store, end_process
 from sortedrl.errors import EngineError
+from sortedrl.external.extras import extra_message
 
 # A switch of Ray: without clusters it binds to 127.0.0.1, on any system.
 CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
@@ -46,7 +47,7 @@ def connect(address: str | None = None, *, run_dir: Path | None = None) -> bool:
     `run_dir`: the run to resume, for the message if Ray ends.
     """
     if importlib.util.find_spec("ray") is None:
-        raise EngineError("a pool of engines, or a learner of several ranks, needs Ray: pip install 'sortedrl[ray]'")
+        raise EngineError(extra_message("a pool of engines, or a learner of several ranks,", "ray"))
     if address is None and "ray" not in sys.modules:
         os.environ.setdefault(CLUSTERS, "0")
         os.environ.setdefault(NICENESS, "0")

@@ -1,4 +1,4 @@
-"""Builds the engine of a run: local, vLLM, or a pool of either in Ray actors.
+"""Builds the engine of a run: local, vLLM, a pool of either in Ray actors, or the user's own.
 
 `parts.py` calls `build_engine`. The actors of a pool create the model from its configuration and receive the weights
 with the first publication, so the machines of a cluster need this package but no copy of the model.
@@ -16,15 +16,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sortedrl.config import SortedConfig
+from sortedrl.config.plug_points import ENGINE
 from sortedrl.engine.base import Engine, Sampling
 from sortedrl.engine.local.decoder_choice import EXACT_DTYPES, choose_dtype
 from sortedrl.engine.local.engine import LocalEngine
 from sortedrl.engine.local.module_decoder import Geometry, check_supported
 from sortedrl.engine.pool.pool import Pool
 from sortedrl.engine.pool.ray_cluster import connect, disconnect, is_connected
+from sortedrl.engine.sampling.noise import SCHEME
 from sortedrl.engine.vllm.core import check_installed
 from sortedrl.engine.watchdog import Watchdog
 from sortedrl.errors import ConfigError, EngineError
+from sortedrl.external.plugins import name_of
 from sortedrl.schedule import Fate, Knobs
 from sortedrl.weights import ModuleWeights, is_adapted
 
@@ -45,6 +48,8 @@ def build_engine(
     needs_replay = Fate.REPLAY in (knobs.interrupted, knobs.on_bound)
     length = config.task.max_prompt_tokens + config.engine.max_new_tokens
     has_members = is_pool(config)
+    if config.engine.kind in ENGINE.names and config.engine.options:
+        raise ConfigError(f"engine.options has no effect on engine.kind {config.engine.kind}: remove it")
     if config.engine.stop and has_members:
         raise ConfigError("engine.stop does not work with a pool: remove it, or set engine.replicas = 1")
     if has_members and (config.engine.address or config.engine.port):
@@ -74,10 +79,12 @@ def build_engine(
             if config.engine.dtype == "bfloat16":
                 check_replay(knobs, is_exact=False)  # before vLLM is started in vain
             engine = build_vllm(config, model, length, decode)
+        case _:
+            engine = build_own_engine(config, model, length, decode)
     try:
         if config.engine.in_flight == "keep" and not engine.capabilities.keep_kv:
             raise ConfigError(
-                f"the {config.engine.kind} engine cannot keep its KV cache when weights change: "
+                f"the engine {name_of(config.engine.kind)} cannot keep its KV cache when weights change: "
                 "set engine.in_flight = reprefill"
             )
         check_replay(knobs, is_exact=engine.capabilities.exact_replay)
@@ -186,6 +193,31 @@ def build_vllm(config: SortedConfig, model: Any, max_length: int, decode: Callab
     )
 
 
+def build_own_engine(
+    config: SortedConfig, model: Any, max_length: int, decode: Callable[[list[int]], str] | None
+) -> Engine:
+    """The engine that the user wrote: made with the model, or given ready, with the model's weights as version 0."""
+    settings = config.engine
+    what = f"engine.kind {name_of(settings.kind)!r}"
+    if is_pool(config):
+        raise ConfigError(f"{what} cannot run in a pool: remove engine.replicas, engine.own_process and engine.cluster")
+    for key in ("dtype", "kv_gb", "address", "port"):
+        if getattr(settings, key) != type(settings).model_fields[key].default:
+            raise ConfigError(f"engine.{key} has no effect on {what}: remove it, or pass it in engine.options")
+    own = _private_copy(model) if config.knobs.overlap else model
+    signature = "(model, slots=..., max_length=..., decode=..., **engine.options)"
+    options = {"slots": settings.slots, "max_length": max_length, "decode": decode, **settings.options}
+    engine = ENGINE.make(settings.kind, signature, own, **options)
+    if engine.capabilities.slots != settings.slots:
+        engine.close()
+        raise ConfigError(
+            f"{what} has {engine.capabilities.slots} slots and engine.slots is {settings.slots}: make them equal"
+        )
+    if engine is ENGINE.find(settings.kind):  # it was not made here, so its weights may be others than the run's
+        engine.publish(0, ModuleWeights(own)).wait()
+    return engine
+
+
 def vllm_settings(config: SortedConfig) -> dict[str, Any]:
     """Settings of a single vLLM engine and of each engine of a pool."""
     settings = config.engine
@@ -240,6 +272,7 @@ def build_pool(
         size=settings.replicas,
         slots=settings.slots,
         exact_replay=dtype in EXACT_DTYPES,
+        noise=SCHEME,
         keep_kv=True,
         waits=settings.kind == "local",
         health_s=settings.health_s,

@@ -9,25 +9,29 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from sortedrl import schedule as sorted_schedule
 from sortedrl.buffer import Buffer
+from sortedrl.checked_schedule import CheckedSchedule
 from sortedrl.clock import Clock
 from sortedrl.config import SortedConfig
 from sortedrl.controller import Controller, LoopParts, LoopSettings
 from sortedrl.engine.base import InFlight
 from sortedrl.protocols import CheckpointHook, EvaluationHook
-from sortedrl.reward.pool import RewardCall
+from sortedrl.reward.pool import RewardCall, RewardScore
 from sortedrl.reward.scorer import SampleScorer
 from sortedrl.run.builders.parts import RunParts
 from sortedrl.run.evaluate import Evaluator
-from sortedrl.telemetry.events import Emit, RewardCalled
+from sortedrl.schedule import Schedule
+from sortedrl.telemetry.events import Emit, RewardCalled, RewardFailed
 
 
 def build_evaluator(config: SortedConfig, parts: RunParts, *, emit: Emit, clock: Clock) -> Evaluator:
     """The evaluation on held-out prompts."""
+    watch = parts.alarm.watch_heldout_answer
     return Evaluator(
         engine=parts.engine,
         prompts=parts.heldout,
-        scorer=SampleScorer(pool=parts.heldout_rewards, tokenizer=parts.tokenizer),
+        scorer=SampleScorer(pool=parts.heldout_rewards, tokenizer=parts.tokenizer, on_score=watch),
         sampling=parts.sampling,
         budget=config.engine.max_new_tokens,
         seed=config.run.seed,
@@ -51,11 +55,19 @@ def build_loop(
     evaluation: EvaluationHook | None = None,
     checkpoints: CheckpointHook | None = None,
 ) -> Controller:
-    """The controller. It also stops when the reward functions fail for good."""
+    """The controller. It also stops when the reward functions fail for good, or when nothing can be learned."""
+
+    def watch(score: RewardScore) -> None:
+        if score.kind is not None:
+            sample, attempt = score.key
+            emit(RewardFailed(t=clock.now(), sample=sample, attempt=attempt, error=f"{score.function}: {score.kind}"))
+        parts.alarm.watch_answer(score)
+
     scorer = SampleScorer(
         pool=parts.rewards,
         tokenizer=parts.tokenizer,
         on_skipped=parts.learner.skip,
+        on_score=watch,
         on_call=_reward_call_emitter(emit, clock),
     )
     return Controller(
@@ -67,6 +79,8 @@ def build_loop(
             load_samples=parts.loader.load,
             evaluation=evaluation,
             checkpoints=checkpoints,
+            schedule=build_schedule(config),
+            on_update=parts.alarm.watch_update,
         ),
         LoopSettings(
             knobs=config.knobs,
@@ -78,8 +92,14 @@ def build_loop(
         ),
         clock=clock,
         emit=emit,
-        should_stop=lambda: should_stop() or parts.rewards.failure is not None,
+        should_stop=lambda: should_stop() or (parts.rewards.failure or parts.alarm.error) is not None,
     )
+
+
+def build_schedule(config: SortedConfig) -> Schedule:
+    """The decisions of the strategy: ours, or the user's behind checks."""
+    own = config.own_schedule
+    return sorted_schedule if own is None else CheckedSchedule(own, config.strategy_name)
 
 
 def _reward_call_emitter(emit: Emit, clock: Clock) -> Callable[[RewardCall], None]:

@@ -15,23 +15,39 @@ from typing import Any
 import torch
 
 from sortedrl.config import SortedConfig
+from sortedrl.config.sections import LoraSection
 from sortedrl.engine.base import Engine, Sampling
 from sortedrl.errors import ConfigError, ModelError
-from sortedrl.learner.lora import ADAPTER_FOLDER, adapt, check_base, check_peft_config, peft_config_of, restore_adapters
+from sortedrl.external.hub import Commits, commit_of, fetch, find_cached, shown, split_revision
+from sortedrl.learner.lora import (
+    ADAPTER_FOLDER,
+    adapt,
+    check_base,
+    check_peft_config,
+    name_base,
+    peft_config_of,
+    read_peft_config,
+    restore_adapters,
+)
 from sortedrl.learner.model import check_model_folder, load_tokenizer, read_window
 from sortedrl.learner.smollm2 import smollm2_path
 from sortedrl.records import Prompt
 from sortedrl.reward.pool import RewardPool
 from sortedrl.run.builders.engine import build_engine, build_sampling, engine_model
+from sortedrl.run.builders.generation import fill_from_model
 from sortedrl.run.builders.learner import RunLearner, build_learner
 from sortedrl.run.builders.task import build_task
+from sortedrl.run.builders.trackers import check_trackers
 from sortedrl.run.checkpoint_folder import load_model, load_state
+from sortedrl.run.learning_alarm import LearningAlarm
 from sortedrl.tasks.base import PromptStream, RewardFunc, Task, make_prompt
 from sortedrl.tasks.fingerprint import RowFingerprint, check_same_rows, fingerprint_rows
 from sortedrl.tasks.loader import SampleLoader
+from sortedrl.tasks.reward_model import load_reward_models
 from sortedrl.tasks.tiny import knights_tiny_path
-from sortedrl.telemetry.trackers import check_trackers
 from sortedrl.weights import is_adapted
+
+EMBEDDED = ("knights-tiny", "smollm2-135m")  # models that the package ships or makes
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,10 +61,16 @@ class RunParts:
     learner: RunLearner
     rewards: RewardPool
     heldout_rewards: RewardPool  # a separate pool, so that an evaluation never takes scores of training
+    alarm: LearningAlarm
     sampling: Sampling
     loader: SampleLoader
     heldout: list[Prompt]
     rows: RowFingerprint  # of the training rows
+    commits: Commits  # of what came from the hub
+    base_model: str  # the name of the model that training started from; empty if it has none
+    from_python: tuple[str, ...]  # "task" and "model", if they were given as objects
+    config: SortedConfig  # with what was taken from the model
+    notice: str = ""  # a line for the user on what was taken
 
     def close(self) -> None:
         self.rewards.close()
@@ -71,18 +93,26 @@ def build_parts(
     `checkpoint` is a folder whose weights replace those of the model. `peft_config` asks for adapters that are trained
     in place of all weights; the configuration must not ask for adapters too.
     """
-    check_trackers(config.track.to)
+    check_trackers(config.track.trackers)
     torch.set_num_threads(config.run.threads)
     torch.manual_seed(config.run.seed)
-    task = task or build_task(config)
+    given = {"task": task, "model": model}
+    base_model = config.model.path if model is None else name_of(model)
+    commits = saved_commits(checkpoint)
+    task = task or build_task(config, commits)
+    load_reward_models(task.reward_funcs, commits)
     rewards = build_rewards(config, task.reward_funcs)
     heldout_rewards = build_rewards(config, task.reward_funcs, is_heldout=True)
-    peft_config = choose_adapters(config, peft_config)
-    tokenizer = tokenizer or own_tokenizer(config, model, checkpoint)
+    adapters = choose_adapters(config, peft_config, commits, checkpoint)
+    folder = None
+    if model is None:  # a checkpoint of adapters has merged weights, so their base is needed again
+        folder = model_path(config, commits) if checkpoint is None or adapters.is_wanted else checkpoint
+    tokenizer = tokenizer or own_tokenizer(config, folder, checkpoint)
     check_prompts(config, task, tokenizer)
     rows = fingerprint(config, task, tokenizer, checkpoint)
     heldout = heldout_prompts(config, task, tokenizer)
-    model = build_model(config, model, peft_config, checkpoint)
+    model = build_model(config, folder if model is None else model, adapters, checkpoint)
+    config, notice = fill_from_model(config, model, tokenizer)
     learner = build_learner(config, model)
     try:
         weights = engine_model(config, model, learner.source)
@@ -98,7 +128,12 @@ def build_parts(
         learner=learner,
         rewards=rewards,
         heldout_rewards=heldout_rewards,
-        sampling=build_sampling(config, stop_token_ids(model, tokenizer)),
+        alarm=LearningAlarm(
+            update_batch=config.schedule.update_batch,
+            reward_functions=rewards.function_names,
+            is_fatal=config.run.on_no_signal == "stop",
+        ),
+        sampling=build_sampling(config, config.engine.stop_tokens or ()),
         loader=SampleLoader(
             stream=prompt_stream(config, task, tokenizer),
             seed=config.run.seed,
@@ -108,6 +143,11 @@ def build_parts(
         ),
         heldout=heldout,
         rows=rows,
+        config=config,
+        notice=notice,
+        commits=commits,
+        base_model=base_model,
+        from_python=tuple(name for name, part in given.items() if part is not None),
     )
     try:  # last, so that no worker process is left behind when something else is wrong
         rewards.start()
@@ -130,38 +170,84 @@ def build_rewards(config: SortedConfig, functions: Sequence[RewardFunc], *, is_h
     )
 
 
-def choose_adapters(config: SortedConfig, peft_config: Any) -> Any:
-    """The peft configuration of the adapters to train, checked; None to train all weights."""
-    configured = peft_config_of(config.lora)
+def name_of(model: Any) -> str:
+    """The folder or id that a model object was loaded from; empty if it does not say."""
+    return str(getattr(getattr(model, "config", None), "_name_or_path", ""))
+
+
+def saved_commits(checkpoint: Path | None) -> Commits:
+    """The commits that a checkpoint recorded, so that a resumed run uses them again."""
+    return {} if checkpoint is None else dict(load_state(checkpoint).get("hub_commits", {}))
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Adapters:
+    """The adapters to train: new ones as `peft_config` says, or those in the folder `start`. Without both: none."""
+
+    peft_config: Any = None
+    start: Path | None = None
+
+    @property
+    def is_wanted(self) -> bool:
+        return self.peft_config is not None
+
+
+def choose_adapters(
+    config: SortedConfig, peft_config: Any, commits: Commits | None = None, checkpoint: Path | None = None
+) -> Adapters:
+    """The adapters that the configuration or the user asks for, checked. A checkpoint's own replace `lora.path`."""
+    settings, start = config.lora, None
+    configured = peft_config_of(settings)
+    if settings.path:
+        check_own_settings(settings)
+        if checkpoint is None:
+            start = fetch(settings.path, key="lora.path", revision=settings.revision, commits=commits)
+        else:
+            start = checkpoint / ADAPTER_FOLDER
+        configured = read_peft_config(start)
     if configured is not None and peft_config is not None:
-        raise ConfigError("lora.rank and peft_config both ask for adapters: remove one of them")
+        name = "lora.path" if settings.path else "lora.rank"
+        raise ConfigError(f"{name} and peft_config both ask for adapters: remove one of them")
     chosen = configured or peft_config
     if chosen is not None:
         check_peft_config(chosen)
-    return chosen
+    return Adapters(peft_config=chosen, start=start)
 
 
-def own_tokenizer(config: SortedConfig, model: Any, checkpoint: Path | None) -> Any:
-    """The tokenizer in the model folder."""
-    if model is not None:
+def check_own_settings(settings: LoraSection) -> None:
+    for key in ("rank", "alpha", "target_modules"):
+        if getattr(settings, key) != LoraSection.model_fields[key].default:
+            raise ConfigError(f"lora.{key} has no effect on the adapters of lora.path, which bring theirs: remove it")
+
+
+def own_tokenizer(config: SortedConfig, folder: Path | None, checkpoint: Path | None) -> Any:
+    """The configured tokenizer, or that of the model's folder; a resumed run has it in its checkpoint."""
+    if checkpoint is not None:
+        return load_tokenizer(check_model_folder(checkpoint))
+    if config.model.tokenizer:
+        name, revision = split_revision(config.model.tokenizer)
+        return load_tokenizer(fetch(name, key="model.tokenizer", revision=revision, has_weights=False))
+    if folder is None:
         raise ConfigError("a model object needs its tokenizer: pass processing_class=tokenizer")
-    folder = check_model_folder(checkpoint or model_path(config))
-    return load_tokenizer(folder)
+    return load_tokenizer(check_model_folder(folder))
 
 
-def build_model(config: SortedConfig, model: Any, peft_config: Any, checkpoint: Path | None) -> Any:
-    """The model to train: the given or the configured one, with adapters if any, and with a checkpoint's weights."""
-    has_adapters = peft_config is not None or is_adapted(model)
+def build_model(config: SortedConfig, model: Any, adapters: Adapters, checkpoint: Path | None) -> Any:
+    """The model to train, from an object or a folder, with adapters if any, and with a checkpoint's weights."""
+    has_adapters = adapters.is_wanted or is_adapted(model)
     if checkpoint is not None and (checkpoint / ADAPTER_FOLDER).is_dir() and not has_adapters:
         raise ConfigError(f"{checkpoint} belongs to a run with adapters: pass its peft_config again")
-    if model is None:
-        folder = check_model_folder(checkpoint if checkpoint is not None and not has_adapters else model_path(config))
+    commit = ""
+    if isinstance(model, Path):
+        folder, commit = check_model_folder(model), commit_of(model)
         check_window(config, folder)
         model, _ = load_model(folder)
     elif checkpoint is not None and not has_adapters:
         model.load_state_dict(load_model(checkpoint)[0].state_dict())
-    if peft_config is not None:
-        model = adapt(model, peft_config, checkpoint=checkpoint)
+    if adapters.is_wanted:
+        model = adapt(model, adapters.peft_config, checkpoint=checkpoint, start=adapters.start)
+        if commit:
+            name_base(model, config.model.path, commit)
     elif checkpoint is not None and has_adapters:
         restore_adapters(model, checkpoint)
     if checkpoint is not None and has_adapters:
@@ -175,7 +261,7 @@ def check_window(config: SortedConfig, folder: Path) -> None:
     if window is not None and prompt + answer > window:
         raise ModelError(
             f"task.max_prompt_tokens {prompt} and engine.max_new_tokens {answer} add up to {prompt + answer}, more "
-            f"than the {window} positions of the model in {folder}: lower one of them"
+            f"than the {window} positions of the model in {shown(folder)}: lower one of them"
         )
 
 
@@ -197,19 +283,30 @@ def fingerprint(config: SortedConfig, task: Task, tokenizer: Any, checkpoint: Pa
     return fingerprint_rows(stream, config.run.samples // config.learner.group_size)
 
 
-def model_path(config: SortedConfig) -> Path:
-    return named_model_path(config.model.path)
+def model_path(config: SortedConfig, commits: Commits | None = None) -> Path:
+    return named_model_path(config.model.path, config.model.revision, commits)
 
 
-def named_model_path(name: str) -> Path:
-    """The folder of a model: one that the package ships or can build, by its name, or any path."""
+def named_model_path(name: str, revision: str = "", commits: Commits | None = None) -> Path:
+    """The folder of a model: one that the package ships or can build, by its name, any path, or an id on the hub."""
+    if revision and name in EMBEDDED:
+        raise ModelError(
+            f"model.path {name} is not on the hub, so it has no revision {revision!r}: remove model.revision"
+        )
     match name:
         case "knights-tiny":
             return knights_tiny_path()
         case "smollm2-135m":
             return smollm2_path()
-        case path:
-            return Path(path)
+        case _:
+            return fetch(name, key="model.path", revision=revision, commits=commits)
+
+
+def model_path_here(config: SortedConfig) -> Path | None:
+    """The folder of the configured model if no hub is asked for it; None if it is not on this machine."""
+    if config.model.path in EMBEDDED:
+        return model_path(config)
+    return find_cached(config.model.path, config.model.revision)
 
 
 def prompt_stream(config: SortedConfig, task: Task, tokenizer: Any) -> PromptStream:
@@ -224,10 +321,3 @@ def heldout_prompts(config: SortedConfig, task: Task, tokenizer: Any) -> list[Pr
     return [
         make_prompt(row, tokenizer, prompt_id=f"heldout/{number}", max_tokens=limit) for number, row in enumerate(rows)
     ]
-
-
-def stop_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """All tokens that end an answer, from the model's generation settings and the tokenizer."""
-    named = [tokenizer.eos_token_id, getattr(getattr(model, "generation_config", None), "eos_token_id", None)]
-    flat = [token for entry in named for token in (entry if isinstance(entry, list) else [entry])]
-    return tuple(sorted({int(token) for token in flat if token is not None}))

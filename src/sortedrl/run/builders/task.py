@@ -7,59 +7,74 @@ names raise here, before a model is loaded.
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import importlib
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from sortedrl.config import SortedConfig
+from sortedrl.config.plug_points import TASK
 from sortedrl.config.sections import TaskSection
-from sortedrl.errors import ConfigError, SortedRLError, first_line
+from sortedrl.errors import ConfigError
+from sortedrl.external.hub import Commits
+from sortedrl.external.plugins import import_object, name_of
 from sortedrl.reward.worker import NOT_COLUMNS
 from sortedrl.tasks.base import DatasetTask, RewardFunc, RowSequence, Task
+from sortedrl.tasks.counting import INSTRUCTION as COUNTING_INSTRUCTION
+from sortedrl.tasks.counting import CountingTask, Questions
 from sortedrl.tasks.files import ChosenRows, FileRows, read_rows, split_off
 from sortedrl.tasks.knights import KnightsTask
 from sortedrl.tasks.logic import INSTRUCTION as LOGIC_INSTRUCTION
 from sortedrl.tasks.logic import LogicRlRows, LogicTask, logic_reward
+from sortedrl.tasks.reward_model import RewardModel, is_model_name
 from sortedrl.tasks.suites import MATH_INSTRUCTION
 from sortedrl.tasks.wording import PLACE, WordedRows, Wording
 
 PREFIX = "reasoning_gym:"
-NAMES = ("knights", "logic", "math", "dataset")
 REWARDS = {"math": "sortedrl.tasks.math:math_reward", "logic": "sortedrl.tasks.logic:logic_reward"}
-FILE_KEYS = ("path", "split", "eval_path", "eval_split", "columns")
+FILE_KEYS = ("path", "revision", "split", "eval_path", "eval_split", "columns")
 WORDING_KEYS = ("template", "system", "chat")
 ROLLOUT_ARGUMENTS = NOT_COLUMNS | {"trainer_state", "log_extra", "log_metric"}
 
 
-def build_task(config: SortedConfig) -> Task:
-    """The configured task; `task.reward` replaces its reward functions."""
+def build_task(config: SortedConfig, commits: Commits | None = None) -> Task:
+    """The configured task; `task.reward` replaces its reward functions. `commits` fixes and notes those of datasets."""
     section, seed = config.task, config.run.seed
-    rewards = load_rewards(section.reward)
-    match section.name.partition(":")[0]:
+    rewards = load_rewards(section.reward, config.run.started_in)
+    match section.name.partition(":")[0] if isinstance(section.name, str) else "":
         case "knights":
             _refuse(section, *FILE_KEYS, *WORDING_KEYS, "options")
             task = KnightsTask(seed=seed, people=people_of(section))
         case "logic" if section.path:
-            task = _logic_rl_task(section, rewards or (logic_reward,))
+            task = _logic_rl_task(section, rewards or (logic_reward,), commits)
         case "logic":
             _refuse(section, *FILE_KEYS, "options")
             task = LogicTask(seed=seed, people=people_of(section), wording=wording_of(section, LOGIC_INSTRUCTION))
+        case "counting":
+            _refuse(section, *FILE_KEYS)
+            task = _counting_task(section, seed)
         case "math":
-            task = _dataset_task(section, rewards or load_rewards("math"), MATH_INSTRUCTION)
+            task = _dataset_task(section, rewards or load_rewards("math"), MATH_INSTRUCTION, commits)
         case "dataset":
             if not rewards:
                 raise ConfigError("task.name dataset needs task.reward: set module:function, or math")
-            task = _dataset_task(section, rewards, "")
+            task = _dataset_task(section, rewards, "", commits)
         case "reasoning_gym" if section.name.startswith(PREFIX):
             task = _gym_task(section, seed)
         case _:
-            raise ConfigError(f"task.name {section.name!r} is not known{_nearest_task(section.name)}")
+            _refuse(section, *FILE_KEYS, *WORDING_KEYS, "reward")
+            return TASK.make(section.name, "(seed=..., **task.options)", **{"seed": seed, **section.options})
     return dataclasses.replace(task, reward_funcs=rewards) if rewards else task  # type: ignore[type-var]
+
+
+def _counting_task(section: TaskSection, seed: int) -> CountingTask:
+    names = [option.name for option in dataclasses.fields(Questions)]
+    unknown = ", ".join(section.options.keys() - names)
+    if unknown:
+        raise ConfigError(f"task.options of counting has no {unknown}: set {', '.join(names)} or leave it out")
+    questions: Any = section.options  # `Questions` checks the values
+    return CountingTask(seed=seed, questions=Questions(**questions), wording=wording_of(section, COUNTING_INSTRUCTION))
 
 
 def _gym_task(section: TaskSection, seed: int) -> Task:
@@ -86,32 +101,36 @@ def people_of(section: TaskSection) -> dict[int, float]:
 # ---- rows ------------------------------------------------------------------------------------------------------------
 
 
-def _dataset_task(section: TaskSection, rewards: Sequence[RewardFunc], instruction: str) -> DatasetTask:
+def _dataset_task(
+    section: TaskSection, rewards: Sequence[RewardFunc], instruction: str, commits: Commits | None
+) -> DatasetTask:
     _refuse(section, "options")
     required = {"prompt", *(column for reward in rewards for column in needed_columns(reward))}
-    rows, heldout = _read_both(section, required)
+    rows, heldout = _read_both(section, required, commits)
     wording = wording_of(section, instruction)
     return _split_task(section, WordedRows(rows=rows, wording=wording), heldout, wording, rewards)
 
 
-def _logic_rl_task(section: TaskSection, rewards: Sequence[RewardFunc]) -> DatasetTask:
+def _logic_rl_task(section: TaskSection, rewards: Sequence[RewardFunc], commits: Commits | None) -> DatasetTask:
     _refuse(section, "options")
-    rows, heldout = _read_both(section, {"prompt", "names", "solution_text_format"})
+    rows, heldout = _read_both(section, {"prompt", "names", "solution_text_format"}, commits)
     wording = wording_of(section, LOGIC_INSTRUCTION)
     worded = WordedRows(rows=LogicRlRows(rows=rows), wording=wording)
     own = None if heldout is None else LogicRlRows(rows=heldout)
     return dataclasses.replace(_split_task(section, worded, own, wording, rewards), group_column="people")
 
 
-def _read_both(section: TaskSection, required: set[str]) -> tuple[FileRows, FileRows | None]:
+def _read_both(section: TaskSection, required: set[str], commits: Commits | None) -> tuple[FileRows, FileRows | None]:
     """Training rows, and held-out rows if `eval_path` or `eval_split` is set."""
     if not section.path:
         raise ConfigError(f"task.name {section.name} needs task.path: a file, a folder or a dataset's name on the hub")
-    rows = read_rows(section.path, columns=section.columns, split=section.split, required=required)
+    form: dict[str, Any] = {"columns": section.columns, "required": required, "commits": commits}
+    rows = read_rows(section.path, split=section.split, revision=section.revision, **form)
     if not section.eval_path and not section.eval_split:
         return rows, None
     source = section.eval_path or section.path
-    return rows, read_rows(source, columns=section.columns, split=section.eval_split, required=required)
+    revision = section.revision if source == section.path else ""
+    return rows, read_rows(source, split=section.eval_split, revision=revision, **form)
 
 
 def _split_task(
@@ -133,31 +152,26 @@ def _split_task(
 # ---- rewards ---------------------------------------------------------------------------------------------------------
 
 
-def load_rewards(spec: str) -> tuple[RewardFunc, ...]:
-    """The functions that `task.reward` names; the current folder is searched for their modules too."""
+def load_rewards(spec: str, started_in: str = "") -> tuple[RewardFunc, ...]:
+    """The functions that `task.reward` names.
+
+    Their modules are looked up in the current folder too, and in the folder that the run was started in.
+    """
+    for folder in (str(Path.cwd()), started_in):
+        if folder and folder not in sys.path:
+            sys.path.append(folder)  # reward workers get the same path
     return tuple(_load_reward(name.strip()) for name in spec.split(",") if name.strip())
 
 
 def _load_reward(name: str) -> Callable[..., Any]:
-    module, colon, qualname = REWARDS.get(name, name).partition(":")
-    if not colon or not module or not qualname:
-        raise ConfigError(f"task.reward {name!r}: write module:function, or one of {', '.join(REWARDS)}")
-    if module.startswith("."):
-        raise ConfigError(f"task.reward {name!r} is relative: name the whole module, as in package.module:function")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.append(here)  # reward workers get the same path
-    try:
-        function = attrgetter(qualname)(importlib.import_module(module))
-    except SortedRLError:
-        raise
-    except (ImportError, AttributeError) as error:
+    if is_model_name(name):
+        return RewardModel(name=name)
+    spec = REWARDS.get(name, name)
+    if ":" not in spec:
         raise ConfigError(
-            f"task.reward {name!r} cannot be loaded: {error}; check that its module can be imported from this folder"
-        ) from error
-    except Exception as error:  # the module is the user's code
-        why = f"{type(error).__name__}: {first_line(error)}"
-        raise ConfigError(f"task.reward {name!r} cannot be loaded: {why}; correct its module") from error
+            f"task.reward {name!r}: write module:function, one of {', '.join(REWARDS)}, or a reward model as owner/name"
+        )
+    function = import_object("task.reward", spec)
     if not callable(function):
         raise ConfigError(f"task.reward {name!r} is not a function: name a callable as module:function")
     return function
@@ -180,11 +194,4 @@ def _refuse(section: TaskSection, *keys: str) -> None:
     """Refuse settings that have no effect on this task."""
     for key in keys:
         if getattr(section, key) != type(section).model_fields[key].default:
-            raise ConfigError(f"task.{key} has no effect on task.name {section.name}: remove it")
-
-
-def _nearest_task(name: str) -> str:
-    near = difflib.get_close_matches(name, NAMES, n=1)
-    if near:
-        return f": did you mean {near[0]}?"
-    return f": the tasks are {', '.join(NAMES)} and {PREFIX}NAME"
+            raise ConfigError(f"task.{key} has no effect on task.name {name_of(section.name)}: remove it")

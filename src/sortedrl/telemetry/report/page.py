@@ -222,7 +222,9 @@ def _head(readers: Sequence[RunReader], title: str) -> str:
             f"{number(summary.updates)} updates, {number(summary.slots)} slots, seed {number(summary.seed)}</p>"
         )
     for reader in readers:
-        lines += [f'<p class="note">{html.escape(remark)}</p>' for remark in reader.remarks()]
+        alarm = reader.view.summary.alarm
+        remarks = [*reader.remarks(), *([f"{reader.view.name} could not learn: {alarm}"] if alarm else [])]
+        lines += [f'<p class="note">{html.escape(remark)}</p>' for remark in remarks]
     return "\n".join(lines) + "</header>"
 
 
@@ -261,6 +263,7 @@ _ROWS: tuple[tuple[str, Callable[[Summary], str]], ...] = (
     ("accepted prefix", lambda s: share(s.accepted_prefix)),
     ("predicted lengths in the right order", lambda s: share(s.length_in_order)),
     ("replay rejections per token", lambda s: "–" if s.divergence_rate is None else f"{s.divergence_rate:.1e}"),
+    ("samples without a score", lambda s: number(s.unscored_samples)),
     ("samples loaded / trained", lambda s: "–" if s.ledger is None else _slashed(s.ledger.loaded, s.ledger.trained)),
     (
         "samples lost / trained twice",

@@ -229,7 +229,6 @@ class VllmContender:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_LOGGING_LEVEL": "ERROR",
-            "HF_HUB_OFFLINE": "1",
         }
         environment.pop("PYTHONPATH", None)
         self._process = subprocess.Popen(

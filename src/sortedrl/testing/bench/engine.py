@@ -22,6 +22,7 @@ import torch
 from sortedrl.config import SortedConfig
 from sortedrl.engine.local.decoder_choice import choose_dtype
 from sortedrl.errors import ConfigError, SortedRLError
+from sortedrl.learner.smollm2 import model_note
 from sortedrl.run.builders.parts import build_task, model_path, prompt_stream
 from sortedrl.run.checkpoint_folder import load_model
 from sortedrl.testing.bench.contenders import (
@@ -154,6 +155,7 @@ def _summarize(
         "limit_fraction": speeds[OURS] / speeds["limit"],
         "limit_fraction_cpu": per_cpu[OURS] / per_cpu["limit"],
         "model": bench.model,
+        "model_note": model_note(bench.model) or None,
         "slots": bench.slots,
         "new_tokens": bench.new_tokens,
         "prompt_tokens": sum(map(len, job.prompts)),

@@ -23,6 +23,7 @@ import torch
 from safetensors.torch import load_file
 
 from sortedrl.errors import LearnerError
+from sortedrl.learner.smollm2 import model_note
 from sortedrl.run.builders.parts import named_model_path
 from sortedrl.simulate.traces import load_trace
 from sortedrl.testing.bench.learner_round import SAMPLING, UpdateRound
@@ -132,6 +133,7 @@ def summarize(
         "memory_above_start": {PEER: ours["peak_above_start_gb"] / peer["peak_above_start_gb"]},
         "gradient_error": errors[OURS],
         "model": bench.model,
+        "model_note": model_note(bench.model) or None,
         "trace": Path(bench.trace).name,
         "samples": bench.samples,
         "tokens": tokens,
