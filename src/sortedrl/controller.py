@@ -27,7 +27,7 @@ from sortedrl.errors import EngineError
 from sortedrl.learner.base import Learner, Update, UpdateResult
 from sortedrl.protocols import CheckpointHook, EvaluationHook, Score, Scorer
 from sortedrl.records import Batch, FinishReason, Mode, Sample, Segment, State, restart_seed
-from sortedrl.schedule import Fate, Knobs, RestartNoise, Schedule
+from sortedrl.schedule import Knobs, RestartNoise, Schedule
 from sortedrl.telemetry import events
 from sortedrl.telemetry.batch_event import EngineAccount, batch_taken
 from sortedrl.telemetry.events import Emit
@@ -37,7 +37,7 @@ STOP_POLL_S = 0.5  # longest wait before a request to stop is noticed
 MIN_TOLD_WAIT_S = 1e-4  # shorter waits for scores are not worth an event
 MAX_FAILED_UPDATES = 3  # updates in a row without one good answer before the run stops
 # Module names, because Python 3.11 looks up enum members slowly.
-FRESH, FAILED, FINISHED, REPLAY = Mode.FRESH, FinishReason.FAILED, State.FINISHED, Fate.REPLAY
+FRESH, FAILED, FINISHED = Mode.FRESH, FinishReason.FAILED, State.FINISHED
 _SAVED = ("began", "update_s", "publish_s", "save_s", "num_failed_updates")  # the loop's own state in a checkpoint
 
 
@@ -213,8 +213,8 @@ class Controller:
         self.emit(taken)
         self.update_began = self.clock.now()
         self.update = self.learner.start(batch)
-        if self.knobs.overlap and self.knobs.on_bound == REPLAY and not self.buffer.running and not self.update.done():
-            self.load()  # every slot held an answer that was only verified: fill them, or `settle` waits for the update
+        if self.knobs.overlap and not self.buffer.running and not self.update.done():
+            self.load()  # all slots are empty: fill them, or `settle` waits for the update with an idle engine
             self.admit()
 
     def settle(self) -> None:

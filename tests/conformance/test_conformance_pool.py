@@ -119,7 +119,7 @@ def test_rollout_that_goes_on_during_updates(pool: Pool, tmp_path: Path) -> None
         eval={"prompts": 0},
         checkpoint={"save": False},
     )
-    watch = RunningAtUpdates()
+    watch = RunningDuringUpdates()
     summary = SortedTrainer(args=config, sinks=[watch], quiet=True).train()
     assert summary.ledger is not None
     assert (summary.ledger.trained, summary.ledger.lost, summary.ledger.duplicated) == (96, 0, 0)
@@ -127,20 +127,22 @@ def test_rollout_that_goes_on_during_updates(pool: Pool, tmp_path: Path) -> None
     assert summary.staleness_max <= 2
     assert summary.learner_wait_s is not None
     assert 0 < summary.learner_wait_s < summary.wall_s
+    assert len(watch.running) == 12
     assert max(watch.running) > 0, "rollout stopped for every update"
 
 
-class RunningAtUpdates:
-    """How many samples run when an update ends."""
+class RunningDuringUpdates:
+    """The most samples that ran at one time during each update, however fast they ended."""
 
     def __init__(self) -> None:
         self.running: list[int] = []
-        self._now = 0
+        self._now = self._most = 0
 
     def emit(self, event: Any) -> None:
         self._now += (event.kind == "AttemptStarted") - (event.kind == "AttemptEnded")
+        self._most = self._now if event.kind == "BatchTaken" else max(self._most, self._now)
         if event.kind == "UpdateDone":
-            self.running.append(self._now)
+            self.running.append(self._most)
 
     def close(self) -> None:
         pass
