@@ -17,7 +17,6 @@ import numpy as np
 
 from sortedrl import schedule
 from sortedrl.buffer import Buffer
-from sortedrl.checked_schedule import CheckedSchedule
 from sortedrl.clock import VirtualClock
 from sortedrl.config.plug_points import STRATEGY, own_schedule, preset_of
 from sortedrl.controller import Controller, LoopParts, LoopSettings
@@ -29,6 +28,7 @@ from sortedrl.external.plugins import name_of
 from sortedrl.learner.base import UpdateResult
 from sortedrl.records import Batch, Prompt, Sample
 from sortedrl.schedule import Knobs, defining_knobs, resolve_knobs
+from sortedrl.schedule.checked import CheckedSchedule
 from sortedrl.simulate.answers import TraceAnswers
 from sortedrl.simulate.costs import CostModel
 from sortedrl.simulate.traces import Trace

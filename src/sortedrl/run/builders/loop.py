@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 from sortedrl import schedule as sorted_schedule
 from sortedrl.buffer import Buffer
-from sortedrl.checked_schedule import CheckedSchedule
 from sortedrl.clock import Clock
 from sortedrl.config import SortedConfig
 from sortedrl.controller import Controller, LoopParts, LoopSettings
@@ -22,6 +21,7 @@ from sortedrl.reward.scorer import SampleScorer
 from sortedrl.run.builders.parts import RunParts
 from sortedrl.run.evaluate import Evaluator
 from sortedrl.schedule import Schedule
+from sortedrl.schedule.checked import CheckedSchedule
 from sortedrl.telemetry.events import Emit, RewardCalled, RewardFailed
 
 

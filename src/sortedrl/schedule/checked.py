@@ -15,7 +15,8 @@ from typing import Any, NoReturn
 from sortedrl.buffer import Buffer
 from sortedrl.errors import ScheduleError, SortedRLError, first_line
 from sortedrl.records import Sample
-from sortedrl.schedule import Fate, Knobs, Schedule, due_cohorts
+from sortedrl.schedule.decisions import Schedule, due_cohorts
+from sortedrl.schedule.knobs import Fate, Knobs
 
 
 class CheckedSchedule:
