@@ -27,10 +27,10 @@ from sortedrl.learner.base import UpdateResult
 from sortedrl.records import Batch
 from sortedrl.run.builders.loop import build_loop
 from sortedrl.run.builders.parts import build_parts
+from sortedrl.run.session import run_started
 from sortedrl.telemetry.events import RunEnded
 from sortedrl.telemetry.metrics import RunMetrics
 from sortedrl.telemetry.summary import summarize
-from sortedrl.trainer import run_started
 
 ARMS: list[tuple[str, dict[str, Any]]] = [
     ("sync", {}),

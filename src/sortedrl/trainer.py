@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import logging
 import shlex
-import signal
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -26,18 +23,19 @@ from sortedrl.config import SortedConfig
 from sortedrl.config.plug_points import ADVANTAGE, ALGORITHM, ENGINE, TASK, TRACKER
 from sortedrl.config.trl_args import from_trl, is_trl_args
 from sortedrl.engine.base import EngineStats
-from sortedrl.errors import ConfigError, NothingLearnedError, RunDirError, SortedRLError
+from sortedrl.errors import ConfigError, RunDirError, SortedRLError
 from sortedrl.ledger.atomic_file import atomic_file
 from sortedrl.ledger.run_lock import RunLock
 from sortedrl.redact import redact, redact_text
-from sortedrl.run.gc_tuning import rare_collections
 from sortedrl.run.rundir import check_writable, prepare_run_dir
 from sortedrl.run.saved_run import find_result, how_to_extend, saved_settings
+from sortedrl.run.session import Session
+from sortedrl.run.stop_signals import stop_on_signal
 from sortedrl.tasks.base import DatasetTask, RewardFunc, RowSequence, Task
 from sortedrl.tasks.reward_model import RewardModel
 from sortedrl.telemetry.console import ConsoleSink
-from sortedrl.telemetry.event_file import damage_of, read_events
-from sortedrl.telemetry.events import Evaluated, Event, RunEnded, RunResumed, RunStarted
+from sortedrl.telemetry.event_file import read_events
+from sortedrl.telemetry.events import Evaluated, Event, RunEnded
 from sortedrl.telemetry.metrics import RunMetrics
 from sortedrl.telemetry.report.report import write_report
 from sortedrl.telemetry.sinks import Fanout, Sink
@@ -48,13 +46,12 @@ if TYPE_CHECKING:
     from huggingface_hub import CommitInfo
     from transformers.trainer_callback import TrainerState
 
-    from sortedrl.controller import Controller
     from sortedrl.protocols import CheckpointHook, EvaluationHook
     from sortedrl.run.builders.parts import RunParts
-    from sortedrl.run.callbacks import CallbackSink, ProgressSink
+    from sortedrl.run.callbacks import CallbackSink
     from sortedrl.run.evaluate import Evaluator
     from sortedrl.run.model_card import RunFacts
-    from sortedrl.run.save_and_resume import RunFiles, RunSaver
+    from sortedrl.run.save_and_resume import RunSaver
 
 log = logging.getLogger(__name__)
 
@@ -181,6 +178,13 @@ class SortedTrainer:
     def stop(self) -> None:
         """Ask the run to stop after the current update. It is saved and can be resumed."""
         self.stop_requested = True
+
+    def _ask_to_stop(self, number: int) -> None:
+        """A first signal asks the run to stop after the current update, a second one ends it."""
+        if self.stop_requested:
+            raise KeyboardInterrupt
+        self.stop_signal = number
+        self.stop()
 
     # ---- before and after training, as transformers' Trainer has it -------------------------------------------------
 
@@ -314,7 +318,7 @@ class SortedTrainer:
             self.config.check_resumable(load_state(checkpoint)["config"])
         return checkpoint
 
-    def _open_session(self, stack: ExitStack, parts: RunParts, clock: WallClock, checkpoint: Path | None) -> _Session:
+    def _open_session(self, stack: ExitStack, parts: RunParts, clock: WallClock, checkpoint: Path | None) -> Session:
         """Open the run's files and put evaluation, checkpoints, sinks and the controller together."""
         from sortedrl.run.builders.loop import build_evaluator, build_loop
         from sortedrl.run.checkpoint_folder import Checkpoints
@@ -361,7 +365,7 @@ class SortedTrainer:
         )
         if state is not None:
             controller.load_state_dict(state["controller"])
-        session = _Session(
+        session = Session(
             parts=parts,
             files=files,
             metrics=metrics,
@@ -388,7 +392,7 @@ class SortedTrainer:
         checkpoints = DueOnRequest(inner=saver, is_requested=lambda: sink.control.should_save)
         return evaluation, checkpoints if is_saved else None
 
-    def _add_sinks(self, session: _Session) -> None:
+    def _add_sinks(self, session: Session) -> None:
         """Connect everything that listens to events; sinks of a resumed run first read what it has told so far."""
         from sortedrl.run.builders.trackers import open_trackers
         from sortedrl.run.callbacks import ProgressSink, TrainingProgress
@@ -407,7 +411,7 @@ class SortedTrainer:
         for sink in callbacks:
             sink.restart()
             sink.attach(model=parts.model, processing_class=parts.tokenizer, optimizer=parts.learner.optimizer)
-        session.gap = self._replay(session, [progress, *callbacks])
+        session.replay([progress, *callbacks])
         shown = ConsoleSink(self.console, metrics, quiet=self.quiet)
         settings = TrackSettings(
             project=track.project, name=self.config.run.name, mode=track.mode, config=redact(self.config.resolved())
@@ -416,44 +420,14 @@ class SortedTrainer:
         for sink in (metrics, files.events, files.metrics, shown, *trackers, *self.sinks, progress, *callbacks):
             session.emit.add(sink)
 
-    def _replay(self, session: _Session, sinks: Sequence[ProgressSink | CallbackSink]) -> str:
-        """Pass the recorded events to metrics and sinks; return what is missing of a resumed run's telemetry."""
-        files, metrics, buffer = session.files, session.metrics, session.controller.buffer
-        faults: list[str] = [files.events.gap] if files.events.gap else []
-        for event in read_events(files.events.path, damage=faults):
-            try:
-                metrics.emit(event)
-                for sink in sinks:
-                    sink.replay([event])
-            except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-                faults.append(f"a {event.kind} is damaged ({type(error).__name__}: {error})")
-        if not faults and not metrics.agrees_with(buffer.num_trained, buffer.samples):
-            faults.append("it tells of other samples than the ledger")
-        of_metrics = [files.metrics.gap, damage_of(files.metrics.path)]
-        gaps = []
-        for path, found in ((files.events.path, faults), (files.metrics.path, of_metrics)):
-            if what := "; ".join(filter(None, found)):
-                log.warning("%s is incomplete: %s; the run continues, but figures lack what was lost", path, what)
-                gaps.append(f"{path.name}: {what}")
-        return ". ".join(gaps)
-
     # ---- running ----------------------------------------------------------------------------------------------------
 
-    def _train(self, session: _Session, *, is_new: bool) -> Summary:
+    def _train(self, session: Session, *, is_new: bool) -> Summary:
         controller, clock, emit, saver = session.controller, session.clock, session.emit, session.saver
         buffer, alarm = controller.buffer, session.parts.alarm
-        if is_new:
-            emit(run_started(self.config, clock.now()))
-        else:
-            if session.metrics.run is None:  # it was lost; readers need it
-                started = run_started(self.config, clock.now())
-                session.metrics.emit(started)
-                session.files.events.emit(started)
-            assert session.metrics.run is not None, "a resumed run has a RunStarted event"
-            session.metrics.run = replace(session.metrics.run, total_samples=self.config.run.samples)
-            emit(_run_resumed(session))
-        with self._stop_on_signal():
-            complete = self._run_loop(session)
+        session.announce(self.config, is_new=is_new)
+        with stop_on_signal(self._ask_to_stop):
+            complete = session.run_loop()
             facts, stats = controller.summary_facts(), session.stats()
             if self.config.checkpoint.save:
                 with clock.stopped():
@@ -475,25 +449,6 @@ class SortedTrainer:
         self._raise_failures(session.parts)
         return summary
 
-    def _run_loop(self, session: _Session) -> bool:
-        """Train, with an evaluation before and after; returns whether all samples are trained."""
-        controller, clock, evaluator, alarm = session.controller, session.clock, session.evaluator, session.parts.alarm
-        buffer, complete = controller.buffer, False
-        try:
-            if buffer.num_trained == 0:
-                with clock.stopped():
-                    evaluator.run(buffer.version, 0)
-            with rare_collections():
-                complete = controller.run()
-            if complete:
-                alarm.watch_end()
-            if complete and alarm.error is None:
-                with clock.stopped():
-                    evaluator.run(buffer.version, buffer.num_trained)
-        except NothingLearnedError:  # of an evaluation; it is raised again once the run is saved
-            assert alarm.error is not None, "only the alarm raises it"
-        return complete
-
     def _raise_failures(self, parts: RunParts) -> None:
         """Once everything is saved: report answers without a score, and raise the error that ended the run."""
         if parts.alarm.error is not None:
@@ -506,49 +461,6 @@ class SortedTrainer:
         if self.callbacks is not None and self.callbacks.error is not None:
             raise self.callbacks.error
 
-    @contextmanager
-    def _stop_on_signal(self) -> Iterator[None]:
-        """The first SIGINT, SIGTERM or SIGHUP asks the run to stop after the current update; a second one ends it.
-
-        An ignored SIGHUP stays ignored: `nohup` starts a run that way, so that it outlives its terminal.
-        """
-
-        def ask(number: int, frame: FrameType | None) -> None:
-            if self.stop_requested:
-                raise KeyboardInterrupt
-            self.stop_signal = number
-            self.stop()
-
-        if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
-            yield
-            return
-        numbers = [signal.SIGINT, signal.SIGTERM]
-        hang_up = getattr(signal, "SIGHUP", None)  # Windows has none
-        if hang_up is not None and signal.getsignal(hang_up) != signal.SIG_IGN:
-            numbers.append(hang_up)
-        previous = {number: signal.signal(number, ask) for number in numbers}
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-
-
-@dataclass(slots=True, kw_only=True)
-class _Session:
-    """Everything that one call of `train` works with."""
-
-    parts: RunParts
-    files: RunFiles
-    metrics: RunMetrics
-    emit: Fanout
-    clock: WallClock
-    evaluator: Evaluator
-    saver: RunSaver
-    controller: Controller
-    stats: Callable[[], EngineStats]
-    gap: str = ""  # what is missing of the telemetry of a resumed run
-
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class _Trained:
@@ -560,7 +472,7 @@ class _Trained:
     facts: RunFacts
 
     @classmethod
-    def of(cls, session: _Session, config: SortedConfig, summary: Summary) -> _Trained:
+    def of(cls, session: Session, config: SortedConfig, summary: Summary) -> _Trained:
         from sortedrl.run.model_card import RunFacts
 
         parts, buffer = session.parts, session.controller.buffer
@@ -596,34 +508,6 @@ def _write_config(path: Path, config: SortedConfig) -> None:
             file.write(config.to_toml())
     except OSError as error:
         raise RunDirError(f"cannot write {path}: {error.strerror}; check free space and permissions") from error
-
-
-def run_started(config: SortedConfig, t: float) -> RunStarted:
-    return RunStarted(
-        t=t,
-        strategy=config.strategy_name,
-        seed=config.run.seed,
-        slots=config.slots,
-        update_batch=config.schedule.update_batch,
-        total_samples=config.run.samples,
-    )
-
-
-def _run_resumed(session: _Session) -> RunResumed:
-    """The event, with the ledger's counts if events before it were lost."""
-    buffer = session.controller.buffer
-    now, version, lineage = session.clock.now(), buffer.version, session.files.store.lineage or 0
-    if not session.gap:
-        return RunResumed(t=now, version=version, lineage=lineage)
-    return RunResumed(
-        t=now,
-        version=version,
-        lineage=lineage,
-        gap=session.gap,
-        updates=buffer.num_updates,
-        samples_trained=buffer.num_trained,
-        waiting=list(buffer.samples),
-    )
 
 
 def _as_config(args: Any, train_dataset: RowSequence | None, eval_dataset: RowSequence | None) -> SortedConfig:

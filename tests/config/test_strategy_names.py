@@ -8,8 +8,8 @@ import pytest
 
 from sortedrl.config.config import SortedConfig
 from sortedrl.errors import ConfigError
+from sortedrl.run.session import run_started
 from sortedrl.schedule import Strategy
-from sortedrl.trainer import run_started
 
 REFUSED, CUSTOM, KEPT = "refused", "custom", "kept"
 KNOBS = (

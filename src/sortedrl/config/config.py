@@ -9,9 +9,7 @@ Python does not: `to_toml` writes its name, which cannot be loaded.
 
 from __future__ import annotations
 
-import difflib
 import json
-import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -20,7 +18,7 @@ from typing import Any, Self, get_args, get_origin
 import tomli_w
 from pydantic import ValidationError, model_validator
 
-from sortedrl.config.foreign_names import foreign_hint, foreign_hints
+from sortedrl.config.overrides import parse_override, parse_toml, put
 from sortedrl.config.plug_points import POINTS, STRATEGY, TRACKER, own_schedule, preset_of
 from sortedrl.config.sections import (
     CheckpointSection,
@@ -38,21 +36,14 @@ from sortedrl.config.sections import (
     TrackSection,
 )
 from sortedrl.config.shipped import find_config
+from sortedrl.config.validation_line import one_line
 from sortedrl.errors import ConfigError
 from sortedrl.external.plugins import PlugPoint, name_of
 from sortedrl.learner.algorithms import find_advantage, is_grouped, needs_more_siblings, objective_of
 from sortedrl.redact import REDACTED, find_secret, redact, redact_text
 from sortedrl.schedule import HarvestRule, Knobs, Schedule, check_strategy, reported_name, resolve_knobs
 
-# The key that an override means when it names only the section: `engine=local` is short for `engine.kind=local`.
-_MAIN_KEYS = {"engine": "kind", "task": "name", "model": "path", "schedule": "strategy", "learner": "algorithm"}
-
-_MAX_PARTS = 3  # of a dotted key, as in `task.columns.prompt`
-# A dotted key of a thousand parts or more: the parser takes minutes for fifty thousand.
-_LONG_KEY = re.compile(r"""(?<![\w-])(?:[\w-]++["']?\s*+\.\s*+["']?){1000}""")
-_MAX_HINTS = 5  # keys of other frameworks that one message names
 _MAX_TOLD = 5  # changed keys that one message names
-_SHOWN = 200  # characters of a value or an override in a message
 
 # Keys that may differ when a run is resumed: they change neither the finished part of the run nor its meaning. The
 # optimiser's settings are among them, so that a run whose weights broke can go on; the ledger records such changes.
@@ -145,7 +136,7 @@ class SortedConfig(Section):
         try:
             super().__init__(**sections)
         except ValidationError as error:
-            raise ConfigError(_one_line(error)) from None
+            raise ConfigError(one_line(error, type(self).model_fields)) from None
 
     @model_validator(mode="after")
     def check_together(self) -> Self:
@@ -247,12 +238,12 @@ class SortedConfig(Section):
         """
         path = find_config(path)
         try:
-            tree = _parse_toml(Path(path).read_text(encoding="utf-8"), str(path))
+            tree = parse_toml(Path(path).read_text(encoding="utf-8"), str(path))
         except OSError as error:
             raise ConfigError(f"cannot read the configuration {path}: {error.strerror or error}") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} is not valid TOML: {error}") from None
-        parsed = [_parse_override(text) for text in overrides]
+        parsed = [parse_override(text) for text in overrides]
         strategy = next((value for keys, value in parsed if keys == ["schedule", "strategy"]), None)
         if strategy is not None:
             _forget_defining_knobs(tree, strategy)
@@ -260,7 +251,7 @@ class SortedConfig(Section):
         if model is not None:
             _forget_model_values(tree, model)
         for keys, value in parsed:
-            _put(tree, keys, [value] if isinstance(value, str) and _takes_list(keys) else value)
+            put(tree, keys, [value] if isinstance(value, str) and _takes_list(keys) else value)
         _take_objects(tree, given)
         return cls(**tree)
 
@@ -457,42 +448,7 @@ def _check_text(name: str, text: str) -> None:
         )
 
 
-# ---- overrides and messages ------------------------------------------------------------------------------------------
-
-
-def _parse_toml(text: str, where: str) -> dict[str, Any]:
-    """Parse TOML; raises TOMLDecodeError for other text, and ConfigError for TOML that Python cannot hold."""
-    too_deep = f"{where} is nested too deeply: a configuration has sections, keys and flat values"
-    if _LONG_KEY.search(text):
-        raise ConfigError(too_deep)
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError:
-        raise
-    except RecursionError:
-        raise ConfigError(too_deep) from None
-    except ValueError:  # Python converts at most 4,300 digits
-        raise ConfigError(f"{where} has a number of more digits than any key takes: write a smaller one") from None
-
-
-def _parse_override(text: str) -> tuple[list[str], Any]:
-    """Split `section.key=value` into its keys and its value; a value that is not TOML is taken as text."""
-    name, equals, value = text.partition("=")
-    if not equals or not name.strip():
-        raise ConfigError(f"cannot read the override {_shown(text)}: write section.name=value")
-    keys = name.strip().split(".")
-    if len(keys) > _MAX_PARTS:
-        if (hint := foreign_hint(name[:_SHOWN])) is not None:
-            raise ConfigError(hint)
-        raise ConfigError(
-            f"cannot set {name.strip()[:_SHOWN]}: a key has at most {_MAX_PARTS} parts, as in task.columns.prompt"
-        )
-    if len(keys) == 1 and keys[0] in _MAIN_KEYS:
-        keys.append(_MAIN_KEYS[keys[0]])
-    try:
-        return keys, _parse_toml(f"value = {value}", f"the override {name.strip()[:_SHOWN]}")["value"]
-    except tomllib.TOMLDecodeError:
-        return keys, value.strip()
+# ---- overrides -------------------------------------------------------------------------------------------------------
 
 
 def _takes_list(keys: list[str]) -> bool:
@@ -500,15 +456,6 @@ def _takes_list(keys: list[str]) -> bool:
     section = SortedConfig.model_fields.get(keys[0])
     field = type(section.default).model_fields.get(keys[-1]) if section is not None and len(keys) == 2 else None
     return field is not None and get_origin(field.annotation) is tuple
-
-
-def _put(tree: dict[str, Any], keys: list[str], value: Any) -> None:
-    *path, last = keys
-    for key in path:
-        tree = tree.setdefault(key, {})
-        if not isinstance(tree, dict):
-            raise ConfigError(f"cannot set {'.'.join(keys)}: {key} is a value, not a section")
-    tree[last] = value
 
 
 def _take_objects(tree: dict[str, Any], given: SortedConfig | None) -> None:
@@ -546,56 +493,3 @@ def _forget_model_values(tree: dict[str, Any], path: object) -> None:
     before = model.get("path") if isinstance(model, dict) else None
     if isinstance(engine, dict) and before != path:
         engine.pop("stop_tokens", None)
-
-
-def _one_line(error: ValidationError) -> str:
-    """The first mistake in one line, and how many more there are."""
-    first = error.errors()[0]
-    count = len({details["loc"][:2] for details in error.errors()})
-    where = ".".join(str(part) for part in first["loc"][:2])  # what follows section and key are branches of a union
-    more = f" (and {count - 1} more)" if count > 1 else ""
-    if first["type"] == "extra_forbidden":
-        if hints := _foreign_hints(error):
-            return "; ".join(hints)
-        return f"unknown configuration key {where!r}{_nearest(first['loc'])}{more}"
-    message = first["msg"].removeprefix("Value error, ")
-    message = message[0].lower() + message[1:] if where else message
-    given = f", not {_shown(first['input'])}" if where and not isinstance(first["input"], Mapping) else ""
-    return f"{where}: {message}{given}{more}" if where else f"{message}{more}"
-
-
-def _foreign_hints(error: ValidationError) -> list[str]:
-    """What to set instead of keys that are another framework's; the first of many."""
-    unknown = [details for details in error.errors() if details["type"] == "extra_forbidden"]
-    hints = [hint for one in unknown for hint in foreign_hints(one["input"], ".".join(map(str, one["loc"])))]
-    return list(dict.fromkeys(hints))[:_MAX_HINTS]
-
-
-def _shown(value: Any) -> str:
-    """The value as it is written in Python, cut short."""
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):  # integers of more than 4,300 digits, and deep lists
-        return "a value that is too large to show"
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-
-
-def _nearest(location: tuple[int | str, ...]) -> str:
-    """A hint that names the known key most like an unknown one, or else all known keys."""
-    fields = SortedConfig.model_fields
-    for part in location[:-1]:
-        annotation = fields[str(part)].annotation if str(part) in fields else None
-        fields = annotation.model_fields if isinstance(annotation, type) and issubclass(annotation, Section) else {}
-    prefix = ".".join(str(part) for part in (*location[:-1], ""))
-    if elsewhere := _same_name_elsewhere(str(location[-1])):
-        return f": did you mean {' or '.join(elsewhere)}?"
-    near = difflib.get_close_matches(str(location[-1]), fields, n=1, cutoff=0.5)
-    if near:
-        return f": did you mean {prefix}{near[0]}?"
-    return f": the keys there are {', '.join(fields)}" if fields else ""
-
-
-def _same_name_elsewhere(key: str) -> list[str]:
-    """The keys of this name in all sections."""
-    sections = SortedConfig.model_fields.items()
-    return [f"{name}.{key}" for name, section in sections if key in type(section.default).model_fields]
