@@ -36,8 +36,8 @@ PRODUCT = """
 void product(const float *x, const float *w, int64_t rows, int64_t inputs, int64_t outputs, int64_t is_fixed, float *y)
 {
     const int64_t size = sortedrl_panel_size(inputs, is_fixed), stride = row_stride(spans(inputs) * FIXED.in_row);
-    float *weights = calloc(panels(outputs) / PANEL * size, 4), *fixed = calloc((rows + WIDE) * stride, 4);
-    struct rows plain = {calloc((rows + WIDE) * row_stride(inputs), 4), row_stride(inputs)}, of_x = plain;
+    float *weights = calloc(panels(outputs) / PANEL * size, 4), *fixed = calloc((rows + MAX_TILE) * stride, 4);
+    struct rows plain = {calloc((rows + MAX_TILE) * row_stride(inputs), 4), row_stride(inputs)}, of_x = plain;
     sortedrl_panels(w, 0, outputs, inputs, is_fixed, weights);
     for (int64_t r = 0; r < rows; r++)
         memcpy(row(plain, r), x + r * inputs, inputs * sizeof *x);

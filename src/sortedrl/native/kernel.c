@@ -110,7 +110,7 @@ static float *allocate(float **memory, int64_t n)
 static struct rows allocate_rows(float **memory, int64_t size)
 {
     const int64_t stride = row_stride(size);
-    return (struct rows){allocate(memory, (CHUNK + WIDE) * stride), stride};
+    return (struct rows){allocate(memory, (CHUNK + MAX_TILE) * stride), stride};
 }
 
 static int64_t lay_out_memory(const struct model *m, int64_t rank, float *memory, struct work *w)
@@ -126,7 +126,7 @@ static int64_t lay_out_memory(const struct model *m, int64_t rank, float *memory
         w->gates = allocate_rows(&end, PANEL);
         w->ups = allocate_rows(&end, PANEL);
         w->scores = allocate(&end, GROUP * m->positions);
-        w->factors = allocate(&end, CHUNK + WIDE);
+        w->factors = allocate(&end, CHUNK + MAX_TILE);
     }
     return end - memory;
 }

@@ -11,6 +11,7 @@ enum {
     PANEL = 16,
     WIDE = 6,    /* rows of a tile: as many sums as there are registers */
     NARROW = 4,  /* used where a wide tile would be half empty */
+    MAX_TILE = 8, /* the most rows of any tile */
     BLOCK = 768, /* inputs per block: its weights in a panel stay in the cache while all rows are multiplied */
     AHEAD = 4,   /* one cache line is prefetched for this many lines of weights */
 };
@@ -100,9 +101,6 @@ static inline float *row(struct rows rows, int64_t r) { return rows.start + r * 
 /* An odd number of cache lines, so that the rows of a tile fall into different cache sets. */
 static inline int64_t row_stride(int64_t n) { return (panels(n) / PANEL | 1) * PANEL; }
 
-/* The size of the next tile when `left` rows remain, chosen so that few empty rows are computed. */
-static inline int64_t next_tile(int64_t left) { return left <= NARROW || left == 7 || left == 8 ? NARROW : WIDE; }
-
 /* Sums of a tile of rows times a panel. A pass reads weights from memory once, so the weights at `next` are prefetched
  * meanwhile. */
 INLINE void float_sums(const float *x, int64_t stride, const float *w, const float *next, int64_t inputs,
@@ -185,24 +183,50 @@ TILE(wide_floats, WIDE, 0)
 TILE(narrow_fixed, NARROW, 1)
 TILE(wide_fixed, WIDE, 1)
 
+#include "wide_product.h"
+
+/* The functions for tiles of many and of few rows, and their numbers of rows. */
+typedef __typeof__(&wide_floats) tile_function;
+struct tiles {
+    tile_function large, small;
+    int64_t large_rows, small_rows;
+};
+
+static struct tiles choose_tiles(int is_fixed)
+{
+#if HAS_WIDE_TILES
+    if (has_wide_vectors())
+        return is_fixed ? (struct tiles){tall_wide_fixed, short_wide_fixed, TALL, NARROW}
+                        : (struct tiles){tall_wide_floats, short_wide_floats, TALL, NARROW};
+#endif
+    return is_fixed ? (struct tiles){wide_fixed, narrow_fixed, WIDE, NARROW}
+                    : (struct tiles){wide_floats, narrow_floats, WIDE, NARROW};
+}
+
+/* The size of the next tile when `left` rows remain, chosen so that few empty rows are computed. */
+static inline int64_t next_tile(const struct tiles *tiles, int64_t left)
+{
+    const int is_two_small = left > tiles->large_rows && left <= 2 * tiles->small_rows;
+    return left <= tiles->small_rows || is_two_small ? tiles->small_rows : tiles->large_rows;
+}
+
 /* y = x w, or y = bias + x w, or y += x w (`adds`) for one panel, where rows of x are multiplied by `factors` (may be
  * null). y starts at the panel's first output and has `width` outputs from there. */
 static void panel_product(struct rows x, const float *factors, const float *w, const float *bias, struct rows y,
                           int64_t num_rows, int64_t inputs, int64_t width, int adds, int is_fixed)
 {
     const struct form form = is_fixed ? FIXED : FLOATS;
-    __typeof__(&wide_floats) wide = is_fixed ? wide_fixed : wide_floats;
-    __typeof__(&wide_floats) narrow = is_fixed ? narrow_fixed : narrow_floats;
+    const struct tiles tiles = choose_tiles(is_fixed);
     inputs = is_fixed ? panels(inputs) : inputs; /* padded with zeros to whole pairs and cache lines */
     const int64_t step = width < PANEL ? inputs : BLOCK; /* y holds the sums of blocks if it has room for a panel */
-    float scratch[WIDE * PANEL] = {0};
+    float scratch[MAX_TILE * PANEL] = {0};
     for (int64_t block = 0; block < inputs; block += step) {
         const int64_t n = inputs - block < step ? inputs - block : step, fetched = n / form.in_line / AHEAD * PANEL;
         const float *weights = w + block / form.inputs * form.in_panel;
         const float *next = weights + (n + form.inputs - 1) / form.inputs * form.in_panel;
         const float *end = next + n / form.in_line * PANEL;
         for (int64_t r = 0, tile; r < num_rows; r += tile) {
-            tile = next_tile(num_rows - r);
+            tile = next_tile(&tiles, num_rows - r);
             const int64_t real = num_rows - r < tile ? num_rows - r : tile;
             const int is_whole = real == tile && width >= PANEL;
             const struct rows target = {row(y, r), y.stride}, part = {scratch, PANEL};
@@ -214,7 +238,7 @@ static void panel_product(struct rows x, const float *factors, const float *w, c
                 starts = part;
             }
             const float *of_rows = factors ? factors + r : 0, *start = row(x, r) + block / form.inputs * form.in_row;
-            (tile == WIDE ? wide : narrow)(start, x.stride, of_rows, weights, next, n, starts, sums);
+            (tile == tiles.large_rows ? tiles.large : tiles.small)(start, x.stride, of_rows, weights, next, n, starts, sums);
             for (int64_t t = 0; t < real && !is_whole; t++)
                 memcpy(row(target, t), row(part, t), (width < PANEL ? width : PANEL) * sizeof(float));
             next = next + fetched < end ? next + fetched : next;
