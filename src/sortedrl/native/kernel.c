@@ -131,6 +131,9 @@ static int64_t lay_out_memory(const struct model *m, int64_t rank, float *memory
     return end - memory;
 }
 
+/* Whether products use AVX-512 with VNNI: this processor has them, and the compiler knows them. */
+int64_t sortedrl_has_wide_vectors(void) { return has_wide_vectors(); }
+
 /* The size of the working memory for this number of threads, counted in floats. */
 int64_t sortedrl_memory(const struct model *m, int64_t num_threads)
 {
