@@ -209,9 +209,10 @@ def test_a_model_on_wide_vectors_writes_the_same_answers_to_the_last_bit(
     model = tiny_model("llama-gqa", intermediate_size=208)
     flags = c_library._processor_flags()
 
-    def answers() -> list[object]:
+    def answers() -> list[tuple[list[int], list[float]]]:
         kernel.load_kernel.cache_clear()
-        return [serve(model, make_requests(slots, budget=20), slots=slots, dtype=dtype) for slots in (1, 5, 12, 17)]
+        served = [serve(model, make_requests(slots, budget=20), slots=slots, dtype=dtype) for slots in (1, 5, 12, 17)]
+        return [(answer.tokens, answer.logprobs) for answers in served for answer in answers.values()]
 
     try:
         wide = answers()

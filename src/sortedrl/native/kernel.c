@@ -3,8 +3,8 @@
  * `kernel.py` compiles it; `engine/local/native_decoder.py` lays out the weights and calls it. With torch, a small
  * model spends most of a step on the overhead of calls; here only arithmetic remains.
  * Guarantees: every token is computed by the same operations in the same order, whatever other tokens share the call,
- * however many calls there are, and however many threads. Rows are computed in tiles of six or four, with the same sums
- * per row in both. So an answer does not depend on its neighbours, and prefill and decode agree to the last bit.
+ * however many calls there are, and however many threads. Rows are computed in tiles of several sizes, with the same
+ * sums per row in all of them. So an answer does not depend on its neighbours, and prefill and decode agree to the last bit.
  *
  * All threads run the same code, each on its share of outputs or rows. They wait for each other where one needs
  * another's results. A thread that has finished its share takes work from the others' shares, so that a slow processor

@@ -1,6 +1,7 @@
-/* Matrix products: tiles of rows times panels of weights, both as floats or both in fixed point.
+/* Matrix products: tiles of rows times panels of weights, both as floats or both in fixed point. The tiles here are for
+ * AVX2 and plain C; those for AVX-512 are in wide_product.h, and the processor decides at run time.
  *
- * Guarantees: a row's sums are the same to the last bit in every tile size. */
+ * Guarantees: a row's sums are the same to the last bit in every tile size and on every kind of vectors. */
 
 #ifndef KERNEL_PRODUCT_H
 #define KERNEL_PRODUCT_H
@@ -9,11 +10,11 @@
 
 enum {
     PANEL = 16,
-    WIDE = 6,    /* rows of a tile: as many sums as there are registers */
-    NARROW = 4,  /* used where a wide tile would be half empty */
-    MAX_TILE = 8, /* the most rows of any tile */
-    BLOCK = 768, /* inputs per block: its weights in a panel stay in the cache while all rows are multiplied */
-    AHEAD = 4,   /* one cache line is prefetched for this many lines of weights */
+    LARGE_TILE = 6, /* rows of a tile: as many sums as there are registers */
+    SMALL_TILE = 4, /* used where a large tile would be half empty */
+    MAX_TILE = 8,   /* the most rows of any tile, those of wide_product.h included */
+    BLOCK = 768,    /* inputs per block: its weights in a panel stay in the cache while all rows are multiplied */
+    AHEAD = 4,      /* one cache line is prefetched for this many lines of weights */
 };
 
 _Static_assert(BLOCK % SPAN == 0 && SPAN % PANEL == 0 && PANEL / 2 % AHEAD == 0,
@@ -104,7 +105,7 @@ static inline int64_t row_stride(int64_t n) { return (panels(n) / PANEL | 1) * P
 /* Sums of a tile of rows times a panel. A pass reads weights from memory once, so the weights at `next` are prefetched
  * meanwhile. */
 INLINE void float_sums(const float *x, int64_t stride, const float *w, const float *next, int64_t inputs,
-                       vec sum[WIDE][2], const int tile)
+                       vec sum[LARGE_TILE][2], const int tile)
 {
     for (int64_t i = 0; i < inputs; i++) {
         const vec w0 = load(w + i * PANEL), w1 = load(w + i * PANEL + LANES);
@@ -124,11 +125,11 @@ static inline const struct row_span *span_of(const struct row_span *x, int64_t r
 }
 
 INLINE void fixed_sums(const struct row_span *x, int64_t stride, const struct panel_span *w, const float *next,
-                       int64_t inputs, vec sum[WIDE][2], const int tile)
+                       int64_t inputs, vec sum[LARGE_TILE][2], const int tile)
 {
     for (int64_t left = inputs / 2; left > 0; left -= PAIRS, x++, w++) {
         const int64_t num = left < PAIRS ? left : PAIRS;
-        ivec exact[WIDE][2] = {{{0}}};
+        ivec exact[LARGE_TILE][2] = {{{0}}};
         for (int64_t i = 0; i < num; i += AHEAD, next += PANEL) {
             __builtin_prefetch(next);
             for (int64_t k = i; k < i + AHEAD; k++) {
@@ -151,7 +152,7 @@ INLINE void fixed_sums(const struct row_span *x, int64_t stride, const struct pa
 INLINE void tile_product(const float *x, int64_t x_stride, const float *factors, const float *w, const float *next,
                          int64_t inputs, struct rows starts, struct rows sums, const int tile, const int is_fixed)
 {
-    vec sum[WIDE][2] = {{{0}}};
+    vec sum[LARGE_TILE][2] = {{{0}}};
     for (int t = 0; t < tile; t++)
         __builtin_prefetch(row(sums, t), 1); /* so that they are in the cache when they are written */
     if (is_fixed)
@@ -178,17 +179,16 @@ INLINE void tile_product(const float *x, int64_t x_stride, const float *factors,
         tile_product(x, x_stride, factors, w, next, inputs, starts, sums, tile, is_fixed);                             \
     }
 
-TILE(narrow_floats, NARROW, 0)
-TILE(wide_floats, WIDE, 0)
-TILE(narrow_fixed, NARROW, 1)
-TILE(wide_fixed, WIDE, 1)
+TILE(small_floats, SMALL_TILE, 0)
+TILE(large_floats, LARGE_TILE, 0)
+TILE(small_fixed, SMALL_TILE, 1)
+TILE(large_fixed, LARGE_TILE, 1)
 
 #include "wide_product.h"
 
-/* The functions for tiles of many and of few rows, and their numbers of rows. */
-typedef __typeof__(&wide_floats) tile_function;
+/* The functions for tiles of many and of few rows, and how many these are. */
 struct tiles {
-    tile_function large, small;
+    __typeof__(&large_floats) large, small;
     int64_t large_rows, small_rows;
 };
 
@@ -196,11 +196,11 @@ static struct tiles choose_tiles(int is_fixed)
 {
 #if HAS_WIDE_TILES
     if (has_wide_vectors())
-        return is_fixed ? (struct tiles){tall_wide_fixed, short_wide_fixed, TALL, NARROW}
-                        : (struct tiles){tall_wide_floats, short_wide_floats, TALL, NARROW};
+        return is_fixed ? (struct tiles){large_wide_fixed, small_wide_fixed, LARGE_WIDE_TILE, SMALL_TILE}
+                        : (struct tiles){large_wide_floats, small_wide_floats, LARGE_WIDE_TILE, SMALL_TILE};
 #endif
-    return is_fixed ? (struct tiles){wide_fixed, narrow_fixed, WIDE, NARROW}
-                    : (struct tiles){wide_floats, narrow_floats, WIDE, NARROW};
+    return is_fixed ? (struct tiles){large_fixed, small_fixed, LARGE_TILE, SMALL_TILE}
+                    : (struct tiles){large_floats, small_floats, LARGE_TILE, SMALL_TILE};
 }
 
 /* The size of the next tile when `left` rows remain, chosen so that few empty rows are computed. */
@@ -238,7 +238,8 @@ static void panel_product(struct rows x, const float *factors, const float *w, c
                 starts = part;
             }
             const float *of_rows = factors ? factors + r : 0, *start = row(x, r) + block / form.inputs * form.in_row;
-            (tile == tiles.large_rows ? tiles.large : tiles.small)(start, x.stride, of_rows, weights, next, n, starts, sums);
+            const int is_large = tile == tiles.large_rows;
+            (is_large ? tiles.large : tiles.small)(start, x.stride, of_rows, weights, next, n, starts, sums);
             for (int64_t t = 0; t < real && !is_whole; t++)
                 memcpy(row(target, t), row(part, t), (width < PANEL ? width : PANEL) * sizeof(float));
             next = next + fetched < end ? next + fetched : next;

@@ -15,13 +15,17 @@
 #define WIDE_TARGET __attribute__((target("avx512f,avx512vl,avx512vnni"), noinline))
 #define WIDE_INLINE __attribute__((target("avx512f,avx512vl,avx512vnni"), always_inline)) static inline
 
-enum { TALL = 8 }; /* rows of a tile: enough sums that none waits for the one before */
+enum { LARGE_WIDE_TILE = 8 }; /* rows of a tile: enough sums that none waits for the one before */
 
+#ifndef FETCHED
+#define FETCHED 1
+#endif
 typedef float wide __attribute__((vector_size(64), aligned(4), may_alias));
 typedef int32_t wide_ints __attribute__((vector_size(64)));
 typedef wide_ints wide_pairs __attribute__((aligned(4), may_alias));
 
-_Static_assert(sizeof(wide) == PANEL * sizeof(float), "a vector must hold a panel's outputs");
+_Static_assert(sizeof(wide) == PANEL * sizeof(float) && (int)LARGE_WIDE_TILE <= (int)MAX_TILE,
+               "a vector must hold a panel's outputs, and rows past the last one must be allocated");
 
 static int has_wide_vectors(void)
 {
@@ -30,7 +34,7 @@ static int has_wide_vectors(void)
 }
 
 WIDE_INLINE void wide_float_sums(const float *x, int64_t stride, const float *w, const float *next, int64_t inputs,
-                                 wide sum[TALL], const int tile)
+                                 wide sum[LARGE_WIDE_TILE], const int tile)
 {
     for (int64_t i = 0; i < inputs; i++) {
         const wide weights = *(const wide *)(w + i * PANEL);
@@ -41,13 +45,14 @@ WIDE_INLINE void wide_float_sums(const float *x, int64_t stride, const float *w,
 }
 
 WIDE_INLINE void wide_fixed_sums(const struct row_span *x, int64_t stride, const struct panel_span *w,
-                                 const float *next, int64_t inputs, wide sum[TALL], const int tile)
+                                 const float *next, int64_t inputs, wide sum[LARGE_WIDE_TILE], const int tile)
 {
     for (int64_t left = inputs / 2; left > 0; left -= PAIRS, x++, w++) {
         const int64_t num = left < PAIRS ? left : PAIRS;
-        wide_ints exact[TALL] = {{0}};
-        for (int64_t i = 0; i < num; i += AHEAD, next += PANEL) {
-            __builtin_prefetch(next);
+        wide_ints exact[LARGE_WIDE_TILE] = {{0}};
+        for (int64_t i = 0; i < num; i += AHEAD, next += FETCHED * PANEL) {
+            for (int line = 0; line < FETCHED; line++)
+                __builtin_prefetch(next + line * PANEL);
             for (int64_t k = i; k < i + AHEAD; k++) {
                 const wide_ints weights = *(const wide_pairs *)w->numbers[k];
                 for (int t = 0; t < tile; t++) {
@@ -67,7 +72,7 @@ WIDE_INLINE void wide_tile_product(const float *x, int64_t x_stride, const float
                                    const float *next, int64_t inputs, struct rows starts, struct rows sums,
                                    const int tile, const int is_fixed)
 {
-    wide sum[TALL] = {{0}};
+    wide sum[LARGE_WIDE_TILE] = {{0}};
     for (int t = 0; t < tile; t++)
         __builtin_prefetch(row(sums, t), 1);
     if (is_fixed)
@@ -91,14 +96,13 @@ WIDE_INLINE void wide_tile_product(const float *x, int64_t x_stride, const float
         wide_tile_product(x, x_stride, factors, w, next, inputs, starts, sums, tile, is_fixed);                        \
     }
 
-WIDE_TILE(short_wide_floats, NARROW, 0)
-WIDE_TILE(tall_wide_floats, TALL, 0)
-WIDE_TILE(short_wide_fixed, NARROW, 1)
-WIDE_TILE(tall_wide_fixed, TALL, 1)
+WIDE_TILE(small_wide_floats, SMALL_TILE, 0)
+WIDE_TILE(large_wide_floats, LARGE_WIDE_TILE, 0)
+WIDE_TILE(small_wide_fixed, SMALL_TILE, 1)
+WIDE_TILE(large_wide_fixed, LARGE_WIDE_TILE, 1)
 
 #else
 #define HAS_WIDE_TILES 0
-enum { TALL = 8 };
 static int has_wide_vectors(void) { return 0; }
 #endif
 
