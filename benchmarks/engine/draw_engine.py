@@ -16,12 +16,13 @@ from benchmarks.record import load, make_parser
 NAMES = {
     "sortedrl": "sortedrl, local",
     "sortedrl-float32": "the same in float32",
+    "sortedrl-bfloat16": "the same in bfloat16",
     "vllm": "vLLM, CPU build",
     "hf": "transformers, generate",
     "hf-continuous": "transformers, continuous",
     "limit": "torch's products alone",
 }
-COLOURS = {"sortedrl": "#2171b5", "sortedrl-float32": "#6baed6", "limit": "#cccccc"}
+COLOURS = {"sortedrl": "#2171b5", "sortedrl-float32": "#6baed6", "sortedrl-bfloat16": "#6baed6", "limit": "#cccccc"}
 OTHERS = "#9a8c6a"
 LEFT, BAR_W, BAR_H, ROW, TITLE, WIDTH = 170, 380, 14, 22, 34, 660
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from sortedrl.cli import app
+from sortedrl.engine.local import decoder_choice
 from sortedrl.errors import ConfigError, EngineError
-from sortedrl.testing.bench.contenders import GenerateContender, timed
+from sortedrl.testing.bench import contenders
+from sortedrl.testing.bench.contenders import GenerateContender, find_vllm_python, timed
 from sortedrl.testing.bench.engine import EngineBench, measure, prepare_job
 from tests.support.tiny_models import needs_compiler
 
@@ -52,7 +55,8 @@ def test_the_command_prints_one_object() -> None:
 
 
 @needs_compiler
-def test_in_fixed_point_ours_is_measured_in_the_peers_precision_as_well() -> None:
+def test_in_fixed_point_ours_is_measured_in_the_peers_precision_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoder_choice, "has_fast_bfloat16", lambda device: False)
     run = CliRunner().invoke(app, ["bench", "engine", *SMALL, "--dtype", "int16", "--against", "hf", "--json"])
     assert run.exit_code == 0, run.output
     result = json.loads(run.stdout)
@@ -68,6 +72,36 @@ def test_in_fixed_point_ours_is_measured_in_the_peers_precision_as_well() -> Non
     assert result["ratio_same_dtype"] == {"hf": same}
     assert 0 < rows["sortedrl-float32"]["logprob_gap"] < 1e-4
     assert 0 < rows["sortedrl"]["logprob_gap"] < 1e-2
+
+
+@needs_compiler
+def test_in_fixed_point_peers_take_the_precision_that_is_fast_on_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    for is_fast, expected in ((False, torch.float32), (True, torch.bfloat16)):
+        monkeypatch.setattr(decoder_choice, "has_fast_bfloat16", lambda device, is_fast=is_fast: is_fast)
+        job = prepare_job(EngineBench(model="knights-tiny", slots=2, dtype="int16"))
+        assert (job.dtype, job.peer_dtype) == (torch.int16, expected)
+
+
+def test_the_environment_of_make_vllm_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A named Python comes first, then that of a complete .venv-vllm in the current folder or in the checkout."""
+    monkeypatch.delenv("SORTEDRL_VLLM_PYTHON", raising=False)
+    here, checkout = tmp_path / "here", tmp_path / "checkout"
+    for folder in (here, checkout):
+        (folder / ".venv-vllm").mkdir(parents=True)
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(contenders, "_CHECKOUT", checkout)
+    assert find_vllm_python(None) is None, "an environment that is not complete"
+    (checkout / ".venv-vllm" / ".ready").touch()
+    assert find_vllm_python(None) == str(checkout / ".venv-vllm/bin/python")
+    (here / ".venv-vllm" / ".ready").touch()
+    assert find_vllm_python(None) == str(here / ".venv-vllm/bin/python")
+    monkeypatch.setenv("SORTEDRL_VLLM_PYTHON", "/environment/python")
+    assert find_vllm_python(None) == "/environment/python"
+    assert find_vllm_python("/given/python") == "/given/python"
+
+
+def test_the_default_checkout_is_this_one() -> None:
+    assert (contenders._CHECKOUT / "Makefile").is_file()
 
 
 def test_a_table_for_people() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from sortedrl.engine.local import decoder_choice, native_decoder
 from sortedrl.engine.local.decoder_choice import choose_dtype, make_decoder
 from sortedrl.engine.local.engine import LocalEngine
 from sortedrl.errors import ConfigError, ModelError
-from sortedrl.native import c_library
+from sortedrl.native import c_library, kernel
 from sortedrl.run.builders.parts import build_engine
 from sortedrl.run.checkpoint_folder import load_model
 from sortedrl.tasks.tiny import knights_tiny_path
@@ -24,6 +26,8 @@ from tests.support.tiny_models import (
     make_caller,
     make_requests,
     needs_compiler,
+    needs_wide_vectors,
+    serve,
     tiny_model,
 )
 
@@ -36,8 +40,8 @@ PRODUCT = """
 void product(const float *x, const float *w, int64_t rows, int64_t inputs, int64_t outputs, int64_t is_fixed, float *y)
 {
     const int64_t size = sortedrl_panel_size(inputs, is_fixed), stride = row_stride(spans(inputs) * FIXED.in_row);
-    float *weights = calloc(panels(outputs) / PANEL * size, 4), *fixed = calloc((rows + WIDE) * stride, 4);
-    struct rows plain = {calloc((rows + WIDE) * row_stride(inputs), 4), row_stride(inputs)}, of_x = plain;
+    float *weights = calloc(panels(outputs) / PANEL * size, 4), *fixed = calloc((rows + MAX_TILE) * stride, 4);
+    struct rows plain = {calloc((rows + MAX_TILE) * row_stride(inputs), 4), row_stride(inputs)}, of_x = plain;
     sortedrl_panels(w, 0, outputs, inputs, is_fixed, weights);
     for (int64_t r = 0; r < rows; r++)
         memcpy(row(plain, r), x + r * inputs, inputs * sizeof *x);
@@ -54,15 +58,22 @@ void product(const float *x, const float *w, int64_t rows, int64_t inputs, int64
 """
 
 
+Multiply = Callable[..., torch.Tensor]
+
+
 @pytest.fixture(scope="module", params=["processor", "plain"])
-def product(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+def product(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Multiply:
     """x w^T by the kernel's header: with the processor's instruction for it, and in plain C."""
+    flags = c_library._processor_flags() if request.param == "processor" else ()
+    return compile_product(tmp_path_factory.mktemp("product"), flags)
+
+
+def compile_product(folder: Path, processor_flags: Sequence[str]) -> Multiply:
     compiler = c_library._find_compiler()
     if compiler is None:
         pytest.skip("no C compiler here")
-    folder = tmp_path_factory.mktemp("product")
     (folder / "product.c").write_text(PRODUCT)
-    flags = [*c_library._FLAGS, *(c_library._processor_flags() if request.param == "processor" else ())]
+    flags = [*c_library._FLAGS, *processor_flags]
     command = [compiler, *flags, f"-I{HEADERS}", "-o", "product.so", "product.c", "-lm"]
     subprocess.run(command, cwd=folder, check=True)
     call = ctypes.CDLL(str(folder / "product.so")).product
@@ -172,6 +183,67 @@ def test_replay_equals_restart_after_a_publication() -> None:
     check_replay_equals_restart(dtype=torch.int16)
 
 
+@needs_wide_vectors
+@pytest.mark.parametrize("is_fixed", [False, True])
+def test_wide_vectors_give_the_same_sums_to_the_last_bit(tmp_path: Path, is_fixed: bool) -> None:
+    """Every number of rows up to two tiles and one more, so that every tile size occurs."""
+    flags = c_library._processor_flags()
+    for name in ("wide", "narrow"):
+        (tmp_path / name).mkdir()
+    wide = compile_product(tmp_path / "wide", flags)
+    narrow = compile_product(tmp_path / "narrow", (*flags, "-DNO_WIDE_VECTORS"))
+    for rows in range(1, 18):
+        for inputs, outputs in ((16, 16), (576, 40), (1000, 23)):
+            x_ri, weight_oi = with_outliers(rows, inputs, seed=rows), with_outliers(outputs, inputs, seed=outputs)
+            found, expected = (multiply(x_ri, weight_oi, is_fixed=is_fixed) for multiply in (wide, narrow))
+            assert torch.equal(found, expected)
+            assert found.abs().min() > 0
+
+
+@needs_wide_vectors
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int16])
+def test_a_model_on_wide_vectors_writes_the_same_answers_to_the_last_bit(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 1, 5, 12 and 17 answers at once; the log-probs too. So a run may move to a processor without AVX-512."""
+    model = tiny_model("llama-gqa", intermediate_size=208)
+    flags = c_library._processor_flags()
+
+    def answers() -> list[tuple[list[int], list[float]]]:
+        kernel.load_kernel.cache_clear()
+        served = [serve(model, make_requests(slots, budget=20), slots=slots, dtype=dtype) for slots in (1, 5, 12, 17)]
+        return [(answer.tokens, answer.logprobs) for answers in served for answer in answers.values()]
+
+    try:
+        wide = answers()
+        assert kernel.has_wide_kernel()
+        monkeypatch.setattr(c_library, "_processor_flags", lambda: (*flags, "-DNO_WIDE_VECTORS"))
+        assert answers() == wide
+        assert not kernel.has_wide_kernel()
+    finally:
+        kernel.load_kernel.cache_clear()
+
+
+@needs_compiler
+def test_auto_chooses_int16_where_the_kernel_has_wide_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AVX-512 with VNNI: int16 is as fast as bfloat16, and exact. AMX multiplies bfloat16 faster, which is not."""
+    model = tiny_model()
+    monkeypatch.setattr(decoder_choice, "_MIN_16_BIT_PARAMETERS", 1)
+    monkeypatch.setattr(decoder_choice, "has_fast_bfloat16", lambda device: True)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    for is_wide, has_amx, is_exact, expected in (
+        (True, False, False, torch.int16),
+        (True, False, True, torch.int16),
+        (True, True, False, torch.bfloat16),
+        (True, True, True, torch.int16),
+        (False, False, False, torch.bfloat16),
+        (False, False, True, torch.float32),
+    ):
+        monkeypatch.setattr(native_decoder, "has_wide_kernel", lambda is_wide=is_wide: is_wide)
+        monkeypatch.setattr(decoder_choice, "has_matrix_unit", lambda device, has_amx=has_amx: has_amx)
+        assert choose_dtype(model, "auto", needs_exact_replay=is_exact) == expected
+
+
 @needs_compiler
 def test_auto_chooses_int16_for_large_models_on_avx2(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model()
@@ -184,6 +256,7 @@ def test_auto_chooses_int16_for_large_models_on_avx2(monkeypatch: pytest.MonkeyP
     assert choose_dtype(model, "auto", needs_exact_replay=False, is_this_machine=False) == torch.float32
     assert choose_dtype(tiny_model("gpt-neox"), "auto", needs_exact_replay=False) == torch.float32
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(native_decoder, "has_wide_kernel", lambda: False)
     assert choose_dtype(model, "auto", needs_exact_replay=False) == torch.float32
     assert make_decoder(model, "auto", slots=1, max_length=16, dtype=torch.int16)[1].name == "native"  # if asked for
 

@@ -85,9 +85,12 @@ def test_which_models_run_on_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None
     assert decoder_of(tiny_model("llama", num_attention_heads=8, num_key_value_heads=8)) == "lean"  # heads of 4
     assert decoder_of(tiny_model("gpt-neox")) == "module"
     large = tiny_model("llama", vocab_size=70_000)  # 2.2 million parameters
+    monkeypatch.setattr(native_decoder, "has_wide_kernel", lambda: False)
     for capability, expected in (("AVX2", "native"), ("AVX512", "lean"), ("DEFAULT", "lean")):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
         assert decoder_of(large) == expected
+    monkeypatch.setattr(native_decoder, "has_wide_kernel", lambda: True)  # AVX-512 with VNNI
+    assert decoder_of(large) == "native"
 
 
 @needs_compiler

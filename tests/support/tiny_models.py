@@ -14,13 +14,14 @@ import transformers
 
 from sortedrl.engine.base import Request, Sampling
 from sortedrl.engine.local.engine import LocalEngine
-from sortedrl.native.kernel import load_kernel
+from sortedrl.native.kernel import has_wide_kernel, load_kernel
 from sortedrl.records import Mode
 from sortedrl.tasks.tiny import knights_tiny_path
 from sortedrl.testing import Answer, Caller
 
 VOCAB = 23
 needs_compiler = pytest.mark.skipif(load_kernel() is None, reason="no C compiler here")
+needs_wide_vectors = pytest.mark.skipif(not has_wide_kernel(), reason="no AVX-512 with VNNI, or no C compiler here")
 PATHS = [pytest.param("native", marks=needs_compiler), "lean", "module"]  # the decoders of the local engine
 _SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 _HEADS = {"num_attention_heads": 4, "max_position_embeddings": 512, "bos_token_id": None, "eos_token_id": None}

@@ -36,7 +36,9 @@ def engine(
     threads: ThreadsOption = None,
     dtype: Annotated[str, typer.Option(help="Of the local engine: auto, float32, bfloat16 or int16.")] = "auto",
     seed: SeedOption = 0,
-    vllm_python: Annotated[str | None, typer.Option(help="Python of an environment with vLLM.")] = None,
+    vllm_python: Annotated[
+        str | None, typer.Option(help="Python of an environment with vLLM; default: .venv-vllm of `make vllm`.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure the sampling speed of the local engine, transformers and vLLM, and of the matrix products alone."""

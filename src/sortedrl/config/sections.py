@@ -203,8 +203,9 @@ class EngineSection(Section):
     dtype: Literal["auto", "float32", "bfloat16", "int16"] = "auto"
     """Number format of the engine's weights: `float32`, `bfloat16`, `int16` or `auto`. `int16` is fixed point, for the
     local engine on a CPU. `auto` uses the model's format for `vllm`; for the local engine and 10 million parameters or
-    more it uses bfloat16 if the CPU is fast at it and nothing is replayed, int16 if the CPU has AVX2 and nothing
-    wider, otherwise float32. Replay is exact in float32 and int16."""
+    more it uses int16 if the CPU has AVX-512 with VNNI, or AVX2 and nothing wider. Otherwise it uses bfloat16 if the
+    CPU is fast at it and nothing is replayed, else float32. A CPU with AMX uses bfloat16 unless something is replayed.
+    Replay is exact in float32 and int16."""
     replay_tolerance: float = Field(default=0.0, ge=0.0)
     """Replay also keeps a token whose score (logit / temperature + noise) is at most this far below the best. 0 is
     exact."""

@@ -1,8 +1,8 @@
 /* Fixed-point numbers for matrix products: 16-bit integers. Inputs form spans, and each span has one step size.
  *
- * AVX2 multiplies twice as many such numbers at a time as floats. A span's step is the smallest for which every number
- * fits in 16 bits and the span's norm is below sqrt(2^31). By Cauchy-Schwarz, the sum of products of two spans then
- * fits in 32 bits, so it is exact. The rounding error is a thirtieth of bfloat16's.
+ * Vector instructions multiply twice as many such numbers at a time as floats. A span's step is the smallest for which
+ * every number fits in 16 bits and the span's norm is below sqrt(2^31). By Cauchy-Schwarz, the sum of products of two
+ * spans then fits in 32 bits, so it is exact. The rounding error is a thirtieth of bfloat16's.
  *
  * Numbers are stored in pairs of inputs that are eight apart, so that two vectors of floats become one vector of pairs.
  */

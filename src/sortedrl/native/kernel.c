@@ -3,8 +3,8 @@
  * `kernel.py` compiles it; `engine/local/native_decoder.py` lays out the weights and calls it. With torch, a small
  * model spends most of a step on the overhead of calls; here only arithmetic remains.
  * Guarantees: every token is computed by the same operations in the same order, whatever other tokens share the call,
- * however many calls there are, and however many threads. Rows are computed in tiles of six or four, with the same sums
- * per row in both. So an answer does not depend on its neighbours, and prefill and decode agree to the last bit.
+ * however many calls there are, and however many threads. Rows are computed in tiles of several sizes, with the same
+ * sums per row in all of them. So an answer does not depend on its neighbours, and prefill and decode agree to the last bit.
  *
  * All threads run the same code, each on its share of outputs or rows. They wait for each other where one needs
  * another's results. A thread that has finished its share takes work from the others' shares, so that a slow processor
@@ -110,7 +110,7 @@ static float *allocate(float **memory, int64_t n)
 static struct rows allocate_rows(float **memory, int64_t size)
 {
     const int64_t stride = row_stride(size);
-    return (struct rows){allocate(memory, (CHUNK + WIDE) * stride), stride};
+    return (struct rows){allocate(memory, (CHUNK + MAX_TILE) * stride), stride};
 }
 
 static int64_t lay_out_memory(const struct model *m, int64_t rank, float *memory, struct work *w)
@@ -126,10 +126,13 @@ static int64_t lay_out_memory(const struct model *m, int64_t rank, float *memory
         w->gates = allocate_rows(&end, PANEL);
         w->ups = allocate_rows(&end, PANEL);
         w->scores = allocate(&end, GROUP * m->positions);
-        w->factors = allocate(&end, CHUNK + WIDE);
+        w->factors = allocate(&end, CHUNK + MAX_TILE);
     }
     return end - memory;
 }
+
+/* Whether products use AVX-512 with VNNI: this processor has them, and the compiler knows them. */
+int64_t sortedrl_has_wide_vectors(void) { return has_wide_vectors(); }
 
 /* The size of the working memory for this number of threads, counted in floats. */
 int64_t sortedrl_memory(const struct model *m, int64_t num_threads)

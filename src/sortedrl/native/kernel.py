@@ -51,8 +51,16 @@ def load_kernel() -> ctypes.CDLL | None:
     return None if library is None else _declare(library)
 
 
+def has_wide_kernel() -> bool:
+    """Whether the kernel computes products with AVX-512 and VNNI, which it decides at run time."""
+    library = load_kernel()
+    return library is not None and bool(library.sortedrl_has_wide_vectors())
+
+
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     pointer, number = ctypes.c_void_p, ctypes.c_int64
+    library.sortedrl_has_wide_vectors.restype = number
+    library.sortedrl_has_wide_vectors.argtypes = []
     library.sortedrl_memory.restype = number
     library.sortedrl_memory.argtypes = [ctypes.POINTER(KernelModel), number]
     library.sortedrl_panel_size.restype = number

@@ -1,6 +1,7 @@
-/* Matrix products: tiles of rows times panels of weights, both as floats or both in fixed point.
+/* Matrix products: tiles of rows times panels of weights, both as floats or both in fixed point. The tiles here are for
+ * AVX2 and plain C; those for AVX-512 are in wide_product.h, and the processor decides at run time.
  *
- * Guarantees: a row's sums are the same to the last bit in every tile size. */
+ * Guarantees: a row's sums are the same to the last bit in every tile size and on every kind of vectors. */
 
 #ifndef KERNEL_PRODUCT_H
 #define KERNEL_PRODUCT_H
@@ -9,10 +10,11 @@
 
 enum {
     PANEL = 16,
-    WIDE = 6,    /* rows of a tile: as many sums as there are registers */
-    NARROW = 4,  /* used where a wide tile would be half empty */
-    BLOCK = 768, /* inputs per block: its weights in a panel stay in the cache while all rows are multiplied */
-    AHEAD = 4,   /* one cache line is prefetched for this many lines of weights */
+    LARGE_TILE = 6, /* rows of a tile: as many sums as there are registers */
+    SMALL_TILE = 4, /* used where a large tile would be half empty */
+    MAX_TILE = 8,   /* the most rows of any tile, those of wide_product.h included */
+    BLOCK = 768,    /* inputs per block: its weights in a panel stay in the cache while all rows are multiplied */
+    AHEAD = 4,      /* one cache line is prefetched for this many lines of weights */
 };
 
 _Static_assert(BLOCK % SPAN == 0 && SPAN % PANEL == 0 && PANEL / 2 % AHEAD == 0,
@@ -100,13 +102,10 @@ static inline float *row(struct rows rows, int64_t r) { return rows.start + r * 
 /* An odd number of cache lines, so that the rows of a tile fall into different cache sets. */
 static inline int64_t row_stride(int64_t n) { return (panels(n) / PANEL | 1) * PANEL; }
 
-/* The size of the next tile when `left` rows remain, chosen so that few empty rows are computed. */
-static inline int64_t next_tile(int64_t left) { return left <= NARROW || left == 7 || left == 8 ? NARROW : WIDE; }
-
 /* Sums of a tile of rows times a panel. A pass reads weights from memory once, so the weights at `next` are prefetched
  * meanwhile. */
 INLINE void float_sums(const float *x, int64_t stride, const float *w, const float *next, int64_t inputs,
-                       vec sum[WIDE][2], const int tile)
+                       vec sum[LARGE_TILE][2], const int tile)
 {
     for (int64_t i = 0; i < inputs; i++) {
         const vec w0 = load(w + i * PANEL), w1 = load(w + i * PANEL + LANES);
@@ -126,11 +125,11 @@ static inline const struct row_span *span_of(const struct row_span *x, int64_t r
 }
 
 INLINE void fixed_sums(const struct row_span *x, int64_t stride, const struct panel_span *w, const float *next,
-                       int64_t inputs, vec sum[WIDE][2], const int tile)
+                       int64_t inputs, vec sum[LARGE_TILE][2], const int tile)
 {
     for (int64_t left = inputs / 2; left > 0; left -= PAIRS, x++, w++) {
         const int64_t num = left < PAIRS ? left : PAIRS;
-        ivec exact[WIDE][2] = {{{0}}};
+        ivec exact[LARGE_TILE][2] = {{{0}}};
         for (int64_t i = 0; i < num; i += AHEAD, next += PANEL) {
             __builtin_prefetch(next);
             for (int64_t k = i; k < i + AHEAD; k++) {
@@ -153,7 +152,7 @@ INLINE void fixed_sums(const struct row_span *x, int64_t stride, const struct pa
 INLINE void tile_product(const float *x, int64_t x_stride, const float *factors, const float *w, const float *next,
                          int64_t inputs, struct rows starts, struct rows sums, const int tile, const int is_fixed)
 {
-    vec sum[WIDE][2] = {{{0}}};
+    vec sum[LARGE_TILE][2] = {{{0}}};
     for (int t = 0; t < tile; t++)
         __builtin_prefetch(row(sums, t), 1); /* so that they are in the cache when they are written */
     if (is_fixed)
@@ -180,10 +179,36 @@ INLINE void tile_product(const float *x, int64_t x_stride, const float *factors,
         tile_product(x, x_stride, factors, w, next, inputs, starts, sums, tile, is_fixed);                             \
     }
 
-TILE(narrow_floats, NARROW, 0)
-TILE(wide_floats, WIDE, 0)
-TILE(narrow_fixed, NARROW, 1)
-TILE(wide_fixed, WIDE, 1)
+TILE(small_floats, SMALL_TILE, 0)
+TILE(large_floats, LARGE_TILE, 0)
+TILE(small_fixed, SMALL_TILE, 1)
+TILE(large_fixed, LARGE_TILE, 1)
+
+#include "wide_product.h"
+
+/* The functions for tiles of many and of few rows, and how many these are. */
+struct tiles {
+    __typeof__(&large_floats) large, small;
+    int64_t large_rows, small_rows;
+};
+
+static struct tiles choose_tiles(int is_fixed)
+{
+#if HAS_WIDE_TILES
+    if (has_wide_vectors())
+        return is_fixed ? (struct tiles){large_wide_fixed, small_wide_fixed, LARGE_WIDE_TILE, SMALL_TILE}
+                        : (struct tiles){large_wide_floats, small_wide_floats, LARGE_WIDE_TILE, SMALL_TILE};
+#endif
+    return is_fixed ? (struct tiles){large_fixed, small_fixed, LARGE_TILE, SMALL_TILE}
+                    : (struct tiles){large_floats, small_floats, LARGE_TILE, SMALL_TILE};
+}
+
+/* The size of the next tile when `left` rows remain, chosen so that few empty rows are computed. */
+static inline int64_t next_tile(const struct tiles *tiles, int64_t left)
+{
+    const int is_two_small = left > tiles->large_rows && left <= 2 * tiles->small_rows;
+    return left <= tiles->small_rows || is_two_small ? tiles->small_rows : tiles->large_rows;
+}
 
 /* y = x w, or y = bias + x w, or y += x w (`adds`) for one panel, where rows of x are multiplied by `factors` (may be
  * null). y starts at the panel's first output and has `width` outputs from there. */
@@ -191,18 +216,17 @@ static void panel_product(struct rows x, const float *factors, const float *w, c
                           int64_t num_rows, int64_t inputs, int64_t width, int adds, int is_fixed)
 {
     const struct form form = is_fixed ? FIXED : FLOATS;
-    __typeof__(&wide_floats) wide = is_fixed ? wide_fixed : wide_floats;
-    __typeof__(&wide_floats) narrow = is_fixed ? narrow_fixed : narrow_floats;
+    const struct tiles tiles = choose_tiles(is_fixed);
     inputs = is_fixed ? panels(inputs) : inputs; /* padded with zeros to whole pairs and cache lines */
     const int64_t step = width < PANEL ? inputs : BLOCK; /* y holds the sums of blocks if it has room for a panel */
-    float scratch[WIDE * PANEL] = {0};
+    float scratch[MAX_TILE * PANEL] = {0};
     for (int64_t block = 0; block < inputs; block += step) {
         const int64_t n = inputs - block < step ? inputs - block : step, fetched = n / form.in_line / AHEAD * PANEL;
         const float *weights = w + block / form.inputs * form.in_panel;
         const float *next = weights + (n + form.inputs - 1) / form.inputs * form.in_panel;
         const float *end = next + n / form.in_line * PANEL;
         for (int64_t r = 0, tile; r < num_rows; r += tile) {
-            tile = next_tile(num_rows - r);
+            tile = next_tile(&tiles, num_rows - r);
             const int64_t real = num_rows - r < tile ? num_rows - r : tile;
             const int is_whole = real == tile && width >= PANEL;
             const struct rows target = {row(y, r), y.stride}, part = {scratch, PANEL};
@@ -214,7 +238,8 @@ static void panel_product(struct rows x, const float *factors, const float *w, c
                 starts = part;
             }
             const float *of_rows = factors ? factors + r : 0, *start = row(x, r) + block / form.inputs * form.in_row;
-            (tile == WIDE ? wide : narrow)(start, x.stride, of_rows, weights, next, n, starts, sums);
+            const int is_large = tile == tiles.large_rows;
+            (is_large ? tiles.large : tiles.small)(start, x.stride, of_rows, weights, next, n, starts, sums);
             for (int64_t t = 0; t < real && !is_whole; t++)
                 memcpy(row(target, t), row(part, t), (width < PANEL ? width : PANEL) * sizeof(float));
             next = next + fetched < end ? next + fetched : next;

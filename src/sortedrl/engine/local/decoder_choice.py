@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from sortedrl.engine.local.cache import SlotCache
 from sortedrl.engine.local.lean_decoder import LeanDecoder, supports_lean
-from sortedrl.engine.local.linear import has_fast_bfloat16
+from sortedrl.engine.local.linear import has_fast_bfloat16, has_matrix_unit
 from sortedrl.engine.local.module_decoder import Geometry, ModuleDecoder
 from sortedrl.engine.local.native_decoder import (
     BlockCache,
@@ -60,15 +60,20 @@ def choose_dtype(
     parameter = next(model.parameters())
     if not supports_lean(model) or sum(p.numel() for p in model.parameters()) < _MIN_16_BIT_PARAMETERS:
         return parameter.dtype
-    fast = fast_dtype(parameter.device, is_compiled=is_this_machine and supports_native(model, torch.int16))
-    return parameter.dtype if needs_exact_replay and fast not in EXACT_DTYPES else fast
+    is_compiled = is_this_machine and supports_native(model, torch.int16)
+    return fast_dtype(parameter.device, is_compiled=is_compiled, is_exact=needs_exact_replay)
 
 
-def fast_dtype(device: torch.device | None = None, *, is_compiled: bool) -> torch.dtype:
-    """The fastest dtype for matrix products of large models, by torch or, if `is_compiled`, by the kernel."""
-    if has_fast_bfloat16(device or torch.device("cpu")):
-        return torch.bfloat16
-    return torch.int16 if is_compiled and has_fast_int16() else torch.float32
+def fast_dtype(device: torch.device | None = None, *, is_compiled: bool, is_exact: bool = False) -> torch.dtype:
+    """The fastest dtype for matrix products of large models, by torch or, if `is_compiled`, by the kernel.
+
+    `is_exact`: only those in which replay is exact. int16 is as fast as bfloat16 on the same vectors.
+    """
+    device = device or torch.device("cpu")
+    has_bfloat16 = has_fast_bfloat16(device) and not is_exact
+    if is_compiled and has_fast_int16() and not (has_bfloat16 and has_matrix_unit(device)):
+        return torch.int16
+    return torch.bfloat16 if has_bfloat16 else torch.float32
 
 
 def make_decoder(
@@ -80,7 +85,7 @@ def make_decoder(
     if path == "native" and not is_native:
         raise ModelError(
             f"{name} cannot run on the native decoder, which needs a C compiler and a float32 Llama, Mistral, Qwen2 or "
-            "Qwen3 on a CPU, small or with AVX2: use path='auto'"
+            "Qwen3 on a CPU, small or with AVX2 or AVX-512 VNNI: use path='auto'"
         )
     if dtype == torch.int16 and not is_native:
         raise ModelError(

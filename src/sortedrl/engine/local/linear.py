@@ -77,4 +77,9 @@ def has_fast_bfloat16(device: torch.device) -> bool:
         return torch.cuda.is_bf16_supported(including_emulation=False)
     if device.type != "cpu" or not can_pack(device, torch.bfloat16):
         return False
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.cpu._is_avx512_bf16_supported() or has_matrix_unit(device)
+
+
+def has_matrix_unit(device: torch.device) -> bool:
+    """Whether bfloat16 is far faster than any vector instruction: by a GPU's tensor cores, or by AMX in a CPU."""
+    return device.type == "cuda" or (device.type == "cpu" and torch.cpu._is_amx_tile_supported())

@@ -23,10 +23,10 @@ from torch import nn
 from sortedrl.engine.local.cache import SlotCache
 from sortedrl.engine.local.lean_decoder import norm_gain, rotary_factors, supports_lean
 from sortedrl.native.huge_pages import zeros_in_huge_pages
-from sortedrl.native.kernel import MAX_THREADS, KernelLayer, KernelModel, ThreadGroup, load_kernel
+from sortedrl.native.kernel import MAX_THREADS, KernelLayer, KernelModel, ThreadGroup, has_wide_kernel, load_kernel
 from sortedrl.native.threads import KernelThreads
 
-# In float32 on a processor other than AVX2, the kernel is faster than torch only for models up to this size.
+# In float32 on a processor that the kernel is not written for, it is faster than torch only for models of this size.
 _MAX_PARAMETERS = 2_000_000
 _MIN_THREADED_WORK = 100_000_000  # parameters times tokens; a smaller call takes less time than waking threads
 _BLOCK = 8  # positions whose keys are stored together
@@ -184,8 +184,11 @@ def supports_native(model: nn.Module, dtype: torch.dtype) -> bool:
 
 
 def has_fast_int16() -> bool:
-    """Whether the processor has AVX2, for which the kernel is written, and no AVX-512, which torch would use."""
-    return torch.backends.cpu.get_cpu_capability() == "AVX2"
+    """Whether the kernel is written for this processor: AVX2 alone, or AVX-512 with VNNI.
+
+    With AVX-512 alone, torch has twice the vectors and the kernel has not.
+    """
+    return torch.backends.cpu.get_cpu_capability() == "AVX2" or has_wide_kernel()
 
 
 def whole_blocks(length: int) -> int:

@@ -30,7 +30,11 @@ _PAGE = 32
 _BATCH_TOKENS = 2048
 _CHECKED = 8  # answers whose log-probs are compared with a plain pass
 _VLLM_SCRIPT = Path(__file__).with_name("vllm_rounds.py")
-_VLLM_REMEDY = "set --vllm-python or SORTEDRL_VLLM_PYTHON to the Python of an environment with vLLM"
+_CHECKOUT = Path(__file__).parents[4]  # of the repository, unless the package was installed as a wheel
+_VLLM_REMEDY = (
+    "run `make vllm` in a checkout of this repository, or set --vllm-python or SORTEDRL_VLLM_PYTHON to the Python of "
+    "an environment with vLLM"
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -210,6 +214,18 @@ class ContinuousContender:
         pass
 
 
+def find_vllm_python(given: str | None) -> str | None:
+    """The Python of an environment with vLLM: the given one, SORTEDRL_VLLM_PYTHON, or that of `make vllm`.
+
+    `make vllm` sets up `.venv-vllm` in the checkout, which is this package's or the current folder.
+    """
+    named = given or os.environ.get("SORTEDRL_VLLM_PYTHON")
+    if named is not None:
+        return named
+    environments = [folder / ".venv-vllm" for folder in (Path.cwd(), _CHECKOUT)]
+    return next((str(env / "bin" / "python") for env in environments if (env / ".ready").exists()), None)
+
+
 class VllmContender:
     """vLLM in a separate process, because it pins other package versions than this package.
 
@@ -219,7 +235,7 @@ class VllmContender:
 
     def __init__(self, job: SamplingJob, python: str | None) -> None:
         if python is None or not Path(python).is_file():
-            raise EngineError(f"vLLM was not found ({python or 'no Python given'}): {_VLLM_REMEDY}")
+            raise EngineError(f"vLLM was not found ({python or 'no .venv-vllm here'}): {_VLLM_REMEDY}")
         threads = str(job.threads)
         environment = {
             **os.environ,

@@ -3,7 +3,8 @@
 `sortedrl bench engine` and benchmarks/engine/engine.py call `measure`. Every contender samples `new_tokens` tokens for
 each of `slots` prompts, at temperature 1, with a seed, with the log-prob of every token, and without stop tokens. All
 have the same model and number of threads. Peers compute in the same precision. If the local engine computes in fixed
-point, which no peer has, the peers compute in float32, and the local engine is measured in float32 as well.
+point, which no peer has, the peers compute in the faster of float32 and bfloat16 on this processor, and the local
+engine is measured in that precision as well.
 
 Guarantees: rounds are interleaved, so other load on the machine affects all contenders; the median counts. The limit is
 the speed of the matrix products alone in the peers' precision, measured in the same rounds.
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 
 from sortedrl.config import SortedConfig
-from sortedrl.engine.local.decoder_choice import choose_dtype
+from sortedrl.engine.local.decoder_choice import choose_dtype, fast_dtype
 from sortedrl.errors import ConfigError, SortedRLError
 from sortedrl.learner.smollm2 import model_note
 from sortedrl.run.builders.parts import build_task, model_path, prompt_stream
@@ -33,11 +34,11 @@ from sortedrl.testing.bench.contenders import (
     RoundTiming,
     SamplingJob,
     VllmContender,
+    find_vllm_python,
 )
 from sortedrl.testing.bench.matmul_limit import MatmulLimit
 
 OURS = "sortedrl"
-SAME_DTYPE = "sortedrl-float32"  # the local engine in the peers' precision, if it computes in fixed point
 PEERS = ("hf", "hf-continuous", "vllm")
 
 
@@ -98,30 +99,40 @@ def prepare_job(bench: EngineBench) -> SamplingJob:
         prompts=prompts,
         new_tokens=bench.new_tokens,
         dtype=dtype,
-        peer_dtype=torch.float32 if dtype == torch.int16 else dtype,
+        peer_dtype=fast_dtype(is_compiled=False) if dtype == torch.int16 else dtype,
         threads=bench.threads,
     )
 
 
 def _start_contenders(bench: EngineBench, job: SamplingJob) -> tuple[dict[str, Contender], dict[str, str]]:
     """The contenders that can run on this machine, and for each other one the reason."""
+    same = _same_dtype_name(job)
     makers: dict[str, Callable[[], Contender]] = {
         OURS: lambda: LocalContender(job, job.dtype),
-        SAME_DTYPE: lambda: LocalContender(job, job.peer_dtype),
+        same: lambda: LocalContender(job, job.peer_dtype),
         "hf": lambda: GenerateContender(job),
         "hf-continuous": lambda: ContinuousContender(job),
-        "vllm": lambda: VllmContender(job, bench.vllm_python or os.environ.get("SORTEDRL_VLLM_PYTHON")),
+        "vllm": lambda: VllmContender(job, find_vllm_python(bench.vllm_python)),
     }
     started: dict[str, Contender] = {}
     skipped: dict[str, str] = {}
-    for name in (OURS, *((SAME_DTYPE,) if job.peer_dtype != job.dtype else ()), *bench.against):
+    for name in (OURS, *((same,) if job.peer_dtype != job.dtype else ()), *bench.against):
         try:
             started[name] = makers[name]()
         except SortedRLError as error:
-            if name in (OURS, SAME_DTYPE):
+            if name in (OURS, same):
                 raise
             skipped[name] = str(error)
     return started, skipped
+
+
+def _same_dtype_name(job: SamplingJob) -> str:
+    """The local engine in the peers' precision, which is measured if it computes in fixed point otherwise."""
+    return f"{OURS}-{_dtype_name(job.peer_dtype)}"
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _summarize(
@@ -136,7 +147,7 @@ def _summarize(
     results: list[dict[str, Any]] = [
         {
             "name": name,
-            "dtype": str(job.dtype if name == OURS else job.peer_dtype).removeprefix("torch."),
+            "dtype": _dtype_name(job.dtype if name == OURS else job.peer_dtype),
             "tokens_per_s": speeds[name],
             "tokens_per_cpu_s": per_cpu[name],
             "rounds": [t.tokens / t.wall_s for t in timings[name]],
@@ -146,11 +157,12 @@ def _summarize(
     ]
     results += [{"name": name, "tokens_per_s": None, "skipped": reason} for name, reason in skipped.items()]
     peers = [name for name in timings if name not in (OURS, "limit")]
-    same = SAME_DTYPE if SAME_DTYPE in timings else OURS
+    same_dtype = _same_dtype_name(job)
+    same = same_dtype if same_dtype in timings else OURS
     return {
         "results": results,
         "ratio": {name: speeds[OURS] / speeds[name] for name in peers},
-        "ratio_same_dtype": {name: speeds[same] / speeds[name] for name in peers if name != SAME_DTYPE},
+        "ratio_same_dtype": {name: speeds[same] / speeds[name] for name in peers if name != same_dtype},
         "ratio_cpu": {name: per_cpu[OURS] / per_cpu[name] for name in peers},
         "limit_fraction": speeds[OURS] / speeds["limit"],
         "limit_fraction_cpu": per_cpu[OURS] / per_cpu["limit"],
@@ -159,7 +171,7 @@ def _summarize(
         "slots": bench.slots,
         "new_tokens": bench.new_tokens,
         "prompt_tokens": sum(map(len, job.prompts)),
-        "dtype": str(job.dtype).removeprefix("torch."),
+        "dtype": _dtype_name(job.dtype),
         "threads": bench.threads,
         "seed": bench.seed,
     }

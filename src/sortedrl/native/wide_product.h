@@ -1,0 +1,109 @@
+/* Tiles of matrix products for processors with AVX-512: vectors of sixteen floats, which is one panel's width.
+ *
+ * `product.h` uses them if the processor has these instructions, which it asks at run time: the file is compiled for
+ * AVX2, and only the functions here may use more. Fixed point needs VNNI as well, whose one instruction multiplies
+ * pairs and adds them.
+ * Guarantees: a row's sums are the same to the last bit as in the tiles of `product.h`. Each output has its own lane,
+ * and adds the same products in the same order.
+ */
+
+#ifndef KERNEL_WIDE_PRODUCT_H
+#define KERNEL_WIDE_PRODUCT_H
+
+#if defined(__AVX2__) && defined(__x86_64__) && !defined(NO_WIDE_VECTORS) && (__GNUC__ >= 9 || __clang_major__ >= 9)
+#define HAS_WIDE_TILES 1
+#define WIDE_TARGET __attribute__((target("avx512f,avx512vl,avx512vnni"), noinline))
+#define WIDE_INLINE __attribute__((target("avx512f,avx512vl,avx512vnni"), always_inline)) static inline
+
+enum { LARGE_WIDE_TILE = 8 }; /* rows of a tile: enough sums that none waits for the one before */
+
+#ifndef FETCHED
+#define FETCHED 1
+#endif
+typedef float wide __attribute__((vector_size(64), aligned(4), may_alias));
+typedef int32_t wide_ints __attribute__((vector_size(64)));
+typedef wide_ints wide_pairs __attribute__((aligned(4), may_alias));
+
+_Static_assert(sizeof(wide) == PANEL * sizeof(float) && (int)LARGE_WIDE_TILE <= (int)MAX_TILE,
+               "a vector must hold a panel's outputs, and rows past the last one must be allocated");
+
+static int has_wide_vectors(void)
+{
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512vnni");
+}
+
+WIDE_INLINE void wide_float_sums(const float *x, int64_t stride, const float *w, const float *next, int64_t inputs,
+                                 wide sum[LARGE_WIDE_TILE], const int tile)
+{
+    for (int64_t i = 0; i < inputs; i++) {
+        const wide weights = *(const wide *)(w + i * PANEL);
+        __builtin_prefetch(next + i / AHEAD * PANEL);
+        for (int t = 0; t < tile; t++)
+            sum[t] += x[t * stride + i] * weights;
+    }
+}
+
+WIDE_INLINE void wide_fixed_sums(const struct row_span *x, int64_t stride, const struct panel_span *w,
+                                 const float *next, int64_t inputs, wide sum[LARGE_WIDE_TILE], const int tile)
+{
+    for (int64_t left = inputs / 2; left > 0; left -= PAIRS, x++, w++) {
+        const int64_t num = left < PAIRS ? left : PAIRS;
+        wide_ints exact[LARGE_WIDE_TILE] = {{0}};
+        for (int64_t i = 0; i < num; i += AHEAD, next += FETCHED * PANEL) {
+            for (int line = 0; line < FETCHED; line++)
+                __builtin_prefetch(next + line * PANEL);
+            for (int64_t k = i; k < i + AHEAD; k++) {
+                const wide_ints weights = *(const wide_pairs *)w->numbers[k];
+                for (int t = 0; t < tile; t++) {
+                    const wide_ints value = (wide_ints){0} + span_of(x, t * stride)->numbers[k];
+                    __asm__("vpdpwssd %2, %1, %0" : "+v"(exact[t]) : "v"(value), "v"(weights));
+                }
+            }
+        }
+        for (int t = 0; t < tile; t++)
+            sum[t] += __builtin_convertvector(exact[t], wide) *
+                      (span_of(x, t * stride)->step * *(const wide *)w->steps);
+    }
+}
+
+/* As `tile_product` in product.h. */
+WIDE_INLINE void wide_tile_product(const float *x, int64_t x_stride, const float *factors, const float *w,
+                                   const float *next, int64_t inputs, struct rows starts, struct rows sums,
+                                   const int tile, const int is_fixed)
+{
+    wide sum[LARGE_WIDE_TILE] = {{0}};
+    for (int t = 0; t < tile; t++)
+        __builtin_prefetch(row(sums, t), 1);
+    if (is_fixed)
+        wide_fixed_sums((const struct row_span *)x, x_stride, (const struct panel_span *)w, next, inputs, sum, tile);
+    else
+        wide_float_sums(x, x_stride, w, next, inputs, sum, tile);
+    for (int t = 0; t < tile; t++) {
+        wide y = sum[t];
+        if (factors)
+            y = y * factors[t];
+        if (starts.start)
+            y = y + *(const wide *)row(starts, t);
+        *(wide *)row(sums, t) = y;
+    }
+}
+
+#define WIDE_TILE(name, tile, is_fixed)                                                                                \
+    static WIDE_TARGET void name(const float *x, int64_t x_stride, const float *factors, const float *w,               \
+                                 const float *next, int64_t inputs, struct rows starts, struct rows sums)              \
+    {                                                                                                                  \
+        wide_tile_product(x, x_stride, factors, w, next, inputs, starts, sums, tile, is_fixed);                        \
+    }
+
+WIDE_TILE(small_wide_floats, SMALL_TILE, 0)
+WIDE_TILE(large_wide_floats, LARGE_WIDE_TILE, 0)
+WIDE_TILE(small_wide_fixed, SMALL_TILE, 1)
+WIDE_TILE(large_wide_fixed, LARGE_WIDE_TILE, 1)
+
+#else
+#define HAS_WIDE_TILES 0
+static int has_wide_vectors(void) { return 0; }
+#endif
+
+#endif
