@@ -1,33 +1,38 @@
-"""The gate of drafts: how many tokens to draft, from what is measured, so that a pass with drafts is worth its time.
+"""The gate of drafts: whether a pass should check drafts and how likely their tokens must be, from what is measured.
 
-`speculation.py` asks before every decode pass and reports the seconds and the accepted tokens of every pass. A draft
-token costs one more row in the pass and saves a pass of its slot with the probability that it is right. For small
-models a row costs nearly as much as a pass, for large ones almost nothing, so the gate measures both.
-Guarantees: without drafts that pay, the gate closes and tries again after ever longer pauses. It decides about time
-only: answers are the same whatever it says.
+`speculation.py` asks before every decode pass and reports the seconds and tokens of every pass. A draft token costs one
+more row in the pass, and saves its slot a pass with the probability that it is right. For a small model a row costs
+almost as much as a pass, for a large one almost nothing, so the gate measures both, for each number of running slots.
+It also keeps an account of the time that drafts have saved: their tokens, at the price of passes without drafts, minus
+the time of the passes with drafts.
+Guarantees: where the account falls below a loss of `_LOSS` passes, drafts stop, and are tried again after pauses that
+grow fourfold. The gate decides about time only: answers are the same whatever it says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from sortedrl.engine.local.drafts import NUM_KINDS, Draft
+from sortedrl.engine.local.drafts import NUM_KINDS
 
-MAX_DRAFT = 8  # tokens; the pass draws one more
-_MIN_PLAIN = 3  # passes without drafts that must be measured first, for a number of running slots
-_PLAIN_EVERY = 32  # one pass in so many runs without drafts, so that its time stays known
-_MIN_GAIN = 0.05  # the share of time that drafts must promise to save
-_MIN_PAUSE, _MAX_PAUSE = 16, 4096  # passes until the gate opens again
+_MIN_PLAIN = 4  # passes without drafts that are measured before drafts are tried
+_PLAIN_MEMORY = 16  # their time is a mean over about so many
+_PLAIN_EVERY = 64  # after so many passes with drafts the time without them is measured again
+_LOSS = 4.0  # in passes: the account's lower limit, and how much of a gain it remembers
+_FIRST_PAUSE, _MAX_PAUSE = 256, 1 << 14  # passes without drafts after a loss
 _MEMORY = 0.98  # the weight of a measurement falls by this factor with each later one
-_OUTLIER = 2.0  # a pass that takes more than so many times the expected time counts as if it took this
-_GUESSED_OVERHEAD, _GUESSED_ROW = 1.3, 0.1  # of a pass with drafts, and of one more row, in passes without drafts
-_PRIOR_TRIALS, _PRIOR_RATE = 4.0, 0.6  # of drafts that are not measured yet
+_OUTLIER = 3.0  # a pass that takes more than so many times the expected time counts as if it took this
+_MIN_PASSES = 6.0  # before they tell what a row costs
+_GUESSED_ROW = 0.1  # the cost of one more row in passes, before it is measured
+_LEAST = 0.05  # a draft token less likely than this is never worth its row
+_PRIOR_TRIALS, _PRIOR_RATE = 4.0, 0.6  # of a kind of guess that is not measured yet
 
 
 @dataclass(slots=True, kw_only=True)
 class _Line:
-    """Seconds of a pass as a line over its rows, by least squares with exponentially fading weights."""
+    """Seconds of a pass as a line over its rows, by least squares with fading weights."""
 
     weight: float = 0.0
     rows: float = 0.0
@@ -44,12 +49,11 @@ class _Line:
 
     @property
     def slope(self) -> float:
-        """Seconds of one more row; 0 as long as all passes had the same number of rows."""
+        """Seconds of one more row; 0 after too few passes, or if all had the same number of rows."""
         spread = self.rows_rows * self.weight - self.rows**2
-        return max((self.rows_seconds * self.weight - self.rows * self.seconds) / spread, 0.0) if spread > 1 else 0.0
-
-    def at(self, rows: float) -> float:
-        return (self.seconds + self.slope * (rows * self.weight - self.rows)) / self.weight
+        if self.weight < _MIN_PASSES or spread < 1:
+            return 0.0
+        return max((self.rows_seconds * self.weight - self.rows * self.seconds) / spread, 0.0)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,30 +62,12 @@ class _Running:
 
     plain_s: float = 0.0  # mean seconds of a pass without drafts
     num_plain: int = 0
-    num_since_plain: int = 0
-    resume_at: int = 0  # the number of the pass before which the gate is closed
-    pause: int = _MIN_PAUSE
-
-
-@dataclass(slots=True, kw_only=True)
-class _Rate:
-    """How often a draft token is right, given that those before it were."""
-
-    trials: float = _PRIOR_TRIALS
-    hits: float = _PRIOR_TRIALS * _PRIOR_RATE
-
-    @property
-    def value(self) -> float:
-        return self.hits / self.trials
-
-    def add(self, drafted: int, accepted: int) -> None:
-        self.trials = _MEMORY * self.trials + min(accepted + 1, drafted)
-        self.hits = _MEMORY * self.hits + accepted
-
-    def forget(self) -> None:
-        """Move halfway back to the rate that an unknown source has, so that it is tried again some day."""
-        self.trials = (self.trials + _PRIOR_TRIALS) / 2
-        self.hits = (self.hits + _PRIOR_TRIALS * _PRIOR_RATE) / 2
+    num_measured: int = 0  # passes without drafts since the last one with drafts
+    num_drafted: int = 0  # passes with drafts since the last measurement
+    saved: float = 0.0  # the account, in passes without drafts
+    line: _Line = field(default_factory=_Line)  # of passes with drafts
+    wake_at: float = 0  # the number of the pass before which the gate is closed
+    pause: int = _FIRST_PAUSE
 
 
 @dataclass(slots=True, kw_only=True)
@@ -89,107 +75,83 @@ class DraftGate:
     """`slots`: of the engine. Drafts are considered while at most a quarter of them run."""
 
     slots: int
+    rates: list[float] = field(default_factory=lambda: [_PRIOR_RATE] * NUM_KINDS)  # how often a guess is right, by kind
+    is_measuring: bool = False  # the time of the current pass, without drafts, is wanted
+    _trials: list[float] = field(default_factory=lambda: [_PRIOR_TRIALS] * NUM_KINDS)
     _num_passes: int = 0
-    _plain: _Line = field(default_factory=_Line)
-    _drafted: _Line = field(default_factory=_Line)
-    _running: dict[int, _Running] = field(default_factory=dict)
-    _rates: list[_Rate] = field(default_factory=lambda: [_Rate() for _ in range(NUM_KINDS)])
+    _running: list[_Running] = field(init=False)  # by the number of running slots
 
-    def limits(self, num_running: int) -> list[int] | None:
-        """How many tokens to draft at most, by the kind of the draft; None: run the pass without drafts."""
-        if num_running > max(1, self.slots // 4):
-            return None
-        known = self._running.setdefault(num_running, _Running())
-        if known.num_plain < _MIN_PLAIN or known.num_since_plain >= _PLAIN_EVERY or self._num_passes < known.resume_at:
-            return None
-        # A row is worth its time if its token is right with at least this probability.
-        needed = self._row_s * num_running / known.plain_s
-        limits = [_length(rate.value, needed) for rate in self._rates]
-        if any(limits):
-            return limits
-        self._close(known)
-        return None
+    def __post_init__(self) -> None:
+        most = max(1, self.slots // 4)
+        self._running = [_Running(wake_at=0 if number <= most else math.inf) for number in range(self.slots + 1)]
 
-    def pays(self, drafts: Iterable[Draft], num_running: int) -> bool:
-        """Whether a pass with these drafts is expected to take less time per token than one without."""
+    def least(self, num_running: int) -> float | None:
+        """With which probability a draft token must be right to be worth its row; None: a pass without drafts."""
+        self._num_passes += 1
         known = self._running[num_running]
-        rows = expected = float(num_running)
-        for kind, tokens in drafts:
-            rate = self._rates[kind].value
-            rows += len(tokens)
-            expected += sum(rate**depth for depth in range(1, len(tokens) + 1))
-        if not self._drafted.weight:
-            self._guess_drafted(num_running)
-        if self._drafted.at(rows) * num_running < (1 - _MIN_GAIN) * known.plain_s * expected:
-            known.pause = _MIN_PAUSE
-            return True
-        if rows > num_running:  # an attempt without a draft now may have one after the next token
-            self._close(known)
-        return False
-
-    def _guess_drafted(self, num_running: int) -> None:
-        """Before any pass with drafts: guess its time from those without."""
-        slope = self._plain.slope or _GUESSED_ROW * self._plain.at(num_running)
-        start = _GUESSED_OVERHEAD * self._plain.at(num_running)
-        for rows in (num_running, num_running * MAX_DRAFT):
-            self._drafted.add(rows, start + slope * (rows - num_running))
-
-    def _close(self, known: _Running) -> None:
-        known.resume_at = self._num_passes + known.pause
-        known.pause = min(2 * known.pause, _MAX_PAUSE)
-        for rate in self._rates:
-            rate.forget()
-
-    @property
-    def _row_s(self) -> float:
-        return self._drafted.slope or self._plain.slope
+        if self._num_passes < known.wake_at:  # first, because most passes end here and are short
+            self.is_measuring = False
+            return None
+        self.is_measuring = known.num_measured < _MIN_PLAIN or known.num_drafted >= _PLAIN_EVERY
+        if self.is_measuring:
+            return None
+        row_s = known.line.slope or _GUESSED_ROW * known.plain_s
+        return max(row_s * num_running / known.plain_s, _LEAST)
 
     def count_plain(self, num_running: int, seconds: float) -> None:
-        self._num_passes += 1
-        if num_running > max(1, self.slots // 4):
-            if self._num_passes % 8 == 0:  # for the slope; more would only cost time
-                self._plain.add(num_running, seconds)
-            return
-        known = self._running.setdefault(num_running, _Running())
+        """Count a pass without drafts."""
+        known = self._running[num_running]
         known.num_plain += 1
-        known.num_since_plain = 0
+        known.num_measured += 1
+        known.num_drafted = 0
         if known.num_plain > 1:
             seconds = min(seconds, _OUTLIER * known.plain_s)
-        known.plain_s += (seconds - known.plain_s) / min(known.num_plain, 16)
-        self._plain.add(num_running, seconds)
+        known.plain_s += (seconds - known.plain_s) / min(known.num_plain, _PLAIN_MEMORY)
 
-    def count_drafted(self, num_running: int, rows: int, seconds: float) -> None:
-        self._num_passes += 1
-        self._running[num_running].num_since_plain += 1
-        self._drafted.add(rows, min(seconds, _OUTLIER * self._drafted.at(rows)))
+    def count_drafted(
+        self, num_running: int, rows: int, num_tokens: int, seconds: float, *, is_first: bool = False
+    ) -> None:
+        """Count a pass with drafts, which appended so many tokens. `is_first`: it also indexed whole answers."""
+        known = self._running[num_running]
+        known.num_drafted += 1
+        seconds = min(seconds, _OUTLIER * known.plain_s * rows / num_running)
+        if not is_first:
+            known.line.add(rows, seconds)
+        known.saved = min(known.saved + num_tokens / num_running - seconds / known.plain_s, _LOSS)
+        if known.saved < -_LOSS:
+            self._close(known)
 
-    def count_draft(self, kind: int, drafted: int, accepted: int) -> None:
-        self._rates[kind].add(drafted, accepted)
+    def count_guesses(self, kinds: Sequence[int], num_right: int) -> None:
+        """Count a draft's guesses up to the first wrong one; the others have not been tested."""
+        for kind in kinds[: num_right + 1]:
+            self._trials[kind] = _MEMORY * self._trials[kind] + 1
+            self.rates[kind] += ((num_right > 0) - self.rates[kind]) / self._trials[kind]
+            num_right -= 1
 
-
-def _length(rate: float, needed: float) -> int:
-    """The largest number of tokens of which the last is right with a probability of at least `needed`."""
-    length, probability = 0, rate
-    while length < MAX_DRAFT and probability >= needed:
-        length += 1
-        probability *= rate
-    return length
+    def _close(self, known: _Running) -> None:
+        """Stop drafts for a while. Later guesses count as much as all earlier ones: the model may have changed."""
+        known.wake_at = self._num_passes + known.pause
+        known.pause = min(4 * known.pause, _MAX_PAUSE)
+        known.saved, known.num_measured = 0.0, 0
+        self._trials = [min(trials, _PRIOR_TRIALS) for trials in self._trials]
 
 
 class OpenGate:
     """Drafts in every pass, for tests and measurements: what it does depends on no clock."""
 
-    def limits(self, num_running: int) -> list[int] | None:
-        return [MAX_DRAFT] * NUM_KINDS
+    rates: Sequence[float] = [1.0] * NUM_KINDS
+    is_measuring = False
 
-    def pays(self, drafts: Iterable[Draft], num_running: int) -> bool:
-        return any(draft.tokens for draft in drafts)
+    def least(self, num_running: int) -> float | None:
+        return 1.0
 
     def count_plain(self, num_running: int, seconds: float) -> None:
         pass
 
-    def count_drafted(self, num_running: int, rows: int, seconds: float) -> None:
+    def count_drafted(
+        self, num_running: int, rows: int, num_tokens: int, seconds: float, *, is_first: bool = False
+    ) -> None:
         pass
 
-    def count_draft(self, kind: int, drafted: int, accepted: int) -> None:
+    def count_guesses(self, kinds: Sequence[int], num_right: int) -> None:
         pass

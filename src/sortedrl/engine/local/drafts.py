@@ -1,11 +1,13 @@
-"""Drafts: guesses at the next tokens of a running answer, copied from other answers to the same prompt.
+"""Drafts: guesses at the next tokens of a running answer, from other answers to the same prompt.
 
 `speculation.py` asks for them, and tells which attempts have ended. Sources, best first:
 - the sample's own earlier answer, at the same position: what a replay discarded, or what a restart gave up;
-- what followed the last few tokens in an answer to the same prompt: in the answer itself, in a running or finished
+- what followed the last few tokens when they occurred before: earlier in the answer itself, in a running or finished
   sibling, or in an answer of an earlier epoch.
 
-A draft is only a guess: the noise decides which of its tokens are right, so nothing here can change an answer.
+Every guess has a kind, and the gate measures how often guesses of a kind are right. A draft ends where it becomes too
+unlikely that all of it is right. It is only a guess: the noise decides which of its tokens are right, so nothing here
+can change an answer.
 Guarantees: at most `_MAX_TOKENS` tokens of ended answers are kept. The index of a prompt exists only while one of its
 attempts asks for drafts, and grows by the tokens written since it asked last.
 """
@@ -13,42 +15,68 @@ attempts asks for drafts, and grows by the tokens written since it asked last.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
 from typing import NamedTuple
 
 from sortedrl.engine.attempt import Attempt
 
+MAX_DRAFT = 8  # tokens; the pass draws one more
 _MAX_TOKENS = 1 << 19  # of ended answers, over all prompts
-_MAX_ANSWERS = 8  # ended answers per prompt: the latest ones
-_CONTEXTS = (6, 4, 2)  # how many last tokens must agree, tried in this order
+_MAX_ANSWERS = 4  # ended answers per prompt: the latest ones
+_LONG, _SHORT = 6, 3  # how many last tokens must have occurred before: the long run is looked up first
+_STREAK_BITS, _MAX_STREAK = 2, 3  # how often in a row the same token has followed, besides the first time
 
-NUM_KINDS = 1 + len(_CONTEXTS)  # kind 0: the sample's own earlier answer; kind i: a context of _CONTEXTS[i - 1] tokens
+# Kinds of guesses: the sample's own earlier answer, then by the streak after a long run, then after a short one.
+_OWN, _AFTER_LONG = 0, 1
+_AFTER_SHORT = _AFTER_LONG + _MAX_STREAK + 1
+NUM_KINDS = _AFTER_SHORT + _MAX_STREAK + 1
 
 
 class Draft(NamedTuple):
-    kind: int
     tokens: list[int]
-
-
-NO_DRAFT = Draft(0, [])
+    kinds: list[int]
 
 
 @dataclass(slots=True, kw_only=True)
 class _Prompt:
-    """Ended answers to one prompt by their seeds, and where each run of tokens occurred last."""
+    """Ended answers to one prompt by their seeds, and what has followed each run of tokens."""
 
     answers: OrderedDict[int, list[int]] = field(default_factory=OrderedDict)
-    places: dict[tuple[int, ...], tuple[list[int], int]] = field(default_factory=dict)  # answer, index of what follows
+    followers: dict[tuple[int, ...], int] = field(default_factory=dict)  # the token, then the bits of its streak
     num_users: int = 0  # running attempts that ask for drafts
 
-    def index(self, tokens: list[int], start: int) -> None:
-        """Add the contexts of the tokens from `start` on."""
-        for size in _CONTEXTS:
-            first = max(start - size, 0)
-            columns = [tokens[first + offset :] for offset in range(size)]
-            places = zip(repeat(tokens), range(first + size, len(tokens)), strict=False)
-            self.places.update(zip(zip(*columns, strict=False), places, strict=False))
+    def index(self, tokens: Sequence[int], start: int) -> None:
+        """Note what the tokens from `start` on follow."""
+        followers = self.followers
+        for size in (_LONG, _SHORT):
+            for end in range(max(start, size), len(tokens)):
+                token, run = tokens[end], tuple(tokens[end - size : end])
+                code = followers.get(run, -1)
+                if code >> _STREAK_BITS != token:
+                    followers[run] = token << _STREAK_BITS
+                elif code & _MAX_STREAK < _MAX_STREAK:
+                    followers[run] = code + 1
+
+    def guess(self, tokens: list[int], rates: Sequence[float], least: float, limit: int) -> Draft:
+        """Guess token after token, as long as all of them are right with a probability of at least `least`."""
+        draft, kinds, probability = [], [], 1.0
+        run = tokens[-_LONG:]
+        while len(draft) < limit:
+            code, kind = self.followers.get(tuple(run)) if len(run) == _LONG else None, _AFTER_LONG
+            if code is None:
+                code, kind = self.followers.get(tuple(run[-_SHORT:])), _AFTER_SHORT
+                if code is None:
+                    break
+            kind += code & _MAX_STREAK
+            probability *= rates[kind]
+            if probability < least:
+                break
+            token = code >> _STREAK_BITS
+            draft.append(token)
+            kinds.append(kind)
+            run = [*run, token][-_LONG:]
+        return Draft(draft, kinds)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,14 +92,15 @@ class DraftSources:
         self._prompts: OrderedDict[tuple[int, ...], _Prompt] = OrderedDict()  # the one used last is at the end
         self._readers: dict[int, _Reader] = {}  # by sample
         self._num_tokens = 0
+        self.num_indexed_answers = 0  # whole answers, which took more time than the tokens of one pass
 
     def end(self, attempt: Attempt) -> None:
-        """Keep the answer of an attempt that is finished or interrupted."""
+        """Keep the answer of an attempt that has ended."""
         reader = self._readers.pop(attempt.request.sample, None)
         if reader is not None:
             reader.prompt.num_users -= 1
             if not reader.prompt.num_users:
-                reader.prompt.places = {}
+                reader.prompt.followers = {}
         self.keep(attempt, attempt.tokens, 0 if reader is None else reader.num_indexed)
 
     def keep(self, attempt: Attempt, tokens: list[int], num_indexed: int = 0) -> None:
@@ -89,26 +118,22 @@ class DraftSources:
             _, oldest = self._prompts.popitem(last=False)
             self._num_tokens -= sum(map(len, oldest.answers.values()))
 
-    def propose(self, attempt: Attempt, limits: list[int]) -> Draft:
-        """The draft of the best source: at most `limits[kind]` tokens, and fewer than the budget has left."""
-        room = attempt.request.budget - len(attempt.tokens) - 1  # one more token is drawn after the draft
-        if room <= 0:
-            return NO_DRAFT
-        tokens, prompt = attempt.tokens, self._read(attempt)
-        own = prompt.answers.get(attempt.request.seed)
-        end = len(tokens)
-        if own is not None and limits[0] > 0 and len(own) > end and own[end - 1] == tokens[-1]:
-            return Draft(0, own[end : end + min(limits[0], room)])
-        for kind, size in enumerate(_CONTEXTS, start=1):
-            place = prompt.places.get(tuple(tokens[-size:])) if limits[kind] > 0 else None
-            if place is not None:
-                answer, first = place
-                limit = min(limits[kind], room)
-                draft = answer[first : first + limit]
-                if answer is tokens and len(draft) < limit:  # the answer repeats itself: so does the draft
-                    draft = (draft * (limit // len(draft) + 1))[:limit]
-                return Draft(kind, draft)
-        return NO_DRAFT
+    def propose(self, attempt: Attempt, rates: Sequence[float], least: float) -> Draft:
+        """A draft that is right as a whole with a probability of at least `least`, by the `rates` of the kinds.
+
+        It leaves the budget room for one more token, which is drawn after it.
+        """
+        tokens, limit = attempt.tokens, min(MAX_DRAFT, attempt.request.budget - len(attempt.tokens) - 1)
+        prompt, end = self._read(attempt), len(tokens)
+        own = prompt.answers.get(attempt.request.seed, ())
+        if len(own) > end and own[end - 1] == tokens[-1] and rates[_OWN] >= least:
+            probability, size = rates[_OWN], 0
+            while size < limit and probability >= least:
+                probability *= rates[_OWN]
+                size += 1
+            draft = list(own[end : end + size])
+            return Draft(draft, [_OWN] * len(draft))
+        return prompt.guess(tokens, rates, least, limit)
 
     def _prompt(self, attempt: Attempt) -> _Prompt:
         key = tuple(attempt.request.prompt)
@@ -129,6 +154,7 @@ class DraftSources:
                 for answer in prompt.answers.values():
                     prompt.index(answer, 0)
             prompt.num_users += 1
+            self.num_indexed_answers += 1
         if reader.num_indexed < len(attempt.tokens):
             reader.prompt.index(attempt.tokens, reader.num_indexed)
             reader.num_indexed = len(attempt.tokens)

@@ -93,6 +93,7 @@ class LocalEngine:
         self._sampler = make_sampler(slots, self._vocab, self._device)
         has_drafts = drafts != "off" and self._decoder.name == "native"
         self._speculation = Speculation(drafts, slots) if has_drafts else None
+        self._gate = self._speculation.gate if self._speculation is not None else None
         self._clock, self._decode = clock, decode
         self._version = 0
         self._active: list[Attempt] = []
@@ -260,8 +261,9 @@ class LocalEngine:
     def _step(self) -> int:
         """Run one pass: a token for every running attempt, or several with drafts; returns how many attempts ended."""
         start = self._clock()
-        if (draft_pass := self._begin_draft_pass()) is not None:
-            return self._finish_draft_pass(draft_pass, start)
+        if self._gate is not None and (least := self._gate.least(len(self._active))) is not None:
+            return self._draft_step(least, start)
+        is_first = self._steady is None
         steady = self._steady = self._steady or self._begin_steady()
         plan = steady.next_plan(self._cache)
         logits_bv = self._decoder.forward(steady.tokens_b, plan.positions_t, None, plan)
@@ -271,8 +273,8 @@ class LocalEngine:
         self._stats.decode_steps += 1
         self._stats.decoded_tokens += len(self._active)
         seconds = self._count_time(start, is_decode=True)
-        if self._speculation is not None:
-            self._speculation.count_plain(len(self._active), seconds)
+        if self._gate is not None and self._gate.is_measuring and not is_first:  # the first step also makes the plan
+            self._gate.count_plain(len(self._active), seconds)
         if all_continue and not self._is_streamed:
             return 0
         broken = self._append_drawn()
@@ -286,25 +288,20 @@ class LocalEngine:
             self._is_sampler_behind = False
         return SteadySteps.begin(self._active, self._cache)
 
-    def _begin_draft_pass(self) -> DraftPass | None:
-        if self._speculation is None or (limits := self._speculation.limits(len(self._active))) is None:
-            return None
+    def _draft_step(self, least: float, start: float) -> int:
+        """Run one pass with drafts whose tokens are likely enough; returns how many attempts ended."""
+        assert self._speculation is not None, "only speculation asks for a pass with drafts"
         self._append_drawn()
-        return self._speculation.begin_pass(self._active, limits)
-
-    def _finish_draft_pass(self, draft_pass: DraftPass, start: float) -> int:
-        """Check the drafts; returns how many attempts ended."""
-        assert self._speculation is not None, "only speculation begins a pass with drafts"
         self._steady, self._is_sampler_behind = None, True
+        draft_pass = self._speculation.begin_pass(self._active, least)
         plan = draft_pass.plan
         logits_rv = self._decoder.forward(draft_pass.tokens_r, plan.positions_t, None, plan)
         scaled_rv = draft_pass.shape(logits_rv)
         choice = self._sampler.choose_at(scaled_rv, plan.slots_t, plan.positions_t, draft_pass.draws)
-        num_before = sum(len(attempt.tokens) for attempt in self._active)
-        accepted, broken = draft_pass.apply(choice)
+        accepted, num_tokens, broken = draft_pass.apply(choice)
         self._stats.decode_steps += 1
-        self._stats.decoded_tokens += sum(len(attempt.tokens) for attempt in self._active) - num_before
-        self._speculation.count(draft_pass, accepted, self._count_time(start, is_decode=True))
+        self._stats.decoded_tokens += num_tokens
+        self._speculation.count(draft_pass, accepted, num_tokens, self._count_time(start, is_decode=True))
         self._stream()
         return self._end_attempts(broken)
 

@@ -276,7 +276,7 @@ class KernelSampler(CandidateSampler):
         positions_r: torch.Tensor,
         draws: Callable[[], list[Draw]],
     ) -> Choice:
-        columns = (self._seeds_b[slots_r], positions_r, self._is_random_b[slots_r])
+        columns = (self._seeds_b.index_select(0, slots_r), positions_r, self._is_random_b.index_select(0, slots_r))
         tokens_r, normalizer_r = self._call(scaled_rv, *columns)
         return _choice(tokens_r, _at(scaled_rv, tokens_r) - normalizer_r)
 
