@@ -67,11 +67,11 @@ class RecordingBench(Bench):
 def check(options: argparse.Namespace) -> dict[str, Any]:
     """Run rounds with and without drafts until `--samples` interrupted samples are replayed."""
     settings = argparse.Namespace(seed=0, lr=5e-4, model="knights-tiny")
-    benches = [RecordingBench(settings, "off"), RecordingBench(settings, "always")]
+    without, drafted = benches = (RecordingBench(settings, "off"), RecordingBench(settings, "always"))
     num_replayed = 0
     while num_replayed < options.samples:
-        num_replayed += len([bench.round() for bench in benches][0])
-    without, drafted = benches
+        replayed, _ = (bench.round() for bench in benches)
+        num_replayed += len(replayed)
     pairs = [
         (answer.tokens == other[sample].tokens, answer.logprobs == other[sample].logprobs)
         for answers, other in zip(without.finished, drafted.finished, strict=True)
@@ -130,14 +130,13 @@ def roll_out(drafts: DraftMode, num_batches: int = 40) -> Figures:
 
 
 def train(keys: Sequence[str], drafts: DraftMode, name: str) -> Figures:
-    """One training run: passes and rollout seconds, per thousand trained tokens."""
+    """One training run: passes and rollout seconds per trained token."""
     with tempfile.TemporaryDirectory() as folder:
         fixed = (f"run.dir={Path(folder) / 'runs'}", "eval.prompts=0", "checkpoint.save=none", "run.report=false")
         config = SortedConfig.load(name, [*keys, *fixed, f"engine.drafts={drafts}"])
         summary = SortedTrainer(args=config, quiet=True).train()
-    assert summary.decode_steps is not None and summary.rollout_s is not None, "the local engine counts both"
-    thousands = summary.trained_tokens / 1000
-    return {"passes": summary.decode_steps / thousands, "seconds": summary.rollout_s / thousands}
+    found = {"passes": summary.decode_steps, "seconds": summary.rollout_s}
+    return {key: (value or 0) / summary.trained_tokens for key, value in found.items()}
 
 
 def compare(contenders: Mapping[str, Callable[[], Figures]], num_rounds: int) -> dict[str, Figures]:

@@ -48,7 +48,7 @@ from sortedrl.engine.local.prefill import (
     plan_prefills,
     verify_and_draw,
 )
-from sortedrl.engine.local.speculation import DraftMode, DraftPass, Speculation
+from sortedrl.engine.local.speculation import DraftMode, Speculation
 from sortedrl.engine.local.steady_steps import SteadySteps
 from sortedrl.engine.request_checks import check_limits, check_submit, find_fault
 from sortedrl.engine.sampling.draw import Choice, Draw, make_sampler
