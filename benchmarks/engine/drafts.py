@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -102,7 +103,7 @@ def roll_out(drafts: DraftMode, num_batches: int = 40) -> Figures:
     sampling = Sampling(stop_tokens=stop_token_ids(model, tokenizer))
     stream = prompt_stream(SortedConfig(run={"seed": 0}), KnightsTask(seed=0), tokenizer)
     engine = LocalEngine(model, slots=SLOTS, max_length=768, drafts=drafts)
-    found = dict.fromkeys(("tail_passes", "tail_s", "passes", "seconds"), 0.0)
+    found: Figures = dict.fromkeys(("tail_passes", "tail_s", "passes", "seconds"), 0.0)
     for number in range(num_batches):
         engine.submit(
             Request(
@@ -155,10 +156,7 @@ def live(name: str, groups: Mapping[str, Sequence[str]], keys: Sequence[str], nu
         for group, more in groups.items():
             chosen = (f"schedule.strategy={strategy}", f"schedule.lookahead={0 if strategy == 'sync' else 2}")
             modes: tuple[DraftMode, ...] = ("off", "auto")
-            contenders = {
-                mode: lambda mode=mode, chosen=chosen, more=more: train((*keys, *chosen, *more), mode, name)
-                for mode in modes
-            }
+            contenders = {mode: partial(train, (*keys, *chosen, *more), mode, name) for mode in modes}
             result[f"{strategy}, {group}"] = compare(contenders, num_rounds)
     return result
 
@@ -169,7 +167,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         result["check"] = check(options)
     if "tail" in chosen:
         modes: tuple[DraftMode, ...] = ("off", "auto", "always")
-        result["tail"] = compare({mode: lambda mode=mode: roll_out(mode) for mode in modes}, options.rounds)
+        result["tail"] = compare({mode: partial(roll_out, mode) for mode in modes}, options.rounds)
     if "live" in chosen:
         groups = {
             "single answers": (),
