@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from sortedrl.config import SortedConfig
 from sortedrl.engine.attempt import Attempt
 from sortedrl.engine.base import InFlight, Request, Sampling
 from sortedrl.engine.local import drafts as drafts_module
 from sortedrl.engine.local.draft_gate import DraftGate
 from sortedrl.engine.local.drafts import NUM_KINDS, Draft, DraftSources
 from sortedrl.records import Mode
+from sortedrl.run.builders.engine import build_engine
 from sortedrl.testing import Answer
 from tests.support.tiny_models import (
     Caller,
@@ -170,6 +172,16 @@ def test_other_decoders_have_no_drafts() -> None:
     caller = make_caller(tiny_model(), 2, path="lean", drafts="always")
     caller.serve([make_request(budget=5)])
     assert "drafted_tokens" not in caller.engine.stats().extra
+
+
+@needs_compiler
+def test_the_configuration_turns_drafts_on_and_off() -> None:
+    for drafts, is_on in {"auto": True, "always": True, "off": False}.items():
+        config = SortedConfig(engine={"drafts": drafts, "slots": 2, "max_new_tokens": 64})
+        engine = build_engine(config, tiny_model(), config.knobs)
+        assert ("drafted_tokens" in engine.stats().extra) == is_on
+        engine.close()
+    assert SortedConfig().engine.drafts == "auto"
 
 
 # Sources

@@ -119,7 +119,7 @@ class DraftGate:
             known.line.add(rows, seconds)
         known.saved = min(known.saved + num_tokens / num_running - seconds / known.plain_s, _LOSS)
         if known.saved < -_LOSS:
-            self._close(known)
+            self._close(num_running)
 
     def count_guesses(self, kinds: Sequence[int], num_right: int) -> None:
         """Count a draft's guesses up to the first wrong one; the others have not been tested."""
@@ -128,9 +128,15 @@ class DraftGate:
             self.rates[kind] += ((num_right > 0) - self.rates[kind]) / self._trials[kind]
             num_right -= 1
 
-    def _close(self, known: _Running) -> None:
-        """Stop drafts for a while. Later guesses count as much as all earlier ones: the model may have changed."""
-        known.wake_at = self._num_passes + known.pause
+    def _close(self, num_running: int) -> None:
+        """Stop drafts for a while: here, and where more slots run, because a row saves less of a pass there.
+
+        Afterwards new guesses count as much as all earlier ones: the model may have changed.
+        """
+        known = self._running[num_running]
+        wake_at = self._num_passes + known.pause
+        for other in self._running[num_running:]:
+            other.wake_at = max(other.wake_at, wake_at)
         known.pause = min(4 * known.pause, _MAX_PAUSE)
         known.saved, known.num_measured = 0.0, 0
         self._trials = [min(trials, _PRIOR_TRIALS) for trials in self._trials]
