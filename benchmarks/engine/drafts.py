@@ -133,7 +133,7 @@ def roll_out(drafts: DraftMode, num_batches: int = 40) -> Figures:
 def train(keys: Sequence[str], drafts: DraftMode, name: str) -> Figures:
     """One training run: passes and rollout seconds per trained token."""
     with tempfile.TemporaryDirectory() as folder:
-        fixed = (f"run.dir={Path(folder) / 'runs'}", "eval.prompts=0", "checkpoint.save=none", "run.report=false")
+        fixed = (f"run.dir={Path(folder) / 'runs'}", "eval.prompts=0", "checkpoint.save=false", "run.report=false")
         config = SortedConfig.load(name, [*keys, *fixed, f"engine.drafts={drafts}"])
         summary = SortedTrainer(args=config, quiet=True).train()
     found = {"passes": summary.decode_steps, "seconds": summary.rollout_s}

@@ -157,6 +157,7 @@ class LocalEngine:
             self._keep_answer(self._active[slot])
         for attempt in filter(is_chosen, self._pending):
             self._emit(Partial, attempt.request)  # it wrote nothing that the caller does not have
+            self._keep_answer(attempt)
         self._release(stopped)
         self._pending = [attempt for attempt in self._pending if not is_chosen(attempt)]
         return self._take_events(chosen)
