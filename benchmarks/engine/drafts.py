@@ -8,8 +8,8 @@
   tail (at most a quarter of the slots run) and of the whole, relative to no drafts.
 - `live`: runs of the quickstart (512 samples, no evaluation), with its single answers and with groups of 8, `sync` and
   `sorted-replay`: passes and rollout seconds relative to no drafts.
-- `real`: the same with SmolLM2-135M in int16, which the native decoder runs on any CPU, on the task of tail-smollm2 (24
-  samples of up to 160 tokens, no cold start).
+- `real`: the same with SmolLM2-135M in int16, which the native decoder runs on any CPU, on the task of tail-smollm2 (16
+  samples of up to 128 tokens, no cold start).
 
 Contenders run in turns, several rounds; figures are medians over rounds of the ratio within a round. Answers do not
 depend on drafts, but under `sorted-replay` the order in which answers end does, and with it what is trained together:
@@ -175,7 +175,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         }
         result["live"] = live(QUICKSTART, groups, ("run.samples=512", "run.threads=1"), options.rounds)
     if "real" in chosen:
-        keys = ("run.samples=24", "engine.max_new_tokens=160", "engine.dtype=int16")
+        keys = ("run.samples=16", "engine.max_new_tokens=128", "engine.dtype=int16")
         groups = {"groups of 4": ("learner.algorithm=grpo", "learner.group_size=4")}
         result["real"] = live("tail-smollm2", groups, keys, max(1, options.rounds // 3))
     return result
