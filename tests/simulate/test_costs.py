@@ -92,6 +92,23 @@ def test_the_bound_changes_sides_within_one_call() -> None:
     assert _sum_of_larger((0.9, 0.09), (1.0, 0.04), 4) == pytest.approx(cost)
 
 
+def test_drafts_are_used_where_they_are_faster() -> None:
+    plain, drafted = RooflineCost(hardware=PLAIN, model=TOY), RooflineCost(hardware=PLAIN, model=TOY, draft_tokens=4.0)
+    # One sequence, no context: 8 positions take 8 x 200 / 1000 = 1.6 s of arithmetic, more than reading the weights in
+    # 1 s. Four tokens for 1.6 + .25 s are faster than one for 1.25 s.
+    assert plain.decode_s(1, 0, 1) == pytest.approx(1.25)
+    assert drafted.decode_s(1, 0, 1) == pytest.approx(1.85 / 4)
+    # Five sequences: 8.25 s for 4 tokens each, and without drafts 1.25 s for one each.
+    assert drafted.decode_s(5, 0, 1) == plain.decode_s(5, 0, 1) == pytest.approx(1.25)
+
+
+def test_drafts_need_a_cost_of_positions_and_a_possible_number() -> None:
+    with pytest.raises(ConfigError, match="add --cost roofline"):
+        load_cost("unit", draft_tokens=2.0)
+    with pytest.raises(ConfigError, match="1 to 8 tokens a pass, not 9"):
+        load_cost("roofline", draft_tokens=9.0)
+
+
 def test_llama_on_h100_is_in_the_right_range() -> None:
     cost = load_cost("roofline", hardware="H100", model="llama-3.1-8b", longest=8448)
     assert isinstance(cost, RooflineCost)

@@ -55,6 +55,9 @@ def simulate(
     group_size: Annotated[int, typer.Option(help="Siblings that train together.")] = 1,
     cap: CapOption = None,
     column: ColumnOption = "length",
+    drafts: Annotated[
+        float, typer.Option(min=1, help="Tokens that a pass with 7 draft tokens gives; for roofline. 1: no drafts.")
+    ] = 1.0,
     html: Annotated[Path | None, typer.Option(help="Write an HTML page that shows the slots in use over time.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -83,6 +86,7 @@ def simulate(
         group_size=group_size,
         cap=cap,
         column=column,
+        draft_tokens=drafts,
     )
     answer = compare_strategies(question, page=html)
     for note in answer.notes:

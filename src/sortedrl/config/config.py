@@ -61,6 +61,7 @@ CHANGEABLE = frozenset(
         "engine.kv_gb",
         "engine.port",
         "engine.watchdog_s",
+        "engine.drafts",
         "engine.own_process",
         "engine.cluster",
         "engine.replica_cpus",

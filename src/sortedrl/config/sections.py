@@ -209,6 +209,10 @@ class EngineSection(Section):
     replay_tolerance: float = Field(default=0.0, ge=0.0)
     """Replay also keeps a token whose score (logit / temperature + noise) is at most this far below the best. 0 is
     exact."""
+    drafts: Literal["auto", "always", "off"] = "auto"
+    """`local` on its native path: check guesses at several tokens of an answer in one pass, without changing any answer
+    (see docs/reference/engines.md). `auto`: while few slots run, where it saves time by measurement. `always`: in every
+    pass, for tests. `off`: never."""
     in_flight: Literal["reprefill", "keep"] = "reprefill"
     """KV cache of running sequences when new weights are published: `reprefill` computes it again, `keep` continues
     with the old one."""

@@ -69,6 +69,7 @@ class SimulationQuestion:
     group_size: int = 1
     cap: int | None = None
     column: str = "length"
+    draft_tokens: float = 1.0
 
     @property
     def strategy_names(self) -> list[str]:
@@ -118,6 +119,7 @@ def compare_strategies(question: SimulationQuestion, *, page: Path | None = None
         tensor_parallel=question.tensor_parallel,
         replicas=question.replicas,
         longest=question.prompt_tokens + trace.cap,
+        draft_tokens=question.draft_tokens,
     )
     notes = [trace.note] if trace.note else []
     curves = [OccupancyCurve() for _ in names]

@@ -23,6 +23,7 @@ from sortedrl.engine.sim.cost import DecodeCost, UnitCost
 from sortedrl.errors import ConfigError
 
 LOGIT_BYTES = 4  # engines sample from float32 logits
+DRAFT_ROWS = 8  # positions of a sequence that a pass with drafts computes: the next one and those of 7 draft tokens
 
 
 class CostModel(DecodeCost, Protocol):
@@ -81,6 +82,7 @@ class RooflineCost:
     model: ModelShape
     tensor_parallel: int = 1
     replicas: int = 1
+    draft_tokens: float = 1.0  # tokens that a sequence gains by a pass with drafts; 1: no drafts
 
     @property
     def kv_tokens(self) -> int:
@@ -88,9 +90,20 @@ class RooflineCost:
         return max(int(room // self.model.kv_bytes), 0) * self.replicas
 
     def decode_s(self, running: int, context: int, steps: int) -> float:
-        """The seconds of `steps` decode steps. Step i has `context + i * running` tokens in the cache.
+        """The seconds in which every sequence gains `steps` tokens, with drafts if those make it faster.
 
-        Each step takes the larger of its memory time and its arithmetic time, plus overheads.
+        Drafts are used for all of the call or not at all.
+        """
+        plain_s = self._passes_s(running, context, steps, positions=1)
+        if self.draft_tokens == 1:
+            return plain_s
+        return min(plain_s, self._passes_s(running, context, steps, positions=DRAFT_ROWS) / self.draft_tokens)
+
+    def _passes_s(self, running: int, context: int, steps: int, positions: int) -> float:
+        """The seconds of `steps` passes. Pass i has `context + i * running` tokens in the cache.
+
+        Each pass takes the larger of its memory time and its arithmetic time, plus overheads. It computes `positions`
+        positions of each sequence and reads the cache once.
         """
         rows, tokens = running / self.replicas, context / self.replicas
         hardware, model = self.hardware, self.model
@@ -98,8 +111,8 @@ class RooflineCost:
         flops = hardware.flops * hardware.decode_flops_share * self.tensor_parallel
         memory = ((model.weight_bytes + model.kv_bytes * tokens) / speed, model.kv_bytes * rows / speed)
         arithmetic = (
-            (2 * model.params * rows + model.attention_flops * tokens) / flops,
-            model.attention_flops * rows / flops,
+            positions * (2 * model.params * rows + model.attention_flops * tokens) / flops,
+            positions * model.attention_flops * rows / flops,
         )
         return _sum_of_larger(memory, arithmetic, steps) + steps * (hardware.step_overhead_s + self._reduce_s)
 
@@ -155,6 +168,7 @@ def load_cost(
     tensor_parallel: int = 1,
     replicas: int = 1,
     longest: int = 0,
+    draft_tokens: float = 1.0,
 ) -> CostModel:
     """A cost model by name. `longest` is the number of tokens of the longest sequence; the KV cache must hold it."""
     if kind not in ("unit", "roofline"):
@@ -162,13 +176,20 @@ def load_cost(
     for name, value in (("tensor-parallel", tensor_parallel), ("replicas", replicas)):
         if value < 1:
             raise ConfigError(f"{name} must be at least 1, not {value}: raise --{name}")
+    if not 1 <= draft_tokens <= DRAFT_ROWS:
+        raise ConfigError(
+            f"drafts give a sequence 1 to {DRAFT_ROWS} tokens a pass, not {draft_tokens:g}: change --drafts"
+        )
     if kind == "unit":
+        if draft_tokens != 1:
+            raise ConfigError("--drafts needs a cost model in which positions cost time: add --cost roofline")
         return UnitCost()
     cost = RooflineCost(
         hardware=load_hardware(hardware),
         model=load_model_shape(model),
         tensor_parallel=tensor_parallel,
         replicas=replicas,
+        draft_tokens=draft_tokens,
     )
     room = cost.kv_tokens // replicas
     if room < max(longest, 1):

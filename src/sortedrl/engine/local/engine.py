@@ -48,6 +48,7 @@ from sortedrl.engine.local.prefill import (
     plan_prefills,
     verify_and_draw,
 )
+from sortedrl.engine.local.speculation import DraftMode, Speculation
 from sortedrl.engine.local.steady_steps import SteadySteps
 from sortedrl.engine.request_checks import check_limits, check_submit, find_fault
 from sortedrl.engine.sampling.draw import Choice, Draw, make_sampler
@@ -62,7 +63,8 @@ class LocalEngine:
     torch calls, "native" compiled code for that family on a CPU, "auto" the fastest one that can run the model.
     `stream_every`: deliver tokens every so many steps, and not only when an attempt ends. `dtype`: of the decoder's
     copy of the weights; None is the model's own. `decode` turns tokens into text; without it, requests with stop
-    strings fail.
+    strings fail. `drafts`: whether a pass also checks guesses at the tokens after the next one (`speculation.py`); only
+    the native decoder does.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class LocalEngine:
         path: Literal["auto", "native", "lean", "module"] = "auto",
         dtype: torch.dtype | None = None,
         decode: Callable[[list[int]], str] | None = None,
+        drafts: DraftMode = "off",
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._model = check_supported(model)
@@ -88,10 +91,14 @@ class LocalEngine:
             self._model, path, slots=slots, max_length=max_length, dtype=self._dtype
         )
         self._sampler = make_sampler(slots, self._vocab, self._device)
+        has_drafts = drafts != "off" and self._decoder.name == "native"
+        self._speculation = Speculation(drafts, slots) if has_drafts else None
+        self._gate = self._speculation.gate if self._speculation is not None else None
         self._clock, self._decode = clock, decode
         self._version = 0
         self._active: list[Attempt] = []
-        self._steady: SteadySteps | None = None  # valid until the set of running slots changes
+        self._steady: SteadySteps | None = None  # valid until the set of running slots changes, or a pass has drafts
+        self._is_sampler_behind = False  # since a pass with drafts, the sampler does not know the next positions
         self._drawn: list[Choice] = []  # tokens of the last steps that are not yet appended to their attempts
         self._pending: list[Attempt] = []  # submitted; the next poll prefills them together
         self._events: list[EngineEvent] = []
@@ -147,8 +154,10 @@ class LocalEngine:
         for slot in stopped:
             self._deliver(self._active[slot])
             self._emit(Partial, self._active[slot].request)
+            self._keep_answer(self._active[slot])
         for attempt in filter(is_chosen, self._pending):
             self._emit(Partial, attempt.request)  # it wrote nothing that the caller does not have
+            self._keep_answer(attempt)
         self._release(stopped)
         self._pending = [attempt for attempt in self._pending if not is_chosen(attempt)]
         return self._take_events(chosen)
@@ -184,6 +193,7 @@ class LocalEngine:
             "prefill_s": self._prefill_s,
             "refresh_s": self._refresh_s,
             "cache_bytes": self._cache.num_bytes,
+            **({} if self._speculation is None else self._speculation.stats),
         }
         return replace(self._stats, running=self.num_running, extra=extra)
 
@@ -235,8 +245,10 @@ class LocalEngine:
         if is_replay:
             if not attempt.keep(outcome.accepted, outcome.logprobs):
                 return False
-            num_cached = len(outcome.check.cached)
-            self._emit(Verified, attempt.request, cached=num_cached, accepted=outcome.accepted)
+            cached = outcome.check.cached
+            self._emit(Verified, attempt.request, cached=len(cached), accepted=outcome.accepted)
+            if self._speculation is not None and outcome.accepted < len(cached):
+                self._speculation.keep_discarded(attempt, cached)
         is_finite = True
         if attempt.ending is None:
             is_finite = attempt.add(outcome.token, outcome.logprob)
@@ -248,9 +260,12 @@ class LocalEngine:
     # Decode
 
     def _step(self) -> int:
-        """Decode one token for every running attempt; returns how many attempts ended."""
+        """Run one pass: a token for every running attempt, or several with drafts; returns how many attempts ended."""
         start = self._clock()
-        steady = self._steady = self._steady or SteadySteps.begin(self._active, self._cache)
+        if self._gate is not None and (least := self._gate.least(len(self._active))) is not None:
+            return self._draft_step(least, start)
+        is_first = self._steady is None
+        steady = self._steady = self._steady or self._begin_steady()
         plan = steady.next_plan(self._cache)
         logits_bv = self._decoder.forward(steady.tokens_b, plan.positions_t, None, plan)
         choice = self._sampler.choose(steady.shape(logits_bv), self._next_draws)
@@ -258,16 +273,46 @@ class LocalEngine:
         all_continue = steady.record(choice)
         self._stats.decode_steps += 1
         self._stats.decoded_tokens += len(self._active)
-        self._count_time(start, is_decode=True)
-        is_streamed = self._stream_every and self._stats.decode_steps % self._stream_every == 0
-        if all_continue and not is_streamed:
+        seconds = self._count_time(start, is_decode=True)
+        if self._gate is not None and self._gate.is_measuring and not is_first:  # the first step also makes the plan
+            self._gate.count_plain(len(self._active), seconds)
+        if all_continue and not self._is_streamed:
             return 0
         broken = self._append_drawn()
         self._stats.decoded_tokens -= len(broken)
-        if is_streamed:
-            for attempt in self._active:
-                self._deliver(attempt)
+        self._stream()
         return self._end_attempts(broken)
+
+    def _begin_steady(self) -> SteadySteps:
+        if self._is_sampler_behind:
+            self._sampler.start(0, self._next_draws())
+            self._is_sampler_behind = False
+        return SteadySteps.begin(self._active, self._cache)
+
+    def _draft_step(self, least: float, start: float) -> int:
+        """Run one pass with drafts whose tokens are likely enough; returns how many attempts ended."""
+        assert self._speculation is not None, "only speculation asks for a pass with drafts"
+        self._append_drawn()
+        self._steady, self._is_sampler_behind = None, True
+        draft_pass = self._speculation.begin_pass(self._active, least)
+        plan = draft_pass.plan
+        logits_rv = self._decoder.forward(draft_pass.tokens_r, plan.positions_t, None, plan)
+        scaled_rv = draft_pass.shape(logits_rv)
+        choice = self._sampler.choose_at(scaled_rv, plan.slots_t, plan.positions_t, draft_pass.draws)
+        accepted, num_tokens, broken = draft_pass.apply(choice)
+        self._stats.decode_steps += 1
+        self._stats.decoded_tokens += num_tokens
+        self._speculation.count(draft_pass, accepted, num_tokens, self._count_time(start, is_decode=True))
+        self._stream()
+        return self._end_attempts(broken)
+
+    @property
+    def _is_streamed(self) -> bool:
+        return self._stream_every > 0 and self._stats.decode_steps % self._stream_every == 0
+
+    def _stream(self) -> None:
+        for attempt in self._active if self._is_streamed else ():
+            self._deliver(attempt)
 
     def _next_draws(self) -> list[Draw]:
         self._append_drawn()
@@ -287,7 +332,7 @@ class LocalEngine:
         rows = zip(self._active, last.tokens, last.logprobs, strict=True)
         return {attempt.request.sample for attempt, token, logprob in rows if not attempt.add(token, logprob)}
 
-    def _count_time(self, start: float, *, is_decode: bool) -> None:
+    def _count_time(self, start: float, *, is_decode: bool) -> float:
         seconds = self._clock() - start
         self._stats.busy_slot_s += seconds * len(self._active)
         if is_decode:
@@ -295,6 +340,7 @@ class LocalEngine:
         else:
             self._prefill_s += seconds
             self._stats.prefill_slot_s += seconds * len(self._active)
+        return seconds
 
     # Endings
 
@@ -309,6 +355,7 @@ class LocalEngine:
                     "weights hold NaN or overflow; lower the learning rate, or go back to an earlier checkpoint"
                 )
                 self._emit(Failed, attempt.request, error=error)
+                self._keep_answer(attempt)
                 self._cache.clear(slot)
                 ended.append(slot)
             elif attempt.ending is not None:
@@ -320,6 +367,12 @@ class LocalEngine:
     def _finish(self, attempt: Attempt) -> None:
         self._deliver(attempt)
         self._emit(Finished, attempt.request, reason=attempt.ending)
+        self._keep_answer(attempt)
+
+    def _keep_answer(self, attempt: Attempt) -> None:
+        """Keep the answer of an attempt that ends, for drafts."""
+        if self._speculation is not None:
+            self._speculation.end(attempt)
 
     def _release(self, slots: Sequence[int]) -> None:
         """Free slots; the last running attempt moves into each freed slot."""

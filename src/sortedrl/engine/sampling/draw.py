@@ -77,6 +77,16 @@ class TokenSampler(Protocol):
         """Draw the next token of every running slot. `draws` returns their draws, for samplers that keep none."""
         ...
 
+    def choose_at(
+        self,
+        scaled_rv: torch.Tensor,
+        slots_r: torch.Tensor,
+        positions_r: torch.Tensor,
+        draws: Callable[[], list[Draw]],
+    ) -> Choice:
+        """Draw at any positions of running slots; the next `choose` must be preceded by `start` of all slots."""
+        ...
+
     def verify(
         self, scaled_rv: torch.Tensor, draws: Sequence[Draw], cached: Sequence[int], tolerances: Sequence[float]
     ) -> ReplayVerdict:
@@ -154,6 +164,16 @@ class DenseSampler:
         logprobs_b1 = torch.log_softmax(scaled_bv, -1).gather(1, tokens_b1)
         return _choice(tokens_b1.flatten(), logprobs_b1.flatten())
 
+    def choose_at(
+        self,
+        scaled_rv: torch.Tensor,
+        slots_r: torch.Tensor,
+        positions_r: torch.Tensor,
+        draws: Callable[[], list[Draw]],
+    ) -> Choice:
+        rows = draws()
+        return self.verify(scaled_rv, rows, [-1] * len(rows), [0.0] * len(rows)).drawn
+
     def verify(
         self, scaled_rv: torch.Tensor, draws: Sequence[Draw], cached: Sequence[int], tolerances: Sequence[float]
     ) -> ReplayVerdict:
@@ -187,6 +207,16 @@ class CandidateSampler:
     def choose(self, scaled_bv: torch.Tensor, draws: Callable[[], list[Draw]]) -> Choice:
         tokens_b, normalizer_b = self._draw(scaled_bv, draws())
         return _choice(tokens_b, _at(scaled_bv, tokens_b) - normalizer_b)
+
+    def choose_at(
+        self,
+        scaled_rv: torch.Tensor,
+        slots_r: torch.Tensor,
+        positions_r: torch.Tensor,
+        draws: Callable[[], list[Draw]],
+    ) -> Choice:
+        tokens_r, normalizer_r = self._draw(scaled_rv, draws())
+        return _choice(tokens_r, _at(scaled_rv, tokens_r) - normalizer_r)
 
     def verify(
         self, scaled_rv: torch.Tensor, draws: Sequence[Draw], cached: Sequence[int], tolerances: Sequence[float]
@@ -238,6 +268,17 @@ class KernelSampler(CandidateSampler):
         tokens_b, normalizer_b = self._call(scaled_bv, self._seeds_b, self._positions_b, self._is_random_b)
         self._positions_b += 1
         return _choice(tokens_b, _at(scaled_bv, tokens_b) - normalizer_b)
+
+    def choose_at(
+        self,
+        scaled_rv: torch.Tensor,
+        slots_r: torch.Tensor,
+        positions_r: torch.Tensor,
+        draws: Callable[[], list[Draw]],
+    ) -> Choice:
+        columns = (self._seeds_b.index_select(0, slots_r), positions_r, self._is_random_b.index_select(0, slots_r))
+        tokens_r, normalizer_r = self._call(scaled_rv, *columns)
+        return _choice(tokens_r, _at(scaled_rv, tokens_r) - normalizer_r)
 
     def _draw(self, scaled_rv: torch.Tensor, draws: Sequence[Draw]) -> tuple[torch.Tensor, torch.Tensor]:
         return self._call(scaled_rv, *_columns(draws))

@@ -21,6 +21,7 @@ from sortedrl.engine.base import Engine, Sampling
 from sortedrl.engine.local.decoder_choice import EXACT_DTYPES, choose_dtype
 from sortedrl.engine.local.engine import LocalEngine
 from sortedrl.engine.local.module_decoder import Geometry, check_supported
+from sortedrl.engine.local.speculation import DraftMode
 from sortedrl.engine.pool.pool import Pool
 from sortedrl.engine.pool.ray_cluster import connect, disconnect, is_connected
 from sortedrl.engine.sampling.noise import SCHEME
@@ -68,11 +69,19 @@ def build_engine(
         case "local" if has_members:
             is_here = not config.engine.cluster and not torch.cuda.is_available()
             dtype = choose_dtype(model, config.engine.dtype, needs_exact_replay=needs_replay, is_this_machine=is_here)
-            engine = build_pool(config, model, local_engine, dtype=dtype, max_length=length)
+            make = partial(local_engine, drafts=config.engine.drafts)
+            engine = build_pool(config, model, make, dtype=dtype, max_length=length)
         case "local":
             own = _private_copy(model) if knobs.overlap else model
             dtype = choose_dtype(own, config.engine.dtype, needs_exact_replay=needs_replay)
-            engine = LocalEngine(own, slots=config.engine.slots, max_length=length, dtype=dtype, decode=decode)
+            engine = LocalEngine(
+                own,
+                slots=config.engine.slots,
+                max_length=length,
+                dtype=dtype,
+                decode=decode,
+                drafts=config.engine.drafts,
+            )
         case "vllm":
             if config.engine.address and config.engine.port:
                 raise ConfigError("engine.address names a vLLM server and engine.port starts one: set one of them")
@@ -282,13 +291,21 @@ def build_pool(
 
 
 def local_engine(
-    config: dict[str, Any], *, weights_dtype: torch.dtype, dtype: torch.dtype, slots: int, max_length: int
+    config: dict[str, Any],
+    *,
+    weights_dtype: torch.dtype,
+    dtype: torch.dtype,
+    slots: int,
+    max_length: int,
+    drafts: DraftMode = "off",
 ) -> tuple[Engine, Any]:
     """Runs in an actor: a local engine and its model, whose weights come with the first publication."""
     model = empty_model(config, weights_dtype)
     if torch.cuda.is_available():
         model.to("cuda")
-    engine = LocalEngine(model, slots=slots, max_length=max_length, dtype=dtype, stream_every=STREAM_EVERY)
+    engine = LocalEngine(
+        model, slots=slots, max_length=max_length, dtype=dtype, stream_every=STREAM_EVERY, drafts=drafts
+    )
     return engine, model
 
 
