@@ -166,23 +166,24 @@ class _Attend(torch.autograd.Function):
         qkv_nj = x_nm.new_empty(len(x_nm), sum(sizes))
         for part_no, weight_om in zip(qkv_nj.split(sizes, 1), (query_om, key_om, value_om), strict=True):
             torch.mm(normed_nm, weight_om.T, out=part_no)
-        attended_ni, logs_ht = attention.forward(qkv_nj)
+        attended_ni, logs = attention.forward(qkv_nj)
         ctx.attention = attention
         ctx.save_for_backward(
-            *(x_nm, gain_m, factor_n, normed_nm, query_om, key_om, value_om, out_mi, qkv_nj, attended_ni, logs_ht)
+            *(x_nm, gain_m, factor_n, normed_nm, query_om, key_om, value_om, out_mi, qkv_nj, attended_ni, *logs)
         )
         return torch.addmm(x_nm, attended_ni, out_mi.T)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x_nm, gain_m, factor_n, normed_nm, query_om, key_om, value_om, out_mi, *attended = ctx.saved_tensors
+        x_nm, gain_m, factor_n, normed_nm, query_om, key_om, value_om, out_mi, *kept = ctx.saved_tensors
+        qkv_nj, attended_ni, *logs = kept
         by_nm = gradients[0].contiguous()
-        by_qkv_nj = ctx.attention.backward(*attended, by_nm @ out_mi)
+        by_qkv_nj = ctx.attention.backward(qkv_nj, attended_ni, logs, by_nm @ out_mi)
         by_query_no, by_key_no, by_value_no = by_qkv_nj.split([len(query_om), len(key_om), len(value_om)], 1)
         by_x_nm = (by_query_no @ query_om).addmm_(by_key_no, key_om).addmm_(by_value_no, value_om)
         by_gain_m = norm_backward(x_nm, gain_m, factor_n, by_nm, by_x_nm)
         by_weights = (by_no.T @ normed_nm for by_no in (by_query_no, by_key_no, by_value_no))
-        return by_x_nm, by_gain_m, *by_weights, by_nm.T @ attended[1], None, None
+        return by_x_nm, by_gain_m, *by_weights, by_nm.T @ attended_ni, None, None
 
 
 class _FeedForward(torch.autograd.Function):
@@ -223,19 +224,19 @@ class _ProjectedAttend(torch.autograd.Function):
         normed_nm, factor_n = norm(x_nm, gain_m, epsilon)
         normed, qkv_nj = qkv.forward(normed_nm)
         qkv_nj = qkv_nj.float()
-        attended_ni, logs_ht = attention.forward(qkv_nj)
+        attended_ni, logs = attention.forward(qkv_nj)
         attended, y_nm = out.forward(attended_ni)
         ctx.attention, ctx.qkv, ctx.out = attention, qkv, out
-        ctx.save_for_backward(x_nm, gain_m, factor_n, normed, attended, qkv_nj, attended_ni, logs_ht)
+        ctx.save_for_backward(x_nm, gain_m, factor_n, normed, attended, qkv_nj, attended_ni, *logs)
         return x_nm + y_nm
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x_nm, gain_m, factor_n, normed, attended, *kept = ctx.saved_tensors
+        x_nm, gain_m, factor_n, normed, attended, qkv_nj, attended_ni, *logs = ctx.saved_tensors
         needs_x, needs_gain = ctx.needs_input_grad[0], ctx.needs_input_grad[5]
         by_nm = gradients[0].contiguous()
         by_attended_ni, by_out = ctx.out.backward(attended, by_nm, has_input=True)
-        by_qkv_nj = ctx.attention.backward(*kept, by_attended_ni)
+        by_qkv_nj = ctx.attention.backward(qkv_nj, attended_ni, logs, by_attended_ni)
         by_x_nm, by_qkv = ctx.qkv.backward(normed, by_qkv_nj, has_input=needs_x or needs_gain)
         by_gain_m = None if by_x_nm is None else norm_backward(x_nm, gain_m, factor_n, by_nm, by_x_nm)
         return by_x_nm, None, None, None, None, by_gain_m if needs_gain else None, *by_qkv, *by_out
