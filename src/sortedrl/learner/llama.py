@@ -268,7 +268,11 @@ class _ProjectedFeedForward(torch.autograd.Function):
         needs_x, needs_gain = ctx.needs_input_grad[0], ctx.needs_input_grad[4]
         by_nm = gradients[0].contiguous()
         by_gated_nf, by_down = ctx.down.backward(gated, by_nm, has_input=True)
-        by_inner_nf2 = torch.cat(gate_backward(*_halves(inner_nf2), by_gated_nf), 1)
+        by_inner_nf2 = torch.empty_like(inner_nf2)
+        for part_nf, by_nf in zip(
+            by_inner_nf2.chunk(2, 1), gate_backward(*_halves(inner_nf2), by_gated_nf), strict=True
+        ):
+            part_nf.copy_(by_nf)
         by_x_nm, by_gate_up = ctx.gate_up.backward(normed, by_inner_nf2, has_input=needs_x or needs_gain)
         by_gain_m = None if by_x_nm is None else norm_backward(x_nm, gain_m, factor_n, by_nm, by_x_nm)
         return by_x_nm, None, None, None, by_gain_m if needs_gain else None, *by_gate_up, *by_down

@@ -1,8 +1,8 @@
 """The compiled parts of a Llama layer as functions on tensors; compiles and loads `layers.c` once per process.
 
-`llama.py` calls it. All tensors must be float32, contiguous and on the CPU. The GIL is released while a call runs. Large
-calls are divided among as many threads as torch uses. Guarantees: results depend on the number of threads, but not on
-their timing.
+`llama.py` calls it. All tensors must be float32, contiguous and on the CPU. The GIL is released while a call runs.
+Large calls are divided among as many threads as torch uses. Guarantees: results depend on the number of threads, but
+not on their timing.
 
 Shapes: n packed tokens, t tokens of all rows, m model size, f feed-forward size, h query heads, d head size, j numbers
 of a token's queries, keys and values.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from sortedrl.learner.attention import Layout
 from sortedrl.native.c_library import SOURCES, load_library
-from sortedrl.native.threads import KernelThreads
+from sortedrl.native.openmp import run_in_parallel
 
 _SOURCE, _HEADER = SOURCES / "layers.c", SOURCES / "vectors.h"
 _ARGUMENTS = {  # p: pointer, n: integer, f: float
@@ -64,19 +63,6 @@ def _as_c_argument(argument: Tensor | ctypes.Structure | float) -> float:
     return ctypes.addressof(argument) if isinstance(argument, ctypes.Structure) else argument
 
 
-@functools.cache
-def _threads(_size: int) -> KernelThreads:
-    return KernelThreads()
-
-
-def _in_parallel(call: Callable[[int], None], size: int) -> None:
-    """Run `call(rank)` for each rank below `size`, each on its own thread."""
-    if size == 1:
-        call(0)
-    else:
-        _threads(torch.get_num_threads()).run(call, size)
-
-
 def _ranges(rows: int, width: int) -> list[slice]:
     """Divide rows among the threads; all to one if they are few, because waking another would take longer."""
     size = torch.get_num_threads() if rows * width >= _MIN_PARALLEL else 1
@@ -98,7 +84,7 @@ class _RowShare:
     """The rows of one thread: where their tokens are, and the memory to attend in."""
 
     def __init__(
-        self, layout: Layout, rows: np.ndarray, cosines_nd: Tensor, sines_nd: Tensor, shape: tuple[int, int, float]
+        self, layout: Layout, rows: list[int], cosines_nd: Tensor, sines_nd: Tensor, shape: tuple[int, int, float]
     ) -> None:
         heads, kv_heads, scale = shape
         edges, index, owner = _share_of(layout, rows)
@@ -110,23 +96,23 @@ class _RowShare:
         self.memory = cosines_nd.new_empty(_call("memory", self.rows, int(edges.diff().max())))
 
 
-def _share_of(layout: Layout, rows: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
+def _share_of(layout: Layout, rows: list[int]) -> tuple[Tensor, Tensor, Tensor]:
     """`edges`, `unpadded_t` and `in_unpadded_n` of a layout, for some of its rows only.
 
     A token whose result another share owns gets -1.
     """
     if len(rows) == len(layout.edges) - 1:
         return layout.edges, layout.unpadded_t, layout.in_unpadded_n
-    edges = layout.edges.numpy()
+    edges: list[int] = layout.edges.tolist()
     places = np.concatenate([np.arange(edges[row], edges[row + 1]) for row in rows])
     in_share = np.full(edges[-1], -1, dtype=np.int64)
     in_share[places] = np.arange(len(places))
-    own_edges = np.cumsum([0, *(edges[rows + 1] - edges[rows])]).astype(np.int32)
+    own_edges = np.cumsum([0, *(edges[row + 1] - edges[row] for row in rows)]).astype(np.int32)
     owner_n = in_share[layout.in_unpadded_n.numpy()]
     return torch.from_numpy(own_edges), layout.unpadded_t[torch.from_numpy(places)], torch.from_numpy(owner_n)
 
 
-def _divide_rows(layout: Layout, size: int) -> list[np.ndarray]:
+def _divide_rows(layout: Layout, size: int) -> list[list[int]]:
     """Divide a layout's rows among threads so that each computes about as many scores; no share is empty."""
     lengths = layout.edges.diff().tolist()
     shares: list[list[int]] = [[] for _ in range(min(size, len(lengths)))]
@@ -135,7 +121,7 @@ def _divide_rows(layout: Layout, size: int) -> list[np.ndarray]:
         least = costs.index(min(costs))
         shares[least].append(row)
         costs[least] += lengths[row] ** 2
-    return [np.array(sorted(share)) for share in shares]
+    return [sorted(share) for share in shares]
 
 
 class RowAttention:
@@ -146,9 +132,7 @@ class RowAttention:
     ) -> None:
         cosines_nd, sines_nd = cosines_nd.contiguous(), sines_nd.contiguous()
         divided = _divide_rows(layout, torch.get_num_threads())
-        self._shares = [
-            _RowShare(layout, rows, cosines_nd, sines_nd, (heads, kv_heads, scale)) for rows in divided
-        ]
+        self._shares = [_RowShare(layout, rows, cosines_nd, sines_nd, (heads, kv_heads, scale)) for rows in divided]
         self._heads, self._out_size = heads, heads * cosines_nd.shape[1]
 
     def forward(self, qkv_nj: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -160,7 +144,7 @@ class RowAttention:
             share = self._shares[rank]
             _call("attend", share.rows, qkv_nj, out_n, logs[rank], share.memory)
 
-        _in_parallel(attend, len(self._shares))
+        run_in_parallel(attend, len(self._shares))
         return out_n, logs
 
     def backward(self, qkv_nj: Tensor, out_n: Tensor, logs: list[Tensor], by_out_n: Tensor) -> Tensor:
@@ -170,7 +154,7 @@ class RowAttention:
             share = self._shares[rank]
             _call("attend_backward", share.rows, qkv_nj, out_n, logs[rank], by_out_n, by_qkv[rank], share.memory)
 
-        _in_parallel(attend, len(self._shares))
+        run_in_parallel(attend, len(self._shares))
         for other_nj in by_qkv[1:]:
             by_qkv[0] += other_nj
         return by_qkv[0]
@@ -185,7 +169,7 @@ def gate(gate_nf: Tensor, up_nf: Tensor) -> Tensor:
         own = ranges[rank]
         _call("gate", gate_nf[own].numel(), gate_nf[own], up_nf[own], out_nf[own])
 
-    _in_parallel(run, len(ranges))
+    run_in_parallel(run, len(ranges))
     return out_nf
 
 
@@ -198,7 +182,7 @@ def gate_backward(gate_nf: Tensor, up_nf: Tensor, by_out_nf: Tensor) -> tuple[Te
         parts = (tensor[ranges[rank]] for tensor in (gate_nf, up_nf, by_out_nf, by_gate_nf, by_up_nf))
         _call("gate_backward", gate_nf[ranges[rank]].numel(), *parts)
 
-    _in_parallel(run, len(ranges))
+    run_in_parallel(run, len(ranges))
     return by_gate_nf, by_up_nf
 
 
@@ -211,7 +195,7 @@ def norm(x_nm: Tensor, gain_m: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
         own = ranges[rank]
         _call("norm", *x_nm[own].shape, epsilon, x_nm[own], gain_m, out_nm[own], factor_n[own])
 
-    _in_parallel(run, len(ranges))
+    run_in_parallel(run, len(ranges))
     return out_nm, factor_n
 
 
@@ -225,7 +209,7 @@ def norm_backward(x_nm: Tensor, gain_m: Tensor, factor_n: Tensor, by_x_nm: Tenso
         parts = (factor_n[own], by_x_nm[own], by_out_nm[own], by_gains[rank])
         _call("norm_backward", *x_nm[own].shape, x_nm[own], gain_m, *parts)
 
-    _in_parallel(run, len(ranges))
+    run_in_parallel(run, len(ranges))
     for other_m in by_gains[1:]:
         by_gains[0] += other_m
     return by_gains[0]

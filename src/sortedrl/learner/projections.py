@@ -38,7 +38,7 @@ class _Part:
         return 0 if self.a_ri is None else len(self.a_ri)
 
 
-def is_plain_adapter(layer: nn.Module) -> bool:
+def is_plain_adapter(layer: Any) -> bool:
     """Whether a module is peft's LoRA around a linear layer without bias, with one adapter and no variant of it."""
     lora: Any = sys.modules.get("peft.tuners.lora.layer")
     if lora is None or type(layer) is not lora.Linear:
@@ -49,7 +49,8 @@ def is_plain_adapter(layer: nn.Module) -> bool:
         and names[0] in layer.lora_A
         and not layer.merged
         and not layer.fan_in_fan_out
-        and not layer.lora_variant
+        and not getattr(layer, "lora_variant", None)
+        and not any(getattr(layer, "use_dora", {}).values())
         and layer.lora_A[names[0]].bias is None
         and layer.lora_B[names[0]].bias is None
         and type(layer.get_base_layer()) is nn.Linear
@@ -82,7 +83,7 @@ class Projection:
         return [tensor for part in found for tensor in part if tensor is not None]
 
     def forward(self, x_ni: Tensor) -> tuple[Tensor, Tensor]:
-        """What `backward` needs, and the outputs, [n, o], in float32."""
+        """What `backward` needs, and the outputs, [n, o]."""
         y_no = x_ni.new_empty(len(x_ni), sum(self.sizes), dtype=torch.float32)
         for part, y_np in zip(self._parts, y_no.split(self.sizes, 1), strict=True):
             torch.mm(x_ni, part.weight_oi.T, out=y_np)
@@ -90,8 +91,9 @@ class Projection:
                 y_np.addmm_(x_ni @ part.a_ri.T, part.b_or.T, alpha=part.scale)
         return x_ni, y_no
 
-    def backward(self, x_ni: Tensor, by_y_no: Tensor, *, has_input: bool) -> tuple[Tensor | None, list[Tensor | None]]:
-        """The gradients of the input, if `has_input`, and of the parameters."""
+    def backward(self, kept: Tensor, by_y_no: Tensor, *, has_input: bool) -> tuple[Tensor | None, list[Tensor | None]]:
+        """The gradients of the input, if `has_input`, and of the parameters. `kept` is from `forward`."""
+        x_ni = kept
         by_x_ni = x_ni.new_zeros(x_ni.shape) if has_input and len(self._parts) > 1 else None
         gradients: list[Tensor | None] = []
         for part, by_np in zip(self._parts, by_y_no.split(self.sizes, 1), strict=True):
@@ -127,10 +129,8 @@ class LowProjection(Projection):
             joined_nk[:, self._num_inputs :] = joined_nk[:, : self._num_inputs] @ self._low_a_ri.T
         return joined_nk, joined_nk @ self._joined_ok.T
 
-    def backward(
-        self, joined_nk: Tensor, by_y_no: Tensor, *, has_input: bool
-    ) -> tuple[Tensor | None, list[Tensor | None]]:
-        by_y_no = by_y_no.to(_LOW)
+    def backward(self, kept: Tensor, by_y_no: Tensor, *, has_input: bool) -> tuple[Tensor | None, list[Tensor | None]]:
+        joined_nk, by_y_no = kept, by_y_no.to(_LOW)
         first = 0 if has_input else self._num_inputs
         by_joined_nk = by_y_no @ self._joined_ok[:, first:] if has_input or self._a_ri is not None else None
         by_x_ni = by_a_ri = by_b_or = None
