@@ -28,8 +28,8 @@ from transformers.models.llama import modeling_llama
 from sortedrl.learner.attention import Layout
 from sortedrl.learner.native_layers import RowAttention, gate, gate_backward, load_layers, norm, norm_backward
 from sortedrl.learner.precision import is_large
-from sortedrl.learner.projections import LowProjection, Projection, is_plain_adapter
-from sortedrl.weights import is_adapted
+from sortedrl.learner.projections import LowProjection, Projection
+from sortedrl.weights import is_adapted, is_plain_adapter
 
 MAX_LENGTH = 2048  # of a row: the backward pass holds two square matrices of this size
 _VECTOR = 8  # the compiled code works on vectors of this size

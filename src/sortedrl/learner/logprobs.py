@@ -140,7 +140,7 @@ class _LogprobsInPieces(torch.autograd.Function):
         by_weight_vh = torch.zeros_like(weight_vh, dtype=torch.float32) if needs_weight else None
         by_bias_v = torch.zeros_like(bias_v, dtype=torch.float32) if needs_bias else None
         by_hidden_ah = torch.empty_like(hidden_ah) if needs_hidden else None
-        lower_vh, ctx.lower_vh = ctx.lower_vh, None
+        lower_vh = ctx.lower_vh
         logprobs_of = _make_logprobs(hidden_ah, lower_vh, bias_v, scale, dtype)
         kept, ctx.kept = ctx.kept[::-1], []  # overwritten below, and freed piece by piece
         for piece in _pieces(len(hidden_ah), len(weight_vh)):

@@ -12,7 +12,6 @@ Shapes: n packed tokens, i inputs, o outputs of all layers, r ranks of all adapt
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,26 +35,6 @@ class _Part:
     @property
     def rank(self) -> int:
         return 0 if self.a_ri is None else len(self.a_ri)
-
-
-def is_plain_adapter(layer: Any) -> bool:
-    """Whether a module is peft's LoRA around a linear layer without bias, with one adapter and no variant of it."""
-    lora: Any = sys.modules.get("peft.tuners.lora.layer")
-    if lora is None or type(layer) is not lora.Linear:
-        return False
-    names: list[str] = layer.active_adapters
-    return (
-        len(names) == 1
-        and names[0] in layer.lora_A
-        and not layer.merged
-        and not layer.fan_in_fan_out
-        and not getattr(layer, "lora_variant", None)
-        and not any(getattr(layer, "use_dora", {}).values())
-        and layer.lora_A[names[0]].bias is None
-        and layer.lora_B[names[0]].bias is None
-        and type(layer.get_base_layer()) is nn.Linear
-        and layer.get_base_layer().bias is None
-    )
 
 
 def _part_of(layer: Any) -> _Part:
