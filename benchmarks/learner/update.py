@@ -185,7 +185,7 @@ def measure_real(options: argparse.Namespace) -> dict[str, Any]:
     gradients: list[torch.Tensor] = []
 
     def catch(*_: object) -> None:
-        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+        gradients.append(torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None]))
 
     times: dict[tuple[str, str], list[float]] = {way: [] for way in ways}
     metrics: dict[tuple[str, str], dict[str, float]] = {}

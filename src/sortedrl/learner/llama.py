@@ -28,7 +28,7 @@ from transformers.models.llama import modeling_llama
 from sortedrl.learner.attention import Layout
 from sortedrl.learner.native_layers import RowAttention, gate, gate_backward, load_layers, norm, norm_backward
 from sortedrl.learner.precision import is_large
-from sortedrl.learner.projections import LowProjection, Projection
+from sortedrl.learner.projections import LowProjection, Projection, gate_gradient
 from sortedrl.weights import is_adapted, is_plain_adapter
 
 MAX_LENGTH = 2048  # of a row: the backward pass holds two square matrices of this size
@@ -257,7 +257,7 @@ class _ProjectedFeedForward(torch.autograd.Function):
     ) -> Tensor:
         normed_nm, factor_n = norm(x_nm, gain_m, epsilon)
         normed, inner_nf2 = gate_up.forward(normed_nm)
-        gated, y_nm = down.forward(gate(*_halves(inner_nf2)))
+        gated, y_nm = down.forward_gated(inner_nf2)
         ctx.gate_up, ctx.down = gate_up, down
         ctx.save_for_backward(x_nm, gain_m, factor_n, normed, inner_nf2, gated)
         return x_nm + y_nm
@@ -268,17 +268,7 @@ class _ProjectedFeedForward(torch.autograd.Function):
         needs_x, needs_gain = ctx.needs_input_grad[0], ctx.needs_input_grad[4]
         by_nm = gradients[0].contiguous()
         by_gated_nf, by_down = ctx.down.backward(gated, by_nm, has_input=True)
-        by_inner_nf2 = torch.empty_like(inner_nf2)
-        for part_nf, by_nf in zip(
-            by_inner_nf2.chunk(2, 1), gate_backward(*_halves(inner_nf2), by_gated_nf), strict=True
-        ):
-            part_nf.copy_(by_nf)
+        by_inner_nf2 = gate_gradient(inner_nf2, by_gated_nf)
         by_x_nm, by_gate_up = ctx.gate_up.backward(normed, by_inner_nf2, has_input=needs_x or needs_gain)
         by_gain_m = None if by_x_nm is None else norm_backward(x_nm, gain_m, factor_n, by_nm, by_x_nm)
         return by_x_nm, None, None, None, by_gain_m if needs_gain else None, *by_gate_up, *by_down
-
-
-def _halves(inner_nf2: Tensor) -> tuple[Tensor, Tensor]:
-    """Gate and up, which lie side by side, in float32."""
-    gate_nf, up_nf = inner_nf2.chunk(2, 1)
-    return gate_nf.float().contiguous(), up_nf.float().contiguous()

@@ -1,8 +1,8 @@
 """The compiled parts of a Llama layer as functions on tensors; compiles and loads `layers.c` once per process.
 
-`llama.py` calls it. All tensors must be float32, contiguous and on the CPU. The GIL is released while a call runs.
-Large calls are divided among as many threads as torch uses. Guarantees: results depend on the number of threads, but
-not on their timing.
+`llama.py` and `projections.py` call it. All tensors must be contiguous, on the CPU, and float32 unless a function says
+otherwise. The GIL is released while a call runs. Large calls are divided among as many threads as torch uses.
+Guarantees: results depend on the number of threads, but not on their timing.
 
 Shapes: n packed tokens, t tokens of all rows, m model size, f feed-forward size, h query heads, d head size, j numbers
 of a token's queries, keys and values.
@@ -29,6 +29,8 @@ _ARGUMENTS = {  # p: pointer, n: integer, f: float
     "attend_backward": "ppppppp",
     "gate": "nppp",
     "gate_backward": "nppppp",
+    "gate_low": "nnpnp",
+    "gate_low_backward": "nnppp",
     "norm": "nnfpppp",
     "norm_backward": "nnpppppp",
 }
@@ -184,6 +186,30 @@ def gate_backward(gate_nf: Tensor, up_nf: Tensor, by_out_nf: Tensor) -> tuple[Te
 
     run_in_parallel(run, len(ranges))
     return by_gate_nf, by_up_nf
+
+
+def gate_low(inner_nf2: Tensor, out_nk: Tensor) -> None:
+    """silu(gate) * up in bfloat16, from gate and up side by side, into the first columns of `out_nk`."""
+    ranges, size = _ranges(*inner_nf2.shape), inner_nf2.shape[1] // 2
+
+    def run(rank: int) -> None:
+        own = ranges[rank]
+        _call("gate_low", len(inner_nf2[own]), size, inner_nf2[own], out_nk.shape[1], out_nk[own])
+
+    run_in_parallel(run, len(ranges))
+
+
+def gate_low_backward(inner_nf2: Tensor, by_out_nf: Tensor) -> Tensor:
+    """The gradient of `inner_nf2` in bfloat16; that of the output is float32."""
+    by_inner_nf2 = torch.empty_like(inner_nf2)
+    ranges, size = _ranges(*inner_nf2.shape), inner_nf2.shape[1] // 2
+
+    def run(rank: int) -> None:
+        own = ranges[rank]
+        _call("gate_low_backward", len(inner_nf2[own]), size, inner_nf2[own], by_out_nf[own], by_inner_nf2[own])
+
+    run_in_parallel(run, len(ranges))
+    return by_inner_nf2
 
 
 def norm(x_nm: Tensor, gain_m: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:

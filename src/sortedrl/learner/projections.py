@@ -7,7 +7,7 @@ the adapters' A make of it, so that one product computes W x + B A x, and one pr
 
 Guarantees: gradients exist only for parameters that want them; they are float32, summed in float32 within a product.
 
-Shapes: n packed tokens, i inputs, o outputs of all layers, r ranks of all adapters, k = i + r.
+Shapes: n packed tokens, f feed-forward size, i inputs, o outputs of all layers, r ranks of all adapters, k = i + r.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from sortedrl.learner.native_layers import gate, gate_backward, gate_low, gate_low_backward
 
 _LOW = torch.bfloat16
 
@@ -70,6 +72,10 @@ class Projection:
                 y_np.addmm_(x_ni @ part.a_ri.T, part.b_or.T, alpha=part.scale)
         return x_ni, y_no
 
+    def forward_gated(self, inner_nf2: Tensor) -> tuple[Tensor, Tensor]:
+        """`forward` of silu(gate) * up; gate and up lie side by side."""
+        return self.forward(gate(*_halves(inner_nf2)))
+
     def backward(self, kept: Tensor, by_y_no: Tensor, *, has_input: bool) -> tuple[Tensor | None, list[Tensor | None]]:
         """The gradients of the input, if `has_input`, and of the parameters. `kept` is from `forward`."""
         x_ni = kept
@@ -104,6 +110,15 @@ class LowProjection(Projection):
     def forward(self, x_ni: Tensor) -> tuple[Tensor, Tensor]:
         joined_nk = torch.empty(len(x_ni), self._joined_ok.shape[1], dtype=_LOW)
         joined_nk[:, : self._num_inputs] = x_ni
+        return self._multiply(joined_nk)
+
+    def forward_gated(self, inner_nf2: Tensor) -> tuple[Tensor, Tensor]:
+        joined_nk = torch.empty(len(inner_nf2), self._joined_ok.shape[1], dtype=_LOW)
+        gate_low(inner_nf2, joined_nk)
+        return self._multiply(joined_nk)
+
+    def _multiply(self, joined_nk: Tensor) -> tuple[Tensor, Tensor]:
+        """Let the adapters' A fill the last columns of the input, and multiply it."""
         if self._low_a_ri is not None:
             joined_nk[:, self._num_inputs :] = joined_nk[:, : self._num_inputs] @ self._low_a_ri.T
         return joined_nk, joined_nk @ self._joined_ok.T
@@ -141,6 +156,18 @@ class LowProjection(Projection):
                 gradients += [by_a_ri[ranks] * part.scale, by_b_or[outputs, ranks]]
             output, inner = output + size, inner + rank
         return gradients
+
+
+def gate_gradient(inner_nf2: Tensor, by_gated_nf: Tensor) -> Tensor:
+    """The gradient of gate and up from that of silu(gate) * up, which is overwritten."""
+    if inner_nf2.dtype == _LOW:
+        return gate_low_backward(inner_nf2, by_gated_nf)
+    return torch.cat(gate_backward(*_halves(inner_nf2), by_gated_nf), 1)
+
+
+def _halves(inner_nf2: Tensor) -> tuple[Tensor, Tensor]:
+    gate_nf, up_nf = inner_nf2.chunk(2, 1)
+    return gate_nf.contiguous(), up_nf.contiguous()
 
 
 @dataclass(slots=True, kw_only=True)
