@@ -265,7 +265,9 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--samples", type=int, default=1280)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--profile", action="store_true", help="print tables of the torch profiler and save nothing")
+    parser.add_argument(
+        "--profile", action="store_true", help="print tables of the torch profiler; without --real, save nothing"
+    )
     parser.add_argument("--real", action="store_true", help="a real model in place of the quickstart's")
     parser.add_argument("--full", action="store_true", help="with --real: train all weights instead of adapters")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="with --real")
@@ -273,8 +275,7 @@ def main() -> None:
     if options.real:
         torch.set_num_threads(options.threads)
         record = measure_real(options)
-        if not options.profile:
-            save("update_real_full" if options.full else "update_real", record)
+        save(f"update_real{'_full' if options.full else ''}{'_one_thread' if options.threads == 1 else ''}", record)
         print(json.dumps(record)) if options.json else Console(width=140).print(real_table(record))
         return
     torch.set_num_threads(1)
