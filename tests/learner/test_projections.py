@@ -198,6 +198,26 @@ def test_threads_divide_the_rows_and_change_nothing_but_rounding(monkeypatch: py
     assert all(torch.equal(alone[name], value) for name, value in three.items())
 
 
+@needs_compiler
+def test_the_gate_in_bfloat16_rounds_once_and_keeps_nan() -> None:
+    inner_nf2 = (4 * torch.randn(5, 32, generator=torch.Generator().manual_seed(0))).bfloat16()
+    inner_nf2[3, 2] = torch.nan
+    out_nk = torch.zeros(5, 24, dtype=torch.bfloat16)  # wider, as with adapters
+    layers.gate_low(inner_nf2, out_nk)
+    gate_nf, up_nf = inner_nf2.double().chunk(2, 1)
+    gate_nf.requires_grad_()
+    up_nf.requires_grad_()
+    exact_nf = torch.nn.functional.silu(gate_nf) * up_nf
+    torch.testing.assert_close(out_nk[:, :16].double(), exact_nf, rtol=2**-8, atol=1e-9, equal_nan=True)
+    assert not out_nk[:, 16:].any()
+    exact_nf.sum().backward()
+    assert gate_nf.grad is not None
+    assert up_nf.grad is not None
+    found_nf2 = layers.gate_low_backward(inner_nf2, torch.ones(5, 16)).double()
+    expected_nf2 = torch.cat([gate_nf.grad, up_nf.grad], 1)
+    torch.testing.assert_close(found_nf2, expected_nf2, rtol=2**-8, atol=1e-6, equal_nan=True)
+
+
 def test_rows_are_divided_by_the_number_of_scores() -> None:
     layout = micro_of([(0, 1, 10), (1, 1, 6), (2, 1, 6), (3, 1, 5)]).layout
     # Rows have 10, 6, 6 and 5 tokens: 100 scores against 36 + 36 + 25.
