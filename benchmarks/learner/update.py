@@ -54,6 +54,7 @@ CAN_USE_COMPILED_LAYERS = pack.can_use_compiled_layers
 WAYS = {"modules": lambda model, layout: False, "compiled": CAN_USE_COMPILED_LAYERS}
 NO_CHANGE = "learner.lr=1e-12"
 REAL = "tail-smollm2"
+UNCHANGED = (NO_CHANGE, "learner.grad_clip=1e9")  # neither weights nor gradients change
 LENGTHS = LearnerBench(trace="lognormal(48, 0.71, 512)", samples=8, scale=1.0)
 PROMPT_TOKENS = 40
 DTYPES = ("float32", "bfloat16")
@@ -180,7 +181,7 @@ def publication(config: SortedConfig, model: Any) -> dict[str, float]:
 def measure_real(options: argparse.Namespace) -> dict[str, Any]:
     model, batch, published = real_parts(options.full)
     ways = [(layers, dtype) for layers in WAYS for dtype in DTYPES]
-    settings = {dtype: SortedConfig.load(REAL, [NO_CHANGE, f"learner.dtype={dtype}"]).learner for dtype in DTYPES}
+    settings = {dtype: SortedConfig.load(REAL, [*UNCHANGED, f"learner.dtype={dtype}"]).learner for dtype in DTYPES}
     learners = {dtype: TorchLearner(model, settings[dtype], temperature=1.0) for dtype in DTYPES}
     gradients: list[torch.Tensor] = []
 
