@@ -27,11 +27,12 @@ if TYPE_CHECKING:
 class ModuleWeights:
     """The weights of a live module, or of a copy of it."""
 
-    __slots__ = ("_adapter", "_merged", "_trained")
+    __slots__ = ("_adapter", "_merged", "_plain", "_trained")
 
     def __init__(self, module: nn.Module, adapter: dict[str, Tensor] | None = None) -> None:
         self._trained = module
         self._merged: nn.Module | None = None
+        self._plain: nn.Module | None = None  # the model without its adapters, for snapshots; it owns no tensors
         self._adapter = adapter
 
     @property
@@ -54,14 +55,73 @@ class ModuleWeights:
         """A copy that later updates do not change. It has no gradients, and tied weights stay tied."""
         if is_adapted(self._trained):
             adapter = {name: tensor.clone() for name, tensor in adapter_tensors(self._trained).items()}
-            return ModuleWeights(merged_copy(self._trained), adapter)
+            return ModuleWeights(self._merged_snapshot(), adapter)
         return ModuleWeights(copy.deepcopy(self._trained).requires_grad_(False).eval())
+
+    def _merged_snapshot(self) -> nn.Module:
+        """Like `merged_copy`; shares the tensors that training does not change, if only plain adapters are trained."""
+        import torch
+
+        adapters = _plain_adapters(self._trained)
+        if adapters is None:
+            return merged_copy(self._trained)
+        if self._plain is None:
+            self._plain = _shallow_copy(self._trained).unload().eval()
+        snapshot = _shallow_copy(self._plain)
+        with torch.no_grad():
+            for name, layer in adapters.items():
+                merged = torch.nn.Parameter(_merged_weight(layer), requires_grad=False)
+                snapshot.get_submodule(name).weight = merged
+        return snapshot
 
 
 def is_adapted(model: object) -> bool:
     """Whether a model is a peft model. If peft was not imported, it is not."""
     peft: Any = sys.modules.get("peft")
     return peft is not None and isinstance(model, peft.PeftModel)
+
+
+def is_plain_adapter(layer: Any) -> bool:
+    """Whether a module is peft's LoRA around a linear layer without bias, with one adapter and no variant of it."""
+    lora: Any = sys.modules.get("peft.tuners.lora.layer")
+    if lora is None or type(layer) is not lora.Linear:
+        return False
+    from torch import nn
+
+    names: list[str] = layer.active_adapters
+    return (
+        len(names) == 1
+        and names[0] in layer.lora_A
+        and not layer.merged
+        and not layer.fan_in_fan_out
+        and not getattr(layer, "lora_variant", None)
+        and not any(getattr(layer, "use_dora", {}).values())
+        and layer.lora_A[names[0]].bias is None
+        and layer.lora_B[names[0]].bias is None
+        and type(layer.get_base_layer()) is nn.Linear
+        and layer.get_base_layer().bias is None
+    )
+
+
+def _plain_adapters(model: Any) -> dict[str, Any] | None:
+    """The adapters of a peft model by name, or None if it has other ones than plain ones, or trains other weights."""
+    tuner_layer: type = import_module("peft.tuners.tuners_utils").BaseTunerLayer
+    layers = {name: layer for name, layer in model.get_base_model().named_modules() if isinstance(layer, tuner_layer)}
+    own = {id(parameter) for layer in layers.values() for parameter in layer.parameters()}
+    trains_others = any(parameter.requires_grad and id(parameter) not in own for parameter in model.parameters())
+    return None if trains_others or not all(map(is_plain_adapter, layers.values())) else layers
+
+
+def _shallow_copy(module: Any) -> Any:
+    """A copy that shares its tensors with the module."""
+    return copy.deepcopy(module, {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())})
+
+
+def _merged_weight(layer: Any) -> Tensor:
+    """The sum of a plain adapter and the weight below it, rounded as peft's own."""
+    name = layer.active_adapters[0]
+    delta_oi = (layer.lora_B[name].weight @ layer.lora_A[name].weight).mul_(layer.scaling[name])
+    return delta_oi.add_(layer.get_base_layer().weight)
 
 
 def adapter_tensors(model: Any) -> dict[str, Tensor]:
@@ -98,6 +158,10 @@ def merge_into(model: Any, target: nn.Module) -> None:
             if not isinstance(layer, (tuner_layer, wrapper)) or (done and name.startswith(done)):
                 continue
             done = f"{name}."  # its submodules are merged with it
+            if is_plain_adapter(layer):
+                weight: Any = target.get_submodule(name).weight
+                weight.copy_(_merged_weight(layer))
+                continue
             layer_copy: Any = copy.deepcopy(layer)  # one layer at a time, so that memory never holds a second model
             if isinstance(layer, tuner_layer):
                 layer_copy.merge()

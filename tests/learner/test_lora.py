@@ -14,7 +14,7 @@ from sortedrl.errors import ConfigError, ModelError
 from sortedrl.learner.lora import ADAPTER_FOLDER, adapt, check_peft_config, import_peft, peft_config_of
 from sortedrl.run.checkpoint_folder import Checkpoints, load_model
 from sortedrl.tasks.tiny import knights_tiny_path
-from sortedrl.weights import ModuleWeights
+from sortedrl.weights import ModuleWeights, merged_copy
 
 ROWS = [
     {"prompt": "Ann says Bob-knave . Bob says Ann-knight . ?"},
@@ -95,6 +95,22 @@ def test_engines_get_base_and_adapters_together_and_change_neither(changes: dict
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(torch.equal(a, b) for a, b in zip(frozen.module.parameters(), merged.parameters(), strict=True))
     assert not any(parameter.requires_grad for parameter in merged.parameters())
+
+
+@pytest.mark.parametrize("changes", [{}, {"use_dora": True}, {"modules_to_save": ["lm_head"]}])
+def test_a_snapshot_has_the_weights_of_pefts_own_merge_and_does_not_follow_training(changes: dict[str, Any]) -> None:
+    model = adapted_model(**changes)
+    source = ModuleWeights(model)
+    for _ in range(2):  # the second one is made from what the first one has kept
+        expected, snapshot = merged_copy(model), source.snapshot().module
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.mul_(-1.5)
+        found = snapshot.state_dict()
+        assert found.keys() == expected.state_dict().keys()
+        assert all(torch.equal(found[name], value) for name, value in expected.state_dict().items())
+        assert not any(parameter.requires_grad for parameter in snapshot.parameters())
 
 
 def test_a_run_trains_adapters_only_and_both_forms_load(tmp_path: Path) -> None:

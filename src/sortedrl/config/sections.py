@@ -347,8 +347,9 @@ class LearnerSection(Section):
     recompute: bool = False
     """Activation checkpointing: store only the input of each layer and recompute the rest for the gradient."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Number format of forward and backward passes: `float32`, `bfloat16`, or `auto` (bfloat16 on GPUs that support it,
-    otherwise float32). Weights and gradients are float32."""
+    """Number format of the matrix products of forward and backward passes: `float32`, `bfloat16` or `auto`. `auto` uses
+    bfloat16 on GPUs that support it, and for 10 million parameters or more on CPUs that are fast at it, otherwise
+    float32. Weights, gradients, optimizer state, log-probs and losses are float32."""
 
 
 class EvalSection(Section):

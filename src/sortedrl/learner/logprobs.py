@@ -116,7 +116,8 @@ class _LogprobsInPieces(torch.autograd.Function):
         kept: list[Tensor] = []
         room = KEPT_ELEMENTS if ctx.needs_input_grad[0] else -1  # nothing is kept in a pass without gradients
         with torch.autocast(device, enabled=False):
-            logprobs_of = _make_logprobs(hidden_ah, weight_vh, bias_v, scale, dtype)
+            lower_vh = weight_vh.to(dtype)
+            logprobs_of = _make_logprobs(hidden_ah, lower_vh, bias_v, scale, dtype)
             for piece in _pieces(len(hidden_ah), len(weight_vh)):
                 logprobs_rv = logprobs_of(piece)
                 logprobs_a[piece] = logprobs_rv.gather(1, targets_a[piece, None])[:, 0]
@@ -125,7 +126,7 @@ class _LogprobsInPieces(torch.autograd.Function):
                 if room >= 0:
                     kept.append(logprobs_rv)
         ctx.save_for_backward(hidden_ah, weight_vh, bias_v, targets_a, entropy_a)
-        ctx.scale, ctx.dtype, ctx.kept = scale, dtype, kept
+        ctx.scale, ctx.dtype, ctx.kept, ctx.lower_vh = scale, dtype, kept, lower_vh
         ctx.set_materialize_grads(False)
         return logprobs_a, entropy_a
 
@@ -139,8 +140,8 @@ class _LogprobsInPieces(torch.autograd.Function):
         by_weight_vh = torch.zeros_like(weight_vh, dtype=torch.float32) if needs_weight else None
         by_bias_v = torch.zeros_like(bias_v, dtype=torch.float32) if needs_bias else None
         by_hidden_ah = torch.empty_like(hidden_ah) if needs_hidden else None
-        logprobs_of = _make_logprobs(hidden_ah, weight_vh, bias_v, scale, dtype)
-        lower_vh = weight_vh.to(dtype)
+        lower_vh = ctx.lower_vh
+        logprobs_of = _make_logprobs(hidden_ah, lower_vh, bias_v, scale, dtype)
         kept, ctx.kept = ctx.kept[::-1], []  # overwritten below, and freed piece by piece
         for piece in _pieces(len(hidden_ah), len(weight_vh)):
             by_logits_rv = _by_logits(
@@ -183,14 +184,16 @@ def _by_logits(
 
 
 def _make_logprobs(
-    hidden_ah: Tensor, weight_vh: Tensor, bias_v: Tensor | None, scale: float, dtype: torch.dtype
+    hidden_ah: Tensor, lower_vh: Tensor, bias_v: Tensor | None, scale: float, dtype: torch.dtype
 ) -> Callable[[slice], Tensor]:
-    """A function from a piece to its log-probs over the vocabulary, in float32; the caller may overwrite them."""
-    weight_vh = weight_vh.to(dtype)
+    """A function from a piece to its log-probs over the vocabulary, in float32; the caller may overwrite them.
+
+    `lower_vh` are the weights in the dtype of the product.
+    """
     bias_v = None if bias_v is None else bias_v.to(dtype)
 
     def logprobs_of(piece: slice) -> Tensor:
-        logits_rv = functional.linear(hidden_ah[piece].to(dtype), weight_vh, bias_v).float()
+        logits_rv = functional.linear(hidden_ah[piece].to(dtype), lower_vh, bias_v).float()
         return (logits_rv if scale == 1.0 else logits_rv.mul_(scale)).log_softmax(-1)
 
     return logprobs_of

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from sortedrl.errors import DataError, ModelError
 from sortedrl.learner.attention import Layout, make_layout, packed_attention
-from sortedrl.learner.llama import can_use_compiled_layers, llama_hidden_states
+from sortedrl.learner.llama import can_use_compiled_layers, llama_hidden_states, llama_of
 from sortedrl.records import Prompt, Sample, Segment
 
 # Largest accepted difference between logits computed packed and alone, relative to the largest logit.
@@ -155,8 +155,9 @@ def packed_logits(model: Any, micro: MicroBatch) -> Tensor:
     Call it, and the backward pass, within `packed_attention(model)`.
     """
     if can_use_compiled_layers(model, micro.layout):
-        hidden_nm = llama_hidden_states(model.model, micro.tokens_n, micro.positions_n, micro.layout)
-        return model.lm_head(hidden_nm.index_select(0, micro.predictor_a)[None])[0]
+        causal = llama_of(model)
+        hidden_nm = llama_hidden_states(causal.model, micro.tokens_n, micro.positions_n, micro.layout)
+        return causal.lm_head(hidden_nm.index_select(0, micro.predictor_a)[None])[0]
     output = model(
         input_ids=micro.tokens_n[None],
         position_ids=micro.positions_n[None],

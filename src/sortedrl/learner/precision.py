@@ -7,16 +7,37 @@ that format from float32 weights; norms, log-probs and losses stay in float32.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 
+_LARGE_PARAMETERS = 10_000_000  # in smaller models, conversions take the time that products save
 
-def pass_precision(dtype: Dtype, device: torch.device) -> AbstractContextManager[object]:
-    """The context for one pass. `auto` is bfloat16 on a GPU with native bfloat16, and float32 elsewhere."""
+
+def pass_precision(dtype: Dtype, model: Any) -> AbstractContextManager[object]:
+    """The context for one pass of the model.
+
+    `auto` is bfloat16 where the processor multiplies it faster than float32: on GPUs that have it, and for large models
+    on CPUs that have it.
+    """
+    device: torch.device = model.device
     if dtype == "auto":
-        has_units = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-        dtype = "bfloat16" if has_units else "float32"
+        is_worth_it = device.type == "cuda" or is_large(model)
+        dtype = "bfloat16" if is_worth_it and has_fast_bfloat16(device) else "float32"
     return torch.autocast(device.type, torch.bfloat16) if dtype == "bfloat16" else nullcontext()
+
+
+def is_large(model: Any) -> bool:
+    """Whether matrix products take most of the time of a pass on a CPU."""
+    return sum(parameter.numel() for parameter in model.parameters()) >= _LARGE_PARAMETERS
+
+
+def has_fast_bfloat16(device: torch.device) -> bool:
+    """Whether the device multiplies bfloat16 faster than float32. A CPU without such instructions is far slower."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

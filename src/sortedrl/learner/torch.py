@@ -292,7 +292,7 @@ class TorchLearner:
         """Scores of a micro-batch's answer tokens under a module; and the critic's values, if they are asked for."""
         critic = self.critic if has_values else None
         with critic.capturing() if critic is not None else nullcontext():
-            with pass_precision(self.settings.dtype, self.model.device):
+            with pass_precision(self.settings.dtype, self.model):
                 scores = self._scorer.score(module, micro, has_entropy_gradient=self.objective.entropy_coef > 0)
             return scores, critic.values() if critic is not None else None
 

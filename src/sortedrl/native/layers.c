@@ -286,6 +286,48 @@ void sortedrl_layers_gate_backward(int64_t n, const float *gate, const float *up
     }
 }
 
+typedef uint16_t low; /* a bfloat16: the upper half of a float */
+typedef low low_vec __attribute__((vector_size(16), aligned(2), may_alias));
+typedef uint32_t bits_vec __attribute__((vector_size(32)));
+
+static inline vec load_low(const low *p)
+{
+    return (vec)(__builtin_convertvector(*(const low_vec *)p, bits_vec) << 16);
+}
+
+/* Rounds to the nearest, to even in between. NaN stays NaN. */
+static inline void store_low(low *p, vec x)
+{
+    const bits_vec bits = (bits_vec)x, is_nan = (bits_vec)(x != x);
+    const bits_vec rounded = bits + 0x7fff + ((bits >> 16) & 1);
+    *(low_vec *)p = __builtin_convertvector(((rounded & ~is_nan) | (0x7fc00000 & is_nan)) >> 16, low_vec);
+}
+
+/* The same as `gate` in bfloat16. A row of `inner` is gate and up, `size` numbers each, a multiple of LANES; rows of
+ * `out` are `stride` apart. */
+void sortedrl_layers_gate_low(int64_t n, int64_t size, const low *inner, int64_t stride, low *out)
+{
+    for (int64_t row = 0; row < n; row++)
+        for (int64_t i = 0; i < size; i += LANES) {
+            const low *gate = inner + 2 * row * size + i;
+            store_low(out + row * stride + i, gated_silu(load_low(gate), load_low(gate + size)));
+        }
+}
+
+/* The gradient of `inner`, in bfloat16, from that of `out` in float32, [n][size]. */
+void sortedrl_layers_gate_low_backward(int64_t n, int64_t size, const low *inner, const float *grad_out,
+                                       low *grad_inner)
+{
+    for (int64_t row = 0; row < n; row++)
+        for (int64_t i = 0; i < size; i += LANES) {
+            const int64_t at = 2 * row * size + i;
+            const vec g = load_low(inner + at), u = load_low(inner + at + size), grad = load(grad_out + row * size + i);
+            const vec sigmoid = 1.0f / (1.0f + exponential(-g)), silu = g * sigmoid;
+            store_low(grad_inner + at, grad * u * (sigmoid + silu * (1.0f - sigmoid)));
+            store_low(grad_inner + at + size, grad * silu);
+        }
+}
+
 /* The RMS norm of each row of x, [n][size], and the factor of each row; size is a multiple of LANES. */
 void sortedrl_layers_norm(int64_t n, int64_t size, float epsilon, const float *x, const float *gain, float *out,
                           float *factors)
