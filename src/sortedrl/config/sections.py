@@ -222,8 +222,9 @@ class EngineSection(Section):
     """Seconds without a sign of life from the engine after which the run stops with an error."""
     replicas: Int = Field(default=1, ge=1)
     """Number of engines, each with `slots` slots. Two or more run as a pool of Ray actors."""
-    own_process: bool = False
-    """Run the engine in a separate process even if it is the only one, so that rollout can overlap with updates."""
+    own_process: bool | None = None
+    """Run the engine in a process of its own even if it is the only one, so that rollout and updates do not share an
+    interpreter. Unset: the local engine with `schedule.overlap`, on a machine with two processors or more."""
     cluster: Place = ""
     """Ray cluster for the pool: its address, or `auto`. Empty: this machine only."""
     replica_cpus: float = Field(default=1.0, gt=0)

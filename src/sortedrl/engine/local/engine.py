@@ -257,6 +257,8 @@ class LocalEngine:
         self._drawn.append(choice)
         all_continue = steady.record(choice)
         self._stats.decode_steps += 1
+        self._stats.slot_steps += self._slots
+        self._stats.busy_slot_steps += len(self._active)
         self._stats.decoded_tokens += len(self._active)
         self._count_time(start, is_decode=True)
         is_streamed = self._stream_every and self._stats.decode_steps % self._stream_every == 0

@@ -1,7 +1,7 @@
-"""Builds the engine of a run: local, vLLM, a pool of either in Ray actors, or the user's own.
+"""Builds the engine of a run: local, also in a process of its own, vLLM, a pool of either in Ray actors, or the user's.
 
-`parts.py` calls `build_engine`. The actors of a pool create the model from its configuration and receive the weights
-with the first publication, so the machines of a cluster need this package but no copy of the model.
+`parts.py` calls `build_engine`. An engine outside of this process creates the model from its configuration and receives
+the weights with the first publication, so the machines of a cluster need this package but no copy of the model.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from sortedrl.engine.base import Engine, Sampling
 from sortedrl.engine.local.decoder_choice import EXACT_DTYPES, choose_dtype
 from sortedrl.engine.local.engine import LocalEngine
 from sortedrl.engine.local.module_decoder import Geometry, check_supported
+from sortedrl.engine.pool.child_launcher import ChildLauncher
+from sortedrl.engine.pool.member import EngineLauncher
 from sortedrl.engine.pool.pool import Pool
 from sortedrl.engine.pool.ray_cluster import connect, disconnect, is_connected
 from sortedrl.engine.sampling.noise import SCHEME
@@ -54,7 +56,7 @@ def build_engine(
         raise ConfigError("engine.stop does not work with a pool: remove it, or set engine.replicas = 1")
     if has_members and (config.engine.address or config.engine.port):
         raise ConfigError("a pool starts its own engines: remove engine.address and engine.port")
-    if has_members:
+    if has_members and not is_child(config):
         check_processors(config)
     if config.engine.kind == "local" and not config.engine.cluster:
         check_cache_fits(config, model, length)
@@ -123,7 +125,31 @@ def _merge_reason(config: SortedConfig, model: Any) -> str | None:
 
 
 def is_pool(config: SortedConfig) -> bool:
-    return config.engine.replicas > 1 or config.engine.own_process or bool(config.engine.cluster)
+    return config.engine.replicas > 1 or has_own_process(config) or bool(config.engine.cluster)
+
+
+def has_own_process(config: SortedConfig) -> bool:
+    """Whether the engine runs in a process of its own, although it may be the only one.
+
+    Without a word of the user: if it decodes during updates in Python, which would take turns with the learner, and if
+    there is a processor for each.
+    """
+    settings = config.engine
+    if settings.own_process is not None:
+        return settings.own_process
+    return config.knobs.overlap and settings.kind == "local" and not settings.stop and num_processors() > 1
+
+
+def is_child(config: SortedConfig) -> bool:
+    """Whether the engine is a child process of this one. All other engines outside of this process are Ray actors."""
+    settings = config.engine
+    is_alone = settings.replicas == 1 and not settings.cluster and not settings.replica_gpus
+    return is_alone and settings.kind == "local" and has_own_process(config)
+
+
+def num_processors() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def check_replay(knobs: Knobs, *, is_exact: bool) -> None:
@@ -247,9 +273,6 @@ def build_pool(
 ) -> Engine:
     """A pool of `engine.replicas` engines made by `make`, with the weights of `model` as version 0."""
     settings = config.engine
-    is_ours = connect(settings.cluster or None, run_dir=config.run_dir)
-    from sortedrl.engine.pool.ray_launcher import RayEngineLauncher  # imports Ray's actors, so only after `connect`
-
     make_engine = partial(
         make,
         model.config.to_dict(),
@@ -258,17 +281,8 @@ def build_pool(
         slots=settings.slots,
         max_length=max_length,
     )
-    members = RayEngineLauncher(
-        make_engine,
-        num_cpus=settings.replica_cpus,
-        num_gpus=settings.replica_gpus,
-        threads=config.run.threads,
-        imports=IMPORTS,
-        has_spare=settings.kind == "local" and not settings.cluster and not settings.replica_gpus,
-        on_close=disconnect if is_ours else None,
-    )
     pool = Pool(
-        members,
+        child_members(config, make_engine) if is_child(config) else ray_members(config, make_engine),
         size=settings.replicas,
         slots=settings.slots,
         exact_replay=dtype in EXACT_DTYPES,
@@ -279,6 +293,31 @@ def build_pool(
     )
     pool.publish(0, ModuleWeights(model)).wait()
     return pool
+
+
+def child_members(config: SortedConfig, make_engine: Callable[[], tuple[Engine, Any]]) -> EngineLauncher:
+    if num_processors() == 1:
+        log.warning(
+            "engine and learner have one processor between them: with engine.own_process = true they take turns, and "
+            "schedule = sorted-replay is as fast"
+        )
+    return ChildLauncher(make_engine, threads=config.run.threads)
+
+
+def ray_members(config: SortedConfig, make_engine: Callable[[], tuple[Engine, Any]]) -> EngineLauncher:
+    settings = config.engine
+    is_ours = connect(settings.cluster or None, run_dir=config.run_dir)
+    from sortedrl.engine.pool.ray_launcher import RayEngineLauncher  # imports Ray's actors, so only after `connect`
+
+    return RayEngineLauncher(
+        make_engine,
+        num_cpus=settings.replica_cpus,
+        num_gpus=settings.replica_gpus,
+        threads=config.run.threads,
+        imports=IMPORTS,
+        has_spare=settings.kind == "local" and not settings.cluster and not settings.replica_gpus,
+        on_close=disconnect if is_ours else None,
+    )
 
 
 def local_engine(

@@ -1,0 +1,103 @@
+"""Messages between a run and the engine in its child process, over a pair of connected sockets.
+
+`child_launcher.py` holds one end and `child_program.py` the other. A message is any object that pickle knows; both ends
+are ours, the pair has no name, and nobody else can connect to it. Each message is its length in eight bytes and its
+pickle.
+
+Guarantees: messages arrive whole and in order; two ends that send at once cannot block each other, because an end that
+cannot send reads meanwhile; the end of the other process raises `ChannelClosed`.
+"""
+
+from __future__ import annotations
+
+import pickle
+import select
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from typing import Any
+
+_LENGTH = struct.Struct("<Q")
+_CHUNK = 1 << 18  # bytes read at once
+
+
+class ChannelClosed(Exception):
+    """The process at the other end has ended, or closed its end."""
+
+
+class Channel:
+    """One end. Any thread may use it, one at a time."""
+
+    def __init__(self, end: socket.socket) -> None:
+        end.setblocking(False)
+        self._socket = end
+        self._fd = end.fileno()
+        self._buffer = bytearray()
+        self._arrived: deque[Any] = deque()
+        self._lock = threading.Lock()
+        self._readable, self._either = select.poll(), select.poll()
+        self._readable.register(self._fd, select.POLLIN)
+        self._either.register(self._fd, select.POLLIN | select.POLLOUT)
+
+    def send(self, message: Any) -> None:
+        """Send a message, and read what comes while the other end is not ready for it."""
+        data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        with self._lock:
+            left = memoryview(_LENGTH.pack(len(data)) + data)
+            while left:
+                try:
+                    left = left[self._socket.send(left) :]
+                except BlockingIOError:
+                    self._either.poll()
+                    self._read()
+                except OSError as error:
+                    raise ChannelClosed(f"the other process has ended ({error.strerror})") from error
+
+    def receive(self, timeout: float | None = 0.0) -> Any:
+        """The next message, or None if there is none within `timeout` seconds; without a timeout, wait for one."""
+        deadline = None if timeout is None or timeout <= 0.0 else time.monotonic() + timeout
+        while True:
+            with self._lock:
+                while not self._arrived and self._read():
+                    pass
+                if self._arrived:
+                    return self._arrived.popleft()
+            if timeout is not None and timeout <= 0.0:
+                return None
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                return None
+            # In milliseconds, at least one: a wait of 0 would spin, and the lock is free meanwhile.
+            self._readable.poll(None if left is None else max(left * 1000, 1))
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _read(self) -> bool:
+        """Read what has come, without waiting; returns whether there was anything."""
+        try:
+            chunk = self._socket.recv(_CHUNK)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise ChannelClosed(f"the other process has ended ({error.strerror})") from error
+        if not chunk:
+            raise ChannelClosed("the other process has ended")
+        self._buffer += chunk
+        self._unpack()
+        return True
+
+    def _unpack(self) -> None:
+        """Move the complete messages out of the buffer."""
+        begin, held = 0, len(self._buffer)
+        while held - begin >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer, begin)
+            if held - begin - _LENGTH.size < length:
+                break
+            begin += _LENGTH.size
+            with memoryview(self._buffer) as view, view[begin : begin + length] as data:
+                self._arrived.append(pickle.loads(data))  # noqa: S301 - it is from our own process
+            begin += length
+        del self._buffer[:begin]
