@@ -1,8 +1,7 @@
 """Messages between a run and the engine in its child process, over a pair of connected sockets.
 
-`child_launcher.py` holds one end and `child_program.py` the other. A message is any object that pickle knows; both ends
-are ours, the pair has no name, and nobody else can connect to it. Each message is its length in eight bytes and its
-pickle.
+`child_launcher.py` holds one end and `child_program.py` the other. A message is a header, which is JSON, and bytes that
+the header explains (`wire.py`). The pair has no name, so nobody else can connect to it.
 
 Guarantees: messages arrive whole and in order; two ends that send at once cannot block each other, because an end that
 cannot send reads meanwhile; the end of the other process raises `ChannelClosed`.
@@ -10,21 +9,26 @@ cannot send reads meanwhile; the end of the other process raises `ChannelClosed`
 
 from __future__ import annotations
 
-import pickle
+import json
 import select
 import socket
 import struct
 import threading
 import time
 from collections import deque
-from typing import Any
+from typing import Any, NamedTuple
 
-_LENGTH = struct.Struct("<Q")
+_LENGTHS = struct.Struct("<QQ")  # of header and bytes
 _CHUNK = 1 << 18  # bytes read at once
 
 
 class ChannelClosed(Exception):
     """The process at the other end has ended, or closed its end."""
+
+
+class Message(NamedTuple):
+    header: Any
+    data: bytes
 
 
 class Channel:
@@ -35,17 +39,17 @@ class Channel:
         self._socket = end
         self._fd = end.fileno()
         self._buffer = bytearray()
-        self._arrived: deque[Any] = deque()
+        self._arrived: deque[Message] = deque()
         self._lock = threading.Lock()
         self._readable, self._either = select.poll(), select.poll()
         self._readable.register(self._fd, select.POLLIN)
         self._either.register(self._fd, select.POLLIN | select.POLLOUT)
 
-    def send(self, message: Any) -> None:
+    def send(self, header: Any, data: bytes | bytearray = b"") -> None:
         """Send a message, and read what comes while the other end is not ready for it."""
-        data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        text = json.dumps(header, separators=(",", ":")).encode()
         with self._lock:
-            left = memoryview(_LENGTH.pack(len(data)) + data)
+            left = memoryview(b"".join((_LENGTHS.pack(len(text), len(data)), text, data)))
             while left:
                 try:
                     left = left[self._socket.send(left) :]
@@ -55,7 +59,7 @@ class Channel:
                 except OSError as error:
                     raise ChannelClosed(f"the other process has ended ({error.strerror})") from error
 
-    def receive(self, timeout: float | None = 0.0) -> Any:
+    def receive(self, timeout: float | None = 0.0) -> Message | None:
         """The next message, or None if there is none within `timeout` seconds; without a timeout, wait for one."""
         deadline = None if timeout is None or timeout <= 0.0 else time.monotonic() + timeout
         while True:
@@ -92,12 +96,12 @@ class Channel:
     def _unpack(self) -> None:
         """Move the complete messages out of the buffer."""
         begin, held = 0, len(self._buffer)
-        while held - begin >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._buffer, begin)
-            if held - begin - _LENGTH.size < length:
+        while held - begin >= _LENGTHS.size:
+            num_text, num_data = _LENGTHS.unpack_from(self._buffer, begin)
+            text = begin + _LENGTHS.size
+            data, end = text + num_text, text + num_text + num_data
+            if end > held:
                 break
-            begin += _LENGTH.size
-            with memoryview(self._buffer) as view, view[begin : begin + length] as data:
-                self._arrived.append(pickle.loads(data))  # noqa: S301 - it is from our own process
-            begin += length
+            self._arrived.append(Message(json.loads(self._buffer[text:data]), bytes(self._buffer[data:end])))
+            begin = end
         del self._buffer[:begin]

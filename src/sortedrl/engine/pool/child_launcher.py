@@ -18,14 +18,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from sortedrl.engine.base import Engine, EngineStats, InFlight, Request
+from sortedrl.engine.base import EngineStats, InFlight, Request
 from sortedrl.engine.pool.actor_loop import Report
 from sortedrl.engine.pool.channel import Channel, ChannelClosed
 from sortedrl.engine.pool.shared_weights import SharedWeights
+from sortedrl.engine.pool.wire import Numbers, pack_requests, unpack_report
 from sortedrl.errors import EngineError
 from sortedrl.weights import arrays_of
 
@@ -34,11 +35,12 @@ _EXIT_S = 1.0  # how long a child may take to end after its socket was closed
 
 
 class _Answer(Future[Any]):
-    """The answer to a call. Asking for it reads the socket."""
+    """The answer to a call. Asking for it reads the socket. `unpack` makes the result of what the child sent."""
 
-    def __init__(self, child: ChildEngine) -> None:
+    def __init__(self, child: ChildEngine, unpack: Callable[[Any, Numbers], Any]) -> None:
         super().__init__()
         self._child = child
+        self.unpack = unpack
 
     def done(self) -> bool:
         if not super().done():
@@ -74,27 +76,28 @@ class ChildEngine:
         self._death: EngineError | None = None
         self._slots: Future[int] | None = None
 
-    def start(self, make_engine: Callable[[], tuple[Engine, Any]], threads: int) -> None:
-        self._slots = self._call("open", make_engine, threads)
+    def start(self, factory: str, settings: Mapping[str, Any], threads: int) -> None:
+        self._slots = self._call("open", factory, settings, threads)
 
     def slots(self) -> Future[int]:
         assert self._slots is not None, "a child was not started"
         return self._slots
 
     def submit(self, requests: list[Request]) -> Future[None]:
-        return self._call("submit", requests)
+        numbers = Numbers()
+        return self._call("submit", pack_requests(requests, numbers), numbers=numbers)
 
     def take(self, wait_s: float, pause_id: int) -> Future[Report]:
-        return self._call("take", wait_s)  # commands arrive in order, so a pause needs no id
+        return self._call("take", wait_s, unpack=unpack_report)  # commands arrive in order, so a pause needs no id
 
     def interrupt(self, samples: list[int] | None, pause_id: int) -> Future[Report]:
-        return self._call("interrupt", samples)
+        return self._call("interrupt", samples, unpack=unpack_report)
 
     def publish(self, version: int, weights: Any, in_flight: InFlight) -> Future[None]:
-        return self._call("publish", version, weights, in_flight)
+        return self._call("publish", version, weights, in_flight.value)
 
     def stats(self) -> Future[EngineStats]:
-        return self._call("stats")
+        return self._call("stats", unpack=lambda stats, _: EngineStats(**stats))
 
     def kill(self) -> None:
         """Close the socket, upon which the child ends; one that does not is killed."""
@@ -118,25 +121,31 @@ class ChildEngine:
         try:
             message = self._channel.receive(timeout)
             while message is not None:
-                number, result, error = message
+                number, result, error = message.header
                 answer = self._open.pop(number)
                 if error is None:
-                    answer.set_result(result)
+                    answer.set_result(answer.unpack(result, Numbers(message.data)))
                 else:
                     answer.set_exception(EngineError(error))
                 message = self._channel.receive(0.0)
         except ChannelClosed:
             self._die(self._exit_reason())
 
-    def _call(self, name: str, *arguments: Any) -> _Answer:
-        answer = _Answer(self)
+    def _call(
+        self,
+        name: str,
+        *arguments: Any,
+        numbers: Numbers | None = None,
+        unpack: Callable[[Any, Numbers], Any] = lambda result, _: result,
+    ) -> _Answer:
+        answer = _Answer(self, unpack)
         if self._death is not None:
             answer.set_exception(self._death)
             return answer
         self._num_calls += 1
         self._open[self._num_calls] = answer
         try:
-            self._channel.send((self._num_calls, name, arguments))
+            self._channel.send([self._num_calls, name, *arguments], b"" if numbers is None else numbers.data)
         except ChannelClosed:
             self._die(self._exit_reason())
         return answer
@@ -156,13 +165,14 @@ class ChildEngine:
 
 
 class ChildLauncher:
-    """`make_engine` runs in each child and returns an engine and the module that holds its weights.
+    """`factory`, as "module:function", makes an engine and the module that holds its weights, in each child.
 
-    It is pickled, so it must be importable by name. `threads`: how many CPU threads a child may use.
+    It is called with `settings`, which must be plain JSON. `threads`: how many CPU threads a child may use.
     """
 
-    def __init__(self, make_engine: Callable[[], tuple[Engine, Any]], *, threads: int) -> None:
-        self._make_engine = make_engine
+    def __init__(self, factory: str, settings: Mapping[str, Any], *, threads: int) -> None:
+        self._factory = factory
+        self._settings = settings
         self._threads = threads
         self._weights = SharedWeights()
         self._children: list[ChildEngine] = []
@@ -187,7 +197,7 @@ class ChildLauncher:
                     f"a process for the engine could not be started ({error.strerror}): set engine.own_process = false"
                 ) from error
         child = ChildEngine(process, ours)
-        child.start(self._make_engine, self._threads)
+        child.start(self._factory, self._settings, self._threads)
         self._children = [known for known in self._children if known.fd is not None] + [child]
         return child
 

@@ -2,7 +2,8 @@
 
 `child_launcher.py` starts it with the descriptors of a socket (`channel.py`) and of the weights (`shared_weights.py`).
 One thread alternates between commands and decode steps, so a command waits for one step at most, and no interpreter
-lock is shared with anybody. Commands are tuples (number, name, arguments), answers (number, result, error).
+lock is shared with anybody. A command is [number, name, arguments...], an answer [number, result, error]; `wire.py`
+says how requests and events are written.
 
 It speaks the protocol of `member.RemoteEngine`, like `actor_loop.py` in a Ray actor. A `take` is answered when an
 attempt has ended, when its time is over, or before the answer to an interrupt. An interrupt begins a pause, which the
@@ -22,12 +23,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict
+from importlib import import_module
 from typing import Any, NamedTuple
 
-from sortedrl.engine.base import Engine, EngineEvent, EngineStats, Failed, Finished, InFlight, Request
+from sortedrl.engine.base import Engine, EngineEvent, Failed, Finished, InFlight
 from sortedrl.engine.pool.actor_loop import Report
 from sortedrl.engine.pool.channel import Channel, ChannelClosed
 from sortedrl.engine.pool.shared_weights import Place, SharedWeights
+from sortedrl.engine.pool.wire import Numbers, pack_report, unpack_requests
 from sortedrl.errors import EngineError
 from sortedrl.weights import load_arrays
 
@@ -61,7 +65,8 @@ class EngineServer:
             is_working = self._engine is not None and not self._is_paused and self._engine.stats().running > 0
             command = self._channel.receive(0.0 if is_working else self._seconds_left())
             while command is not None:
-                self._run(*command)
+                number, name, *arguments = command.header
+                self._run(number, name, arguments, Numbers(command.data))
                 command = self._channel.receive(0.0)
             if self._engine is not None and not self._is_paused and self._failure is None:
                 self._decode(self._engine)
@@ -69,39 +74,44 @@ class EngineServer:
 
     # ---- commands ---------------------------------------------------------------------------------------------------
 
-    def _run(self, number: int, name: str, arguments: tuple[Any, ...]) -> None:
+    def _run(self, number: int, name: str, arguments: list[Any], numbers: Numbers) -> None:
         if self._failure is not None:
-            self._channel.send((number, None, self._failure))
+            self._channel.send([number, None, self._failure])
             return
         if name == "take":
             self._is_paused = False
             self._take = _OpenTake(number, time.monotonic() + arguments[0])
             return
-        commands: dict[str, Callable[..., Any]] = {
-            "open": self._open,
-            "submit": self._submit,
-            "interrupt": self._interrupt,
-            "publish": self._publish,
-            "stats": self._stats,
-        }
+        answer = Numbers()
         try:
-            result = commands[name](*arguments)
+            match name:
+                case "open":
+                    result = self._open(*arguments)
+                case "submit":
+                    result = self._opened.submit(unpack_requests(arguments[0], numbers))
+                case "interrupt":
+                    result = pack_report(self._interrupt(*arguments), answer)
+                case "publish":
+                    result = self._publish(*arguments)
+                case "stats":
+                    result = self._stats()
+                case _:
+                    raise AssertionError(f"unknown command {name}")
         except Exception as error:  # the caller decides: an engine that refuses a request still works
-            self._channel.send((number, None, _one_line(error)))
+            self._channel.send([number, None, _one_line(error)])
         else:
-            self._channel.send((number, result, None))
+            self._channel.send([number, result, None], answer.data)
 
-    def _open(self, make_engine: Callable[[], tuple[Engine, Any]], threads: int) -> int:
+    def _open(self, factory: str, settings: dict[str, Any], threads: int) -> int:
+        module, _, name = factory.partition(":")
+        make_engine: Callable[..., tuple[Engine, Any]] = getattr(import_module(module), name)
         import torch
 
         torch.set_num_threads(threads)
-        self._engine, self._module = make_engine()
+        self._engine, self._module = make_engine(**settings)
         capabilities = self._engine.capabilities
         self._poll_s = 0.0 if capabilities.waits else POLL_S
         return capabilities.slots
-
-    def _submit(self, requests: list[Request]) -> None:
-        self._opened.submit(requests)
 
     def _interrupt(self, samples: list[int] | None) -> Report:
         stopped = self._opened.interrupt(samples)
@@ -111,14 +121,14 @@ class EngineServer:
         self._outbox.extend(stopped)
         return self._report()
 
-    def _publish(self, version: int, places: list[Place], in_flight: InFlight) -> None:
-        source = load_arrays(self._weights.read(places), self._module)
-        self._opened.publish(version, source, in_flight).wait()
+    def _publish(self, version: int, places: list[list[Any]], in_flight: str) -> None:
+        arrays = self._weights.read([Place(*place) for place in places])
+        self._opened.publish(version, load_arrays(arrays, self._module), InFlight(in_flight)).wait()
 
-    def _stats(self) -> EngineStats:
+    def _stats(self) -> dict[str, Any]:
         stats = self._opened.stats()
         stats.extra["pid"] = os.getpid()
-        return stats
+        return asdict(stats)
 
     @property
     def _opened(self) -> Engine:
@@ -146,9 +156,10 @@ class EngineServer:
         if take is None:
             return
         if self._failure is not None:
-            self._channel.send((take.number, None, self._failure))
+            self._channel.send([take.number, None, self._failure])
         elif is_due or self._has_ended or time.monotonic() >= take.deadline:
-            self._channel.send((take.number, self._report(), None))
+            numbers = Numbers()
+            self._channel.send([take.number, pack_report(self._report(), numbers), None], numbers.data)
         else:
             return
         self._take = None

@@ -273,16 +273,17 @@ def build_pool(
 ) -> Engine:
     """A pool of `engine.replicas` engines made by `make`, with the weights of `model` as version 0."""
     settings = config.engine
-    make_engine = partial(
-        make,
-        model.config.to_dict(),
-        weights_dtype=next(model.parameters()).dtype,
-        dtype=dtype,
-        slots=settings.slots,
-        max_length=max_length,
-    )
+    common = {"slots": settings.slots, "max_length": max_length}
+    if is_child(config):
+        weights = str(next(model.parameters()).dtype).removeprefix("torch.")
+        dtypes = {"weights_dtype": weights, "dtype": str(dtype).removeprefix("torch.")}
+        launcher = child_members(config, {"config": model.config.to_dict(), **dtypes, **common})
+    else:
+        weights_dtype = next(model.parameters()).dtype
+        described = model.config.to_dict()
+        launcher = ray_members(config, partial(make, described, weights_dtype=weights_dtype, dtype=dtype, **common))
     pool = Pool(
-        child_members(config, make_engine) if is_child(config) else ray_members(config, make_engine),
+        launcher,
         size=settings.replicas,
         slots=settings.slots,
         exact_replay=dtype in EXACT_DTYPES,
@@ -295,13 +296,14 @@ def build_pool(
     return pool
 
 
-def child_members(config: SortedConfig, make_engine: Callable[[], tuple[Engine, Any]]) -> EngineLauncher:
+def child_members(config: SortedConfig, engine: dict[str, Any]) -> EngineLauncher:
+    """A child process for the engine that `child_engine` makes of the settings `engine`."""
     if num_processors() == 1:
         log.warning(
             "engine and learner have one processor between them: with engine.own_process = true they take turns, and "
             "schedule = sorted-replay is as fast"
         )
-    return ChildLauncher(make_engine, threads=config.run.threads)
+    return ChildLauncher(f"{__name__}:child_engine", engine, threads=config.run.threads)
 
 
 def ray_members(config: SortedConfig, make_engine: Callable[[], tuple[Engine, Any]]) -> EngineLauncher:
@@ -329,6 +331,14 @@ def local_engine(
         model.to("cuda")
     engine = LocalEngine(model, slots=slots, max_length=max_length, dtype=dtype, stream_every=STREAM_EVERY)
     return engine, model
+
+
+def child_engine(
+    config: dict[str, Any], *, weights_dtype: str, dtype: str, slots: int, max_length: int
+) -> tuple[Engine, Any]:
+    """Runs in a child process: the same, from plain values."""
+    weights, computed = getattr(torch, weights_dtype), getattr(torch, dtype)
+    return local_engine(config, weights_dtype=weights, dtype=computed, slots=slots, max_length=max_length)
 
 
 def vllm_engine(
