@@ -10,6 +10,7 @@ import threading
 import numpy as np
 import pytest
 
+from sortedrl.channel import Channel, ChannelClosed, Numbers
 from sortedrl.engine.base import (
     Delta,
     EngineEvent,
@@ -23,9 +24,8 @@ from sortedrl.engine.base import (
     Verified,
 )
 from sortedrl.engine.pool.actor_loop import Report
-from sortedrl.engine.pool.channel import Channel, ChannelClosed
 from sortedrl.engine.pool.shared_weights import SharedWeights
-from sortedrl.engine.pool.wire import Numbers, pack_report, pack_requests, unpack_report, unpack_requests
+from sortedrl.engine.pool.wire import pack_report, pack_requests, unpack_report, unpack_requests
 from sortedrl.records import FinishReason, Mode, Segment
 
 THIRD = math.log(1 / 3)

@@ -22,11 +22,11 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from sortedrl.channel import Channel, ChannelClosed, Numbers
 from sortedrl.engine.base import EngineStats, InFlight, Request
 from sortedrl.engine.pool.actor_loop import Report
-from sortedrl.engine.pool.channel import Channel, ChannelClosed
 from sortedrl.engine.pool.shared_weights import SharedWeights
-from sortedrl.engine.pool.wire import Numbers, pack_requests, unpack_report
+from sortedrl.engine.pool.wire import pack_requests, unpack_report
 from sortedrl.errors import EngineError
 from sortedrl.weights import arrays_of
 

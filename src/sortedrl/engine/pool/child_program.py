@@ -27,11 +27,11 @@ from dataclasses import asdict
 from importlib import import_module
 from typing import Any, NamedTuple
 
+from sortedrl.channel import Channel, ChannelClosed, Numbers
 from sortedrl.engine.base import Engine, EngineEvent, Failed, Finished, InFlight
 from sortedrl.engine.pool.actor_loop import Report
-from sortedrl.engine.pool.channel import Channel, ChannelClosed
 from sortedrl.engine.pool.shared_weights import Place, SharedWeights
-from sortedrl.engine.pool.wire import Numbers, pack_report, unpack_requests
+from sortedrl.engine.pool.wire import pack_report, unpack_requests
 from sortedrl.errors import EngineError
 from sortedrl.weights import load_arrays
 

@@ -1,18 +1,17 @@
 """Requests and events as JSON and packed numbers, for an engine in a child process.
 
-`child_launcher.py` and `child_program.py` use it on their ends of a `channel.py`. Nothing is pickled: a header of plain
-JSON says what there is, and the tokens and log-probs lie behind it as 64-bit numbers, which are exact and packed in a
-microsecond. Reading follows the order of writing.
+`child_launcher.py` and `child_program.py` use it on their ends of a `channel.py`: headers of plain
+JSON, and tokens and log-probs as packed `Numbers`. Reading follows the order of writing.
 
 Guarantees: what is unpacked equals what was packed, log-probs to the last bit.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
+from sortedrl.channel import Numbers
 from sortedrl.engine.base import (
     Delta,
     EngineEvent,
@@ -27,27 +26,6 @@ from sortedrl.engine.base import (
 )
 from sortedrl.engine.pool.actor_loop import Report
 from sortedrl.records import FinishReason, Mode, Segment
-
-_BYTES = 8  # of a packed number
-
-
-class Numbers:
-    """The numbers behind a header: written in order, and read in the same order."""
-
-    def __init__(self, data: bytes = b"") -> None:
-        self.data = bytearray()
-        self._given = data
-        self._read = 0
-
-    def put(self, kind: str, values: Sequence[float]) -> int:
-        """Append numbers, of kind "q" (integers) or "d" (floats); returns how many."""
-        self.data += array(kind, values).tobytes()
-        return len(values)
-
-    def get(self, kind: str, count: int) -> list[Any]:
-        begin, self._read = self._read, self._read + count * _BYTES
-        return array(kind, self._given[begin : self._read]).tolist()
-
 
 # ---- requests --------------------------------------------------------------------------------------------------------
 

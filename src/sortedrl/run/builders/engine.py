@@ -125,31 +125,14 @@ def _merge_reason(config: SortedConfig, model: Any) -> str | None:
 
 
 def is_pool(config: SortedConfig) -> bool:
-    return config.engine.replicas > 1 or has_own_process(config) or bool(config.engine.cluster)
-
-
-def has_own_process(config: SortedConfig) -> bool:
-    """Whether the engine runs in a process of its own, although it may be the only one.
-
-    Without a word of the user: if it decodes during updates in Python, which would take turns with the learner, and if
-    there is a processor for each.
-    """
-    settings = config.engine
-    if settings.own_process is not None:
-        return settings.own_process
-    return config.knobs.overlap and settings.kind == "local" and not settings.stop and num_processors() > 1
+    return config.engine.replicas > 1 or config.engine.own_process or bool(config.engine.cluster)
 
 
 def is_child(config: SortedConfig) -> bool:
     """Whether the engine is a child process of this one. All other engines outside of this process are Ray actors."""
     settings = config.engine
     is_alone = settings.replicas == 1 and not settings.cluster and not settings.replica_gpus
-    return is_alone and settings.kind == "local" and has_own_process(config)
-
-
-def num_processors() -> int:
-    """Processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return is_alone and settings.kind == "local" and settings.own_process
 
 
 def check_replay(knobs: Knobs, *, is_exact: bool) -> None:
@@ -298,11 +281,6 @@ def build_pool(
 
 def child_members(config: SortedConfig, engine: dict[str, Any]) -> EngineLauncher:
     """A child process for the engine that `child_engine` makes of the settings `engine`."""
-    if num_processors() == 1:
-        log.warning(
-            "engine and learner have one processor between them: with engine.own_process = true they take turns, and "
-            "schedule = sorted-replay is as fast"
-        )
     return ChildLauncher(f"{__name__}:child_engine", engine, threads=config.run.threads)
 
 

@@ -1,7 +1,9 @@
-"""Messages between a run and the engine in its child process, over a pair of connected sockets.
+"""Messages between a run and a process of its own, over a pair of connected sockets.
 
-`child_launcher.py` holds one end and `child_program.py` the other. A message is a header, which is JSON, and bytes that
-the header explains (`wire.py`). The pair has no name, so nobody else can connect to it.
+An engine's process (`engine/pool/child_launcher.py`) and a learner's (`learner/forked.py`) use it, each with one end
+here and one there. A message is a header, which is plain JSON, and bytes that the header explains: `Numbers` packs
+tokens and log-probs, which are exact that way and cost a microsecond. The pair has no name, so nobody else can connect
+to it. Nothing is pickled.
 
 Guarantees: messages arrive whole and in order; two ends that send at once cannot block each other, because an end that
 cannot send reads meanwhile; the end of the other process raises `ChannelClosed`.
@@ -15,15 +17,36 @@ import socket
 import struct
 import threading
 import time
+from array import array
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 _LENGTHS = struct.Struct("<QQ")  # of header and bytes
 _CHUNK = 1 << 18  # bytes read at once
+_BYTES = 8  # of a packed number
 
 
 class ChannelClosed(Exception):
     """The process at the other end has ended, or closed its end."""
+
+
+class Numbers:
+    """The numbers behind a header: written in order, and read in the same order."""
+
+    def __init__(self, data: bytes = b"") -> None:
+        self.data = bytearray()
+        self._given = data
+        self._read = 0
+
+    def put(self, kind: str, values: Sequence[float]) -> int:
+        """Append numbers, of kind "q" (integers) or "d" (floats); returns how many."""
+        self.data += array(kind, values).tobytes()
+        return len(values)
+
+    def get(self, kind: str, count: int) -> list[Any]:
+        begin, self._read = self._read, self._read + count * _BYTES
+        return array(kind, self._given[begin : self._read]).tolist()
 
 
 class Message(NamedTuple):
