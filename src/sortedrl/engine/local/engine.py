@@ -51,7 +51,7 @@ from sortedrl.engine.local.prefill import (
 from sortedrl.engine.local.steady_steps import SteadySteps
 from sortedrl.engine.request_checks import check_limits, check_submit, find_fault
 from sortedrl.engine.sampling.draw import Choice, Draw, make_sampler
-from sortedrl.engine.sampling.noise import SCHEME
+from sortedrl.engine.sampling.noise import SCHEME, int_tensor
 from sortedrl.records import Mode
 
 
@@ -220,7 +220,7 @@ class LocalEngine:
 
     def _run_prefill(self, pack: Sequence[Prefill]) -> torch.Tensor:
         plan = self._cache.plan_prefill([p.slots[0] for p in pack], [len(p.tokens) for p in pack])
-        tokens_t = torch.tensor([token for p in pack for token in p.tokens], device=self._device)
+        tokens_t = int_tensor([token for p in pack for token in p.tokens], self._device)
         logits_rv = self._decoder.forward(tokens_t, plan.positions_t, logit_rows(pack).to(self._device), plan)
         for prefill in pack:
             self._cache.copy(prefill.slots[0], prefill.slots[1:], len(prefill.tokens))
@@ -257,8 +257,6 @@ class LocalEngine:
         self._drawn.append(choice)
         all_continue = steady.record(choice)
         self._stats.decode_steps += 1
-        self._stats.slot_steps += self._slots
-        self._stats.busy_slot_steps += len(self._active)
         self._stats.decoded_tokens += len(self._active)
         self._count_time(start, is_decode=True)
         is_streamed = self._stream_every and self._stats.decode_steps % self._stream_every == 0
@@ -294,6 +292,8 @@ class LocalEngine:
         self._stats.busy_slot_s += seconds * len(self._active)
         if is_decode:
             self._decode_s += seconds
+            self._stats.slot_steps += self._slots
+            self._stats.busy_slot_steps += len(self._active)
         else:
             self._prefill_s += seconds
             self._stats.prefill_slot_s += seconds * len(self._active)
