@@ -23,7 +23,7 @@ from tests.engine.pool.test_pool import check_same, serve_through
 from tests.support.tiny_models import make_requests, serve, source, tiny_model
 
 # They kill the child, which is started again. One such test is below; test_pool_faults.py has more on threads.
-SLOW = ("staleness-survives-a-recovery", "a-lost-process-returns-its-samples")
+SLOW = ("staleness-survives-a-recovery", "a-dead-engine-gives-its-samples-back")
 MARKED = [pytest.param(check, marks=pytest.mark.slow) if check.name in SLOW else check for check in CHECKS]
 ROOT = Path(__file__).parents[2]
 WAIT_S = 60.0
@@ -68,22 +68,21 @@ def test_a_child_that_is_killed_comes_back_with_its_samples(pool: Pool, capfd: p
     assert capfd.readouterr().out == "", "a child must not write to the output of --json"
 
 
-def broken_member() -> None:
-    raise ValueError("no such model\nand more")
-
-
 def test_a_child_that_cannot_make_its_engine_says_why_in_one_line() -> None:
-    launcher = ChildLauncher(f"{__name__}:{broken_member.__name__}", {}, threads=1)
-    with pytest.raises(EngineError, match=r"failed: EngineError: ValueError: no such model \(?") as raised:
+    launcher = ChildLauncher("sortedrl.missing:engine", {}, threads=1)
+    with pytest.raises(EngineError, match=r"ModuleNotFoundError: No module named 'sortedrl.missing'") as raised:
         Pool(launcher, size=1, slots=1, exact_replay=True, keep_kv=True)
     assert "\n" not in str(raised.value)
 
 
 OWNER = """
-import sys, time
-from tests.conformance.process_cases import child_case, member_pids
-with child_case() as case:
-    print(*member_pids(case.engine), flush=True)
+import time
+from sortedrl.engine.pool.child_launcher import ChildLauncher
+child = ChildLauncher("sortedrl.missing:engine", {}, threads=1).launch(0)  # it goes on without an engine
+try:
+    child.slots().result()
+except Exception:
+    print(child._process.pid, flush=True)
     time.sleep(600)
 """
 
@@ -103,8 +102,9 @@ def test_a_child_ends_with_its_owner() -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow  # tests/learner/test_forked.py has the learner apart, which is the default
 def test_a_run_on_policy_with_rollout_during_updates(tmp_path: Path) -> None:
-    """`async-on-policy` takes a child process without being told to, and trains every sample once at staleness 0."""
+    """The engine apart and the learner in a thread: every sample is trained once, at staleness 0."""
     config = SortedConfig(
         run={"name": "apart", "dir": str(tmp_path), "samples": 64, "report": False},
         engine={"slots": 8, "max_new_tokens": 96, "own_process": True},
