@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from sortedrl.config import SortedConfig
-from sortedrl.engine.pool.ray_cluster import connect, disconnect
+from sortedrl.engine.pool.ray_cluster import connect, disconnect, is_connected
 from sortedrl.errors import ConfigError
 from sortedrl.learner.forked import ForkedLearner
 from sortedrl.learner.sharded.learner import ShardedLearner
@@ -80,6 +80,8 @@ def _fork_fault(config: SortedConfig, model: Any) -> str | None:
         return "only Linux copies a process safely"
     if torch.cuda.is_available() or any(not parameter.is_cpu for parameter in model.parameters()):
         return "a process that uses a GPU cannot be copied"
+    if is_connected():
+        return "a process that is connected to Ray cannot be copied"
     if config.run.threads > 1:
         return f"a process with {config.run.threads} threads cannot be copied: set run.threads = 1"
     return None
