@@ -62,7 +62,8 @@ DTYPES = ("float32", "bfloat16")
 
 def collect(samples: int) -> tuple[Any, list[Batch], float]:
     """Train; returns the model, the batches of the second half, and the CPU seconds per batch outside the learner."""
-    config = SortedConfig.load(QUICKSTART, [f"run.samples={samples}", "run.threads=1", "eval.prompts=0"])
+    changes = ["schedule.strategy=sorted-replay", f"run.samples={samples}", "run.threads=1", "eval.prompts=0"]
+    config = SortedConfig.load(QUICKSTART, changes)
     parts = build_parts(config)
     controller = build_loop(config, parts, Buffer(grouped=config.is_grouped), emit=ignore, clock=WallClock())
     batches: list[Batch] = []
@@ -124,7 +125,7 @@ def measure(model: Any, batches: Sequence[Batch], rounds: int, strategy: str) ->
 
 
 def profile_updates(model: Any, batches: Sequence[Batch]) -> str:
-    learner = build_learner(SortedConfig.load(QUICKSTART, [NO_CHANGE]), model)
+    learner = build_learner(SortedConfig.load(QUICKSTART, [NO_CHANGE, "schedule.strategy=sorted-replay"]), model)
     texts: list[str] = []
     for name, way in WAYS.items():
         pack.can_use_compiled_layers = way

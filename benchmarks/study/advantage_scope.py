@@ -70,7 +70,7 @@ class Arm:
             f"learner.advantage_scope={self.scope}",
             f"learner.overlong={self.overlong}",
         )
-        return SortedConfig.load(QUICKSTART, [*keys, *own, *QUIET])
+        return SortedConfig.load(QUICKSTART, ["schedule.strategy=sorted-replay", *keys, *own, *QUIET])
 
 
 def arms(study: str, samples: int) -> list[Arm]:

@@ -7,7 +7,7 @@ Trains the configuration tail-smollm2 once per strategy and seed, with the same 
 process of the command `sortedrl train`. The first call makes the cold start with `sortedrl sft` and keeps it in the
 folder of `--runs`. `rollout` is trained tokens / seconds of rollout. `whole` is trained tokens / seconds of rollout,
 updates and publications together, without checkpoints and evaluations; updates of an `async` strategy overlap with
-rollout. Idle slot-steps are 1 - decoded tokens / (decode steps x slots).
+rollout.
 
 `--learn` trains longer, evaluates on held-out questions and writes checkpoints. The same command continues runs that
 were stopped and takes complete ones as they are.
@@ -139,9 +139,8 @@ def ratios(by_strategy: dict[str, list[Summary]], base: str) -> dict[str, dict[s
 
 
 def idle_slot_steps(runs: Sequence[Summary]) -> float:
-    """The share of slot-steps without a token; an answer's first token comes from prefill and is not counted."""
-    decoded = sum((run.generated_tokens or 0) - run.samples for run in runs)
-    return round(1 - decoded / sum((run.decode_steps or 0) * (run.slots or 0) for run in runs), 3)
+    """The mean over runs of the share of slot-steps in which the slot did not run."""
+    return round(statistics.mean(run.idle_slot_steps or 0.0 for run in runs), 3)
 
 
 def quantiles(lengths: Sequence[int]) -> dict[str, float]:

@@ -72,6 +72,7 @@ class LoopSettings:
     sampling: Sampling
     replay_tolerance: float = 0.0
     in_flight: InFlight = InFlight.REPREFILL
+    update_poll_s: float = IDLE_POLL_S  # with overlap, how long the end of an update may go unnoticed
     score_grace_s: float = 0.25  # how long a batch that lacks only scores may wait for them
     max_failures: int = 3  # failed attempts after which a sample is trained as an empty answer
     follows_attempts: bool = True
@@ -185,8 +186,7 @@ class Controller:
         """Wait for the engine, or for scores when nothing runs, and record what they report in the buffer."""
         buffer = self.buffer
         if buffer.running:
-            expects_other_news = self.update is not None or bool(buffer.finished)
-            self.apply_events(self.engine.poll(IDLE_POLL_S if expects_other_news else STOP_POLL_S))
+            self.apply_events(self.engine.poll(self.poll_timeout()))
         while True:
             scores = self.poll_scores(self.score_timeout())
             for score in scores:
@@ -258,6 +258,12 @@ class Controller:
             self.harvest()  # a batch that waited for this update must not wait for the engine's next event too
             if self.update is not None and self.update.done():
                 self.settle()  # simulated updates may take no time
+
+    def poll_timeout(self) -> float:
+        """How long the engine may work before the loop looks for other news: the end of an update, or scores."""
+        if self.update is not None:
+            return self.settings.update_poll_s
+        return IDLE_POLL_S if self.buffer.finished else STOP_POLL_S
 
     # ---- scores -----------------------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ def run(strategy: str, *, rollout_s: float, update_s: float, wall_s: float, step
         trained_tokens=800,
         generated_tokens=816,
         decode_steps=steps,
+        idle_slot_steps=1 - 800 / (8 * steps),  # a slot for each of 800 tokens
         rollout_s=rollout_s,
         update_s=update_s,
         publish_s=1.0,
@@ -49,7 +50,7 @@ def test_ratios_idle_steps_and_quantiles() -> None:
 def test_seeds_are_added_up_and_a_missing_baseline_gives_no_ratios() -> None:
     slow = run("sync", rollout_s=30, update_s=9, wall_s=42, steps=300)
     quick = run("sync", rollout_s=20, update_s=9, wall_s=32, steps=200)
-    assert idle_slot_steps([slow, quick]) == 0.6
+    assert idle_slot_steps([slow, quick]) == 0.583  # the mean of 2/3 and 1/2
     found = result({"sync": [slow, quick]}, [1, 2, 3])
     assert found["ratio_large"] == {}
     assert quantiles([1, 2, 3])["p50"] == 2

@@ -76,7 +76,7 @@ def test_train_writes_the_run_directory(tmp_path: Path) -> None:
         "checkpoints",
     }
     assert run == json.loads((run_dir / "summary.json").read_text())
-    assert (run["status"], run["strategy"], run["samples"]) == ("complete", "sorted-replay", 64)
+    assert (run["status"], run["strategy"], run["samples"]) == ("complete", "async-on-policy", 64)
     assert run["ledger"] == {"loaded": 64, "trained": 64, "lost": 0, "duplicated": 0}
     assert run["staleness_max"] == 0
     assert run["accuracy_before"] is not None
@@ -93,7 +93,7 @@ def test_train_writes_the_run_directory(tmp_path: Path) -> None:
 def test_train_prints_a_table_and_the_paths_written(call: Any, tmp_path: Path) -> None:
     code, out, err = call("train", str(QUICKSTART), *SMALL, "run.report=false")
     assert code == 0
-    assert "sorted-" in out
+    assert "async-on-policy" in out
     assert "0 / 0" in out
     last = err.strip().splitlines()[-1]
     assert last.startswith("done: ")

@@ -106,10 +106,17 @@ def test_settings_need_extras(sections: dict[str, Any], expected: dict[str, str]
 
 
 @pytest.mark.parametrize(
-    "engine", [{"replicas": 2}, {"own_process": True}, {"cluster": "auto"}], ids=lambda engine: next(iter(engine))
+    "engine",
+    [{"replicas": 2}, {"replica_gpus": 1, "own_process": True}, {"cluster": "auto"}],
+    ids=lambda engine: next(iter(engine)),
 )
 def test_a_pool_needs_ray(engine: dict[str, Any]) -> None:
     assert list(needed_extras(SortedConfig(engine=engine))) == ["ray"]
+
+
+def test_a_local_engine_in_its_own_process_needs_nothing() -> None:
+    assert needed_extras(SortedConfig(engine={"own_process": True})) == {}
+    assert "ray" in needed_extras(SortedConfig(engine={"own_process": True, "kind": "vllm"}))
 
 
 def test_a_missing_extra_is_refused_where_it_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

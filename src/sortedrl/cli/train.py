@@ -205,10 +205,14 @@ def _print_summaries(summaries: list[Summary], as_json: bool) -> None:
         mean_slot_time,
         slot_time_table,
         summary_table,
+        uneven_updates,
     )
 
     if as_json:
-        print(json.dumps({"runs": [summary.model_dump(mode="json") for summary in summaries]}))
+        found: dict[str, object] = {"runs": [summary.model_dump(mode="json") for summary in summaries]}
+        if len(summaries) > 1:
+            found["uneven_updates"] = uneven_updates(summaries)
+        print(json.dumps(found))
         return
     out = stdout_console()
     out.print(summary_table(summaries, width=out.width))

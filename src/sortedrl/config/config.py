@@ -68,6 +68,7 @@ CHANGEABLE = frozenset(
         "engine.replica_gpus",
         "engine.health_s",
         "learner.ranks",
+        "learner.own_process",
         "learner.rank_cpus",
         "learner.rank_gpus",
         "learner.rank_timeout_s",

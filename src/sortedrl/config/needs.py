@@ -29,8 +29,10 @@ def needed_extras(config: SortedConfig) -> dict[str, str]:
     needs: dict[str, str] = {}
     if engine.kind == "vllm" and not engine.address:
         needs["vllm"] = "engine.kind = vllm"
-    if engine.own_process:
-        needs["ray"] = "engine.own_process = true"
+    if engine.own_process and engine.kind != "local":
+        needs["ray"] = f"engine.own_process = true with engine.kind = {name_of(engine.kind)}"
+    if engine.own_process and engine.replica_gpus:
+        needs["ray"] = f"engine.replica_gpus = {engine.replica_gpus:g}"
     if engine.cluster:
         needs["ray"] = f"engine.cluster = {engine.cluster}"
     if engine.replicas > 1:

@@ -228,7 +228,8 @@ class EngineSection(Section):
     replicas: Int = Field(default=1, ge=1)
     """Number of engines, each with `slots` slots. Two or more run as a pool of Ray actors."""
     own_process: bool = False
-    """Run the engine in a separate process even if it is the only one, so that rollout can overlap with updates."""
+    """Run the engine in a process of its own even if it is the only one: a local engine in a child process, others in a
+    Ray actor."""
     cluster: Place = ""
     """Ray cluster for the pool: its address, or `auto`. Empty: this machine only."""
     replica_cpus: float = Field(default=1.0, gt=0)
@@ -330,6 +331,9 @@ class LearnerSection(Section):
     """`ppo`: peak learning rate of the value head. Unset: `lr`."""
     ranks: Int = Field(default=1, ge=1)
     """Number of learner processes (FSDP2 over Ray actors) that share weights and updates. 1: train in this process."""
+    own_process: bool | None = None
+    """With `schedule.overlap`: update in a child process, so that rollout and updates do not share an interpreter.
+    Unset: if that is possible here (Linux, a model on the CPU, `run.threads` 1, two processors)."""
     rank_cpus: float = Field(default=1.0, gt=0)
     """Number of CPUs that Ray reserves for each learner process."""
     rank_gpus: float = Field(default=0.0, ge=0)

@@ -188,6 +188,8 @@ class EngineStats:
     running: int = 0
     decode_steps: int = 0
     decoded_tokens: int = 0
+    slot_steps: int = 0  # decode steps x slots
+    busy_slot_steps: int = 0  # those of them in which the slot ran
     prompt_tokens: int = 0  # prefilled prompt tokens
     recomputed_tokens: int = 0  # cached answer tokens prefilled again, by resume or replay
     busy_slot_s: float = 0.0  # integral of running slots over time
@@ -199,6 +201,8 @@ class EngineStats:
             running=self.running,
             decode_steps=self.decode_steps + sign * other.decode_steps,
             decoded_tokens=self.decoded_tokens + sign * other.decoded_tokens,
+            slot_steps=self.slot_steps + sign * other.slot_steps,
+            busy_slot_steps=self.busy_slot_steps + sign * other.busy_slot_steps,
             prompt_tokens=self.prompt_tokens + sign * other.prompt_tokens,
             recomputed_tokens=self.recomputed_tokens + sign * other.recomputed_tokens,
             busy_slot_s=self.busy_slot_s + sign * other.busy_slot_s,

@@ -36,6 +36,8 @@ from sortedrl.reward.caller import (
 )
 from sortedrl.reward.worker import CallFailed, FailureKind
 
+_GATHER = 8  # answers for which a call is made at once
+_GATHER_S = 0.01  # how long fewer answers wait for others, unless somebody waits for them
 _MAX_BATCH = 64  # samples in one call
 _MIN_MEMORY_BYTES = 64 << 20  # what a bare Python process needs
 MAX_REWARD = 3.4028234663852886e38  # the largest float32; statistics over larger rewards overflow
@@ -161,7 +163,7 @@ class _Stage:
         self._waiting: deque[_Ticket] = deque()
         self._changed = threading.Condition()
         self._max_batch = _MAX_BATCH
-        self._is_closed = False
+        self._is_closed = self._is_hurried = False
         self._ready = [threading.Event() for _ in callers]
         self._threads = [
             threading.Thread(target=self._serve, args=trio, name="reward", daemon=True)
@@ -179,7 +181,15 @@ class _Stage:
     def put(self, ticket: _Ticket) -> None:
         with self._changed:
             self._waiting.append(ticket)
-            self._changed.notify()
+            if len(self._waiting) == 1 or len(self._waiting) >= _GATHER or self._is_hurried:
+                self._changed.notify()
+
+    def hurry(self) -> None:
+        """Somebody waits for the scores: call with what there is."""
+        with self._changed:
+            if self._waiting and not self._is_hurried:
+                self._is_hurried = True
+                self._changed.notify_all()
 
     def close(self) -> None:
         with self._changed:
@@ -208,7 +218,9 @@ class _Stage:
     def _take(self) -> list[_Ticket]:
         """The tickets of the next call: one that must be alone, or an equal share of the waiting ones."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._is_closed)
+            while not self._waiting and not self._is_closed:
+                self._changed.wait()
+                self._changed.wait_for(self._has_enough, _GATHER_S)  # another thread may take them all meanwhile
             if self._is_closed:
                 return []
             if self._waiting[0].is_alone:
@@ -217,7 +229,15 @@ class _Stage:
             size = min(self._max_batch, math.ceil(len(self._waiting) / len(self._callers)))
             while len(batch) < size and self._waiting and not self._waiting[0].is_alone:
                 batch.append(self._waiting.popleft())
+            if self._waiting:
+                self._changed.notify()  # for another thread
+            else:
+                self._is_hurried = False
             return batch
+
+    def _has_enough(self) -> bool:
+        """Whether to call now. Each call takes the interpreter from the engine a few times, so fewer are better."""
+        return self._is_hurried or self._is_closed or not self._waiting or len(self._waiting) >= _GATHER
 
     def _score(self, caller: RewardCaller, batch: list[_Ticket], worker: int) -> None:
         for function in self._functions:
@@ -360,6 +380,8 @@ class RewardPool:
         """Return the scores that are ready, waiting up to `timeout` seconds for the first if any is outstanding."""
         tickets: list[_Ticket | None] = []
         if timeout > 0 and self._num_waiting and self._fatal is None:
+            for stage in self._stages:
+                stage.hurry()
             try:
                 tickets.append(self._done.get(timeout=timeout))
             except Empty:

@@ -73,6 +73,7 @@ class UpdateRow:
     staleness_mean: float | None
     staleness_max: int | None
     bubble_ratio: float | None
+    idle_slot_steps: float | None
     goodput: float | None
     tokens_per_s: float | None
     slot_time: dict[str, float] | None  # shares of slot time by cause
@@ -346,6 +347,11 @@ class RunMetrics:
         busy = ratio(stats.busy_slot_s, self.slots * timing.rollout_s)
         return None if busy is None else 1.0 - busy
 
+    def idle_slot_steps(self, stats: EngineStats) -> float | None:
+        """1 - slot-steps in which a slot ran / (decode steps x slots), counted by the engine; time plays no part."""
+        busy = ratio(stats.busy_slot_steps, stats.slot_steps)
+        return None if busy is None else 1.0 - busy
+
     def goodput(self, timing: Timing) -> float | None:
         """Slot time of trained tokens / (slots x rollout time)."""
         return ratio(self.trained_slot_s, self.slots * timing.rollout_s)
@@ -386,6 +392,7 @@ class RunMetrics:
             staleness_mean=ratio(sum(batch.staleness), count),
             staleness_max=max(batch.staleness, default=None),
             bubble_ratio=self.bubble_ratio(stats, timing),
+            idle_slot_steps=self.idle_slot_steps(stats),
             goodput=self.goodput(timing),
             tokens_per_s=self.tokens_per_s(timing),
             slot_time=self.slot_time(),

@@ -6,6 +6,7 @@ The tables at the end of this module show the main figures in a terminal.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -25,6 +26,8 @@ from sortedrl.telemetry.metrics import LedgerCounts, RunMetrics, Timing
 from sortedrl.telemetry.slot_time import MEANINGS, Cause
 
 SCHEMA_VERSION = 1
+UNEVEN_BY = 0.1  # `uneven_updates` tells of larger differences
+_UNEVEN = "other update seconds for equal work than the first: they shared processors, or the machine was busy"
 
 
 class Summary(BaseModel):
@@ -56,6 +59,7 @@ class Summary(BaseModel):
     wall_s: float | None = None
     tokens_per_s: float | None = None
     bubble_ratio: float | None = None
+    idle_slot_steps: float | None = None  # share of decode steps x slots in which the slot did not run
     goodput: float | None = None
     slot_time: dict[str, float] | None = None  # shares by cause (telemetry/slot_time.py), which add up to 1
     learner_wait_s: float | None = None  # time without an update under way: the learner waited for rollout
@@ -168,6 +172,7 @@ def summarize(
         wall_s=timing.wall_s if timing else None,
         tokens_per_s=metrics.tokens_per_s(timing) if timing else None,
         bubble_ratio=metrics.bubble_ratio(stats, timing) if stats and timing else None,
+        idle_slot_steps=metrics.idle_slot_steps(stats) if stats else None,
         goodput=metrics.goodput(timing) if timing else None,
         slot_time=metrics.slot_time(),
         learner_wait_s=metrics.learner_wait_s,
@@ -280,9 +285,12 @@ def comparison_table(summaries: Sequence[Summary]) -> Table:
     """Return a table with a row per strategy: means over its runs, range of accuracy, speed against the first row."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, caption="means over seeds")
     table.add_column("strategy", no_wrap=True)
-    headers = ("accuracy after", "bubble", "goodput", "tokens/s", "speed", "staleness", "rollout s", "update s")
+    headers = ("accuracy after", "bubble", "idle", "goodput", "tokens/s", "speed", "staleness", "rollout s", "update s")
     for header in headers:
         table.add_column(header, justify="right", no_wrap=True)
+    uneven = uneven_updates(summaries)
+    if uneven:
+        table.caption = f"means over seeds; ! {_UNEVEN}"
     arms: dict[str, list[Summary]] = {}
     for summary in summaries:
         arms.setdefault(summary.strategy, []).append(summary)
@@ -295,14 +303,44 @@ def comparison_table(summaries: Sequence[Summary]) -> Table:
             escape(strategy),
             number(_mean([*after]), 3) + spread,
             share(_mean([run.bubble_ratio for run in runs])),
+            share(_mean([run.idle_slot_steps for run in runs])),
             share(_mean([run.goodput for run in runs])),
             number(speed),
             "–" if speed is None or not base else f"{speed / base:.2f}x",
             number(_mean([run.staleness_token_mean for run in runs]), 2),
             number(_mean([run.rollout_s for run in runs]), 1),
-            number(_mean([run.update_s for run in runs]), 1),
+            number(_mean([run.update_s for run in runs]), 1) + ("!" if strategy in uneven else ""),
         )
     return table
+
+
+def uneven_updates(summaries: Sequence[Summary]) -> dict[str, float]:
+    """Return strategies whose updates took other seconds than the first one's for equal work, as multiples.
+
+    Work is equal if samples and updates are; seconds are taken per trained token. A tenth and less is not told.
+    """
+    arms: dict[str, list[Summary]] = {}
+    for summary in summaries:
+        arms.setdefault(summary.strategy, []).append(summary)
+    (first, base), *others = arms.items()
+    base_s = _update_s_per_token(base)
+    found: dict[str, float] = {}
+    for strategy, runs in others:
+        own_s = _update_s_per_token(runs)
+        is_equal = _work(runs) == _work(base) and strategy != first
+        if is_equal and base_s and own_s and abs(own_s / base_s - 1) > UNEVEN_BY:
+            found[strategy] = round(own_s / base_s, 3)
+    return found
+
+
+def _update_s_per_token(runs: Sequence[Summary]) -> float | None:
+    tokens = sum(run.trained_tokens for run in runs)
+    return sum(run.update_s or 0.0 for run in runs) / tokens if tokens else None
+
+
+def _work(runs: Sequence[Summary]) -> Counter[tuple[int | None, int, int]]:
+    """Return seed, samples and updates of each run."""
+    return Counter((run.seed, run.samples, run.updates) for run in runs)
 
 
 def slot_time_table(columns: Sequence[tuple[str, Mapping[str, float] | None]]) -> Table | None:

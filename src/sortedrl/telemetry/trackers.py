@@ -46,6 +46,7 @@ def _update_scalars(row: UpdateRow) -> dict[str, float]:
         "run/tokens_per_s": row.tokens_per_s,
         "run/learner_wait_s": row.learner_wait_s,
         "slots/bubble": row.bubble_ratio,
+        "slots/idle_steps": row.idle_slot_steps,
         "slots/goodput": row.goodput,
         **{f"slot_time/{cause}": share for cause, share in (row.slot_time or {}).items()},
         **{f"learner/{name}": value for name, value in row.learner.items()},

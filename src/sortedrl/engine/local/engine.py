@@ -52,7 +52,7 @@ from sortedrl.engine.local.speculation import DraftMode, Speculation
 from sortedrl.engine.local.steady_steps import SteadySteps
 from sortedrl.engine.request_checks import check_limits, check_submit, find_fault
 from sortedrl.engine.sampling.draw import Choice, Draw, make_sampler
-from sortedrl.engine.sampling.noise import SCHEME
+from sortedrl.engine.sampling.noise import SCHEME, int_tensor
 from sortedrl.records import Mode
 
 
@@ -230,7 +230,7 @@ class LocalEngine:
 
     def _run_prefill(self, pack: Sequence[Prefill]) -> torch.Tensor:
         plan = self._cache.plan_prefill([p.slots[0] for p in pack], [len(p.tokens) for p in pack])
-        tokens_t = torch.tensor([token for p in pack for token in p.tokens], device=self._device)
+        tokens_t = int_tensor([token for p in pack for token in p.tokens], self._device)
         logits_rv = self._decoder.forward(tokens_t, plan.positions_t, logit_rows(pack).to(self._device), plan)
         for prefill in pack:
             self._cache.copy(prefill.slots[0], prefill.slots[1:], len(prefill.tokens))
@@ -337,6 +337,8 @@ class LocalEngine:
         self._stats.busy_slot_s += seconds * len(self._active)
         if is_decode:
             self._decode_s += seconds
+            self._stats.slot_steps += self._slots
+            self._stats.busy_slot_steps += len(self._active)
         else:
             self._prefill_s += seconds
             self._stats.prefill_slot_s += seconds * len(self._active)

@@ -16,6 +16,7 @@ import torch
 
 from sortedrl.engine.attempt import Attempt
 from sortedrl.engine.sampling.draw import Draw, TokenSampler, shape_logits
+from sortedrl.engine.sampling.noise import int_tensor
 from sortedrl.records import Mode
 
 # Limits of one call. A single sequence beyond them still runs in one call.
@@ -48,7 +49,7 @@ class ReplayCheck:
     def draws(self) -> list[Draw]:
         last = self.attempt.next_draw
         first = last.position - len(self.cached)
-        return [last._replace(position=first + offset) for offset in range(len(self.rows))]
+        return [Draw(last.seed, position, last.sampling) for position in range(first, first + len(self.rows))]
 
 
 def plan_prefills(attempts: Sequence[Attempt], first_slot: int) -> list[Prefill]:
@@ -92,7 +93,7 @@ def logit_rows(pack: Sequence[Prefill]) -> torch.Tensor:
     for prefill in pack:
         end += len(prefill.tokens)
         rows.extend(range(end - prefill.num_rows, end))
-    return torch.tensor(rows, dtype=torch.int64)
+    return int_tensor(rows)
 
 
 def make_checks(pack: Sequence[Prefill]) -> list[ReplayCheck]:

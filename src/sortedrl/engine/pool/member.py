@@ -1,13 +1,14 @@
 """The parts that a pool is made of: remote engines, the launcher that starts them, and the pool's members.
 
-`ray_launcher.py` implements `RemoteEngine` and `EngineLauncher` with Ray actors. A `PoolMember` is one of the pool's
-places: its engine changes when it is restarted, the member stays.
+`ray_launcher.py` implements `RemoteEngine` and `EngineLauncher` with Ray actors, `child_launcher.py` with child
+processes. A `PoolMember` is one of the pool's places: its engine changes when it is restarted, the member stays.
 
 Guarantees: every call to a remote engine returns at once, with a future that fails if the engine is dead.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -49,6 +50,10 @@ class EngineLauncher(Protocol):
 
     def put(self, source: Any) -> Any:
         """Store a learner's weights once for all engines. The pool passes the result to their `publish`."""
+        ...
+
+    def wait_any(self, futures: Sequence[Future[Any]], seconds: float) -> None:
+        """Wait until one of these answers of the engines has come, at most so many seconds."""
         ...
 
     def close(self) -> None: ...

@@ -28,7 +28,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -214,7 +214,7 @@ class Pool:
     def _wait_for_reports(self, seconds: float) -> None:
         pending = [f for member in self._members for f in (member.taking, member.starting) if f is not None]
         if pending:
-            wait(pending, timeout=seconds, return_when=FIRST_COMPLETED)
+            self._launcher.wait_any(pending, seconds)
         else:
             time.sleep(min(seconds, 0.05))
 
@@ -344,9 +344,13 @@ class Pool:
 
     def _wait_for_start(self) -> None:
         """Wait for all engines of a new pool. An error here ends the pool: a retry would fail in the same way."""
-        starting = [member.starting for member in self._members if member.starting is not None]
-        done, late = wait(starting, timeout=self._start_s)
-        failed = next((future.exception() for future in done if future.exception() is not None), None)
+        deadline = self._clock() + self._start_s
+        late = [member.starting for member in self._members if member.starting is not None]
+        failed: BaseException | None = None
+        while late and failed is None and (left := deadline - self._clock()) > 0:
+            self._launcher.wait_any(late, left)
+            failed = next((future.exception() for future in late if future.done() and future.exception()), None)
+            late = [future for future in late if not future.done()]
         if late or failed is not None:
             self.close()
             why = "did not start" if failed is None else f"failed: {_first_line(failed)}"

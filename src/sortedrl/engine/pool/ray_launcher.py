@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from importlib import import_module
 from typing import Any
 
@@ -200,6 +200,9 @@ class RayEngineLauncher:
                         "--object-store-memory, or give its machine more shared memory and disk, then resume the run"
                     ) from error
             time.sleep(0.1)
+
+    def wait_any(self, futures: Sequence[Future[Any]], seconds: float) -> None:
+        wait(futures, timeout=seconds, return_when=FIRST_COMPLETED)
 
     def close(self) -> None:
         """End the spare; the pool has killed the other actors. `on_close` closes a connection to Ray that is ours."""

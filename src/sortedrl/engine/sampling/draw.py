@@ -22,7 +22,7 @@ import torch
 from sortedrl.engine.base import Sampling
 from sortedrl.engine.sampling.candidates import CandidateSearch
 from sortedrl.engine.sampling.filters import filter_logits
-from sortedrl.engine.sampling.noise import gumbel, seed_tensor
+from sortedrl.engine.sampling.noise import gumbel, int_tensor, seed_tensor
 from sortedrl.native.kernel import load_kernel
 from sortedrl.native.threads import KernelThreads
 
@@ -222,7 +222,7 @@ class CandidateSampler:
         self, scaled_rv: torch.Tensor, draws: Sequence[Draw], cached: Sequence[int], tolerances: Sequence[float]
     ) -> ReplayVerdict:
         tokens_r, normalizer_r = self._draw(scaled_rv, draws)
-        cached_r = torch.tensor(cached)
+        cached_r = int_tensor(cached)
         index_r = cached_r.clamp(min=0)
         return _judge(
             tokens_r,
@@ -307,8 +307,8 @@ def _columns(draws: Sequence[Draw]) -> tuple[torch.Tensor, torch.Tensor, torch.T
     """Seeds, positions, and whether the draw is random, as one tensor each."""
     return (
         seed_tensor([draw.seed for draw in draws]),
-        torch.tensor([draw.position for draw in draws], dtype=torch.int64),
-        torch.tensor([draw.sampling.temperature > 0 for draw in draws], dtype=torch.uint8),
+        int_tensor([draw.position for draw in draws]),
+        int_tensor([draw.sampling.temperature > 0 for draw in draws]).to(torch.uint8),
     )
 
 

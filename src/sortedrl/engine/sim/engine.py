@@ -351,6 +351,8 @@ class SimEngine:
         progress.decode_s += seconds
         stats.decode_steps += steps
         stats.decoded_tokens += steps * count
+        stats.slot_steps += steps * self.slots
+        stats.busy_slot_steps += steps * count
         stats.busy_slot_s += seconds * count
         self.clock.advance(self.clock.now() + seconds)
 

@@ -207,6 +207,8 @@ class VllmEngine:
                 request_loop.stats,
                 running=self.num_running,
                 decode_steps=counts.steps,
+                slot_steps=counts.steps * self.capabilities.slots,
+                busy_slot_steps=min(request_loop.stats.decoded_tokens, counts.steps * self.capabilities.slots),
                 extra={
                     "preemptions": counts.preemptions,
                     "kv_usage": counts.kv_usage,

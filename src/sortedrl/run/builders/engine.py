@@ -1,7 +1,7 @@
-"""Builds the engine of a run: local, vLLM, a pool of either in Ray actors, or the user's own.
+"""Builds the engine of a run: local, also in a process of its own, vLLM, a pool of either in Ray actors, or the user's.
 
-`parts.py` calls `build_engine`. The actors of a pool create the model from its configuration and receive the weights
-with the first publication, so the machines of a cluster need this package but no copy of the model.
+`parts.py` calls `build_engine`. An engine outside of this process creates the model from its configuration and receives
+the weights with the first publication, so the machines of a cluster need this package but no copy of the model.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from sortedrl.engine.local.decoder_choice import EXACT_DTYPES, choose_dtype
 from sortedrl.engine.local.engine import LocalEngine
 from sortedrl.engine.local.module_decoder import Geometry, check_supported
 from sortedrl.engine.local.speculation import DraftMode
+from sortedrl.engine.pool.child_launcher import ChildLauncher
+from sortedrl.engine.pool.member import EngineLauncher
 from sortedrl.engine.pool.pool import Pool
 from sortedrl.engine.pool.ray_cluster import connect, disconnect, is_connected
 from sortedrl.engine.sampling.noise import SCHEME
@@ -55,7 +57,7 @@ def build_engine(
         raise ConfigError("engine.stop does not work with a pool: remove it, or set engine.replicas = 1")
     if has_members and (config.engine.address or config.engine.port):
         raise ConfigError("a pool starts its own engines: remove engine.address and engine.port")
-    if has_members:
+    if has_members and not is_child(config):
         check_processors(config)
     if config.engine.kind == "local" and not config.engine.cluster:
         check_cache_fits(config, model, length)
@@ -133,6 +135,13 @@ def _merge_reason(config: SortedConfig, model: Any) -> str | None:
 
 def is_pool(config: SortedConfig) -> bool:
     return config.engine.replicas > 1 or config.engine.own_process or bool(config.engine.cluster)
+
+
+def is_child(config: SortedConfig) -> bool:
+    """Whether the engine is a child process of this one. All other engines outside of this process are Ray actors."""
+    settings = config.engine
+    is_alone = settings.replicas == 1 and not settings.cluster and not settings.replica_gpus
+    return is_alone and settings.kind == "local" and settings.own_process
 
 
 def check_replay(knobs: Knobs, *, is_exact: bool) -> None:
@@ -256,28 +265,17 @@ def build_pool(
 ) -> Engine:
     """A pool of `engine.replicas` engines made by `make`, with the weights of `model` as version 0."""
     settings = config.engine
-    is_ours = connect(settings.cluster or None, run_dir=config.run_dir)
-    from sortedrl.engine.pool.ray_launcher import RayEngineLauncher  # imports Ray's actors, so only after `connect`
-
-    make_engine = partial(
-        make,
-        model.config.to_dict(),
-        weights_dtype=next(model.parameters()).dtype,
-        dtype=dtype,
-        slots=settings.slots,
-        max_length=max_length,
-    )
-    members = RayEngineLauncher(
-        make_engine,
-        num_cpus=settings.replica_cpus,
-        num_gpus=settings.replica_gpus,
-        threads=config.run.threads,
-        imports=IMPORTS,
-        has_spare=settings.kind == "local" and not settings.cluster and not settings.replica_gpus,
-        on_close=disconnect if is_ours else None,
-    )
+    common = {"slots": settings.slots, "max_length": max_length}
+    if is_child(config):
+        weights = str(next(model.parameters()).dtype).removeprefix("torch.")
+        chosen = {"weights_dtype": weights, "dtype": str(dtype).removeprefix("torch."), "drafts": settings.drafts}
+        launcher = child_members(config, {"config": model.config.to_dict(), **chosen, **common})
+    else:
+        weights_dtype = next(model.parameters()).dtype
+        described = model.config.to_dict()
+        launcher = ray_members(config, partial(make, described, weights_dtype=weights_dtype, dtype=dtype, **common))
     pool = Pool(
-        members,
+        launcher,
         size=settings.replicas,
         slots=settings.slots,
         exact_replay=dtype in EXACT_DTYPES,
@@ -288,6 +286,27 @@ def build_pool(
     )
     pool.publish(0, ModuleWeights(model)).wait()
     return pool
+
+
+def child_members(config: SortedConfig, engine: dict[str, Any]) -> EngineLauncher:
+    """A child process for the engine that `child_engine` makes of the settings `engine`."""
+    return ChildLauncher(f"{__name__}:child_engine", engine, threads=config.run.threads)
+
+
+def ray_members(config: SortedConfig, make_engine: Callable[[], tuple[Engine, Any]]) -> EngineLauncher:
+    settings = config.engine
+    is_ours = connect(settings.cluster or None, run_dir=config.run_dir)
+    from sortedrl.engine.pool.ray_launcher import RayEngineLauncher  # imports Ray's actors, so only after `connect`
+
+    return RayEngineLauncher(
+        make_engine,
+        num_cpus=settings.replica_cpus,
+        num_gpus=settings.replica_gpus,
+        threads=config.run.threads,
+        imports=IMPORTS,
+        has_spare=settings.kind == "local" and not settings.cluster and not settings.replica_gpus,
+        on_close=disconnect if is_ours else None,
+    )
 
 
 def local_engine(
@@ -307,6 +326,16 @@ def local_engine(
         model, slots=slots, max_length=max_length, dtype=dtype, stream_every=STREAM_EVERY, drafts=drafts
     )
     return engine, model
+
+
+def child_engine(
+    config: dict[str, Any], *, weights_dtype: str, dtype: str, slots: int, max_length: int, drafts: DraftMode
+) -> tuple[Engine, Any]:
+    """Runs in a child process: the same, from plain values."""
+    weights, computed = getattr(torch, weights_dtype), getattr(torch, dtype)
+    return local_engine(
+        config, weights_dtype=weights, dtype=computed, slots=slots, max_length=max_length, drafts=drafts
+    )
 
 
 def vllm_engine(

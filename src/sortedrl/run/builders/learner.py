@@ -1,21 +1,28 @@
-"""Builds the learner of a run: in this process, or over several ranks that each hold a share of the weights.
+"""Builds the learner of a run: in this process, in a child process, or over ranks that each hold a share of weights.
 
 `parts.py` calls `build_learner` before it builds the engine, because both may share one connection to Ray.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 from typing import Any
 
+import torch
+
 from sortedrl.config import SortedConfig
-from sortedrl.engine.pool.ray_cluster import connect, disconnect
+from sortedrl.engine.pool.ray_cluster import connect, disconnect, is_connected
 from sortedrl.errors import ConfigError
+from sortedrl.learner.forked import ForkedLearner
 from sortedrl.learner.sharded.learner import ShardedLearner
 from sortedrl.learner.sharded.shards import check_torch
 from sortedrl.learner.unscored import SkippingLearner
 
-RunLearner = SkippingLearner | ShardedLearner
+RunLearner = SkippingLearner | ForkedLearner | ShardedLearner
+
+log = logging.getLogger(__name__)
 
 
 def build_learner(config: SortedConfig, model: Any) -> RunLearner:
@@ -23,7 +30,12 @@ def build_learner(config: SortedConfig, model: Any) -> RunLearner:
     settings, overlap = config.learner, config.knobs.overlap
     temperature = config.engine.temperature or 1.0
     if settings.ranks == 1:
-        return SkippingLearner(model, settings, temperature=temperature, overlap=overlap, inspect_dir=config.run_dir)
+        is_apart = has_own_process(config, model)
+        in_thread = overlap and not is_apart
+        learner = SkippingLearner(
+            model, settings, temperature=temperature, overlap=in_thread, inspect_dir=config.run_dir
+        )
+        return ForkedLearner(learner) if is_apart else learner
     check_torch()
     check_room(config)
     is_ours = connect(config.engine.cluster or None, run_dir=config.run_dir)
@@ -44,6 +56,40 @@ def build_learner(config: SortedConfig, model: Any) -> RunLearner:
     except BaseException:
         ranks.close()
         raise
+
+
+def has_own_process(config: SortedConfig, model: Any) -> bool:
+    """Whether updates run in a child process. In a thread they would take turns with the engine's Python code."""
+    wanted = config.learner.own_process
+    if not config.knobs.overlap:
+        if wanted:
+            raise ConfigError("learner.own_process = true needs schedule.overlap: choose async-on-policy or async")
+        return False
+    why = _fork_fault(config, model)
+    if wanted and why:
+        raise ConfigError(f"learner.own_process = true does not work here: {why}; leave it out")
+    if wanted is None and num_processors() == 1:
+        log.info("engine and learner take turns on one processor: schedule = sorted-replay is as fast here")
+        return False
+    return wanted is not False and why is None and (bool(wanted) or not config.engine.own_process)
+
+
+def _fork_fault(config: SortedConfig, model: Any) -> str | None:
+    """Why this process cannot be copied for the learner; None if it can."""
+    if sys.platform != "linux":
+        return "only Linux copies a process safely"
+    if torch.cuda.is_available() or any(not parameter.is_cpu for parameter in model.parameters()):
+        return "a process that uses a GPU cannot be copied"
+    if is_connected():
+        return "a process that is connected to Ray cannot be copied"
+    if config.run.threads > 1:
+        return f"a process with {config.run.threads} threads cannot be copied: set run.threads = 1"
+    return None
+
+
+def num_processors() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def check_room(config: SortedConfig) -> None:

@@ -24,6 +24,8 @@ from sortedrl.schedule import Schedule
 from sortedrl.schedule.checked import CheckedSchedule
 from sortedrl.telemetry.events import Emit, RewardCalled, RewardFailed
 
+UPDATE_POLL_S = 0.002  # an engine that waits for a slow answer must not keep the next update waiting
+
 
 def build_evaluator(config: SortedConfig, parts: RunParts, *, emit: Emit, clock: Clock) -> Evaluator:
     """The evaluation on held-out prompts."""
@@ -88,6 +90,7 @@ def build_loop(
             sampling=parts.sampling,
             replay_tolerance=config.engine.replay_tolerance,
             in_flight=InFlight(config.engine.in_flight),
+            update_poll_s=UPDATE_POLL_S,
             score_grace_s=config.reward.grace_s,
         ),
         clock=clock,

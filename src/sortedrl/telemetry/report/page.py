@@ -34,6 +34,10 @@ _AGES = (
 _GLOSSARY = (
     ("slot", "A place in the engine for one running sequence."),
     ("bubble", "Share of slot time in which a slot is idle while others decode. Updates do not count."),
+    (
+        "idle slot-steps",
+        "Share of decode steps x slots in which the slot did not run. Time between steps does not count.",
+    ),
     ("goodput", "Share of slot time that decoded tokens which were then trained. Discarded work does not count."),
     ("speed", "Trained tokens per second of wall time, including updates and publication of weights."),
     ("version", "Number of the published weights. A token has the version that wrote it, or that verified it last."),
@@ -232,7 +236,7 @@ def _tiles(summary: Summary) -> str:
     ledger = summary.ledger
     tiles = (
         (before_after(summary.accuracy_before, summary.accuracy_after), "held-out accuracy, sampled"),
-        (share(summary.bubble_ratio), "bubble"),
+        (f"{share(summary.bubble_ratio)} / {share(summary.idle_slot_steps)}", "bubble / idle slot-steps"),
         (share(summary.goodput), "goodput"),
         (number(summary.tokens_per_s), "trained tokens/s"),
         (number(summary.staleness_max), "largest staleness"),
@@ -250,6 +254,7 @@ _ROWS: tuple[tuple[str, Callable[[Summary], str]], ...] = (
     ("accuracy, greedy", lambda s: before_after(s.greedy_accuracy_before, s.greedy_accuracy_after)),
     ("held-out reward, sampled", lambda s: before_after(s.heldout_reward_before, s.heldout_reward_after)),
     ("bubble", lambda s: share(s.bubble_ratio)),
+    ("idle slot-steps", lambda s: share(s.idle_slot_steps)),
     ("goodput", lambda s: share(s.goodput)),
     ("trained tokens/s", lambda s: number(s.tokens_per_s)),
     ("wall time, s", lambda s: number(s.wall_s, 1)),
