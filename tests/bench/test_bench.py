@@ -51,6 +51,7 @@ def test_the_command_prints_one_object() -> None:
     assert 0 < rows["sortedrl"]["logprob_gap"] < 1e-4
     assert rows["hf"]["logprob_gap"] is None
     assert result["ratio_same_dtype"] == result["ratio"]
+    assert result["processor"][0] == torch.backends.cpu.get_cpu_capability()
     assert (result["slots"], result["new_tokens"], result["threads"], result["dtype"]) == (3, 5, 1, "float32")
 
 

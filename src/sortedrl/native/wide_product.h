@@ -17,9 +17,6 @@
 
 enum { LARGE_WIDE_TILE = 8 }; /* rows of a tile: enough sums that none waits for the one before */
 
-#ifndef FETCHED
-#define FETCHED 1
-#endif
 typedef float wide __attribute__((vector_size(64), aligned(4), may_alias));
 typedef int32_t wide_ints __attribute__((vector_size(64)));
 typedef wide_ints wide_pairs __attribute__((aligned(4), may_alias));
@@ -50,9 +47,8 @@ WIDE_INLINE void wide_fixed_sums(const struct row_span *x, int64_t stride, const
     for (int64_t left = inputs / 2; left > 0; left -= PAIRS, x++, w++) {
         const int64_t num = left < PAIRS ? left : PAIRS;
         wide_ints exact[LARGE_WIDE_TILE] = {{0}};
-        for (int64_t i = 0; i < num; i += AHEAD, next += FETCHED * PANEL) {
-            for (int line = 0; line < FETCHED; line++)
-                __builtin_prefetch(next + line * PANEL);
+        for (int64_t i = 0; i < num; i += AHEAD, next += PANEL) {
+            __builtin_prefetch(next);
             for (int64_t k = i; k < i + AHEAD; k++) {
                 const wide_ints weights = *(const wide_pairs *)w->numbers[k];
                 for (int t = 0; t < tile; t++) {

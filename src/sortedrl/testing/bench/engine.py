@@ -22,8 +22,10 @@ import torch
 
 from sortedrl.config import SortedConfig
 from sortedrl.engine.local.decoder_choice import choose_dtype, fast_dtype
+from sortedrl.engine.local.linear import has_fast_bfloat16, has_matrix_unit
 from sortedrl.errors import ConfigError, SortedRLError
 from sortedrl.learner.smollm2 import model_note
+from sortedrl.native.kernel import has_wide_kernel
 from sortedrl.run.builders.parts import build_task, model_path, prompt_stream
 from sortedrl.run.checkpoint_folder import load_model
 from sortedrl.testing.bench.contenders import (
@@ -126,6 +128,13 @@ def _start_contenders(bench: EngineBench, job: SamplingJob) -> tuple[dict[str, C
     return started, skipped
 
 
+def processor_features() -> list[str]:
+    """What of this processor decides the speed of matrix products: its vectors, and its 16-bit instructions."""
+    cpu = torch.device("cpu")
+    has = {"VNNI": has_wide_kernel(), "bfloat16": has_fast_bfloat16(cpu), "AMX": has_matrix_unit(cpu)}
+    return [torch.backends.cpu.get_cpu_capability(), *(name for name, is_there in has.items() if is_there)]
+
+
 def _same_dtype_name(job: SamplingJob) -> str:
     """The local engine in the peers' precision, which is measured if it computes in fixed point otherwise."""
     return f"{OURS}-{_dtype_name(job.peer_dtype)}"
@@ -173,5 +182,6 @@ def _summarize(
         "prompt_tokens": sum(map(len, job.prompts)),
         "dtype": _dtype_name(job.dtype),
         "threads": bench.threads,
+        "processor": processor_features(),
         "seed": bench.seed,
     }
