@@ -281,8 +281,12 @@ def test_drafts_that_do_not_pay_cost_little(row_s: float, num_right: int) -> Non
     assert speed(DraftGate(slots=8), running=1, row_s=row_s, num_right=num_right) > 0.99
 
 
-def test_no_drafts_while_many_slots_run() -> None:
-    assert speed(DraftGate(slots=8), running=3, row_s=0.0, num_right=4) == 1.0
+def test_drafts_that_pay_are_tried_with_one_more_slot_up_to_a_quarter() -> None:
+    gate, free = DraftGate(slots=8), {"row_s": 0.0, "num_right": 4}
+    assert speed(gate, running=2, **free) == 1.0
+    assert speed(gate, running=1, **free) > 4
+    assert speed(gate, running=2, **free) > 4
+    assert speed(gate, running=3, **free) == 1.0
 
 
 def test_drafts_are_tried_again_after_a_pause() -> None:

@@ -72,7 +72,8 @@ class _Running:
 
 @dataclass(slots=True, kw_only=True)
 class DraftGate:
-    """`slots`: of the engine. Drafts are considered while at most a quarter of them run."""
+    """`slots`: of the engine. Drafts are tried with one running slot, then with one more as long as they pay, up to a
+    quarter of the slots."""
 
     slots: int
     rates: list[float] = field(default_factory=lambda: [_PRIOR_RATE] * NUM_KINDS)  # how often a guess is right, by kind
@@ -82,8 +83,7 @@ class DraftGate:
     _running: list[_Running] = field(init=False)  # by the number of running slots
 
     def __post_init__(self) -> None:
-        most = max(1, self.slots // 4)
-        self._running = [_Running(wake_at=0 if number <= most else math.inf) for number in range(self.slots + 1)]
+        self._running = [_Running(wake_at=0 if number <= 1 else math.inf) for number in range(self.slots + 1)]
 
     def least(self, num_running: int) -> float | None:
         """With which probability a draft token must be right to be worth its row; None: a pass without drafts."""
@@ -120,6 +120,9 @@ class DraftGate:
         known.saved = min(known.saved + num_tokens / num_running - seconds / known.plain_s, _LOSS)
         if known.saved < -_LOSS:
             self._close(num_running)
+        elif known.saved == _LOSS and num_running < self.slots // 4:
+            more = self._running[num_running + 1]
+            more.wake_at = min(more.wake_at, self._num_passes)
 
     def count_guesses(self, kinds: Sequence[int], num_right: int) -> None:
         """Count a draft's guesses up to the first wrong one; the others have not been tested."""
@@ -129,14 +132,14 @@ class DraftGate:
             num_right -= 1
 
     def _close(self, num_running: int) -> None:
-        """Stop drafts for a while: here, and where more slots run, because a row saves less of a pass there.
+        """Stop drafts for a while here; where more slots run, until they pay here: a row saves less of a pass there.
 
         Afterwards new guesses count as much as all earlier ones: the model may have changed.
         """
         known = self._running[num_running]
-        wake_at = self._num_passes + known.pause
         for other in self._running[num_running:]:
-            other.wake_at = max(other.wake_at, wake_at)
+            other.wake_at = math.inf
+        known.wake_at = self._num_passes + known.pause
         known.pause = min(4 * known.pause, _MAX_PAUSE)
         known.saved, known.num_measured = 0.0, 0
         self._trials = [min(trials, _PRIOR_TRIALS) for trials in self._trials]
