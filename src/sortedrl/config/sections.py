@@ -211,8 +211,8 @@ class EngineSection(Section):
     exact."""
     drafts: Literal["auto", "always", "off"] = "auto"
     """`local` on its native path: check guesses at several tokens of an answer in one pass, without changing any answer
-    (see docs/reference/engines.md). `auto`: while few slots run, where it saves time by measurement. `always`: in every
-    pass, for tests. `off`: never."""
+    (see docs/reference/engines.md). `auto`: for models of 10 million parameters or more, while few slots run, where it
+    saves time by measurement. `always`: in every pass, for tests. `off`: never."""
     in_flight: Literal["reprefill", "keep"] = "reprefill"
     """KV cache of running sequences when new weights are published: `reprefill` computes it again, `keep` continues
     with the old one."""

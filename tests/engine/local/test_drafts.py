@@ -90,7 +90,8 @@ def test_answers_are_the_same_to_the_last_bit(name: str) -> None:
 
 
 @needs_compiler
-def test_the_gate_changes_no_answer() -> None:
+def test_the_gate_changes_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sortedrl.engine.local.speculation._MIN_PARAMETERS", 0)
     requests = siblings(Sampling(temperature=0.3))
     drafted, plain = write(requests, drafts="auto"), write(requests)
     for request in requests:
@@ -175,12 +176,18 @@ def test_other_decoders_have_no_drafts() -> None:
 
 
 @needs_compiler
-def test_the_configuration_turns_drafts_on_and_off() -> None:
-    for drafts, is_on in {"auto": True, "always": True, "off": False}.items():
-        config = SortedConfig(engine={"drafts": drafts, "slots": 2, "max_new_tokens": 64})
-        engine = build_engine(config, tiny_model(), config.knobs)
-        assert ("drafted_tokens" in engine.stats().extra) == is_on
-        engine.close()
+@pytest.mark.parametrize(
+    ("drafts", "smallest", "is_on"),
+    [("auto", 0, True), ("auto", 10_000_000, False), ("always", 10_000_000, True), ("off", 0, False)],
+)
+def test_the_configuration_turns_drafts_on_and_off(
+    drafts: str, smallest: int, is_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sortedrl.engine.local.speculation._MIN_PARAMETERS", smallest)
+    config = SortedConfig(engine={"drafts": drafts, "slots": 2, "max_new_tokens": 64})
+    engine = build_engine(config, tiny_model(), config.knobs)
+    assert ("drafted_tokens" in engine.stats().extra) == is_on
+    engine.close()
     assert SortedConfig().engine.drafts == "auto"
 
 

@@ -48,7 +48,7 @@ from sortedrl.engine.local.prefill import (
     plan_prefills,
     verify_and_draw,
 )
-from sortedrl.engine.local.speculation import DraftMode, Speculation
+from sortedrl.engine.local.speculation import DraftMode, make_speculation
 from sortedrl.engine.local.steady_steps import SteadySteps
 from sortedrl.engine.request_checks import check_limits, check_submit, find_fault
 from sortedrl.engine.sampling.draw import Choice, Draw, make_sampler
@@ -91,8 +91,7 @@ class LocalEngine:
             self._model, path, slots=slots, max_length=max_length, dtype=self._dtype
         )
         self._sampler = make_sampler(slots, self._vocab, self._device)
-        has_drafts = drafts != "off" and self._decoder.name == "native"
-        self._speculation = Speculation(drafts, slots) if has_drafts else None
+        self._speculation = make_speculation(drafts, self._model, self._decoder.name, slots)
         self._gate = self._speculation.gate if self._speculation is not None else None
         self._clock, self._decode = clock, decode
         self._version = 0

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import nn
 
 from sortedrl.engine.attempt import Attempt
 from sortedrl.engine.local.draft_gate import DraftGate, OpenGate
@@ -28,6 +29,9 @@ from sortedrl.engine.sampling.draw import Choice, Draw, shape_logits
 from sortedrl.engine.sampling.filters import is_filtered
 
 DraftMode = Literal["auto", "always", "off"]
+# A pass of a smaller model costs in proportion to its rows, so drafts save nothing there. Without the gate, which reads
+# the clock, runs of a small model can be repeated digit for digit.
+_MIN_PARAMETERS = 10_000_000
 
 
 @dataclass(slots=True, kw_only=True)
@@ -105,6 +109,14 @@ def _append(attempt: Attempt, tokens: list[int], logprobs: list[float]) -> bool:
         if attempt.ending is not None:
             break
     return True
+
+
+def make_speculation(mode: DraftMode, model: nn.Module, decoder: str, slots: int) -> Speculation | None:
+    """Speculation for this model, or None where drafts are off, cannot work or cannot pay."""
+    is_large = sum(parameter.numel() for parameter in model.parameters()) >= _MIN_PARAMETERS
+    if mode == "off" or decoder != "native" or (mode == "auto" and not is_large):
+        return None
+    return Speculation(mode, slots)
 
 
 class Speculation:
