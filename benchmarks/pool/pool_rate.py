@@ -16,6 +16,7 @@ import argparse
 import json
 import random
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -117,6 +118,9 @@ class InstantMembers:
 
     def put(self, source: Any) -> Any:
         return source
+
+    def wait_any(self, futures: Sequence[Future[Any]], seconds: float) -> None:
+        pass  # every answer has come already
 
     def close(self) -> None:
         pass
