@@ -283,14 +283,24 @@ def test_every_preset_trains(strategy: Strategy, tmp_path: Path) -> None:
     if knobs.cohort_updates is not None:
         loaded = {s: e.update for e in happened(trainer.run_dir, events.CohortLoaded) for s in e.samples}
         assert all(b.update < loaded[sample] + knobs.cohort_updates for b in taken for sample in b.samples)
-    # Evaluations stand apart: before, every 48 samples, after; and none of their tokens are counted.
-    assert len(happened(trainer.run_dir, events.Evaluated)) >= 4
+    # Evaluations stand apart: before, once 48 more samples are trained, after; and none of their tokens are counted.
+    assert [e.samples_trained for e in happened(trainer.run_dir, events.Evaluated)] == evaluations(taken, every=48)
     assert summary.generated_tokens == summary.trained_tokens + summary.discarded_tokens
     assert summary.trained_tokens == sum(sum(batch.lengths) for batch in taken)
     assert 0 < summary.goodput <= 1
     assert 0 <= summary.bubble_ratio < 1
     parts_s = summary.rollout_s + summary.publish_s + (0 if knobs.overlap else summary.update_s)
     assert parts_s == pytest.approx(summary.wall_s)
+
+
+def evaluations(taken: list[events.BatchTaken], *, every: int) -> list[int]:
+    """The numbers of trained samples at which a run with these batches evaluates."""
+    due, num_trained = [0], 0
+    for batch in taken:
+        num_trained += len(batch.samples)
+        if num_trained >= due[-1] + every:
+            due.append(num_trained)
+    return due if due[-1] == num_trained else [*due, num_trained]
 
 
 TIMES = {"t", "seconds", "slot_s", "busy_s", "prefill_s"}
