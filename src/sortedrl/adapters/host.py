@@ -270,6 +270,13 @@ class HostRun:
             self._raise_error()
         return self.summary
 
+    def fail(self, error: BaseException) -> None:
+        """End the run because of an error of the host; `check` and the other calls raise it from now on."""
+        with self.changed:
+            self._error = self._error or error
+            self.is_stopping = True
+            self.changed.notify_all()
+
     def check(self) -> None:
         """Raise the error that ended the controller, if there is one."""
         with self.changed:
