@@ -40,6 +40,7 @@ from sortedrl.weights import ModuleWeights
 
 log = logging.getLogger(__name__)
 
+CHECK_S = 0.2  # how often a trainer that waits for samples looks for an error
 _FIRST_VERSION = 1  # of TRL, which counts its first weight sync too; ours is 0
 
 
@@ -72,6 +73,25 @@ def sorted_worker(
     return SortedWorker(wishes, model, functions, args, train_dataset, processing_class)
 
 
+class SampleQueue(queue.Queue[RolloutSample]):
+    """The queue that the trainer drains. A trainer that waits for a sample learns of an error at once."""
+
+    def __init__(self, check: Callable[[], None]) -> None:
+        super().__init__()
+        self._check = check
+
+    def get(self, block: bool = True, timeout: float | None = None) -> RolloutSample:
+        until = math.inf if timeout is None else time.monotonic() + timeout
+        while True:
+            self._check()
+            left = until - time.monotonic()
+            try:
+                return super().get(block, min(max(left, 0.0), CHECK_S))
+            except queue.Empty:
+                if not block or left <= CHECK_S:
+                    raise
+
+
 class SortedWorker:
     """TRL's `RolloutWorkerProtocol` and `WeightTransferProtocol` over one run of ours."""
 
@@ -87,7 +107,7 @@ class SortedWorker:
         check_args(args)
         if not reward_funcs:
             raise ConfigError("sorted_worker needs at least one reward function")
-        self.rollout_buffer: queue.Queue[RolloutSample] = queue.Queue()
+        self.rollout_buffer = SampleQueue(lambda: self._run.check())
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
         self.reward_funcs = reward_funcs
         self.names = [getattr(function, "__name__", type(function).__name__) for function in reward_funcs]

@@ -206,7 +206,9 @@ def check_trainer(trainer: Any) -> None:
     if trainer.accelerator.num_processes > 1:
         raise ConfigError("sorted_rollouts works with one training process: start one, or use AsyncGRPOTrainer")
     if trainer.use_vllm:
-        raise ConfigError("use_vllm=True starts TRL's vLLM beside our engine: leave it out, and pass engine={'kind': 'vllm'}")
+        raise ConfigError(
+            "use_vllm=True starts TRL's vLLM beside our engine: leave it out, and pass engine={'kind': 'vllm'}"
+        )
     if trainer.tools or trainer.environment_factories is not None or getattr(trainer, "_is_vlm", False):
         raise ConfigError("sorted_rollouts has no tools, environments and images: leave them out")
     if isinstance(trainer.train_dataset, IterableDataset):

@@ -1,4 +1,7 @@
-"""What AsyncGRPOTrainer needs on a machine without a GPU: its attention in plain torch, and a name for the device."""
+"""AsyncGRPOTrainer on a machine without a GPU, for examples and tests: its attention in plain torch, slow but equal.
+
+The trainer asks for FlashAttention 3 and for the name of a CUDA device. Inside `trl_on_cpu` it gets a replacement.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -37,11 +39,13 @@ def varlen_attention(
 
 @contextmanager
 def trl_on_cpu() -> Iterator[None]:
+    """Context in which AsyncGRPOTrainer is made and trains on a CPU."""
     from trl.experimental.async_grpo import packing
 
     kernel = SimpleNamespace(flash_attn_varlen_func=varlen_attention)
-    with (
-        mock.patch.object(packing, "_flash_attn", lambda: kernel),
-        mock.patch.object(torch.cuda, "get_device_name", lambda *_: "cpu"),
-    ):
+    before = packing._flash_attn, torch.cuda.get_device_name
+    packing._flash_attn, torch.cuda.get_device_name = (lambda: kernel), (lambda *_: "cpu")
+    try:
         yield
+    finally:
+        packing._flash_attn, torch.cuda.get_device_name = before
