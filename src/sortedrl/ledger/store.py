@@ -111,6 +111,11 @@ class Store:
         """Number of the last row of an update batch, to which `truncate` can return; None if the file lacks it."""
         return self._connection.execute("SELECT max(seq) FROM trained WHERE number = ?", (number,)).fetchone()[0]
 
+    def trained_prompts(self) -> dict[str, int]:
+        """The prompts of trained samples in the file, each with its last sample."""
+        query = "SELECT prompt, max(id) FROM samples JOIN trained ON trained.sample = samples.id GROUP BY prompt"
+        return dict(self._connection.execute(query))
+
     def commit(self, durable: bool = False) -> None:
         """Write the pending rows as one transaction. If it fails, they stay pending and can be committed again."""
         if not self._num_pending and not durable:
