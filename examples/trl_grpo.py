@@ -23,7 +23,8 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import GRPOConfig, GRPOTrainer
+from trl.trainer.grpo_config import GRPOConfig
+from trl.trainer.grpo_trainer import GRPOTrainer
 
 from sortedrl.adapters.trl import sorted_rollouts, sorted_worker
 from sortedrl.adapters.trl.on_cpu import trl_on_cpu
@@ -87,8 +88,8 @@ def train_grpo(name: str, rollouts: Any, steps: int, seed: int, folder: str) -> 
     """A GRPOTrainer script. `rollout_func` is the one argument that makes the difference."""
     prompts: Counter[str] = Counter()
 
-    def right(prompts: list[str], completions: list[str], answer: list[str], **_: Any) -> list[float]:
-        return verify(prompts, completions, answer)
+    def right(prompts: list[str], completions: list[str], answer: list[str], **_: Any) -> list[float | None]:
+        return [*verify(prompts, completions, answer)]
 
     torch.manual_seed(seed)
     trainer = GRPOTrainer(
@@ -139,7 +140,8 @@ def train_grpo(name: str, rollouts: Any, steps: int, seed: int, folder: str) -> 
 
 def train_async(strategy: str, steps: int, seed: int, folder: str) -> Result:
     """An AsyncGRPOTrainer script on a CPU."""
-    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+    from trl.experimental.async_grpo.async_grpo_config import AsyncGRPOConfig
+    from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer
 
     args = AsyncGRPOConfig(
         **settings(folder, steps, seed),

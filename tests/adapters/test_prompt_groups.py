@@ -33,7 +33,9 @@ def test_the_shortest_groups_come_first_until_one_has_waited_too_long() -> None:
     assert groups.take(["long", "a", "b", "c"]) == ["b"]
     assert groups.take(["long", "a", "c"]) == ["a"]
     groups.offer([group("d", 1)])
-    assert groups.take(["long", "c", "d"]) == ["c"]  # "long" and "c" have waited two updates; the shorter one comes first
+    assert groups.take(["long", "c", "d"]) == [
+        "c"
+    ]  # "long" and "c" have waited two updates; the shorter one comes first
     assert groups.take(["long", "d"]) == ["long"]
     assert groups.take([]) is None
     assert groups.take(["d"]) == ["d"]

@@ -15,8 +15,8 @@ from transformers.trainer_utils import get_last_checkpoint
 
 pytest.importorskip("trl", reason="TRL is an optional package: pip install 'sortedrl[trl]'")
 
-from tests.adapters.test_trl import BATCH, assert_proven  # noqa: E402
-from tests.adapters.trl_process import STEPS  # noqa: E402
+from tests.adapters.test_trl import BATCH, assert_proven
+from tests.adapters.trl_process import STEPS
 
 pytestmark = pytest.mark.slow
 

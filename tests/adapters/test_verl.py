@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -48,7 +47,12 @@ def produce(names: list[str], rng: random.Random, step: int) -> list[str]:
         if name not in failed:
             keys = [f"{name}_{sibling}_0" for sibling in range(SIBLINGS)]
             tags = [
-                {"status": "success", "response_len": rng.randint(1, 200), "min_global_steps": step, "max_global_steps": step}
+                {
+                    "status": "success",
+                    "response_len": rng.randint(1, 200),
+                    "min_global_steps": step,
+                    "max_global_steps": step,
+                }
                 for _ in keys
             ]
             tq.kv_batch_put(keys=keys, partition_id="train", tags=tags)

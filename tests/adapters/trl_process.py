@@ -1,6 +1,6 @@
 """A GRPO script with checkpoints, run as a process of its own by test_trl_kill.py: it can be killed.
 
-    python -m tests.adapters.trl_process FOLDER [CHECKPOINT]
+python -m tests.adapters.trl_process FOLDER [CHECKPOINT]
 """
 
 from __future__ import annotations

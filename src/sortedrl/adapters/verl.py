@@ -7,8 +7,8 @@
 
 verl keeps the answers in TransferQueue and generates them; the sampler chooses which prompt groups a step trains. It
 drops no group for being stale: with max_off_policy_strategy=wait verl waits for those at their bound. Failed groups are
-cleared and refilled as verl does it. Which groups were trained is in our ledger before verl gets the batch, so a trainer
-that was killed trains no group twice. Written for verl 0.9 (`ReplayBufferAsync`); importing this module needs verl.
+cleared and refilled as verl does it. Which groups were trained is in our ledger before verl gets the batch, so that a
+trainer that was killed trains no group twice. Written for verl 0.9 (`ReplayBufferAsync`); this module imports verl.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from transfer_queue import KVBatchMeta
-from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
+from transfer_queue import KVBatchMeta  # pyright: ignore[reportMissingImports]
+from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync  # pyright: ignore[reportMissingImports]
 
 from sortedrl.adapters.prompt_groups import CompleteGroup, PromptGroups
 from sortedrl.errors import ConfigError
@@ -41,7 +41,9 @@ class SortedSampler(ReplayBufferAsync):
         if "poll_interval" in chosen:
             self.poll_interval = float(chosen.pop("poll_interval"))
         if chosen:
-            raise ConfigError(f"unknown sampler_kwargs {', '.join(chosen)}: they are run_dir, order, max_wait, poll_interval")
+            raise ConfigError(
+                f"unknown sampler_kwargs {', '.join(chosen)}: they are run_dir, order, max_wait, poll_interval"
+            )
         self.groups: PromptGroups | None = None
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict[str, Any]]:
@@ -53,7 +55,9 @@ class SortedSampler(ReplayBufferAsync):
             self.groups = PromptGroups(batch_size, order=self._order, max_wait=self._max_wait, run_dir=run_dir)
             self.groups.begin(updates_done=max(global_steps - 1, 0))
         if self.groups.knobs.update_batch != batch_size:
-            raise ConfigError(f"verl asks for {batch_size} prompts after {self.groups.knobs.update_batch}: keep one size")
+            raise ConfigError(
+                f"verl asks for {batch_size} prompts after {self.groups.knobs.update_batch}: keep one size"
+            )
         return super().sample(global_steps, partition_id, batch_size)
 
     def _terminal_eviction_reasons(self, global_steps: int, partition_id: str) -> tuple[Any, ...]:
@@ -86,6 +90,4 @@ class SortedSampler(ReplayBufferAsync):
             oldest = tag.get("min_global_steps")
             versions[uid] = min(versions.get(uid, 1 << 62), steps.get(uid, 0) if oldest is None else int(oldest))
         finished = sorted(self.finished_keys[partition_id], key=lambda uid: (steps.get(uid, 0), uid))
-        return [
-            CompleteGroup(id=uid, num_tokens=lengths.get(uid, 0), version=versions.get(uid, 0)) for uid in finished
-        ]
+        return [CompleteGroup(id=uid, num_tokens=lengths.get(uid, 0), version=versions.get(uid, 0)) for uid in finished]

@@ -107,8 +107,8 @@ class SortedWorker:
         check_args(args)
         if not reward_funcs:
             raise ConfigError("sorted_worker needs at least one reward function")
-        self.rollout_buffer = SampleQueue(lambda: self._run.check())
-        self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
+        self.rollout_buffer: Any = SampleQueue(lambda: self._run.check())
+        self.metrics_queue: Any = queue.Queue()
         self.reward_funcs = reward_funcs
         self.names = [getattr(function, "__name__", type(function).__name__) for function in reward_funcs]
         self.summary: Summary | None = None
