@@ -347,6 +347,37 @@ def test_async_grpo_trains_with_each_strategy(
         assert max(abs(entry["kl"]) for entry in steps) < 1e-6
 
 
+def test_async_training_resumes_from_trls_checkpoint(tmp_path: Path) -> None:
+    class Dies(Exception):
+        pass
+
+    def dies_late(prompts: list[str], completions: list[str], answer: list[str], **rest: Any) -> list[float]:
+        if (tmp_path / "checkpoint-4").is_dir():
+            raise Dies
+        return right(prompts, completions, answer)
+
+    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 8}
+    with trl_on_cpu():
+        trainer, worker = async_grpo(tmp_path, "async-on-policy", rewards=dies_late, **saving)
+        with pytest.raises(Dies):
+            trainer.train()
+        trainer, worker = async_grpo(tmp_path, "async-on-policy", **saving)
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert worker.summary.updates == 8
+    assert_proven(tmp_path / "sortedrl", 8 * BATCH)
+    logs = [entry for entry in trainer.state.log_history if "ratio" in entry]
+    assert [entry["sample/staleness_max"] for entry in logs] == [0.0] * 8
+    assert [entry["ratio"] for entry in logs] == pytest.approx([1.0] * 8, abs=1e-5)
+
+
+def test_a_worker_that_is_not_attached_is_refused(tmp_path: Path) -> None:
+    with trl_on_cpu():
+        trainer, worker = async_grpo(tmp_path, "sync")
+        worker._trainer = None
+        with pytest.raises(ConfigError, match=r"call worker\.attach\(trainer\)"):
+            trainer.train()
+
+
 def test_an_error_in_a_reward_function_ends_async_training(tmp_path: Path) -> None:
     def broken(**_: Any) -> list[float]:
         raise ZeroDivisionError("the reward function is broken")

@@ -41,7 +41,6 @@ from sortedrl.weights import ModuleWeights
 log = logging.getLogger(__name__)
 
 CHECK_S = 0.2  # how often a trainer that waits for samples looks for an error
-_FIRST_VERSION = 1  # of TRL, which counts its first weight sync too; ours is 0
 
 
 def sorted_worker(
@@ -121,7 +120,9 @@ class SortedWorker:
         check_staleness(config.knobs.max_staleness, config.knobs.cohort_updates, args.max_staleness, wishes.strategy)
         self._rewards: dict[int, list[float]] = {}  # by sample: one value for each reward function
         self._feeder: threading.Thread | None = None
-        self._updates_done = 0
+        self._trainer: Any = None
+        self._sync_count = 1  # TRL's count of weight syncs when rollout starts
+        self._offset = 1  # TRL's version minus ours
         self._run = HostRun(
             host_settings(config, wishes, args.output_dir),
             engine=make_engine(config, self._model, self._tokenizer),
@@ -144,16 +145,24 @@ class SortedWorker:
         get_loader = trainer.get_train_dataloader
 
         def get_train_dataloader() -> Any:
-            self._updates_done = trainer.state.global_step // trainer.args.weight_sync_steps
             loader = get_loader()
             return getattr(loader, "base_dataloader", loader)
 
-        trainer.get_train_dataloader = get_train_dataloader
+        self._trainer, trainer.get_train_dataloader = trainer, get_train_dataloader
 
     # ---- the rollout worker -----------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        self._run.start(updates_done=self._updates_done)
+        if self._trainer is None:
+            raise ConfigError("call worker.attach(trainer) before training")
+        updates_done, rest = divmod(self._trainer.state.global_step, self._args.weight_sync_steps)
+        if rest:
+            raise ConfigError(
+                f"TRL's checkpoint at step {self._trainer.state.global_step} is between two weight syncs: resume from "
+                "one that is not"
+            )
+        self._offset = self._sync_count - updates_done
+        self._run.start(updates_done=updates_done)
         self._feeder = threading.Thread(target=self._feed, name="sortedrl-feed", daemon=True)
         self._feeder.start()
 
@@ -163,7 +172,9 @@ class SortedWorker:
             self._feeder.join(10.0)
 
     def update_model_version(self, model_version: int) -> None:
-        """TRL's count of weight syncs. Ours follows from `send_weights`."""
+        """TRL's count of weight syncs. Ours follows from `send_weights`, and continues over a resume."""
+        if self._feeder is None:
+            self._sync_count = model_version
 
     def check_health(self, stale_after_s: float) -> None:
         self._run.check()
@@ -197,6 +208,7 @@ class SortedWorker:
         try:
             while (batch := self._run.next_batch()) is not None:
                 for sample in rollout_samples(batch, self._rewards, self.names, self._tokenizer):
+                    sample.model_version += self._offset
                     self.rollout_buffer.put(sample)
         except BaseException as error:
             self._run.fail(error)  # `check_health` raises it in the trainer's thread
@@ -239,7 +251,7 @@ def rollout_samples(
                 completion_mask=np.array([0] * num_prompt + [int(kept) for kept in sample.is_sampled], dtype=np.int64),
                 old_log_probs=np.array([0.0] * num_prompt + sample.logprobs, dtype=np.float32),
                 advantage=advantage,
-                model_version=oldest + _FIRST_VERSION,
+                model_version=oldest,
                 group_id=sample.id - sample.index,
                 metrics={"reward": reward, **{f"rewards/{n}": v for n, v in zip(names, values, strict=True)}},
                 enqueued_at=time.time(),

@@ -88,6 +88,7 @@ class _Session(TrainerCallback):
         check_trainer(trainer)
         self.trainer = trainer
         self.on_end = on_end
+        self.is_closed = False
         self.batch: Sequence[Sample] = ()  # the batch whose rewards TRL asks for next
         self.rewards: dict[int, torch.Tensor] = {}  # by sample: one value for each reward function
         self.extra_logs: dict[int, dict[str, Any]] = {}  # by sample: columns that reward functions logged
@@ -178,13 +179,15 @@ class _Session(TrainerCallback):
     # ---- the end ----------------------------------------------------------------------------------------------------
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.is_closed:  # of an earlier call of `train`
+            return
         if self.run.has_open_update:
             self._publish()
         self.close()
 
     def close(self) -> None:
+        self.is_closed = True
         self.trainer._calculate_rewards = self._calculate_rewards
-        self.trainer.remove_callback(self)
         summary = None
         try:
             summary = self.run.close()
