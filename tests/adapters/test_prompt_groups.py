@@ -97,6 +97,17 @@ def test_bad_settings_are_refused() -> None:
         PromptGroups(0)
 
 
+def test_the_proof_finds_a_batch_that_is_not_exact(tmp_path: Path) -> None:
+    groups = PromptGroups(2, run_dir=tmp_path)
+    groups.begin(0)
+    groups.offer([group(name) for name in "abcde"])
+    groups.buffer.take(list(groups.buffer.scored.values())[:3])
+    groups.buffer.publish(1)
+    groups.close()
+    with Ledger(tmp_path) as ledger:
+        assert [str(found) for found in verify(ledger).violations] == ["exact-batch: update 0 has 3 samples, not 2"]
+
+
 # ---- NeMo-RL --------------------------------------------------------------------------------------------------------
 
 
