@@ -217,11 +217,13 @@ def show(results: list[Result]) -> None:
 def train_smollm2(name: str, rollouts: Any, steps: int, folder: str) -> Result:
     """Lists of numbers, whose lengths have a tail, with a real model: how long it takes."""
     from sortedrl.learner.smollm2 import smollm2_path
-    from sortedrl.tasks.counting import CountingTask, Questions, counting_reward
+    from sortedrl.tasks.counting import INSTRUCTION, CountingTask, Questions, counting_reward
     from sortedrl.tasks.wording import Wording
 
     task = CountingTask(
-        seed=0, questions=Questions(median=16, spread=0.7, max_step=1), wording=Wording(system="Count.", chat=True)
+        seed=0,
+        questions=Questions(median=16, spread=0.7, max_step=1),
+        wording=Wording(system="Count.", instruction=INSTRUCTION),
     )
     rows = Dataset.from_list([task.train.row(number) for number in range(steps * SMOLLM2["batch"] // SMOLLM2["group"])])
 
