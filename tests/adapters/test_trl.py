@@ -267,6 +267,7 @@ def test_a_resumed_run_goes_on_from_trls_checkpoint(tmp_path: Path, tokenizer: A
         ({"strategy": "sorted-reply"}, {}, "sorted-replay"),
         ({"update_batch": 4}, {}, "update_batch follows from TRL's arguments"),
         ({"engine": {"slot": 3}}, {}, "slots"),
+        ({"engine": {"temperature": 0.7}}, {}, "temperature follows from TRL's arguments"),
         ({"max_prompt_tokens": 3}, {}, "between 1 and 3 are allowed"),
         ({}, {"repetition_penalty": 1.1}, "repetition_penalty"),
         (

@@ -178,6 +178,7 @@ class HostRun:
         self.changed = threading.Condition()
         self.is_stopping = False
         self.version = 0  # published to the engine
+        self.decode_steps = 0  # of the engine, at the last batch
         self.summary: Summary | None = None  # once the run has ended
         self._learner = HostLearner(self, source)
         self._scorer = HostScorer(self)
@@ -348,6 +349,7 @@ class HostRun:
                     self.version = event.version
                     self.changed.notify_all()
             elif isinstance(event, BatchTaken):
+                self.decode_steps = self.engine.stats().decode_steps
                 files.flush()
 
         return Controller(

@@ -129,7 +129,7 @@ class _Session(TrainerCallback):
         self.batch = batch.samples
         trainer, metrics = self.trainer, self.trainer._metrics["train"]
         metrics["sortedrl/staleness_max"].append(float(max(s.staleness(batch.version) for s in batch.samples)))
-        metrics["sortedrl/decode_steps"].append(float(self.run.engine.stats().decode_steps))
+        metrics["sortedrl/decode_steps"].append(float(self.run.decode_steps))
         end = [trainer.eos_token_ids[0]]  # TRL needs a token; an answer that failed has none
         return {
             "prompt_ids": [list(sample.prompt.tokens) for sample in batch.samples],

@@ -16,6 +16,8 @@ from sortedrl.config import SortedConfig
 from sortedrl.engine.base import Engine, InFlight
 from sortedrl.errors import ConfigError
 
+# Of the section `engine`: TRL's loss computes with its own values.
+SAMPLING = {"max_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop_tokens"}
 FOLDER = "sortedrl"  # the run directory inside TRL's output_dir
 
 
@@ -48,7 +50,7 @@ def make_config(args: Any, wishes: Wishes, sizes: Sizes, stop_tokens: tuple[int,
         raise ConfigError("repetition_penalty changes what is sampled and not what is scored: set it to 1.0")
     if getattr(args, "generation_kwargs", None):
         raise ConfigError("generation_kwargs are arguments of transformers' generate: pass engine={...} instead")
-    taken = {"update_batch", "strategy", "exact_batch"} & set(wishes.schedule)
+    taken = {"update_batch", "exact_batch"} & set(wishes.schedule) | SAMPLING & set(wishes.engine)
     if taken:
         raise ConfigError(f"{min(taken)} follows from TRL's arguments: leave it out")
     schedule = dict(wishes.schedule)
