@@ -53,7 +53,8 @@ class SortedSampler(ReplayBufferAsync):
         if self.groups is None:
             run_dir = None if self._run_dir is None else Path(self._run_dir)
             self.groups = PromptGroups(batch_size, order=self._order, max_wait=self._max_wait, run_dir=run_dir)
-            self.groups.begin(updates_done=max(global_steps - 1, 0))
+            batches_per_step = int(dict(self.trainer_config or {}).get("parameter_sync_step") or 1)
+            self.groups.begin(updates_done=max(global_steps - 1, 0) * batches_per_step)
         if self.groups.knobs.update_batch != batch_size:
             raise ConfigError(
                 f"verl asks for {batch_size} prompts after {self.groups.knobs.update_batch}: keep one size"
