@@ -23,7 +23,7 @@ from sortedrl.adapters.trl import versions as trl_versions  # noqa: E402
 from sortedrl.adapters.trl.on_cpu import trl_on_cpu  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-BUDGET, GROUP, BATCH, STEPS = 40, 2, 8, 5
+BUDGET, GROUP, BATCH, STEPS = 40, 2, 8, 4
 ROWS = [KnightsRows(seed=0, people=dict(DEFAULT_PEOPLE)).row(number) for number in range(24)]
 
 
@@ -100,7 +100,16 @@ def assert_proven(run_dir: Path, num_samples: int) -> None:
 # ---- GRPOTrainer ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", ["sync", "sorted-on-policy", "sorted-replay", "async-on-policy", "tail-batching"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "sync",
+        "sorted-replay",
+        "async-on-policy",
+        pytest.param("sorted-on-policy", marks=pytest.mark.slow),
+        pytest.param("tail-batching", marks=pytest.mark.slow),
+    ],
+)
 def test_grpo_trains_with_each_on_policy_strategy(strategy: str, tmp_path: Path, tokenizer: Any) -> None:
     rollouts = sorted_rollouts(strategy)
     trainer = grpo(tmp_path, tokenizer, rollouts)
@@ -176,8 +185,8 @@ def test_several_reward_functions_keep_their_weights(tmp_path: Path, tokenizer: 
     ("changes", "updates"),
     [
         ({"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}, STEPS),
-        ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "steps_per_generation": 2}, 3),
-        ({"num_iterations": 2}, 3),
+        ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "steps_per_generation": 2}, 2),
+        ({"num_iterations": 2}, 2),
         ({"num_generations": 4}, STEPS),
     ],
 )
@@ -327,8 +336,8 @@ def async_grpo(folder: Path, strategy: str, *, rewards: Any = right, **changes: 
         ("sync", {}, 0),
         ("sorted-replay", {"lookahead": 1}, 0),
         ("sorted-partial", {}, 4),
-        ("april", {"max_staleness": 3, "on_bound": "replay"}, 3),
-        ("async", {}, 2),
+        pytest.param("april", {"max_staleness": 3, "on_bound": "replay"}, 3, marks=pytest.mark.slow),
+        pytest.param("async", {}, 2, marks=pytest.mark.slow),
         ("async-on-policy", {}, 0),
     ],
 )
