@@ -17,8 +17,8 @@ from sortedrl.ledger.reader import Ledger
 from sortedrl.ledger.verify import verify
 
 
-def group(name: str, num_tokens: int = 3, version: int = 0) -> CompleteGroup:
-    return CompleteGroup(id=name, num_tokens=num_tokens, version=version)
+def group(name: str, num_tokens: int = 3) -> CompleteGroup:
+    return CompleteGroup(id=name, num_tokens=num_tokens)
 
 
 def assert_proven(run_dir: Path) -> None:
@@ -61,7 +61,7 @@ def test_every_group_is_taken_once_in_spite_of_kills(seed: int, tmp_path: Path) 
     groups.begin(0)
     while waiting:
         there = waiting[: rng.randint(4, 12)]
-        groups.offer([group(name, rng.randint(1, 50), groups.buffer.version) for name in there])
+        groups.offer([group(name, rng.randint(1, 50)) for name in there])
         taken = groups.take(there)
         assert taken is not None
         waiting = [name for name in waiting if name not in taken]

@@ -77,7 +77,7 @@ class SortedSampler:
             )
         self._groups.begin(self._updates_done)
         ready = [place for place, is_ready in enumerate(buffer.ready_list) if is_ready]
-        self._groups.offer(complete_group(buffer.meta_list[i], buffer.start_weight_list[i]) for i in ready)
+        self._groups.offer(complete_group(buffer.meta_list[i]) for i in ready)
         oldest = current_train_weight - self._max_staleness
         if any(w <= oldest and not r for w, r in zip(buffer.start_weight_list, buffer.ready_list, strict=True)):
             return None, 0
@@ -121,6 +121,6 @@ def group_id(meta: Any) -> str:
     return str(tag.get("group_id") or meta.sample_ids[0])
 
 
-def complete_group(meta: Any, version: int) -> CompleteGroup:
+def complete_group(meta: Any) -> CompleteGroup:
     lengths = getattr(meta, "sequence_lengths", None)
-    return CompleteGroup(id=group_id(meta), num_tokens=max(map(int, lengths)) if lengths else 1, version=version)
+    return CompleteGroup(id=group_id(meta), num_tokens=max(map(int, lengths)) if lengths else 1)

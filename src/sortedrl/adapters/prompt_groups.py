@@ -34,7 +34,6 @@ class CompleteGroup:
 
     id: str
     num_tokens: int  # of its longest answer
-    version: int  # of the oldest weights that wrote it
 
 
 class PromptGroups:
@@ -113,9 +112,9 @@ class PromptGroups:
         buffer.load(samples)
         for sample, group in zip(samples, new, strict=True):
             buffer.start(sample)
-            version = min(max(group.version, 0), buffer.version)
-            length = max(group.num_tokens, 1)  # the framework keeps the tokens; only their number is needed here
-            buffer.append(sample, Segment(version, [0] * length, [0.0] * length), start=0)
+            # The framework keeps the tokens and bounds their staleness; here a group counts from when it is complete.
+            length = max(group.num_tokens, 1)
+            buffer.append(sample, Segment(buffer.version, [0] * length, [0.0] * length), start=0)
             buffer.finish(sample, FinishReason.STOP)
             buffer.score(sample.id, sample.attempt, 0.0)
             self._number[group.id] = sample.id

@@ -81,14 +81,11 @@ class SortedSampler(ReplayBufferAsync):
         return chosen, partition, steps
 
     def _complete(self, partition_id: str) -> list[CompleteGroup]:
-        """The finished groups with their lengths and versions, in the order in which verl issued them."""
+        """The finished groups with their lengths, in the order in which verl issued them."""
         lengths: dict[str, int] = {}
-        versions: dict[str, int] = {}
         steps = self.prompt_global_steps[partition_id]
         for key, tag in self.partitions[partition_id].items():
             uid = key.split("_")[0]
             lengths[uid] = max(lengths.get(uid, 0), int(tag.get("response_len") or 0))
-            oldest = tag.get("min_global_steps")
-            versions[uid] = min(versions.get(uid, 1 << 62), steps.get(uid, 0) if oldest is None else int(oldest))
         finished = sorted(self.finished_keys[partition_id], key=lambda uid: (steps.get(uid, 0), uid))
-        return [CompleteGroup(id=uid, num_tokens=lengths.get(uid, 0), version=versions.get(uid, 0)) for uid in finished]
+        return [CompleteGroup(id=uid, num_tokens=lengths.get(uid, 0)) for uid in finished]
