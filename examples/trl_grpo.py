@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -271,7 +272,7 @@ def main() -> int:
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     results: list[Result] = []
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):  # the trainers print their logs
         if chosen.is_async:
             with trl_on_cpu():
                 for strategy in ASYNC:
