@@ -183,8 +183,8 @@ def assert_rewards_are_of_the_trained_tokens(run: ScriptedRun) -> None:
     changed = Counter(e.sample for e in run.events if isinstance(e, events.AttemptVerified) and e.accepted < e.cached)
     for sample in run.trained:
         answers = asked.get(sample.id, [])
-        # The simulated engine adds a token to a complete answer that it resumes after a failure, and it may continue one
-        # that a replay has confirmed, because the scripted length of an answer changes apart from its tokens.
+        # The simulated engine adds a token to a complete answer that it resumes after a failure. It may also continue
+        # one that a replay has confirmed, because the scripted length of an answer changes apart from its tokens.
         extended = sum(len(after) > len(before) == common(before, after) for before, after in pairwise(answers))
         assert len(answers) <= 1 + changed[sample.id] + extended + sample.num_restarts + sample.num_failures
         if sample.finish_reason != FinishReason.FAILED:
