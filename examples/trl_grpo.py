@@ -3,7 +3,6 @@
     python examples/trl_grpo.py             # a stock GRPOTrainer, then the same with one argument more
     python examples/trl_grpo.py --async     # AsyncGRPOTrainer with six strategies
     python examples/trl_grpo.py --json
-    python examples/trl_grpo.py --smollm2 --steps 6    # seconds on SmolLM2-135M and lists of numbers; minutes
 
 Needs: pip install 'sortedrl[trl]'. It exits with 1 if a promise is not kept.
 """
@@ -37,7 +36,6 @@ from sortedrl.tasks.tiny import knights_tiny_path
 
 MODEL = str(knights_tiny_path())
 GROUP, BATCH = 4, 16
-SMOLLM2 = {"group": 2, "batch": 8, "max_tokens": 256, "lr": 1e-5}
 ASYNC: dict[str, dict[str, Any]] = {
     "sync": {},
     "sorted-partial": {"lookahead": 2},
@@ -215,59 +213,12 @@ def show(results: list[Result]) -> None:
         print("| " + " | ".join(f"{cell:.6g}" if isinstance(cell, float) else str(cell) for cell in cells) + " |")
 
 
-def train_smollm2(name: str, rollouts: Any, steps: int, folder: str) -> Result:
-    """Lists of numbers, whose lengths have a tail, with a real model: how long it takes."""
-    from sortedrl.learner.smollm2 import smollm2_path
-    from sortedrl.tasks.counting import INSTRUCTION, CountingTask, Questions, counting_reward
-    from sortedrl.tasks.wording import Wording
-
-    task = CountingTask(
-        seed=0,
-        questions=Questions(median=16, spread=0.7, max_step=1),
-        wording=Wording(system="Count.", instruction=INSTRUCTION),
-    )
-    rows = Dataset.from_list([task.train.row(number) for number in range(steps * SMOLLM2["batch"] // SMOLLM2["group"])])
-
-    def counted(prompts: Any, completions: Any, answer: list[str], **_: Any) -> list[float | None]:
-        return [*counting_reward(prompts, completions, answer)]
-
-    model = str(smollm2_path())
-    options = {**settings(folder, steps, 0), "num_generations": SMOLLM2["group"], "learning_rate": SMOLLM2["lr"]}
-    trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
-        reward_funcs=counted,
-        args=GRPOConfig(
-            **{**options, "max_completion_length": SMOLLM2["max_tokens"]}, per_device_train_batch_size=SMOLLM2["batch"]
-        ),
-        train_dataset=rows,
-        processing_class=AutoTokenizer.from_pretrained(model),
-        rollout_func=rollouts,
-    )
-    began = time.perf_counter()
-    trainer.train()
-    seconds = time.perf_counter() - began
-    logs = [entry for entry in trainer.state.log_history if "reward" in entry]
-    result: Result = {
-        "name": name,
-        "updates": len(logs),
-        "seconds": round(seconds, 1),
-        "decode_steps": int(sum(entry["completions/max_length"] for entry in logs)),
-        "mean_length": sum(entry["completions/mean_length"] for entry in logs) / len(logs),
-    }
-    if rollouts is not None:
-        summary = rollouts.summary
-        result |= {"decode_steps": summary.decode_steps, "rollout_s": summary.rollout_s, "update_s": summary.update_s}
-        result |= {"staleness_max": summary.staleness_max, **proof(Path(folder) / "sortedrl")}
-    return result
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=64, help="updates")
     parser.add_argument("--seeds", type=int, default=1, help="seeds, for --async")
     parser.add_argument("--strategy", default="sorted-replay", help="for GRPOTrainer")
     parser.add_argument("--async", dest="is_async", action="store_true", help="AsyncGRPOTrainer with six strategies")
-    parser.add_argument("--smollm2", action="store_true", help="seconds on a real model, as they come out")
     parser.add_argument("--json", dest="as_json", action="store_true")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
@@ -279,14 +230,6 @@ def main() -> int:
                     for seed in range(chosen.seeds):
                         results.append(train_async(strategy, chosen.steps, seed, f"{folder}/{strategy}{seed}"))
             misses = [miss for result in results for miss in async_misses(result)]
-        elif chosen.smollm2:
-            torch.set_num_threads(2)
-            stock = train_smollm2("stock TRL", None, chosen.steps, f"{folder}/stock")
-            rollouts = sorted_rollouts(chosen.strategy, lookahead=2)
-            results = [stock, train_smollm2(chosen.strategy, rollouts, chosen.steps, f"{folder}/ours")]
-            misses = (
-                [] if results[1]["lost"] == results[1]["duplicated"] == 0 else ["samples are lost or trained twice"]
-            )
         else:
             stock = train_grpo("stock TRL", None, chosen.steps, 0, f"{folder}/stock")
             rollouts = sorted_rollouts(chosen.strategy, lookahead=2)

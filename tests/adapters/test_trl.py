@@ -13,6 +13,7 @@ import torch
 from sortedrl.errors import ConfigError, RunDirError
 from sortedrl.ledger.reader import Ledger
 from sortedrl.ledger.verify import verify as verify_ledger
+from sortedrl.records import Prompt
 from sortedrl.tasks.knights import DEFAULT_PEOPLE, KnightsRows, verify
 from sortedrl.tasks.tiny import knights_tiny_path
 
@@ -20,6 +21,7 @@ trl = pytest.importorskip("trl", reason="TRL is an optional package: pip install
 
 from sortedrl.adapters.trl import sorted_rollouts, sorted_worker  # noqa: E402
 from sortedrl.adapters.trl import versions as trl_versions  # noqa: E402
+from sortedrl.adapters.trl.completions import completions_of  # noqa: E402
 from sortedrl.adapters.trl.on_cpu import trl_on_cpu  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -160,6 +162,14 @@ def test_trl_logs_the_prompts_that_were_answered(tmp_path: Path, tokenizer: Any)
     for (prompt, completion), reward in zip(shown, logs["rewards"]["remember"], strict=True):
         answer = next(row["answer"] for row in ROWS if row["prompt"] == prompt)
         assert reward == pytest.approx(right([prompt], [completion], [answer])[0], rel=1e-6)
+
+
+def test_answers_to_chats_are_messages(tokenizer: Any) -> None:
+    tokens = tokenizer("try Ann=knight")["input_ids"]
+    chat = Prompt(id="p", tokens=(1,), content=[{"role": "user", "content": "?"}])
+    assert completions_of([chat], [tokens], tokenizer) == [[{"role": "assistant", "content": "try Ann=knight"}]]
+    text = Prompt(id="q", tokens=(1,), content="?")
+    assert completions_of([text], [tokens], tokenizer) == ["try Ann=knight"]
 
 
 def test_several_reward_functions_keep_their_weights(tmp_path: Path, tokenizer: Any) -> None:
