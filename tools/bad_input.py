@@ -94,6 +94,20 @@ CASES: list[Case] = [
     case("unknown strategy", *QUICK, "schedule=sorted", says="schedule.strategy"),
     case("sync with lookahead", *QUICK, "schedule=sync", "schedule.lookahead=2", says="contradicts"),
     case("sync with overlap", *QUICK, "schedule=sync", "schedule.overlap=true", says="contradicts"),
+    case(
+        "exact batches that cannot wait", *QUICK, "schedule=async", "schedule.exact_batch=true", says="cannot be kept"
+    ),
+    case("plan from no logs", "plan", "--from-logs", "{files}/none", says="none"),
+    case(
+        "plan from logs and a trace",
+        "plan",
+        "--from-logs",
+        "{files}",
+        "--trace",
+        "lognormal(70, 1, 500)",
+        says="--trace",
+    ),
+    case("exact_batch with a number", *QUICK, "schedule.exact_batch=16", says="schedule.exact_batch"),
     case("async without overlap", *QUICK, "schedule=async", "schedule.overlap=false", says="contradicts"),
     case(
         "a staleness bound that cannot be kept",

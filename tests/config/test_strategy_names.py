@@ -14,19 +14,19 @@ from sortedrl.schedule import Strategy
 REFUSED, CUSTOM, KEPT = "refused", "custom", "kept"
 KNOBS = (
     *("cohort_batches", "lookahead", "max_staleness", "interrupted", "on_bound"),
-    *("harvest", "order", "admission", "overlap", "restart_noise"),
+    *("harvest", "order", "admission", "overlap", "restart_noise", "exact_batch"),
 )
 # What becomes of each strategy if one knob, in the order of KNOBS, gets a value that the preset does not have.
 OUTCOMES = {
-    "sync": (REFUSED, REFUSED, CUSTOM, CUSTOM, CUSTOM, REFUSED, KEPT, KEPT, REFUSED, KEPT),
-    "sync-large": (KEPT, REFUSED, CUSTOM, CUSTOM, CUSTOM, REFUSED, KEPT, KEPT, REFUSED, KEPT),
-    "sorted-on-policy": (KEPT, KEPT, REFUSED, CUSTOM, CUSTOM, CUSTOM, KEPT, KEPT, REFUSED, KEPT),
-    "sorted-partial": (KEPT, KEPT, KEPT, CUSTOM, KEPT, CUSTOM, KEPT, KEPT, KEPT, KEPT),
-    "sorted-replay": (KEPT, KEPT, CUSTOM, CUSTOM, CUSTOM, CUSTOM, KEPT, KEPT, KEPT, KEPT),
-    "april": (KEPT, CUSTOM, KEPT, CUSTOM, KEPT, CUSTOM, KEPT, KEPT, KEPT, KEPT),
-    "tail-batching": (KEPT, REFUSED, CUSTOM, CUSTOM, CUSTOM, CUSTOM, KEPT, CUSTOM, REFUSED, KEPT),
-    "async": (KEPT, KEPT, KEPT, CUSTOM, KEPT, REFUSED, KEPT, KEPT, REFUSED, KEPT),
-    "async-on-policy": (KEPT, KEPT, REFUSED, CUSTOM, REFUSED, CUSTOM, KEPT, KEPT, REFUSED, KEPT),
+    "sync": (REFUSED, REFUSED, CUSTOM, CUSTOM, CUSTOM, REFUSED, KEPT, KEPT, REFUSED, KEPT, KEPT),
+    "sync-large": (KEPT, REFUSED, CUSTOM, CUSTOM, CUSTOM, REFUSED, KEPT, KEPT, REFUSED, KEPT, KEPT),
+    "sorted-on-policy": (KEPT, KEPT, REFUSED, CUSTOM, CUSTOM, CUSTOM, KEPT, KEPT, REFUSED, KEPT, KEPT),
+    "sorted-partial": (KEPT, KEPT, KEPT, CUSTOM, KEPT, CUSTOM, KEPT, KEPT, KEPT, KEPT, KEPT),
+    "sorted-replay": (KEPT, KEPT, CUSTOM, CUSTOM, CUSTOM, CUSTOM, KEPT, KEPT, KEPT, KEPT, KEPT),
+    "april": (KEPT, CUSTOM, KEPT, CUSTOM, KEPT, CUSTOM, KEPT, KEPT, KEPT, KEPT, KEPT),
+    "tail-batching": (KEPT, REFUSED, CUSTOM, CUSTOM, CUSTOM, CUSTOM, KEPT, CUSTOM, REFUSED, KEPT, KEPT),
+    "async": (KEPT, KEPT, KEPT, CUSTOM, KEPT, REFUSED, KEPT, KEPT, REFUSED, KEPT, REFUSED),
+    "async-on-policy": (KEPT, KEPT, REFUSED, CUSTOM, REFUSED, CUSTOM, KEPT, KEPT, REFUSED, KEPT, KEPT),
 }
 OTHER_VALUES: dict[str, tuple[Any, ...]] = {
     "cohort_batches": (3,),
@@ -39,6 +39,7 @@ OTHER_VALUES: dict[str, tuple[Any, ...]] = {
     "admission": ("longest-expected-first",),
     "overlap": (True, False),
     "restart_noise": ("fresh",),
+    "exact_batch": (True,),  # async waits for what is at its bound, which cannot be kept
 }
 
 
@@ -72,6 +73,7 @@ def test_every_knob_that_differs_is_refused_reported_or_open(strategy: str, knob
     [
         ({"strategy": "sync", "lookahead": 1}, r"^schedule\.lookahead = 1 contradicts .* sync, which .*: leave it out"),
         ({"strategy": "sync", "lookahead": "none"}, r"^schedule\.lookahead = none contradicts"),
+        ({"strategy": "async", "exact_batch": True}, r"^exact_batch = true with max_staleness = 2 and on_bound = wait"),
         ({"strategy": "sync", "cohort_batches": 4}, r"one update batch at a time: .* choose sync-large$"),
         ({"strategy": "async", "overlap": False}, r"^schedule\.overlap = false contradicts .* choose sorted-partial$"),
         ({"strategy": "sorted-on-policy", "max_staleness": 1}, r"^schedule\.max_staleness = 1 contradicts"),

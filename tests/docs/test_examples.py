@@ -62,3 +62,14 @@ def test_every_example_is_listed() -> None:
     page = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     programs = [path for path in EXAMPLES.rglob("*.py") if path.name != "rewards.py"]
     assert [path.name for path in programs if f"`{path.relative_to(EXAMPLES).as_posix()}`" not in page] == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed")
+@pytest.mark.parametrize("arguments", [(), ("--async",)], ids=["grpo", "async"])
+def test_the_trl_example_keeps_its_promises(
+    arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(monkeypatch, "trl_grpo.py", *arguments)
+    assert ended.value.code == 0, capsys.readouterr().out

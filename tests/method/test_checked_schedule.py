@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 
 from sortedrl.buffer import Buffer
 from sortedrl.errors import ScheduleError
-from sortedrl.records import Sample
-from sortedrl.schedule import PRESETS, Fate, Knobs, SortedSchedule, Strategy
+from sortedrl.records import FinishReason, Prompt, Sample
+from sortedrl.schedule import PRESETS, Fate, Knobs, SortedSchedule, Strategy, owed
+from sortedrl.schedule.checked import CheckedSchedule
 from sortedrl.simulate.run import simulate
 from sortedrl.simulate.traces import Trace
 
@@ -146,3 +149,65 @@ def test_half_a_group_is_not_trained() -> None:
     )
     with pytest.raises(ScheduleError, match=r"choose_batch takes sample \d+ without all its siblings"):
         simulate(TRACE, strategy=half, group_size=2, **OPTIONS)
+
+
+@pytest.mark.parametrize("group_size", [1, 2])
+@pytest.mark.parametrize("strategy", [strategy for strategy in Strategy if strategy != Strategy.ASYNC])
+def test_our_schedule_passes_the_checks_with_exact_batches(strategy: Strategy, group_size: int) -> None:
+    own = type("Own", (SortedSchedule,), {"knobs": {**knobs_of(strategy), "exact_batch": True}})
+    lookahead = knobs_of(strategy).get("lookahead", 2)
+    summary = simulate(TRACE, strategy=own, group_size=group_size, lookahead=lookahead, **OPTIONS)
+    assert summary.samples == 96
+    assert summary.updates == 96 // OPTIONS["update_batch"]
+
+
+def two_cohorts() -> Buffer:
+    """Two cohorts of four scored samples, of each of which the first update took two."""
+    buffer = Buffer()
+    for cohort in (0, 1):
+        prompts = [Prompt(id=f"p{cohort}{n}", tokens=(1,), content="") for n in range(4)]
+        buffer.load(
+            [Sample(4 * cohort + n, prompt, 0, 0, cohort, seed=n, budget=9) for n, prompt in enumerate(prompts)]
+        )
+    for sample in list(buffer.pending.values()):
+        buffer.start(sample)
+        buffer.finish(sample, FinishReason.STOP)
+        buffer.score(sample.id, sample.attempt, 0.0)
+    buffer.take([buffer.samples[number] for number in (0, 1, 4, 5)])
+    buffer.publish(1)
+    return buffer
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        ((2, 3, 6, 7), None),
+        ((6, 7), "takes 0 samples of cohort 0 and older ones, .*: take 2 or more"),
+        ((2, 3), "takes 2 samples of cohort 1 and older ones, .*: take 4 or more"),
+    ],
+)
+def test_an_exact_batch_must_leave_no_more_than_later_updates_can_take(
+    chosen: tuple[int, ...], message: str | None
+) -> None:
+    knobs = Knobs(update_batch=4, cohort_batches=1, lookahead=1, max_staleness=None, exact_batch=True)
+    buffer = two_cohorts()
+    assert owed(buffer, knobs) == {0: 2, 1: 4}  # both cohorts were loaded before update 0 and have updates 0 and 1
+
+    class Chooses(SortedSchedule):
+        def choose_batch(self, buffer: Buffer, knobs: Knobs, *, has_data: bool = False) -> list[Sample]:
+            return [buffer.samples[number] for number in chosen]
+
+    with nullcontext() if message is None else pytest.raises(ScheduleError, match=message):
+        CheckedSchedule(Chooses(), "Chooses").choose_batch(buffer, knobs)
+
+
+def test_a_batch_of_more_than_u_is_refused_with_exact_batches() -> None:
+    class Greedy(SortedSchedule):
+        knobs: Mapping[str, Any] = MappingProxyType({"exact_batch": True})
+
+        def choose_batch(self, buffer: Buffer, knobs: Knobs, *, has_data: bool = False) -> list[Sample] | None:
+            return list(buffer.scored.values()) if super().choose_batch(buffer, knobs, has_data=has_data) else None
+
+    equal = Trace(lengths=[5] * 64, prompts=list(range(64)), cap=50, source="a test")
+    with pytest.raises(ScheduleError, match="choose_batch takes 32 samples, and exact_batch allows 8"):
+        simulate(equal, strategy=Greedy, **{**OPTIONS, "slots": 32})

@@ -10,6 +10,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from sortedrl.cli.app import AsJson, app, err, stdout_console
+from sortedrl.errors import ConfigError
 
 HardwareOption = Annotated[str, typer.Option(help="h100, a100 or cpu; for roofline.")]
 ModelOption = Annotated[str, typer.Option(help="llama-3.1-8b, qwen2.5-32b or smollm2-135m; for roofline.")]
@@ -108,6 +109,9 @@ def plan(
     from_run: Annotated[
         Path | None, typer.Option(help="A finished run that costs and settings are taken from.")
     ] = None,
+    from_logs: Annotated[
+        Path | None, typer.Option(help="Lengths from the logs of TRL (completions) or verl (rollout_data_dir).")
+    ] = None,
     hardware: HardwareOption = "h100",
     model: ModelOption = "llama-3.1-8b",
     tensor_parallel: TensorParallelOption = 1,
@@ -132,6 +136,9 @@ def plan(
     """Search by simulation for settings that train fast with little staleness."""
     from sortedrl.simulate.plan import PlanQuestion, propose
 
+    if from_logs is not None and trace is not None:
+        raise ConfigError("--from-logs and --trace both give lengths: leave one out")
+    trace = trace if from_logs is None else str(from_logs)
     question = PlanQuestion(
         trace=trace,
         from_run=from_run,

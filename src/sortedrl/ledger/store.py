@@ -45,6 +45,7 @@ class Store:
         self.path = path
         self.grouped = meta["grouped"] == "1"
         self.knobs: dict[str, Any] = json.loads(meta["knobs"])
+        self.noise: str = meta.get("noise", schema.FIRST_NOISE)  # the scheme that drew the tokens
         self.lineage: int | None = None  # of this process; None until `begin_lineage`
         self.seconds = 0.0  # time spent in this store so far
         self._connection = connection
@@ -100,6 +101,20 @@ class Store:
     def seq(self) -> int:
         """Number of the last row, committed or not. Between two calls of the buffer, `truncate` can return to it."""
         return self._seq
+
+    @property
+    def num_updates(self) -> int:
+        """Number of update batches in the file."""
+        return self._connection.execute("SELECT count(*) FROM updates").fetchone()[0]
+
+    def seq_of_update(self, number: int) -> int | None:
+        """Number of the last row of an update batch, to which `truncate` can return; None if the file lacks it."""
+        return self._connection.execute("SELECT max(seq) FROM trained WHERE number = ?", (number,)).fetchone()[0]
+
+    def trained_prompts(self) -> dict[str, int]:
+        """The prompts of trained samples in the file, each with its last sample."""
+        query = "SELECT prompt, max(id) FROM samples JOIN trained ON trained.sample = samples.id GROUP BY prompt"
+        return dict(self._connection.execute(query))
 
     def commit(self, durable: bool = False) -> None:
         """Write the pending rows as one transaction. If it fails, they stay pending and can be committed again."""

@@ -124,6 +124,8 @@ def proven_line(ledger: Ledger, verdict: Verdict) -> str:
         said.append(f"staleness at most {staleness}")
     if waits is not None:
         said.append(f"{_plural(count['cohorts'], 'cohort')}, each within {_plural(waits, 'update')}")
+    if (size := _exact_batch(ledger)) is not None:
+        said.append(f"{_plural(size, 'sample')} in each update")
     if ledger.grouped:
         said.append("siblings together")
     return "proven: " + "; ".join(said)
@@ -137,6 +139,13 @@ def _cohort_updates(ledger: Ledger) -> int | None:
     """The number of updates within which a cohort must be consumed; None without a bound."""
     batches, lookahead = ledger.knobs.get("cohort_batches"), ledger.knobs.get("lookahead")
     return None if batches is None or lookahead is None else batches * (1 + lookahead)
+
+
+def _exact_batch(ledger: Ledger) -> int | None:
+    """The number of samples that each update must have; None if the schedule does not fix it, or it was changed."""
+    is_changed = any(change.key == "schedule.update_batch" for made in ledger.changes.values() for change in made)
+    size = ledger.knobs.get("update_batch") if ledger.knobs.get("exact_batch") else None
+    return size if isinstance(size, int) and not is_changed else None
 
 
 # The states in which each step is allowed (docs/reference/guarantees.md).
@@ -271,6 +280,7 @@ class _Proof:
             for sample, what in self.ledger.rows(query):
                 self.broken(rule, sample, f"{words} {what!r}")
         self._conclude_counts()
+        self._conclude_batches()
         for number, cohort in self.cohorts.items():
             if cohort.num_seen != cohort.num_samples:
                 said = f"cohort {number} records {cohort.num_samples} samples"
@@ -298,6 +308,16 @@ class _Proof:
         for number in ledger.changes.keys() - set(numbers):
             keys = ", ".join(change.key for change in ledger.changes[number])
             self.broken("lineage", None, f"lineage {number} changed {keys}, but there is no such lineage")
+
+    def _conclude_batches(self) -> None:
+        """With `exact_batch`, only the last batch of a run may be smaller than the others."""
+        size = _exact_batch(self.ledger)
+        if size is None:
+            return
+        for number, count in self.ledger.rows("SELECT number, num_samples FROM updates ORDER BY number"):
+            is_last = number == self.num_updates - 1 and not self.samples
+            if count != size and not (is_last and count < size):
+                self.broken("exact-batch", None, f"update {number} has {count} samples, not {size}")
 
     # ---- one check for each table -----------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from sortedrl.schedule.decisions import (
     due_cohorts,
     interrupts_at_publication,
     lacks_only_scores,
+    owed,
     wants_cohort,
 )
 from sortedrl.schedule.knobs import Admission, Fate, HarvestRule, Knobs, Order, RestartNoise
@@ -46,6 +47,7 @@ __all__ = [
     "due_cohorts",
     "interrupts_at_publication",
     "lacks_only_scores",
+    "owed",
     "reported_name",
     "resolve_knobs",
     "wants_cohort",

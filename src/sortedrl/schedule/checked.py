@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from sortedrl.buffer import Buffer
 from sortedrl.errors import ScheduleError, SortedRLError, first_line
 from sortedrl.records import Sample
-from sortedrl.schedule.decisions import Schedule, due_cohorts
+from sortedrl.schedule.decisions import Schedule, due_cohorts, owed
 from sortedrl.schedule.knobs import Fate, Knobs
 
 
@@ -56,6 +56,9 @@ class CheckedSchedule:
             if any(sibling.id not in ids for sibling in buffer.group_of(sample).samples):
                 self._refuse(f"choose_batch takes sample {sample.id} without all its siblings")
             self._check_staleness("choose_batch trains", buffer, knobs, sample)
+        if knobs.exact_batch:
+            self._check_exact(buffer, knobs, batch)
+            return batch
         due = due_cohorts(buffer, knobs)
         late = [sample for sample in buffer.samples.values() if sample.cohort in due and sample.id not in ids]
         if late:
@@ -130,6 +133,17 @@ class CheckedSchedule:
         staleness = buffer.staleness(sample, buffer.version)
         if knobs.max_staleness is not None and staleness > knobs.max_staleness:
             self._refuse(f"{what} sample {sample.id} at staleness {staleness}, past the bound {knobs.max_staleness}")
+
+    def _check_exact(self, buffer: Buffer, knobs: Knobs, batch: list[Sample]) -> None:
+        """With `exact_batch`: no more than U samples, and of old cohorts as many as their updates need."""
+        if len(batch) > knobs.update_batch:
+            self._refuse(f"choose_batch takes {len(batch)} samples, and exact_batch allows {knobs.update_batch}")
+        for cohort, must in owed(buffer, knobs).items():
+            if (found := sum(sample.cohort <= cohort for sample in batch)) < must:
+                self._refuse(
+                    f"choose_batch takes {found} samples of cohort {cohort} and older ones, and their last updates "
+                    f"could not take the rest: take {must} or more"
+                )
 
     def _check_progress(self, buffer: Buffer) -> None:
         """Refuse to wait if nothing runs, nothing is being scored, and the last round has changed nothing."""

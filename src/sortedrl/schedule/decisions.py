@@ -10,6 +10,7 @@ docs/reference/guarantees.md has the table of transitions and the proofs.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain, islice
 from operator import attrgetter
@@ -76,7 +77,11 @@ def choose_batch(buffer: Buffer, knobs: Knobs, *, has_data: bool = False) -> lis
     if _is_held_back(buffer, knobs):  # last, because it looks at every sample
         return None
     ready = list(buffer.ready.values())
-    return _in_order(_at_most_a_batch(buffer, knobs, ready) if knobs.overlap else ready, knobs.order)
+    if knobs.exact_batch:
+        ready = _exactly_a_batch(buffer, knobs, ready)
+    elif knobs.overlap:
+        ready = _at_most_a_batch(buffer, knobs, ready)
+    return _in_order(ready, knobs.order)
 
 
 def lacks_only_scores(buffer: Buffer, knobs: Knobs) -> bool:
@@ -94,6 +99,10 @@ def lacks_only_scores(buffer: Buffer, knobs: Knobs) -> bool:
     soon = buffer.num_ready_soon
     if soon == 0 or buffer.num_counted(knobs.flat_extra) + soon < knobs.update_batch:
         return False
+    if knobs.exact_batch:
+        complete = _complete_groups(buffer, buffer.finished.values())
+        soon_ready = [group for group in complete if not any(s.id in buffer.unverified for s in group.samples)]
+        return not _lacking(buffer, knobs, [*buffer.ready.values(), *soon_ready])
     is_due = _due(buffer, knobs)
     under_way = chain(buffer.running.values(), _may_be_due(buffer, knobs))
     return is_due is None or not any(map(is_due, under_way))
@@ -181,8 +190,13 @@ def _due(buffer: Buffer, knobs: Knobs) -> Callable[[Sample], bool] | None:
     """A test for the samples that the next update must take, or None if there are none.
 
     It must take the rest of a cohort whose last allowed update it is. With `on_bound = wait` it must also take samples
-    that would exceed the staleness bound one version later, each with its siblings.
+    that would exceed the staleness bound one version later, each with its siblings. With `exact_batch` it must take as
+    many as `owed` says, and samples are due while too few of them are ready; `Knobs` admits `wait` only where the
+    cohort's updates keep the staleness bound too.
     """
+    if knobs.exact_batch and knobs.harvest != DRAIN:
+        lacking = _lacking(buffer, knobs, buffer.ready.values())
+        return (lambda s: s.cohort <= lacking[-1]) if lacking else None
     bound = knobs.max_staleness if knobs.on_bound == WAIT else None
     cohorts = due_cohorts(buffer, knobs)
     if bound is None:
@@ -202,9 +216,43 @@ def due_cohorts(buffer: Buffer, knobs: Knobs) -> set[int]:
     return {c.id for c in buffer.cohorts.values() if buffer.num_updates >= c.loaded_update + updates - 1}
 
 
+def owed(buffer: Buffer, knobs: Knobs) -> dict[int, int]:
+    """With `exact_batch`: how many samples of each cohort and the older ones the next update must take at least.
+
+    An update takes U samples. If it took fewer of these, the updates that the cohort has left could not take the rest.
+    Cohorts of which the next update needs to take none are left out.
+    """
+    if knobs.cohort_updates is None:
+        return {}
+    owed: dict[int, int] = {}
+    num_left = 0
+    for cohort in buffer.cohorts.values():  # oldest first, so deadlines never decrease
+        num_left += cohort.num_left
+        num_later = cohort.loaded_update + knobs.cohort_updates - buffer.num_updates - 1  # updates after the next one
+        if (must := num_left - num_later * knobs.update_batch) > 0:
+            owed[cohort.id] = must
+    return owed
+
+
+def _lacking(buffer: Buffer, knobs: Knobs, ready: Iterable[Unit]) -> list[int]:
+    """The cohorts, oldest first, of which (and of older ones) fewer samples are in `ready` than `owed`.
+
+    The youngest cohort is left out: no sample is younger, so any full batch holds what is owed of it.
+    """
+    required = owed(buffer, knobs)
+    if not required:
+        return []
+    required.pop(next(reversed(buffer.cohorts)), None)
+    of_cohort: Counter[int] = Counter()
+    for group in ready:
+        of_cohort[group.cohort] += len(group.samples)
+    return [c for c, must in required.items() if sum(n for older, n in of_cohort.items() if older <= c) < must]
+
+
 def _may_be_due(buffer: Buffer, knobs: Knobs) -> Iterable[Sample]:
     """The pending samples that can be due. Samples that never ran are due only through their cohort or siblings."""
-    return (buffer.pending if buffer.grouped or due_cohorts(buffer, knobs) else buffer.waiting).values()
+    by_cohort = buffer.grouped or knobs.exact_batch or due_cohorts(buffer, knobs)
+    return (buffer.pending if by_cohort else buffer.waiting).values()
 
 
 def _room(buffer: Buffer, knobs: Knobs) -> int | None:
@@ -224,6 +272,8 @@ def _room(buffer: Buffer, knobs: Knobs) -> int | None:
 
 def _is_held_back(buffer: Buffer, knobs: Knobs) -> bool:
     """Whether the update must take a sample that is not ready yet."""
+    if knobs.exact_batch:
+        return bool(_lacking(buffer, knobs, buffer.ready.values()))
     is_due = _due(buffer, knobs)
     if is_due is None:
         return False
@@ -383,8 +433,34 @@ def _at_most_a_batch(buffer: Buffer, knobs: Knobs, ready: list[Unit]) -> list[Un
     return taken
 
 
+def _exactly_a_batch(buffer: Buffer, knobs: Knobs, ready: list[Unit]) -> list[Unit]:
+    """Ready groups that make one update batch, the oldest cohort first, then the oldest tokens, then by `order`."""
+    ranked = _ranked(ready, knobs.order)
+    if buffer.num_ready > knobs.update_batch:
+        ranked.sort(key=lambda group: (group.cohort, -group.staleness(buffer.version)))
+    return _fitting(ranked, knobs.update_batch)
+
+
+def _fitting(ranked: Iterable[Unit], num_samples: int) -> list[Unit]:
+    """The first groups that hold at most `num_samples` samples together; a group that is too large is passed over."""
+    fitting: list[Unit] = []
+    for group in ranked:
+        if len(group.samples) <= num_samples:
+            fitting.append(group)
+            num_samples -= len(group.samples)
+        if num_samples == 0:
+            break
+    return fitting
+
+
 def _one_batch(groups: list[Unit], knobs: Knobs) -> list[Unit]:
     """Choose the groups of one update batch from the groups that are left of a fully scored cohort."""
+    if knobs.exact_batch:
+        ranked = _ranked(groups, knobs.order)
+        if knobs.order == Order.INTERLEAVED:
+            step = math.ceil(sum(len(group.samples) for group in groups) / knobs.update_batch)
+            ranked = [group for start in range(step) for group in ranked[start::step]]
+        return _fitting(ranked, knobs.update_batch)
     if knobs.order == Order.INTERLEAVED:
         num_batches = max(1, round(sum(len(group.samples) for group in groups) / knobs.update_batch))
         return _ranked(groups, knobs.order)[::num_batches]

@@ -67,6 +67,9 @@ class Knobs:
     overlap: bool = False
     restart_noise: RestartNoise = RestartNoise.SEEDED
     flat_extra: int = 0  # how many samples of groups with equal rewards a batch may hold on top; 0: none
+    exact_batch: bool = (
+        False  # a batch never holds more than `update_batch` samples; only the run's last may hold fewer
+    )
 
     @property
     def cohort_samples(self) -> int:
@@ -90,14 +93,20 @@ class Knobs:
                 "overlap = true with max_staleness = 0 and on_bound = wait cannot be kept: what is sampled during an "
                 "update is one version old when it ends; set max_staleness >= 1, or on_bound = replay or restart"
             )
-        elif self.harvest == HarvestRule.DRAIN and self.on_bound == Fate.WAIT:
-            oldest = None if updates is None else updates - 1 + self.overlap  # of a drained cohort's last batch
+        elif (self.harvest == HarvestRule.DRAIN or self.exact_batch) and self.on_bound == Fate.WAIT:
+            oldest = None if updates is None else updates - 1 + self.overlap  # in a cohort's last batch
             if oldest is None or bound < oldest:
+                rule = "harvest = drain" if self.harvest == HarvestRule.DRAIN else "exact_batch = true"
                 raise ConfigError(
-                    f"harvest = drain with max_staleness = {bound} and on_bound = wait cannot be kept: the last batch "
-                    f"of a drained cohort is {'ever more' if oldest is None else oldest} versions old; raise "
-                    "max_staleness, or set on_bound = replay or restart"
+                    f"{rule} with max_staleness = {bound} and on_bound = wait cannot be kept: the last batch of a "
+                    f"cohort is {'ever more' if oldest is None else oldest} versions old; raise max_staleness, or set "
+                    "on_bound = replay or restart"
                 )
+        if self.exact_batch and self.flat_extra:
+            raise ConfigError(
+                "exact_batch = true leaves no room for the samples that learner.flat_groups = replace adds to a batch: "
+                "set learner.flat_groups to keep or zero, or exact_batch = false"
+            )
         if self.admission == Admission.TAIL_LAST and (self.lookahead != 0 or self.cohort_batches < 2):
             raise ConfigError(
                 "admission = tail-last postpones long samples to the end of their cohort: it needs lookahead = 0 and "

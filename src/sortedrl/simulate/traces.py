@@ -19,6 +19,7 @@ import numpy as np
 
 from sortedrl.errors import DataError
 from sortedrl.external.extras import extra_message
+from sortedrl.simulate.trainer_logs import read_trainer_logs
 
 DEFAULT_SAMPLES = 4096  # of a synthetic trace
 MAX_SAMPLES = 10**8  # more would not fit in memory
@@ -131,7 +132,12 @@ _ENCODING = "utf-8-sig"  # spreadsheets write a byte order mark, which must not 
 def _read(path: Path, column: str) -> tuple[list[list[int]], bool, str]:
     """The lengths in groups, whether they are a flat list (one group, no siblings), and a note for the user."""
     if path.is_dir():
-        path = path / "events.jsonl"
+        path, folder = path / "events.jsonl", path
+        logs = None if path.exists() else read_trainer_logs(folder)
+        if logs is not None:
+            groups, note = logs
+            is_even = len({len(group) for group in groups}) == 1
+            return (groups, False, note) if is_even else ([[n for group in groups for n in group]], True, note)
     readers: dict[str, Callable[[Path, str], tuple[list[list[Any]], bool, str]]] = {
         ".json": _read_json,
         ".jsonl": _read_events,

@@ -7,16 +7,26 @@ resumed run continues with the next prompt.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from sortedrl.records import Sample, sample_seed
-from sortedrl.tasks.base import PromptStream
+from sortedrl.records import Prompt, Sample, sample_seed
+
+
+class Stream(Protocol):
+    """Prompts one after the other, each with its epoch; a `PromptStream` of a task, or another trainer's rows."""
+
+    def take(self, num_prompts: int) -> list[tuple[int, Prompt]]: ...
+
+    def state_dict(self) -> Mapping[str, Any]: ...
+
+    def load_state_dict(self, state: Any) -> None: ...
 
 
 @dataclass(slots=True, kw_only=True)
 class SampleLoader:
-    stream: PromptStream
+    stream: Stream
     seed: int  # of the run
     total_samples: int  # of the run, siblings counted
     siblings: int  # samples per prompt
