@@ -26,8 +26,8 @@ from starlette.requests import Request
 from sortedrl.errors import ConfigError, RunDirError
 from sortedrl.telemetry.dashboard.app import Dashboard, RunViews, check_address, open_port
 from sortedrl.telemetry.dashboard.run_list import find_runs, run_line
-from sortedrl.telemetry.dashboard.sample_page import spell
 from sortedrl.telemetry.report.report import write_report
+from sortedrl.telemetry.report.sample_page import spell
 from tests.support.dashboard_process import COMMAND, dashboard
 from tests.support.synthetic_runs import SyntheticRun, write_run
 

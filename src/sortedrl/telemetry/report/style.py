@@ -29,6 +29,7 @@ class Chart:
     name: str  # unique on its page
     figure: go.Figure
     caption: str = ""  # plain text
+    title: str = ""  # plain text; above the chart, for charts without titles of their own
 
 
 def run_colour(position: int) -> str:
