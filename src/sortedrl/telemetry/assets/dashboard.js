@@ -9,6 +9,7 @@
   let shown = new URLSearchParams(location.search).getAll("run");
   let source = null;
   let paused = false;
+  let isEmptied = false; // the reader has unchecked the last run
   let frame = null;
   let listed = [];
   let facts = new Map(); // figures of the shown runs, of the moment that their page shows
@@ -22,7 +23,7 @@
     { key: "key", label: "run", isText: true },
     { key: "state", label: "state", isText: true },
     { key: "strategy", label: "strategy", isText: true, isWide: true },
-    { key: "reward", label: "reward", digits: 3 },
+    { key: "reward", label: "last reward", digits: 3 },
     { key: "tokens_per_s", label: "tokens/s" },
     { key: "samples", label: "samples", isWide: true },
     { key: "updates", label: "updates", isWide: true },
@@ -43,7 +44,7 @@
     listed = answer.runs;
     const keys = new Set(listed.map((run) => run.key));
     const kept = shown.filter((key) => keys.has(key));
-    if (!kept.length && listed.length) kept.push(listed[0].key);
+    if (!kept.length && listed.length && !isEmptied) kept.push(listed[0].key);
     if (!listed.length) {
       byId("runs-text").textContent = "No run yet in " + answer.folders.join(", ") + ". A run that starts there will appear here.";
       say("waiting for a run");
@@ -100,6 +101,7 @@
     box.type = "checkbox";
     box.addEventListener("change", () => {
       const rest = shown.filter((key) => key !== run.key);
+      isEmptied = !box.checked && !rest.length;
       show(box.checked ? [...rest, run.key] : rest);
     });
     label.append(box, make("span", run.key));

@@ -21,7 +21,7 @@ const pageCharts = (() => {
   // What the server draws for white paper, and what takes its place on a dark page.
   const DARK = {
     "#ffffff": "#161c24", "#1b2430": "#dce3ec", "#e6e9ee": "#2b3440", "#b4bcc8": "#566273", "#000000": "#ffffff",
-    "#0072b2": "#4aa8e8", "#d55e00": "#f07c2a", "#009e73": "#2bbd92", "#7d8794": "#8c97a6", "#e1e5ea": "#39434f",
+    "#0072b2": "#3388d8", "#d55e00": "#f07c2a", "#009e73": "#2bbd92", "#7d8794": "#8c97a6", "#e1e5ea": "#39434f",
     "#c3cad3": "#4c5866", "#a9b1bc": "#6a7686",
   };
 
@@ -59,7 +59,7 @@ const pageCharts = (() => {
       if (!trace.meta || !trace.meta.smooth || count === 1 || trace.y.length < 2) return [trace];
       const mean = { ...trace, y: trailingMeans(trace.y, count), meta: { isMean: true } };
       if (trace.hoverinfo === "skip") return [mean]; // the edge of a band
-      return [{ ...trace, line: { color: trace.line.color, width: 1 }, opacity: 0.3, hoverinfo: "skip", hovertemplate: undefined }, mean];
+      return [{ ...trace, line: { color: trace.line.color, width: 1 }, opacity: 0.38, hoverinfo: "skip", hovertemplate: undefined }, mean];
     });
   }
 

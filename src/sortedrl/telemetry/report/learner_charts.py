@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import plotly.graph_objects as go
 
@@ -185,8 +186,12 @@ def _short(value: float) -> float:
 
 def _chart(figure: go.Figure, name: str, title: str, caption: str) -> Chart:
     figure.update_xaxes(rangemode="tozero", nticks=5)
-    figure.update_yaxes(nticks=5, exponentformat="power")
-    return Chart(name=name, figure=styled(figure, height=_HEIGHT, top=8), caption=caption, title=title)
+    traces: Any = figure.data
+    is_negative = any(value < 0 for trace in traces for value in trace.y)
+    figure.update_yaxes(nticks=5, exponentformat="power", rangemode="normal" if is_negative else "nonnegative")
+    drawn = styled(figure, height=_HEIGHT, top=8)
+    drawn.update_layout(margin_b=26)  # the section says what the axis is
+    return Chart(name=name, figure=drawn, caption=caption, title=title)
 
 
 # ---- the machine ----------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from sortedrl.reward.worker import printable
 from sortedrl.telemetry.report import charts, timeline
 from sortedrl.telemetry.report.configuration import configuration_html, read_configuration
 from sortedrl.telemetry.report.learner_charts import learner_charts, machine_charts
-from sortedrl.telemetry.report.style import Chart, run_colour, run_dash
+from sortedrl.telemetry.report.style import NUM_RUN_COLOURS, Chart, run_dash
 from sortedrl.telemetry.run_reader import DAMAGE, RunReader
 from sortedrl.telemetry.slot_time import MEANINGS
 from sortedrl.telemetry.summary import Summary, before_after, number, share
@@ -130,7 +130,7 @@ def _facts(reader: RunReader) -> RunFacts:
     return RunFacts(
         updates=run.metrics.updates,
         samples=run.metrics.samples,
-        reward=last_reward(run),
+        reward=run.updates.points[-1].reward if run.updates.points else None,
         tokens_per_s=run.summary.tokens_per_s,
         alarms=run_alarms(reader),
         is_live=reader.is_live,
@@ -204,7 +204,8 @@ class _Frame:
 
 def _learning(frame: _Frame, runs: Sequence[RunView]) -> None:
     pair = _pair(*(frame.chart(charts.learning_chart(runs, by_time=by_time)) for by_time in (False, True)))
-    frame.section("Learning", "First against samples trained, then against wall time.", _key(runs) + pair)
+    text = "First against samples trained, then against wall time."
+    frame.section("Learning", text, _key(runs) + pair, name="learning")
 
 
 def _learner(frame: _Frame, runs: Sequence[RunView]) -> None:
@@ -281,8 +282,8 @@ def _key(runs: Sequence[RunView]) -> str:
         return ""
     entries = (
         '<span><svg width="34" height="10" aria-hidden="true"><line x1="1" y1="5" x2="33" y2="5" stroke-width="3" '
-        f'stroke="{run_colour(run.position)}" stroke-dasharray="{_DASH_ARRAYS[run_dash(run.position)]}"/></svg>'
-        f"{html.escape(run.name)}</span>"
+        f'style="stroke:var(--run-{run.position % NUM_RUN_COLOURS})" '
+        f'stroke-dasharray="{_DASH_ARRAYS[run_dash(run.position)]}"/></svg>{html.escape(run.name)}</span>'
         for run in runs
     )
     return f'<div class="key">{"".join(entries)}</div>'

@@ -16,6 +16,8 @@ import plotly.graph_objects as go
 from sortedrl.telemetry.view import RunView
 
 _RUN_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
+NUM_RUN_COLOURS = len(_RUN_COLOURS)
+"""`page.css` has the same colours as `--run-0` and so on, and their counterparts on a dark page."""
 _DASHES = ("solid", "dash", "dot", "dashdot")
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star")
 # Neighbours in this order also differ in lightness, so that a change of version is visible in grey print.
@@ -55,8 +57,8 @@ def faded(colour: str, opacity: float) -> str:
     return f"rgba({red},{green},{blue},{opacity})"
 
 
-def styled(figure: go.Figure, *, height: int, top: int = 10) -> go.Figure:
-    """Apply the common style; `top` is the space for titles.
+def styled(figure: go.Figure, *, height: int, top: int = 26) -> go.Figure:
+    """Apply the common style; `top` is the space for titles, and for the button of the chart.
 
     Charts have no legend, which would take too much width on a phone: the page has a key for runs.
     """
