@@ -28,6 +28,7 @@ from sortedrl.telemetry.report.configuration import configuration_html, read_con
 from sortedrl.telemetry.report.learner_charts import learner_charts, machine_charts
 from sortedrl.telemetry.report.page import page_parts
 from sortedrl.telemetry.report.report import write_report
+from sortedrl.telemetry.report.style import Chart
 from sortedrl.telemetry.run_reader import RunReader
 from sortedrl.telemetry.sinks import Fanout, JsonlSink
 from sortedrl.telemetry.view import RunView
@@ -130,6 +131,11 @@ def test_alarms_are_on_the_page_and_in_the_list(tmp_path: Path):
     assert parts.facts[0].alarms == ["only 0.0 GB are free on the disk of the run"]
 
 
+def traces(chart: Chart) -> list[dict[str, Any]]:
+    assert isinstance(chart.figure, dict)
+    return chart.figure["data"]
+
+
 # ---- curves ---------------------------------------------------------------------------------------------------------
 
 
@@ -154,17 +160,36 @@ def test_learner_metrics_and_rewards_by_function_are_means_of_their_updates():
     assert {"learner-loss", "learner-lengths", "function-0", "function-1", "learner-other-0"} == charts.keys()
     assert charts["learner-other-0"].title == "mine"
     assert charts["function-0"].title == "reward by right"
-    (curve,) = charts["learner-other-0"].figure.data
-    assert (list(curve.x), list(curve.y)) == ([2, 4], [1.0, 3.0])
-    (curve,) = charts["function-0"].figure.data
-    assert list(curve.y) == [0.5]
+    (curve,) = traces(charts["learner-other-0"])
+    assert (curve["x"], curve["y"]) == ([2, 4], [1.0, 3.0])
+    (curve,) = traces(charts["function-0"])
+    assert curve["y"] == [0.5]
 
 
 def test_runs_are_on_the_same_axes():
     runs = [view_of([started(), taken(0, [1]), done(0, loss=1.0), taken(1, [2]), done(1, loss=2.0)]) for _ in "ab"]
     runs[1].position, runs[1].name = 1, "<b>other"
     chart = next(chart for chart in learner_charts(runs) if chart.name == "learner-loss")
-    assert [trace.name for trace in chart.figure.data] == ["run", "&lt;b&gt;other"]
+    assert [trace["name"] for trace in traces(chart)] == ["run", "&lt;b&gt;other"]
+
+
+def test_hostile_names_of_metrics_and_functions_stay_text(tmp_path: Path):
+    (tmp_path / "run").mkdir()
+    sink = JsonlSink(tmp_path / "run" / "events.jsonl")
+    for event in (
+        started(),
+        CohortLoaded(t=0.0, cohort=0, update=0, samples=[1]),
+        FunctionsScored(t=0.5, sample=1, attempt=1, rewards={HOSTILE: 1.0}),
+        taken(0, [1]),
+        done(0, **{HOSTILE: 1.0, "m" * 2_000_000: 1.0}),
+    ):
+        sink.emit(event)
+    sink.close()
+    page = write_report([tmp_path / "run"], tmp_path / "report.html").read_text()
+    assert len(page) < 500_000
+    assert page.count("&lt;/script&gt;&lt;script&gt;alert(1)") == 2, "the titles of two charts"
+    assert "<img src=x" not in page
+    assert "\u202e" not in page
 
 
 def test_ever_new_names_of_metrics_do_not_fill_the_memory():

@@ -11,13 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import plotly.graph_objects as go
-
 from sortedrl.reward.worker import printable
 from sortedrl.telemetry.curves import MachinePoint, UpdatePoint
-from sortedrl.telemetry.report.style import Chart, run_colour, run_dash, run_name, styled
+from sortedrl.telemetry.report.style import Chart, run_colour, run_dash, run_name, small_figure
 from sortedrl.telemetry.view import RunView
 
+Trace = dict[str, Any]
 _HEIGHT = 210
 _MAX_OTHERS = 12  # charts of metrics that this package does not know: those of a user's algorithm
 _MAX_FUNCTIONS = 8
@@ -25,56 +24,59 @@ _MAX_NAME = 60
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class Figure:
+class LearnerFigure:
     """What one chart shows."""
 
     name: str  # of the chart
     title: str
     caption: str = ""
     metric: str = ""  # of the learner
-    is_log: bool = False
 
 
 FIGURES = (
-    Figure(name="loss", metric="loss", title="loss"),
-    Figure(name="grad-norm", metric="grad_norm", title="gradient norm", caption="Before clipping."),
-    Figure(
+    LearnerFigure(name="loss", metric="loss", title="loss"),
+    LearnerFigure(name="grad-norm", metric="grad_norm", title="gradient norm", caption="Before clipping."),
+    LearnerFigure(
         name="kl-behaviour",
         metric="kl_behaviour",
         title="KL to the policy that sampled",
         caption="The k3 estimate, mean over tokens: how far the updated policy is from the one that wrote the tokens.",
     ),
-    Figure(
+    LearnerFigure(
         name="kl-reference",
         metric="kl_reference",
         title="KL to the reference model",
         caption="Mean over tokens, by learner.kl_estimator.",
     ),
-    Figure(name="entropy", metric="entropy", title="entropy", caption="Of the next token, nats, mean over tokens."),
-    Figure(
+    LearnerFigure(
+        name="entropy", metric="entropy", title="entropy", caption="Of the next token, nats, mean over tokens."
+    ),
+    LearnerFigure(
         name="clip",
         metric="clip_fraction",
         title="share of clipped tokens",
         caption="Tokens whose gradient is clipped.",
     ),
-    Figure(
+    LearnerFigure(
         name="ratio",
         metric="ratio_mean",
         title="ratio",
         caption="Probability under the updated policy over that when sampled. Line: mean. Dotted: 5th and 95th "
         "percentile.",
     ),
-    Figure(
+    LearnerFigure(
         name="mismatch",
         metric="kl_behaviour_staleness_0",
         title="mismatch of engine and trainer",
         caption="The same KL on tokens that the current version wrote: both should give them the same probability. "
         "With several inner steps it also contains the steps before.",
     ),
-    Figure(name="lr", metric="lr", title="learning rate"),
-    Figure(name="truncated", metric="truncated_fraction", title="share of truncated answers"),
-    Figure(name="advantage", metric="advantage_std", title="spread of advantages", caption="Standard deviation."),
-    Figure(
+    LearnerFigure(name="lr", metric="lr", title="learning rate"),
+    LearnerFigure(name="truncated", metric="truncated_fraction", title="share of truncated answers"),
+    LearnerFigure(
+        name="advantage", metric="advantage_std", title="spread of advantages", caption="Standard deviation."
+    ),
+    LearnerFigure(
         name="effective",
         metric="effective_sample_share",
         title="effective sample share",
@@ -96,7 +98,7 @@ def learner_charts(runs: Sequence[RunView]) -> list[Chart]:
     found = [chart for figure in FIGURES if (chart := _metric_chart(runs, figure)) is not None]
     found += [_quantile_chart(runs), *_function_charts(runs)]
     for number, metric in enumerate(_other_metrics(runs)):
-        figure = Figure(name=f"other-{number}", metric=metric, title=printable(metric[:_MAX_NAME]))
+        figure = LearnerFigure(name=f"other-{number}", metric=metric, title=printable(metric[:_MAX_NAME]))
         if (chart := _metric_chart(runs, figure)) is not None:
             found.append(chart)
     return found
@@ -109,14 +111,14 @@ def _other_metrics(runs: Sequence[RunView]) -> list[str]:
     ]
 
 
-def _metric_chart(runs: Sequence[RunView], figure: Figure) -> Chart | None:
-    drawn = go.Figure()
+def _metric_chart(runs: Sequence[RunView], figure: LearnerFigure) -> Chart | None:
+    drawn: list[Trace] = []
     for run in runs:
         _add_curve(drawn, run, _of_metric(figure.metric))
         if figure.name == "ratio":
             for metric in ("ratio_p05", "ratio_p95"):
                 _add_curve(drawn, run, _of_metric(metric), is_edge=True)
-    if not drawn.data:
+    if not drawn:
         return None
     return _chart(drawn, f"learner-{figure.name}", figure.title, figure.caption)
 
@@ -125,7 +127,7 @@ def _function_charts(runs: Sequence[RunView]) -> list[Chart]:
     names = list(dict.fromkeys(name for run in runs for point in run.updates for name in point.rewards))
     charts = []
     for number, name in enumerate(names[:_MAX_FUNCTIONS]):
-        drawn = go.Figure()
+        drawn: list[Trace] = []
         for run in runs:
             _add_curve(drawn, run, _of_function(name))
         title = f"reward by {printable(name[:_MAX_NAME])}"
@@ -134,7 +136,7 @@ def _function_charts(runs: Sequence[RunView]) -> list[Chart]:
 
 
 def _quantile_chart(runs: Sequence[RunView]) -> Chart:
-    drawn = go.Figure()
+    drawn: list[Trace] = []
     for run in runs:
         _add_curve(drawn, run, lambda point: point.lengths[2])
         for quantile in (1, 3):
@@ -160,22 +162,28 @@ def _mean(found: tuple[float, int] | None) -> float | None:
 
 
 def _add_curve(
-    figure: go.Figure, run: RunView, value: Callable[[UpdatePoint], float | None], *, is_edge: bool = False
+    traces: list[Trace], run: RunView, value: Callable[[UpdatePoint], float | None], *, is_edge: bool = False
 ) -> None:
     """Add one run's curve, if it has any values. An edge is a thin dotted line beside the curve."""
     points = [(point.samples_trained, value(point)) for point in run.updates]
     known = [(x, _short(y)) for x, y in points if y is not None]
     if not known:
         return
-    colour = run_colour(run.position)
-    figure.add_scatter(
-        x=[x for x, _ in known],
-        y=[y for _, y in known],
-        mode="lines" if len(known) > 1 else "markers",
-        name=run_name(run),
-        line={"color": colour, "width": 1 if is_edge else 2, "dash": "dot" if is_edge else run_dash(run.position)},
-        meta={"smooth": True},
-        **({"hoverinfo": "skip"} if is_edge else {"hovertemplate": "%{x:,} samples: %{y:.4~g}"}),
+    traces.append(
+        {
+            "type": "scatter",
+            "x": [x for x, _ in known],
+            "y": [y for _, y in known],
+            "mode": "lines" if len(known) > 1 else "markers",
+            "name": run_name(run),
+            "line": {
+                "color": run_colour(run.position),
+                "width": 1 if is_edge else 2,
+                "dash": "dot" if is_edge else run_dash(run.position),
+            },
+            "meta": {"smooth": True},
+            **({"hoverinfo": "skip"} if is_edge else {"hovertemplate": "%{x:,} samples: %{y:.4~g}"}),
+        }
     )
 
 
@@ -184,14 +192,16 @@ def _short(value: float) -> float:
     return float(f"{value:.5g}")
 
 
-def _chart(figure: go.Figure, name: str, title: str, caption: str) -> Chart:
-    figure.update_xaxes(rangemode="tozero", nticks=5)
-    traces: Any = figure.data
-    is_negative = any(value < 0 for trace in traces for value in trace.y)
-    figure.update_yaxes(nticks=5, exponentformat="power", rangemode="normal" if is_negative else "nonnegative")
-    drawn = styled(figure, height=_HEIGHT, top=8)
-    drawn.update_layout(margin_b=26)  # the section says what the axis is
-    return Chart(name=name, figure=drawn, caption=caption, title=title)
+def _chart(traces: list[Trace], name: str, title: str, caption: str) -> Chart:
+    is_negative = any(value < 0 for trace in traces for value in trace["y"])
+    figure = small_figure(
+        traces,
+        height=_HEIGHT,
+        bottom=26,  # the section says what the axis is
+        xaxis={"rangemode": "tozero", "nticks": 5},
+        yaxis={"nticks": 5, "exponentformat": "power", "rangemode": "normal" if is_negative else "nonnegative"},
+    )
+    return Chart(name=name, figure=figure, caption=caption, title=title)
 
 
 # ---- the machine ----------------------------------------------------------------------------------------------------
@@ -218,24 +228,33 @@ def machine_charts(runs: Sequence[RunView]) -> list[Chart]:
 def _machine_chart(
     runs: Sequence[RunView], name: str, title: str, caption: str, value: Callable[[MachinePoint], float | None]
 ) -> Chart | None:
-    figure = go.Figure()
+    traces = []
     for run in runs:
         known = [(round(point.t, 2), _short(y)) for point in run.machine if (y := value(point)) is not None]
         if known:
-            figure.add_scatter(
-                x=[x for x, _ in known],
-                y=[y for _, y in known],
-                mode="lines+markers" if len(known) < 40 else "lines",
-                marker={"size": 5, "color": run_colour(run.position)},
-                name=run_name(run),
-                line={"color": run_colour(run.position), "width": 2, "dash": run_dash(run.position)},
-                hovertemplate="%{x:.4~g} s: %{y:.4~g}",
+            colour = run_colour(run.position)
+            traces.append(
+                {
+                    "type": "scatter",
+                    "x": [x for x, _ in known],
+                    "y": [y for _, y in known],
+                    "mode": "lines+markers" if len(known) < 40 else "lines",
+                    "marker": {"size": 5, "color": colour},
+                    "name": run_name(run),
+                    "line": {"color": colour, "width": 2, "dash": run_dash(run.position)},
+                    "hovertemplate": "%{x:.4~g} s: %{y:.4~g}",
+                }
             )
-    if not figure.data:
+    if not traces:
         return None
-    figure.update_xaxes(rangemode="tozero", nticks=5, title_text="wall time, s")
-    figure.update_yaxes(rangemode="tozero", nticks=5)
-    return Chart(name=f"machine-{name}", figure=styled(figure, height=_HEIGHT, top=8), caption=caption, title=title)
+    figure = small_figure(
+        traces,
+        height=_HEIGHT,
+        bottom=44,
+        xaxis={"rangemode": "tozero", "nticks": 5, "title": {"text": "wall time, s", "standoff": 8}},
+        yaxis={"rangemode": "tozero", "nticks": 5},
+    )
+    return Chart(name=f"machine-{name}", figure=figure, caption=caption, title=title)
 
 
 def _gb(num_bytes: int | None) -> float | None:

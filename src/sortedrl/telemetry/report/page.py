@@ -186,7 +186,8 @@ class _Frame:
 
     def chart(self, chart: Chart) -> str:
         self.parts.captions[chart.name] = chart.caption
-        self.parts.figures[chart.name] = json.loads(chart.figure.to_json() or "{}")
+        figure = chart.figure
+        self.parts.figures[chart.name] = figure if isinstance(figure, dict) else json.loads(figure.to_json() or "{}")
         name = html.escape(chart.name)
         title = f'<h3 class="chart-title">{html.escape(chart.title)}</h3>' if chart.title else ""
         return f'{title}<div class="chart" id="chart-{name}"></div><p class="caption" id="caption-{name}"></p>'
