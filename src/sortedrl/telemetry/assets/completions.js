@@ -112,7 +112,7 @@ const pageCompletions = (() => {
         head.append(button);
         element.append(head);
       } else if (column.isText) {
-        const cell = make("td", undefined, "left text");
+        const cell = make("td", undefined, column.key === "run" ? "left" : "left text");
         cell.append(make("div", value || "–"));
         element.append(cell);
       } else {

@@ -21,8 +21,7 @@ const pageCharts = (() => {
   // What the server draws for white paper, and what takes its place on a dark page.
   const DARK = {
     "#ffffff": "#161c24", "#1b2430": "#dce3ec", "#e6e9ee": "#2b3440", "#b4bcc8": "#566273", "#000000": "#ffffff",
-    "#0072b2": "#3388d8", "#d55e00": "#f07c2a", "#009e73": "#2bbd92", "#7d8794": "#8c97a6", "#e1e5ea": "#39434f",
-    "#c3cad3": "#4c5866", "#a9b1bc": "#6a7686",
+    "#0072b2": "#3388d8", "#d55e00": "#f07c2a", "#009e73": "#2bbd92",
   };
 
   function recoloured(value) {
@@ -98,6 +97,7 @@ const pageCharts = (() => {
     latest.set(name, figure);
     const data = smoothed(figure.data);
     const shown = pageTheme.isDark() ? recoloured({ data, layout: figure.layout }) : { data, layout: { ...figure.layout } };
+    if (figure.layout.meta && figure.layout.meta.keepsColours) shown.data = data; // those of the key above it
     if (isTouch) shown.layout.dragmode = false;
     const tools = toolsOf(name, div);
     const views = figure.layout.meta && figure.layout.meta.views;

@@ -135,7 +135,7 @@ def occupancy_chart(runs: Sequence[RunView]) -> Chart:
     figure.update_xaxes(title_text="wall time, s", row=len(runs), col=1)
     caption = (
         "Averages over short intervals. Colour: slots that decode. Grey: slots that wait while weights are updated and "
-        "published. White below the line: idle slots, the bubble."
+        "published. Empty below the line: idle slots, the bubble."
     )
     return Chart(name="occupancy", figure=styled(figure, height=170 * len(runs) + 80, top=34), caption=caption)
 
@@ -176,7 +176,9 @@ def causes_chart(runs: Sequence[RunView]) -> Chart:
             },
             hovertemplate=f"{html.escape(meaning)}: %{{x:.1%}}<extra>%{{y}}</extra>",
         )
-    figure.update_layout(barmode="stack", bargap=0.35, uniformtext={"mode": "hide", "minsize": 10})
+    figure.update_layout(
+        barmode="stack", bargap=0.35, uniformtext={"mode": "hide", "minsize": 10}, meta={"keepsColours": True}
+    )
     figure.update_xaxes(tickformat=".0%", range=[0, 1.001], title_text="share of all slot time")
     figure.update_yaxes(autorange="reversed", showticklabels=len(shown) > 1)
     caption = "100 % is the number of slots times wall time. Hatched: work that was thrown away, or done again."

@@ -251,7 +251,11 @@ def _machine_chart(
         traces,
         height=_HEIGHT,
         bottom=44,
-        xaxis={"rangemode": "tozero", "nticks": 5, "title": {"text": "wall time, s", "standoff": 8}},
+        xaxis={
+            "rangemode": "tozero",
+            "nticks": 5,
+            "title": {"text": "wall time, s", "standoff": 8, "font": {"size": 12}},
+        },
         yaxis={"rangemode": "tozero", "nticks": 5},
     )
     return Chart(name=f"machine-{name}", figure=figure, caption=caption, title=title)

@@ -34,7 +34,7 @@ _DASH_ARRAYS = {"solid": "", "dash": "7 4", "dot": "2 4", "dashdot": "7 3 2 3"}
 
 _AGES = (
     "The age of a token is the number of updates between the version that wrote or last verified it and the version "
-    "being updated. White: no answer is that long. If weights changed during an attempt, its tokens are assumed to be "
+    "being updated. Empty: no answer is that long. If weights changed during an attempt, its tokens are assumed to be "
     "evenly spaced in time."
 )
 
