@@ -221,13 +221,12 @@ def test_colours_contents_smoothing_and_csv_of_a_report(browser: Browser, run_fo
     page = watched.open(report.as_uri())
     dark = colour(page, "body")
     assert dark == "rgb(13, 18, 24)", "as the system wishes"
-    assert colour(page, "#chart-samples .xtick text", "fill") == "rgb(220, 227, 236)"
+    assert colour(page, "#chart-samples .ytick text", "fill") == "rgb(220, 227, 236)"
     page.get_by_role("button", name="auto").click()
     page.get_by_role("button", name="light").wait_for()
     assert colour(page, "body") == "rgb(245, 246, 248)"
-    wait_until(
-        page, "getComputedStyle(document.querySelector('#chart-samples .xtick text')).fill === 'rgb(27, 36, 48)'"
-    )
+    ticks = "[...document.querySelectorAll('#chart-samples .ytick text')]"  # none while the chart is drawn again
+    wait_until(page, f"{ticks}.some(tick => getComputedStyle(tick).fill === 'rgb(27, 36, 48)')")
 
     thick = "document.getElementById('chart-learner-loss').data.at(-1).y"
     values = page.evaluate("document.getElementById('chart-learner-loss').data[0].y")

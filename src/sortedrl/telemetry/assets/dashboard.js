@@ -23,7 +23,7 @@
     { key: "key", label: "run", isText: true },
     { key: "state", label: "state", isText: true },
     { key: "strategy", label: "strategy", isText: true, isWide: true },
-    { key: "reward", label: "last reward", digits: 3 },
+    { key: "reward", label: "reward", digits: 3 },
     { key: "tokens_per_s", label: "tokens/s" },
     { key: "samples", label: "samples", isWide: true },
     { key: "updates", label: "updates", isWide: true },

@@ -45,7 +45,8 @@ from sortedrl.telemetry.run_reader import RunReader
 _MIN_TOKEN = 16  # characters
 _MAX_VIEWS = 8  # runs in memory
 _MAX_SHOWN = 6  # runs on one page
-_POLL_S = 1.0  # time between two polls of the files, and longest time that one poll reads
+_POLL_S = 1.0  # time between two polls of the files
+_READ_S = 0.4  # longest time that one poll reads, so that it answers within a second even if it also builds the page
 _KEEP_ALIVE_S = 15.0  # a comment is sent after this time without changes
 _ASSETS = dict.fromkeys(("page.css", "dashboard.css"), "text/css")
 _ASSETS |= dict.fromkeys(("theme.js", *SCRIPTS, "dashboard.js"), "text/javascript")
@@ -70,7 +71,7 @@ class RunViews:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def poll(self, paths: Sequence[Path]) -> PageState:
-        """Read what is new, for a second at most, and return the state of the page."""
+        """Read what is new, for part of a second, and return the state of the page."""
         with self.lock:  # one page at a time, because it sets names and positions of its readers
             try:
                 return self._poll(tuple(paths))
@@ -81,7 +82,7 @@ class RunViews:
 
     def _poll(self, paths: tuple[Path, ...]) -> PageState:
         readers = [self._reader(path) for path in paths]
-        until = time.monotonic() + _POLL_S
+        until = time.monotonic() + _READ_S
         for reader in readers:
             while reader.read_more():
                 if time.monotonic() > until:
