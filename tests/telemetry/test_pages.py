@@ -242,7 +242,7 @@ def test_configurations_differ_in_what_is_shown_first(tmp_path: Path):
     for name, lr in (("a", "1e-4"), ("b", "2e-4")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.toml").write_text(
-            f'[run]\nname = "{name}"\nseed = 0\nstarted_in = "/home/me"\n[learner]\nlr = {lr}\nstop = [1, 2]\n'
+            f'[run]\nname = "{name}"\nseed = 0\nstarted_in = "/somewhere"\n[learner]\nlr = {lr}\nstop = [1, 2]\n'
         )
     a, b = (read_configuration(tmp_path / name) for name in "ab")
     assert a == {"run.name": "a", "run.seed": "0", "learner.lr": "0.0001", "learner.stop": "[1, 2]"}
