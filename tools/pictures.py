@@ -1,51 +1,124 @@
-"""Make the pictures of report and dashboard in docs/images anew, from a finished quickstart run.
+"""Make the pictures of report, comparison and live dashboard in docs/images anew, from two finished quickstart runs.
 
-    make quickstart && python -m tools.pictures [runs/quickstart]
+    sortedrl train quickstart run.samples=512 run.name=replay
+    sortedrl train quickstart run.samples=512 run.name=partial schedule.strategy=sorted-partial
+    python -m tools.pictures runs/replay runs/partial
 
-It needs playwright, the extra `dashboard` and a chromium on the path. Look at the pictures before you commit them.
+A third run, which trains meanwhile, is the live one; it is written to a temporary folder next to links to the two. It
+needs playwright, the extra `dashboard` and a chromium on the path. Look at the pictures before you commit them.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser, Page, sync_playwright
 
-from tests.support.dashboard_process import dashboard
+from sortedrl.cli.inspect import answer_decoder
+from sortedrl.telemetry.report.report import write_report
+from tests.support.dashboard_process import COMMAND, dashboard
 
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
-SAMPLE = 40  # one that was interrupted, so that its answer has several attempts
-REPORT = {"report-1440": (1440, 2700), "report-390": (390, 3000), "report-top": (1200, 1640)}
-DASHBOARD = {"dashboard-1440": (1440, 2300), "dashboard-390": (390, 2600)}
+MIN_LIVE_UPDATES = 24
 
 
-def take(browser: Browser, address: str, name: str, size: tuple[int, int], sample: int | None = None) -> None:
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Picture:
+    name: str
+    size: tuple[int, int]
+    is_dark: bool = False
+
+
+REPORT = (
+    Picture(name="report-1440", size=(1440, 1500)),
+    Picture(name="report-390", size=(390, 1900), is_dark=True),
+    Picture(name="report-top", size=(1200, 1250)),
+)
+COMPARISON = (
+    Picture(name="compare-1440", size=(1440, 1700), is_dark=True),
+    Picture(name="compare-390", size=(390, 1900)),
+)
+DASHBOARD = (
+    Picture(name="dashboard-1440", size=(1440, 1300)),
+    Picture(name="dashboard-390", size=(390, 1900), is_dark=True),
+)
+SAMPLE = Picture(name="dashboard-sample", size=(1300, 1000))
+COMPLETIONS = Picture(name="dashboard-completions", size=(1440, 760), is_dark=True)
+
+
+def take(browser: Browser, address: str, picture: Picture, prepare: Callable[[Page], None] | None = None) -> None:
     """Save what a window of this size shows."""
-    page = browser.new_page(viewport={"width": size[0], "height": size[1]})
+    width, height = picture.size
+    page = browser.new_page(
+        viewport={"width": width, "height": height}, color_scheme="dark" if picture.is_dark else "light"
+    )
     page.goto(address)
-    page.wait_for_selector("svg")
-    if sample is not None:
-        page.get_by_placeholder("number").fill(str(sample))
-        page.get_by_role("button", name="Show its tokens").click()
-        page.wait_for_selector("text=History")
+    page.wait_for_selector("html[data-drawn]")
+    if prepare is not None:
+        prepare(page)
     page.wait_for_timeout(1500)  # until all charts are drawn
-    page.screenshot(path=IMAGES / f"{name}.png")
+    page.screenshot(path=IMAGES / f"{picture.name}.png")
     page.close()
+
+
+def scroll_to_completions(page: Page) -> None:
+    page.wait_for_selector(".completions tbody tr")
+    page.locator("#contents").get_by_role("button", name="Completions").click()
+
+
+def open_sample(page: Page) -> None:
+    scroll_to_completions(page)
+    page.locator(".completions tbody tr").nth(4).click()
+    page.wait_for_selector("text=History")
+
+
+@contextmanager
+def live_run(folder: Path) -> Iterator[None]:
+    """A run that trains until the block ends; the block begins when it has done some updates."""
+    settings = ["run.samples=20000", f"run.dir={folder}", "run.name=live"]
+    with subprocess.Popen([*COMMAND, "train", "quickstart", *settings, "--json"], stdout=subprocess.DEVNULL) as running:
+        metrics = folder / "live" / "metrics.jsonl"
+        while not metrics.is_file() or metrics.read_text().count("\n") < MIN_LIVE_UPDATES:
+            assert running.poll() is None, "the live run has ended"
+            time.sleep(0.2)
+        try:
+            yield
+        finally:
+            os.kill(running.pid, signal.SIGINT)
+            running.wait(60)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, nargs="?", default=Path("runs/quickstart"))
-    run: Path = parser.parse_args().run
-    with sync_playwright() as driver, dashboard(run.parent) as address:
+    parser.add_argument("runs", type=Path, nargs=2)
+    runs: list[Path] = parser.parse_args().runs
+    with tempfile.TemporaryDirectory() as scratch, sync_playwright() as driver:
+        folder = Path(scratch)
         browser = driver.chromium.launch(executable_path=shutil.which("chromium"))
-        for name, size in REPORT.items():
-            take(browser, (run / "report.html").absolute().as_uri(), name, size)
-        for name, size in DASHBOARD.items():
-            take(browser, address, name, size)
-        take(browser, address, "dashboard-sample", (1300, 1000), SAMPLE)
+        report = write_report(runs[:1], folder / "report.html", find_decode=answer_decoder)
+        for picture in REPORT:
+            take(browser, report.as_uri(), picture)
+        comparison = write_report(runs, folder / "compare.html", find_decode=answer_decoder)
+        for picture in COMPARISON:
+            take(browser, comparison.as_uri(), picture)
+        for run in runs:
+            (folder / run.name).symlink_to(run.resolve())
+        with dashboard(folder) as address:
+            take(browser, f"{address}?run={runs[1].name}", SAMPLE, open_sample)
+            take(browser, f"{address}?run={runs[0].name}", COMPLETIONS, scroll_to_completions)
+            with live_run(folder):
+                for picture in DASHBOARD:
+                    take(browser, f"{address}?run=live", picture)
         browser.close()
 
 

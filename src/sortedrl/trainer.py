@@ -396,6 +396,7 @@ class SortedTrainer:
         """Connect everything that listens to events; sinks of a resumed run first read what it has told so far."""
         from sortedrl.run.builders.trackers import open_trackers
         from sortedrl.run.callbacks import ProgressSink, TrainingProgress
+        from sortedrl.run.machine_load import MachineSink
 
         files, metrics, parts, track = session.files, session.metrics, session.parts, self.config.track
         metrics.probe = lambda: (session.stats(), session.controller.timing())
@@ -417,7 +418,8 @@ class SortedTrainer:
             project=track.project, name=self.config.run.name, mode=track.mode, config=redact(self.config.resolved())
         )
         trackers = open_trackers(track.trackers, self.run_dir, metrics, settings)
-        for sink in (metrics, files.events, files.metrics, shown, *trackers, *self.sinks, progress, *callbacks):
+        load = MachineSink(emit_measured=session.emit, run_dir=self.run_dir)  # last: what it emits follows for all
+        for sink in (metrics, files.events, files.metrics, shown, *trackers, *self.sinks, progress, *callbacks, load):
             session.emit.add(sink)
 
     # ---- running ----------------------------------------------------------------------------------------------------
@@ -445,7 +447,8 @@ class SortedTrainer:
         summary.write(self.run_dir / "summary.json")
         self._trained = _Trained.of(session, self.config, summary)
         if self.config.run.report:
-            write_report([self.run_dir], self.run_dir / "report.html")
+            decode = session.parts.tokenizer.decode
+            write_report([self.run_dir], self.run_dir / "report.html", find_decode=lambda _: decode)
         self._raise_failures(session.parts)
         return summary
 

@@ -256,6 +256,8 @@ def test_weighted_sum_over_processes_and_threads(rewards) -> None:
     with RewardPool(functions, timeout_s=60, workers=1, weights=[0.5, -2, 4]) as pool:
         scores = score_texts(pool, ["123456", "nan"])
     assert scores[0].reward == 0.5 * 6 - 2 * 3.0 + 4 * 1.0
+    assert scores[0].by_function is not None
+    assert list(scores[0].by_function.values()) == [6.0, 3.0, 1.0]
     assert scores[1].reward == 0.0
     assert "moody" in scores[1].error
 

@@ -26,6 +26,7 @@ from sortedrl.telemetry.report.report import write_report
 from sortedrl.telemetry.view import MAX_BARS
 from tests.support.dashboard_process import dashboard_address
 from tests.support.forked_process import ForkedProcess, forked_command
+from tests.support.ledgers import GOOD, LINEAGES, write_ledger
 from tests.support.synthetic_runs import SyntheticRun, write_run
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -47,8 +48,10 @@ def browser() -> Iterator[Browser]:
 class WatchedPage:
     """A page, with its errors and warnings and the hosts that it sends requests to."""
 
-    def __init__(self, browser: Browser, *, width: int = 1440) -> None:
-        self.page: Page = browser.new_page(viewport={"width": width, "height": 900})
+    def __init__(self, browser: Browser, *, width: int = 1440, is_dark: bool = False) -> None:
+        self.page: Page = browser.new_page(
+            viewport={"width": width, "height": 900}, color_scheme="dark" if is_dark else "light"
+        )
         self.page.set_default_timeout(WAIT_MS)
         self.errors: list[str] = []
         self.hosts: set[str | None] = set()
@@ -157,8 +160,91 @@ def test_a_report_of_two_runs_on_a_phone(browser: Browser, run_folder: Path, tmp
     for place, name in enumerate(("replay", "partial")):
         assert num_bars(page, f"timeline-{place}") == count_bars(run_folder / name)
     assert page.locator("#chart-samples .scatterlayer .trace").count() == 2 * (2 + 2 + 2)
+    assert page.locator("#chart-learner-loss .scatterlayer .trace").count() == 2 * 2, "both runs on the same axes"
     assert page.locator("#chart-ages-1 .hm").count() == 1, "only the second has old tokens"
     assert page.locator("#chart-ages-0").count() == 0
+    watched.check(hosts={None, ""})
+    page.close()
+
+
+HOSTILE = "<img src=x onerror=alert(1)>\u202e"
+
+
+def colour(page: Page, selector: str, name: str = "background-color") -> str:
+    return page.evaluate(
+        "([selector, name]) => getComputedStyle(document.querySelector(selector)).getPropertyValue(name)",
+        [selector, name],
+    )
+
+
+def test_completions_of_a_report_are_searched_sorted_and_opened(browser: Browser, run_folder: Path, tmp_path: Path):
+    shutil.copytree(run_folder / "partial", tmp_path / HOSTILE[:-1])
+    write_ledger(tmp_path / HOSTILE[:-1] / "ledger.sqlite", GOOD, lineages=LINEAGES)
+    words = {15: HOSTILE, 10: "wanted"}
+
+    def decode(tokens: list[int]) -> str:
+        return " ".join(words.get(token, str(token)) for token in tokens)
+
+    report = write_report([tmp_path / HOSTILE[:-1]], tmp_path / "report.html", find_decode=lambda _: decode)
+    watched = WatchedPage(browser)
+    page = watched.open(report.as_uri())
+    rows = page.locator(".completions tbody tr")
+
+    def samples() -> list[str]:
+        return page.locator(".completions tbody th").all_inner_texts()
+
+    assert samples() == ["3", "2", "1", "0"], "the newest first"
+    page.get_by_role("button", name="tokens", exact=True).click()
+    assert samples() == ["3", "2", "0", "1"], "4, 3, 2 and 1 tokens"
+    page.get_by_role("button", name="reward", exact=True).click()
+    page.get_by_role("button", name="reward ↓", exact=True).click()
+    assert samples() == ["1", "3", "2", "0"], "rewards 0, 0.25, 0.5 and 1"
+    page.get_by_label("search completions").fill("WANTED")
+    assert samples() == ["0"]
+    assert page.locator(".count").inner_text() == "1 of 4"
+    page.get_by_label("search completions").fill("u202e")
+    rows.first.click()
+    page.wait_for_selector("#sample[open] .token")
+    assert page.locator("#sample .token").count() == 4
+    assert "<img src=x onerror=alert(1)>\\u202e" in page.locator("#sample .answer").inner_text()
+    assert page.locator("#sample img, .completions img").count() == 0
+    page.get_by_role("button", name="colour by log-prob").click()
+    assert "log-prob -0.5 (60.7 %)" in (page.locator("#sample .token").first.get_attribute("title") or "")
+    page.get_by_role("button", name="Close").click()
+    watched.check(hosts={None, ""})
+    page.close()
+
+
+def test_colours_contents_smoothing_and_csv_of_a_report(browser: Browser, run_folder: Path, tmp_path: Path):
+    report = write_report([run_folder / "replay"], tmp_path / "report.html")
+    watched = WatchedPage(browser, is_dark=True)
+    page = watched.open(report.as_uri())
+    dark = colour(page, "body")
+    assert dark == "rgb(13, 18, 24)", "as the system wishes"
+    assert colour(page, "#chart-samples .ytick text", "fill") == "rgb(220, 227, 236)"
+    page.get_by_role("button", name="auto").click()
+    page.get_by_role("button", name="light").wait_for()
+    assert colour(page, "body") == "rgb(245, 246, 248)"
+    ticks = "[...document.querySelectorAll('#chart-samples .ytick text')]"  # none while the chart is drawn again
+    wait_until(page, f"{ticks}.some(tick => getComputedStyle(tick).fill === 'rgb(27, 36, 48)')")
+
+    thick = "document.getElementById('chart-learner-loss').data.at(-1).y"
+    values = page.evaluate("document.getElementById('chart-learner-loss').data[0].y")
+    assert page.evaluate(thick)[5] == pytest.approx(sum(values[2:6]) / 4), "a mean of four points"
+    page.locator("#section-learner .smoothing input").fill("0")
+    wait_until(page, "document.getElementById('chart-learner-loss').data.length === 1")
+    assert page.evaluate(thick) == values
+
+    page.locator("#contents").get_by_role("button", name="Staleness").click()
+    wait_until(page, "document.querySelector('#contents [aria-current]')?.textContent === 'Staleness'")
+    assert page.locator("#contents ul").is_visible()
+
+    with page.expect_download() as saving:
+        page.locator(".tools:has(+ #chart-learner-loss) .csv").click()
+    lines = Path(saving.value.path()).read_text().splitlines()
+    assert lines[0] == "series,x,y,z,base,more"
+    assert len(lines) == 1 + len(values)
+    assert float(lines[1].split(",")[2]) == values[0]
     watched.check(hosts={None, ""})
     page.close()
 
@@ -176,6 +262,12 @@ def test_the_dashboard_follows_a_live_run(browser: Browser, run_folder: Path, tm
     ):
         page.goto(address_of(serving))
         page.wait_for_selector("#run-rows tr[data-run=live] .running")
+        page.get_by_label("search runs").fill("other")
+        assert page.locator("#run-rows tr").count() == 1
+        page.get_by_label("search runs").fill("")
+        page.get_by_label("filter runs").select_option("running")
+        assert page.locator("#run-rows tr").get_attribute("data-run") == "live"
+        page.get_by_label("filter runs").select_option("")
         page.locator("tr[data-run=live] input").check()
         page.locator("tr[data-run=other] input").uncheck()
         curve = "(document.getElementById('chart-samples')?.data?.[1].x.length ?? 0)"
@@ -183,6 +275,28 @@ def test_the_dashboard_follows_a_live_run(browser: Browser, run_folder: Path, tm
         before = page.evaluate(curve)
         wait_until(page, f"{curve} > {before}")
         assert "still being written" in page.locator("#head").inner_text()
+        updates = "document.querySelector('tr[data-run=live] td:nth-child(7)').innerText.replace(',', '')"
+        shown = "document.getElementById('head').innerText.match(/samples in ([0-9,]+) updates/)[1].replace(',', '')"
+        assert page.evaluate(f"{updates} === {shown}"), "list and page are of one moment"
+        page.wait_for_selector(".completions tbody tr")
+
+        # A switch shows at once that it loads, and nothing of the run before.
+        page.evaluate("document.querySelector('tr[data-run=live] input').click()")
+        assert page.locator("#head, #frame").all_inner_texts() == ["", ""]
+        assert page.locator("#state").inner_text() == "choose a run"
+        page.evaluate("document.querySelector('tr[data-run=other] input').click()")
+        wait_until(page, "document.title.startsWith('other')")
+        assert page.locator("#completions").count() == 0, "it has no ledger"
+        is_loading = """() => {
+            document.querySelector('tr[data-run=other] input').click();
+            document.querySelector('tr[data-run=live] input').click();
+            return document.getElementById('head').innerText;
+        }"""
+        assert page.evaluate(is_loading).startswith("Loading live")
+        wait_until(page, f"document.title.startsWith('live') && {curve} > 0")
+        page.get_by_role("button", name="auto").click()
+        page.get_by_role("button", name="light").click()
+        assert colour(page, "body") == "rgb(13, 18, 24)"
 
         page.get_by_role("button", name="Pause").click()
         assert "paused" in page.locator("#state").inner_text()

@@ -26,9 +26,10 @@ from starlette.requests import Request
 from sortedrl.errors import ConfigError, RunDirError
 from sortedrl.telemetry.dashboard.app import Dashboard, RunViews, check_address, open_port
 from sortedrl.telemetry.dashboard.run_list import find_runs, run_line
-from sortedrl.telemetry.dashboard.sample_page import spell
 from sortedrl.telemetry.report.report import write_report
+from sortedrl.telemetry.report.sample_page import spell
 from tests.support.dashboard_process import COMMAND, dashboard
+from tests.support.ledgers import GOOD, LINEAGES, write_ledger
 from tests.support.synthetic_runs import SyntheticRun, write_run
 
 HOSTILE = "<img src=x onerror=alert(1)>&"
@@ -117,6 +118,7 @@ def test_nothing_can_be_written_and_nothing_else_be_read(address: str):
         "api/follow?run=..",
         "api/follow",
         "api/sample?run=..&sample=1",
+        "api/completions?run=..&before=1",
     ):
         assert get(address, path)[0] == 404, path
 
@@ -132,6 +134,15 @@ def test_a_sample_that_cannot_be_told_says_why(address: str):
     assert "no ledger at" in json.loads(body)["problem"]
     _, _, body = get(address, "api/sample?run=one&sample=x")
     assert "is not a sample number" in json.loads(body)["problem"]
+
+
+def test_completions_are_listed_up_to_an_update(address: str, runs: Path):
+    write_ledger(runs / HOSTILE / "ledger.sqlite", GOOD, lineages=LINEAGES)
+    _, _, body = get(address, f"api/completions?run={quote(HOSTILE)}&before=1")
+    assert [row["sample"] for row in json.loads(body)["rows"]] == [1, 0]
+    assert json.loads(get(address, "api/completions?run=one&before=9")[2]) == {"rows": []}, "it has no ledger"
+    _, _, body = get(address, "api/completions?run=one&before=x")
+    assert "is not the number of an update" in json.loads(body)["problem"]
 
 
 def test_beyond_loopback_nothing_is_told_without_the_token(runs: Path):

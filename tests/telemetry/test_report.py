@@ -89,7 +89,8 @@ def test_report_of_one_run_has_its_sections(tmp_path: Path):
     page = Page(out.read_text())
     lives = ["lives-0", "waits-0"]
     slots = ["causes", "occupancy", "timeline-0"]
-    assert page.charts == ["samples", "wall", *slots, *lives, "lengths", "staleness", "replay"]
+    learner = ["learner-loss", "learner-lengths"]
+    assert page.charts == ["samples", "wall", *learner, *slots, *lives, "lengths", "staleness", "replay"]
     for word in ("mine", "Summary", "Learning", "What the slots did", "Slot timeline", "Life of cohorts", "Staleness"):
         assert word in page.text, word
     assert "0.270 → 0.770" in page.text
@@ -138,7 +139,8 @@ def test_report_escapes_what_comes_from_a_run(tmp_path: Path):
         assert not any("onmouseover" in attrs for _, attrs in page.tags)
         # Inside figures too: plotly would take tags in a name for markup.
         assert "<b onmouseover" not in text
-        assert "\\u003cb onmouseover" not in text
+        figures = text.partition('id="figures">')[2].partition("</script>")[0]
+        assert "\\u003cb onmouseover" not in figures
 
 
 @pytest.mark.usefixtures("without_plotly")

@@ -28,6 +28,8 @@ from sortedrl.telemetry.events import (
     CohortLoaded,
     Evaluated,
     Event,
+    FunctionsScored,
+    MachineMeasured,
     RewardCalled,
     RewardFailed,
     RunEnded,
@@ -90,6 +92,7 @@ RUN: list[Event] = [
     started(0.0, 11, 1, 0),
     started(0.0, 12, 2, 0),
     ended(2.0, 10, 0, "stop", 2),
+    FunctionsScored(t=2.0, sample=10, attempt=1, rewards={"right": 1.0, "short": 0.5}),
     SampleScored(t=2.0, sample=10, attempt=1, reward=1.0),
     started(2.0, 13, 0, 0),
     ended(5.0, 13, 0, "stop", 3),
@@ -113,6 +116,7 @@ RUN: list[Event] = [
     SampleRequeued(t=5.0, sample=11, decision="resume", discarded=0),
     SampleRequeued(t=5.0, sample=12, decision="replay", discarded=0),
     UpdateDone(t=7.0, update=0, version=1, optimizer_steps=2, seconds=2.0, metrics={"loss": 0.5}),
+    MachineMeasured(t=7.0, cores_used=0.5, load=1.0, cores=2, process_bytes=10**9, disk_free_bytes=10**9),
     WeightsPublished(t=8.0, version=1, seconds=1.0),
     CohortLoaded(t=8.0, cohort=1, update=1, samples=[14, 15]),
     started(8.0, 11, 0, 1, "resume", 5),
@@ -557,6 +561,7 @@ def test_metrics_file_has_a_line_per_update(tmp_path: Path):
         },
         "learner_wait_s": 5.0,
         "unscored_samples": 1,
+        "alarms": ["the reward of 1 sample could not be computed"],
         "learner": {"loss": 0.5},
     }
     assert (second["samples_trained"], second["reward_mean"], second["staleness_max"]) == (4, 1.0, 1)

@@ -39,7 +39,12 @@ def report(
     with Progress(*columns, console=err, disable=as_json, transient=True) as progress:
         bar = progress.add_task("report", total=None)
         target = out or runs[0] / "report.html"
-        path = write_report(runs, target, progress=lambda at, all_: progress.update(bar, completed=at, total=all_))
+        path = write_report(
+            runs,
+            target,
+            progress=lambda at, all_: progress.update(bar, completed=at, total=all_),
+            find_decode=answer_decoder,
+        )
     print(json.dumps({"report": str(path)})) if as_json else err.print(f"report: {path}", highlight=False)
 
 

@@ -167,6 +167,7 @@ def compare(
     """
     base = SortedConfig.load(config, overrides or [])
     check_extras(base)
+    from sortedrl.cli.inspect import answer_decoder
     from sortedrl.telemetry.report.report import write_report
     from sortedrl.trainer import SortedTrainer
 
@@ -193,7 +194,8 @@ def compare(
             with _exit_after_signal(trainer.stop_signal, is_zero=exit_zero):
                 _print_summaries(summaries, as_json)
             return
-    report = write_report(directories, Path(base.run.dir) / f"{base.run.name}-compare.html")
+    out = Path(base.run.dir) / f"{base.run.name}-compare.html"
+    report = write_report(directories, out, find_decode=answer_decoder)
     _print_summaries(summaries, as_json)
     err.print(f"report: {report}", highlight=False)
 

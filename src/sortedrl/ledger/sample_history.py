@@ -16,9 +16,10 @@ from sortedrl.ledger.reader import STATE_AFTER, Ledger, StoredAnswer
 from sortedrl.records import State
 
 _ROWS = """
-SELECT seq, step, attempt, value, NULL, NULL, NULL, NULL FROM steps WHERE sample = ?1
-UNION ALL SELECT seq, 'tokens', attempt, start, verified, version, num_tokens, tokens FROM segments WHERE sample = ?1
-UNION ALL SELECT seq, 'train', NULL, number, reward, version, staleness, NULL FROM trained WHERE sample = ?1
+SELECT seq, step, attempt, value, NULL, NULL, NULL, NULL, NULL FROM steps WHERE sample = ?1
+UNION ALL
+SELECT seq, 'tokens', attempt, start, verified, version, num_tokens, tokens, logprobs FROM segments WHERE sample = ?1
+UNION ALL SELECT seq, 'train', NULL, number, reward, version, staleness, NULL, NULL FROM trained WHERE sample = ?1
 ORDER BY seq
 """
 
@@ -53,6 +54,8 @@ class SampleHistory:
     moments: list[Moment] = field(default_factory=list)
     runs: list[tuple[int, int]] = field(default_factory=list)  # the answer as (version, number of tokens)
     tokens: list[int] | None = None  # None if this copy of the ledger does not hold them
+    logprobs: list[float] | None = None  # of the tokens, when they were sampled; None likewise
+    is_fed: list[bool] = field(default_factory=list)  # for each token: it was put into the answer, not sampled
 
 
 def read_history(ledger: Ledger, sample: int) -> SampleHistory:
@@ -78,6 +81,7 @@ def read_history(ledger: Ledger, sample: int) -> SampleHistory:
     for row in ledger.rows(_ROWS, sample):
         builder.add_row(*row)
     history.runs, history.tokens = builder.answer.runs, builder.tokens
+    history.logprobs, history.is_fed = builder.logprobs, builder.is_fed
     return history
 
 
@@ -89,6 +93,8 @@ class _HistoryBuilder:
         self.history = history
         self.answer = StoredAnswer()
         self.tokens: list[int] | None = []
+        self.logprobs: list[float] | None = []
+        self.is_fed: list[bool] = []
         self.attempt = 0
 
     def add_row(self, seq: int, step: str, attempt: int | None, value: Any, *more: Any) -> None:
@@ -97,7 +103,7 @@ class _HistoryBuilder:
             case "tokens":
                 self._add_tokens(seq, value, *more)
             case "train":
-                reward, version, staleness, _ = more
+                reward, version, staleness, *_ = more
                 note = f"update {value}, staleness {staleness}, reward {_number(reward)}"
                 self.add(seq, step, self.attempt, version=version, note=note)
                 self.history.state = State.TRAINED
@@ -111,7 +117,7 @@ class _HistoryBuilder:
     def _add_step(self, seq: int, step: str, value: Any) -> None:
         thrown = self.answer.num_tokens if step == "give-up" or (step == "requeue" and value == "fresh") else 0
         if thrown:
-            self._put(0, [], 0, 0)
+            self._put(0, [], [], 0, 0)
         self.add(seq, step, self.attempt, thrown=thrown, note=self._note(seq, step, value))
         self.history.state = STATE_AFTER.get(step, self.history.state)
 
@@ -124,10 +130,23 @@ class _HistoryBuilder:
         return "" if value is None else str(value)
 
     def _add_tokens(
-        self, seq: int, start: int, verified: int, version: int, num_tokens: int, blob: bytes | None
+        self,
+        seq: int,
+        start: int,
+        verified: int,
+        version: int,
+        num_tokens: int,
+        tokens: bytes | None,
+        logprobs: bytes | None,
     ) -> None:
         thrown = max(self.answer.num_tokens - start - verified, 0)
-        self._put(start, None if blob is None else self._unpack(seq, blob, num_tokens), num_tokens, version)
+        self._put(
+            start,
+            None if tokens is None else self._unpack(seq, tokens, num_tokens, "<i4"),
+            None if logprobs is None else self._unpack(seq, logprobs, num_tokens, "<f4"),
+            num_tokens,
+            version,
+        )
         last, gained = self.history.moments[-1], num_tokens - verified
         is_more = (last.step, last.attempt, last.version) == ("tokens", self.attempt, version)
         if is_more and not verified and not thrown:
@@ -135,20 +154,30 @@ class _HistoryBuilder:
         else:
             self.add(seq, "tokens", self.attempt, version=version, gained=gained, kept=verified, thrown=thrown)
 
-    def _put(self, start: int, tokens: list[int] | None, num_tokens: int, version: int) -> None:
+    def _put(
+        self, start: int, tokens: list[int] | None, logprobs: list[float] | None, num_tokens: int, version: int
+    ) -> None:
         self.answer.put(start, num_tokens, version)
-        if tokens is None or self.tokens is None:
-            self.tokens = None
-        else:
-            self.tokens[start:] = tokens
+        self.tokens = _with(self.tokens, start, tokens)
+        self.logprobs = _with(self.logprobs, start, logprobs)
+        moments = self.history.moments
+        self.is_fed[start:] = [bool(moments) and moments[-1].step == "feed"] * num_tokens
 
-    def _unpack(self, seq: int, blob: bytes, num_tokens: int) -> list[int]:
+    def _unpack(self, seq: int, blob: bytes, num_tokens: int, kind: str) -> list[Any]:
         if len(blob) != 4 * num_tokens:
             raise LedgerError(
                 f"{self.ledger.path}: row {seq} has {len(blob)} bytes for {num_tokens} tokens; it is damaged; "
                 "`sortedrl ledger --verify` lists all faults"
             )
-        return np.frombuffer(blob, "<i4").tolist()
+        return np.frombuffer(blob, kind).tolist()
+
+
+def _with(values: list[Any] | None, start: int, added: list[Any] | None) -> list[Any] | None:
+    """Replace the values from `start` on; None if any are missing."""
+    if values is None or added is None:
+        return None
+    values[start:] = added
+    return values
 
 
 def _number(value: object) -> str:

@@ -60,6 +60,7 @@ class RewardScore:
     function: str = ""
     kind: FailureKind | None = None
     is_skipped: bool = False  # the sample must have no weight in training
+    by_function: Mapping[str, float] | None = None  # if there are several functions: what each one returned
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -439,7 +440,7 @@ class RewardPool:
         self._num_waiting -= 1
         outcome = ticket.reward(self._functions, self._weights)
         if not isinstance(outcome, _Failure):
-            return RewardScore(key=ticket.key, reward=outcome)
+            return RewardScore(key=ticket.key, reward=outcome, by_function=self._by_function(ticket))
         if outcome.name not in self.errors:
             effect = {"zero": "gets reward 0", "skip": "gets no weight in training", "stop": "stops the run"}
             text = "%s (sample %d %s; further failures of this kind are counted, not logged)"
@@ -457,6 +458,14 @@ class RewardPool:
             kind=outcome.kind,
             is_skipped=self._on_error == "skip",
         )
+
+    def _by_function(self, ticket: _Ticket) -> dict[str, float] | None:
+        """Return what each of several functions returned; functions of equal names get numbers."""
+        if len(self._functions) == 1:
+            return None
+        names = [function.name for function in self._functions]
+        keys = [f"{name} {index + 1}" if names.count(name) > 1 else name for index, name in enumerate(names)]
+        return {key: value for index, key in enumerate(keys) if (value := ticket.values[index]) is not None}
 
 
 def _check_functions(given: Callable[..., Any] | Sequence[Callable[..., Any]]) -> list[RewardFunction]:

@@ -123,4 +123,5 @@ def run_started(config: SortedConfig, t: float) -> RunStarted:
         slots=config.slots,
         update_batch=config.schedule.update_batch,
         total_samples=config.run.samples,
+        max_staleness=config.knobs.max_staleness,
     )

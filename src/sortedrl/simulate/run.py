@@ -199,6 +199,7 @@ def simulate(
             slots=slots,
             update_batch=update_batch,
             total_samples=trace.num_samples,
+            max_staleness=resolved.max_staleness,
         )
     )
     with gc_paused():

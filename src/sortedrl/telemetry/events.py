@@ -40,6 +40,7 @@ class RunStarted(Event):
     update_batch: int
     total_samples: int
     schema_version: int = SCHEMA_VERSION
+    max_staleness: int | None = None  # the schedule's bound; None: no bound, or not recorded
 
 
 @dataclass(slots=True)
@@ -84,6 +85,15 @@ class SampleScored(Event):
     sample: int
     attempt: int
     reward: float
+
+
+@dataclass(slots=True)
+class FunctionsScored(Event):
+    """What each of several reward functions gave an answer, before weights. Its SampleScored follows."""
+
+    sample: int
+    attempt: int
+    rewards: dict[str, float]  # by function; without those that returned None
 
 
 @dataclass(slots=True)
@@ -178,6 +188,19 @@ class CheckpointSaved(Event):
     version: int
     seq: int  # last sequence number of the ledger
     seconds: float
+
+
+@dataclass(slots=True)
+class MachineMeasured(Event):
+    """Load and memory of the trainer's machine at an update; fields that the machine does not tell are None."""
+
+    cores_used: float  # CPU seconds of the trainer's process per second, since the last measurement
+    load: float | None = None  # processes that run or wait for a core, mean over the last minute
+    cores: int | None = None
+    process_bytes: int | None = None  # resident memory of the trainer's process
+    available_bytes: int | None = None  # memory that the machine can still give
+    gpu_bytes: int | None = None  # memory that the trainer's process holds on its GPU
+    disk_free_bytes: int | None = None  # on the disk of the run directory
 
 
 @dataclass(slots=True)

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict
 
 from sortedrl.clock import Timing
 from sortedrl.engine.base import EngineStats
+from sortedrl.telemetry.alarms import Alarms
 from sortedrl.telemetry.events import (
     AttemptEnded,
     AttemptStarted,
@@ -28,6 +29,8 @@ from sortedrl.telemetry.events import (
     CohortLoaded,
     Evaluated,
     Event,
+    FunctionsScored,
+    MachineMeasured,
     RewardCalled,
     RewardFailed,
     RunEnded,
@@ -41,9 +44,20 @@ from sortedrl.telemetry.events import (
 )
 from sortedrl.telemetry.slot_time import Cause, SlotTime
 
-# Slots were paused before the first three. RewardCalled overlaps other events. The last two may follow the end of
+# Slots were paused before the first three. The next three overlap other events. The last two may follow the end of
 # training, and that time does not count.
-_OWN_TIMING = frozenset({ScoresAwaited, WeightsPublished, CheckpointSaved, RewardCalled, Evaluated, RunEnded})
+_OWN_TIMING = frozenset(
+    {
+        ScoresAwaited,
+        WeightsPublished,
+        CheckpointSaved,
+        RewardCalled,
+        FunctionsScored,
+        MachineMeasured,
+        Evaluated,
+        RunEnded,
+    }
+)
 
 Probe = Callable[[], tuple[EngineStats, Timing]]
 """Returns what engine and controller have measured so far."""
@@ -79,6 +93,7 @@ class UpdateRow:
     slot_time: dict[str, float] | None  # shares of slot time by cause
     learner_wait_s: float
     unscored_samples: int  # samples whose reward could not be computed
+    alarms: list[str]
     learner: dict[str, float]
 
 
@@ -112,6 +127,7 @@ class RunMetrics:
     accepted_share_sum: float = 0.0
 
     occupancy: SlotTime = field(default_factory=SlotTime)
+    alarms: Alarms = field(default_factory=Alarms)
     last_batch: BatchTaken | None = None
     _num_untold: int = 0  # trained samples whose BatchTaken is missing
     _num_loaded: int = 0
@@ -172,6 +188,8 @@ class RunMetrics:
                 if self.occupancy.started is not None:  # a resumed run repeats the event if it was lost
                     self.occupancy = SlotTime(started=event.t)
                 self.occupancy.begin(event.t, event.slots)
+            case MachineMeasured():
+                self.alarms.measure(event)
             case RunEnded():
                 self.end_reason = event.reason
             case RunResumed():  # the attempts of the earlier process are gone
@@ -226,6 +244,7 @@ class RunMetrics:
 
     def _take_batch(self, event: BatchTaken) -> None:
         self.last_batch = event
+        self.alarms.take_batch(event, self.max_staleness)
         if self._learner_idle_since is not None:
             self.learner_wait_s += event.t - self._learner_idle_since
             self._learner_idle_since = None
@@ -258,6 +277,7 @@ class RunMetrics:
     def _finish_update(self, event: UpdateDone) -> None:
         self.updates += 1
         self.optimizer_steps += event.optimizer_steps
+        self.alarms.finish_update(event)
         if "filtered_samples" in event.metrics:
             self.num_flat_groups = (self.num_flat_groups or 0) + int(event.metrics["degenerate_groups"])
             self.num_filtered = (self.num_filtered or 0) + int(event.metrics["filtered_samples"])
@@ -284,6 +304,14 @@ class RunMetrics:
     @property
     def slots(self) -> int:
         return self.run.slots if self.run is not None else 0
+
+    @property
+    def max_staleness(self) -> int | None:
+        """The schedule's bound on staleness; None without one."""
+        return self.run.max_staleness if self.run is not None else None
+
+    def alarm_messages(self) -> list[str]:
+        return self.alarms.messages(num_unscored=self.num_unscored, bound=self.max_staleness)
 
     @property
     def in_flight_tokens(self) -> int:
@@ -398,6 +426,7 @@ class RunMetrics:
             slot_time=self.slot_time(),
             learner_wait_s=self.learner_wait_s,
             unscored_samples=self.num_unscored,
+            alarms=self.alarm_messages(),
             learner=dict(event.metrics),
         )
 

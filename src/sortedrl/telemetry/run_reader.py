@@ -67,8 +67,19 @@ class RunReader:
         path = self.run_dir / "summary.json"
         self.is_live = is_being_written(self.run_dir)
         self.view.recorded = Summary.read(path) if path.is_file() else None
-        self.view.latest = last_record(self.run_dir / "metrics.jsonl")
+        self.view.latest = self._latest()
         self.view.slot_time = _slot_time(path, self.view.latest)
+
+    def _latest(self) -> Record:
+        """Return the last line of metrics.jsonl that is not newer than the events read, so that all figures agree."""
+        done = self.num_updates_done
+        return last_record(self.run_dir / "metrics.jsonl", lambda row: not _is_newer(row.get("update"), done - 1))
+
+    @property
+    def num_updates_done(self) -> int:
+        """The number of the first update that is not done in the events read so far."""
+        points = self.view.updates.points
+        return points[-1].update + 1 if points else 0
 
     def remarks(self) -> list[str]:
         """Return what a reader of the figures must know, as sentences that begin with the run's name."""
@@ -109,8 +120,12 @@ class RunReader:
         return notes
 
 
-def last_record(path: Path) -> Record:
-    """Return the last readable line of a JSONL file, or an empty record if it has none that is an object."""
+def _is_newer(update: object, last: int) -> bool:
+    return isinstance(update, int) and update > last
+
+
+def last_record(path: Path, is_wanted: Callable[[Record], bool] = lambda record: True) -> Record:
+    """Return the last readable line of a JSONL file that is wanted, or an empty record if it has none near its end."""
     try:
         with path.open("rb") as file:
             file.seek(max(path.stat().st_size - _TAIL_BYTES, 0))
@@ -120,7 +135,7 @@ def last_record(path: Path) -> Record:
     for line in reversed(lines):
         with suppress(ValueError):
             record = parse_json(line)
-            if isinstance(record, dict):
+            if isinstance(record, dict) and is_wanted(record):
                 return record
     return {}
 

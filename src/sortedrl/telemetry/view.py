@@ -12,12 +12,24 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from sortedrl.telemetry.curves import (
+    EvaluationPoint,
+    KnownNames,
+    MachinePoint,
+    MetricSum,
+    ReplayPoint,
+    UpdatePoint,
+    join_machine,
+    join_replays,
+    join_sums,
+    join_updates,
+)
 from sortedrl.telemetry.event_file import Record, schema_note
 from sortedrl.telemetry.events import (
     AttemptEnded,
@@ -27,6 +39,8 @@ from sortedrl.telemetry.events import (
     CohortLoaded,
     Evaluated,
     Event,
+    FunctionsScored,
+    MachineMeasured,
     RunResumed,
     RunStarted,
     SampleRequeued,
@@ -43,68 +57,6 @@ MAX_BARS = 2000  # drawn at either end of a run
 _MAX_POINTS = 1024
 _MAX_SLOT_ROWS = 64
 _QUANTILES = (0.0, 0.1, 0.5, 0.9, 1.0)
-
-
-@dataclass(slots=True, kw_only=True, frozen=True)
-class UpdatePoint:
-    """One update and its batch, or several neighbours."""
-
-    update: int  # the last one
-    t: float  # when it was done
-    samples_trained: int
-    num_samples: int
-    reward_sum: float
-    token_sum: int
-    lengths: tuple[float, ...]  # shortest, 10th percentile, median, 90th, longest
-
-    @property
-    def reward(self) -> float:
-        return self.reward_sum / self.num_samples
-
-    @property
-    def mean_length(self) -> float:
-        return self.token_sum / self.num_samples
-
-
-def _join_updates(first: UpdatePoint, second: UpdatePoint) -> UpdatePoint:
-    a, b = first.lengths, second.lengths
-    inner = [(low + high) / 2 for low, high in zip(a[1:-1], b[1:-1], strict=True)]
-    return replace(
-        second,
-        num_samples=first.num_samples + second.num_samples,
-        reward_sum=first.reward_sum + second.reward_sum,
-        token_sum=first.token_sum + second.token_sum,
-        lengths=(min(a[0], b[0]), *inner, max(a[-1], b[-1])),
-    )
-
-
-@dataclass(slots=True, kw_only=True, frozen=True)
-class EvaluationPoint:
-    t: float
-    samples_trained: int
-    sampled: float
-    greedy: float
-
-
-@dataclass(slots=True, kw_only=True, frozen=True)
-class ReplayPoint:
-    """The replays between two harvests, or between several."""
-
-    update: int = 0  # the update that follows them
-    num_replays: int = 0
-    share_sum: float = 0.0  # share of its cached tokens that a replay kept, summed over replays
-    cached: int = 0
-    accepted: int = 0
-
-
-def _join_replays(first: ReplayPoint, second: ReplayPoint) -> ReplayPoint:
-    return ReplayPoint(
-        update=second.update,
-        num_replays=first.num_replays + second.num_replays,
-        share_sum=first.share_sum + second.share_sum,
-        cached=first.cached + second.cached,
-        accepted=first.accepted + second.accepted,
-    )
 
 
 class RunView:
@@ -124,9 +76,10 @@ class RunView:
         self.metrics = RunMetrics()
         self.samples = SampleLives(keep_cohorts=keep_cohorts)
         self.running: dict[int, SampleLife] = {}  # samples with an attempt in a slot
-        self.updates: Thinned[UpdatePoint] = Thinned(_MAX_POINTS, _join_updates)
+        self.updates: Thinned[UpdatePoint] = Thinned(_MAX_POINTS, join_updates)
         self.evaluations: Thinned[EvaluationPoint] = Thinned(256, lambda first, second: second)
-        self.replays: Thinned[ReplayPoint] = Thinned(_MAX_POINTS, _join_replays)
+        self.replays: Thinned[ReplayPoint] = Thinned(_MAX_POINTS, join_replays)
+        self.machine: Thinned[MachinePoint] = Thinned(512, join_machine)
         self.staleness: Counter[int] = Counter()
         self.cohort_updates: Ends[int] = Ends(200)  # updates done when a cohort was loaded
         self.harvests: Ends[float] = Ends(MAX_BARS)
@@ -140,6 +93,8 @@ class RunView:
         self._is_updating = False
         self._taken: dict[int, UpdatePoint] = {}
         self._replays = ReplayPoint()
+        self._metric_names, self._function_names = KnownNames(), KnownNames()
+        self._function_rewards: dict[int, dict[str, float]] = {}  # of samples that are not trained yet
         self._actions: dict[type[Event], Callable[[Any, float], None]] = {
             AttemptStarted: self._start,
             AttemptEnded: self._end,
@@ -152,6 +107,8 @@ class RunView:
             Evaluated: self._evaluate,
             RunStarted: self._begin,
             RunResumed: self._resume,
+            FunctionsScored: self._score,
+            MachineMeasured: self._measure,
         }
 
     @property
@@ -176,7 +133,7 @@ class RunView:
             t = max(event.t - self._origin, 0.0)
         elif isinstance(event, CohortLoaded):
             self._origin = event.t
-        if t > self.seconds and not isinstance(event, Evaluated):
+        if t > self.seconds and not isinstance(event, Evaluated | FunctionsScored):
             self._advance(t)
         act(event, t)
 
@@ -210,7 +167,7 @@ class RunView:
         if event.cached:
             share = event.accepted / event.cached
             self.samples.count_replay(event.sample, share)
-            self._replays = _join_replays(
+            self._replays = join_replays(
                 self._replays,
                 ReplayPoint(num_replays=1, share_sum=share, cached=event.cached, accepted=event.accepted),
             )
@@ -266,12 +223,38 @@ class RunView:
                 reward_sum=float(sum(reward for reward in event.rewards if not math.isnan(reward))),
                 token_sum=sum(event.lengths),
                 lengths=tuple(float(value) for value in np.quantile(event.lengths, _QUANTILES)),
+                rewards=self._take_rewards(event.samples),
             )
+
+    def _take_rewards(self, samples: Sequence[int]) -> dict[str, MetricSum]:
+        """Return the sums of the batch by reward function; the samples' own figures are forgotten."""
+        sums: dict[str, MetricSum] = {}
+        for sample in samples:
+            sums = join_sums(sums, self._function_names.sums(self._function_rewards.pop(sample, {})))
+        return sums
+
+    def _score(self, event: FunctionsScored, t: float) -> None:
+        if event.sample in self.samples.untrained:
+            self._function_rewards[event.sample] = event.rewards
+
+    def _measure(self, event: MachineMeasured, t: float) -> None:
+        self.machine.append(
+            MachinePoint(
+                t=t,
+                cores_used=event.cores_used,
+                load=event.load,
+                cores=event.cores,
+                process_bytes=event.process_bytes,
+                available_bytes=event.available_bytes,
+                gpu_bytes=event.gpu_bytes,
+                disk_free_bytes=event.disk_free_bytes,
+            )
+        )
 
     def _finish_update(self, event: UpdateDone, t: float) -> None:
         point = self._taken.pop(event.update, None)
         if point is not None:
-            self.updates.append(replace(point, t=t))
+            self.updates.append(replace(point, t=t, metrics=self._metric_names.sums(event.metrics)))
 
     def _publish(self, event: WeightsPublished, t: float) -> None:
         """Continue running attempts under the new weights: their bars end, and bars of the new version begin."""

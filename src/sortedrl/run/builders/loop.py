@@ -22,7 +22,7 @@ from sortedrl.run.builders.parts import RunParts
 from sortedrl.run.evaluate import Evaluator
 from sortedrl.schedule import Schedule
 from sortedrl.schedule.checked import CheckedSchedule
-from sortedrl.telemetry.events import Emit, RewardCalled, RewardFailed
+from sortedrl.telemetry.events import Emit, FunctionsScored, RewardCalled, RewardFailed
 
 UPDATE_POLL_S = 0.002  # an engine that waits for a slow answer must not keep the next update waiting
 
@@ -60,6 +60,10 @@ def build_loop(
     """The controller. It also stops when the reward functions fail for good, or when nothing can be learned."""
 
     def watch(score: RewardScore) -> None:
+        if score.by_function:
+            sample, attempt = score.key
+            rewards = dict(score.by_function)
+            emit(FunctionsScored(t=clock.now(), sample=sample, attempt=attempt, rewards=rewards))
         if score.kind is not None:
             sample, attempt = score.key
             emit(RewardFailed(t=clock.now(), sample=sample, attempt=attempt, error=f"{score.function}: {score.kind}"))

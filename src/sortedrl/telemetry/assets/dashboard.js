@@ -1,28 +1,36 @@
-// The dashboard's page: the list of runs, one connection that follows the chosen runs, and the tokens of one sample.
+// The dashboard's page: the list of runs, one connection that follows the chosen runs, and requests for completions.
 // Text from runs is inserted with textContent only; the HTML from the server is already escaped.
 "use strict";
 (() => {
-  const colours = ["#0072B2", "#E69F00", "#009E73", "#F0E442", "#CC79A7", "#56B4E9"];
+  const { make } = pageCharts;
+  const { number } = pageCompletions;
   const byId = (id) => document.getElementById(id);
-  const make = (tag, text, className) => {
-    const element = document.createElement(tag);
-    if (text !== undefined) element.textContent = text;
-    if (className) element.className = className;
-    return element;
-  };
-  const number = (value, digits = 0) =>
-    value === null || value === undefined ? "–" : value.toLocaleString("en-GB", { minimumFractionDigits: digits, maximumFractionDigits: digits });
 
   let shown = new URLSearchParams(location.search).getAll("run");
   let source = null;
   let paused = false;
+  let isEmptied = false; // the reader has unchecked the last run
   let frame = null;
   let listed = [];
+  let facts = new Map(); // figures of the shown runs, of the moment that their page shows
 
   const say = (text) => (byId("state").textContent = text);
   const now = () => new Date().toLocaleTimeString("en-GB");
 
   // ---- the list ------------------------------------------------------------------------------------------------------
+
+  const COLUMNS = [
+    { key: "key", label: "run", isText: true },
+    { key: "state", label: "state", isText: true },
+    { key: "strategy", label: "strategy", isText: true, isWide: true },
+    { key: "reward", label: "reward", digits: 3 },
+    { key: "tokens_per_s", label: "tokens/s" },
+    { key: "samples", label: "samples", isWide: true },
+    { key: "updates", label: "updates", isWide: true },
+    { key: "accuracy", label: "accuracy", digits: 3, isWide: true },
+    { key: "changed", label: "last change", isWide: true },
+  ];
+  const order = { key: "changed", isDown: true };
 
   async function list() {
     if (paused) return;
@@ -36,16 +44,52 @@
     listed = answer.runs;
     const keys = new Set(listed.map((run) => run.key));
     const kept = shown.filter((key) => keys.has(key));
-    if (!kept.length && listed.length) kept.push(listed[0].key);
+    if (!kept.length && listed.length && !isEmptied) kept.push(listed[0].key);
     if (!listed.length) {
       byId("runs-text").textContent = "No run yet in " + answer.folders.join(", ") + ". A run that starts there will appear here.";
       say("waiting for a run");
     } else {
       byId("runs-text").textContent = "Choose a run to follow, or several to compare.";
     }
-    byId("run-rows").replaceChildren(...listed.map(row));
+    fillList();
     if (String(kept) !== String(shown) || (!source && kept.length)) show(kept);
+  }
+
+  function fillList() {
+    const words = byId("run-search").value.toLowerCase().split(/\s+/).filter(Boolean);
+    const wanted = byId("run-filter").value;
+    const runs = listed
+      .map((run) => ({ ...run, ...facts.get(run.key) })) // a shown run has the figures that its page has
+      .filter((run) => words.every((word) => `${run.key} ${run.strategy || ""} ${run.state}`.toLowerCase().includes(word)))
+      .filter((run) => !wanted || (wanted === "alarm" ? run.alarms.length > 0 : run.state === wanted))
+      .sort(compare);
+    byId("run-heads").replaceChildren(...COLUMNS.map(headCell));
+    byId("run-rows").replaceChildren(...runs.map(row));
+    byId("run-count").textContent = runs.length === listed.length ? `${number(runs.length)} runs` : `${number(runs.length)} of ${number(listed.length)} runs`;
     mark();
+  }
+
+  function compare(a, b) {
+    const [left, right] = [a[order.key], b[order.key]];
+    const result = left === right ? 0 : left === null || left === undefined ? -1 : right === null || right === undefined ? 1 : left < right ? -1 : 1;
+    return order.isDown ? -result : result;
+  }
+
+  function headCell(column) {
+    const head = make("th", undefined, (column.isText ? "left" : "") + (column.isWide ? " wide" : ""));
+    const button = make("button", column.label, "sort");
+    button.type = "button";
+    if (order.key === column.key) {
+      head.setAttribute("aria-sort", order.isDown ? "descending" : "ascending");
+      button.textContent += order.isDown ? " ↓" : " ↑";
+    }
+    button.addEventListener("click", () => {
+      order.isDown = order.key === column.key ? !order.isDown : !column.isText;
+      order.key = column.key;
+      fillList();
+    });
+    head.append(button);
+    return head;
   }
 
   function row(run) {
@@ -57,19 +101,32 @@
     box.type = "checkbox";
     box.addEventListener("change", () => {
       const rest = shown.filter((key) => key !== run.key);
+      isEmptied = !box.checked && !rest.length;
       show(box.checked ? [...rest, run.key] : rest);
     });
-    const name = make("span", run.key);
-    label.append(box, name);
+    label.append(box, make("span", run.key));
     head.append(label);
-    const state = make("td", run.state === "ended" ? "no summary" : run.state, "left " + (run.state === "running" ? "running" : "other"));
     if (run.problem) head.append(make("div", run.problem, "note"));
-    const share = run.total_samples && run.state === "running" ? `${number(run.samples)} of ${number(run.total_samples)}` : number(run.samples);
-    line.append(
-      head, state, make("td", run.strategy || "–", "left wide"), make("td", share), make("td", number(run.updates), "wide"),
-      make("td", number(run.reward, 3), "wide"), make("td", number(run.accuracy, 3), "wide"), make("td", number(run.tokens_per_s), "wide"),
-    );
+    for (const alarm of run.alarms) head.append(make("div", alarm, "alarm"));
+    line.append(head);
+    for (const column of COLUMNS.slice(1)) line.append(cellOf(run, column));
     return line;
+  }
+
+  function cellOf(run, column) {
+    const className = (column.isText ? "left" : "") + (column.isWide ? " wide" : "");
+    switch (column.key) {
+      case "state":
+        return make("td", run.state === "ended" ? "no summary" : run.state, "left " + (run.state === "running" ? "running" : "other"));
+      case "samples": {
+        const isOpen = run.total_samples && run.state === "running";
+        return make("td", isOpen ? `${number(run.samples)} of ${number(run.total_samples)}` : number(run.samples), className);
+      }
+      case "changed":
+        return make("td", run.changed ? new Date(1000 * run.changed).toLocaleString("en-GB", { dateStyle: "short", timeStyle: "short" }) : "–", className);
+      default:
+        return make("td", column.isText ? run[column.key] || "–" : number(run[column.key], column.digits || 0), className);
+    }
   }
 
   function mark() {
@@ -80,6 +137,9 @@
     }
   }
 
+  byId("run-search").addEventListener("input", fillList);
+  byId("run-filter").addEventListener("change", fillList);
+
   // ---- following -----------------------------------------------------------------------------------------------------
 
   function show(keys) {
@@ -88,13 +148,30 @@
     history.replaceState(null, "", keys.length ? "?" + query : location.pathname);
     mark();
     frame = null;
-    if (keys.length) follow();
-    else {
+    facts = new Map();
+    clear();
+    if (keys.length) {
+      byId("head").replaceChildren(loading(keys)); // at once: figures of other runs must not stand under these names
+      follow();
+    } else {
       stop();
-      byId("head").replaceChildren();
-      byId("frame").replaceChildren();
       say("choose a run");
     }
+  }
+
+  function clear() {
+    for (const chart of document.querySelectorAll("#frame .js-plotly-plot")) Plotly.purge(chart);
+    pageCharts.forget();
+    byId("head").replaceChildren();
+    byId("frame").replaceChildren();
+    pageCharts.showContents();
+  }
+
+  function loading(keys) {
+    const card = make("section", undefined, "card");
+    card.id = "loading";
+    card.append(make("h2", "Loading " + keys.join(", ")), make("progress"));
+    return card;
   }
 
   function stop() {
@@ -106,33 +183,42 @@
     stop();
     if (paused) return;
     say("reading");
-    source = new EventSource("api/follow?" + new URLSearchParams(shown.map((key) => ["run", key])));
-    source.onmessage = (event) => apply(JSON.parse(event.data));
+    const followed = (source = new EventSource("api/follow?" + new URLSearchParams(shown.map((key) => ["run", key]))));
+    source.onmessage = (event) => source === followed && apply(JSON.parse(event.data));
     source.onerror = () => say(source && source.readyState === EventSource.CLOSED ? "the server refused the connection" : "connection lost, reconnecting");
   }
 
   function apply(message) {
     if (message.problem) {
+      clear();
       byId("head").replaceChildren(make("p", message.problem, "note"));
-      byId("frame").replaceChildren();
       frame = null;
       say("the run cannot be read");
       return;
     }
     if (message.frame === undefined) {
+      const bar = document.querySelector("#loading progress");
+      if (bar) bar.value = message.progress;
       say(`reading ${Math.round(message.progress * 100)} %`);
       return;
     }
     document.title = message.title + " - sortedrl";
+    document.querySelector("main").dataset.smoothing = message.smoothing;
     byId("head").innerHTML = message.head;
+    facts = new Map(message.facts.map((fact, at) => [shown[at], fact]));
+    fillList();
     if (message.frame !== frame) {
       frame = message.frame;
       for (const chart of document.querySelectorAll("#frame .js-plotly-plot")) Plotly.purge(chart);
+      pageCharts.forget();
       byId("frame").innerHTML = frame;
+      pageCharts.showContents();
+      listedAt = "";
     }
     for (const [name, text] of Object.entries(message.captions)) byId("caption-" + name).textContent = text;
     pageCharts.drawAll(message.figures);
-    const isLive = listed.some((run) => shown.includes(run.key) && run.state === "running");
+    showCompletions(message.facts.map((fact) => fact.updates));
+    const isLive = message.facts.some((fact) => fact.is_live);
     say(`${isLive ? "following" : "up to date"}, last change ${now()}`);
     document.documentElement.dataset.updates = Number(document.documentElement.dataset.updates || 0) + 1;
   }
@@ -151,68 +237,45 @@
     }
   });
 
-  // ---- one sample ----------------------------------------------------------------------------------------------------
+  // ---- completions ---------------------------------------------------------------------------------------------------
+
+  let listedAt = ""; // the runs and updates whose completions are shown, or asked for
+  let isAsking = false;
+
+  // Asks for the completions of the updates that the page shows. While an answer is awaited, later updates wait.
+  async function showCompletions(updates) {
+    const runs = [...shown];
+    const at = JSON.stringify([runs, updates]);
+    if (!byId("completions") || at === listedAt || isAsking) return;
+    isAsking = true;
+    listedAt = at;
+    try {
+      const answers = await Promise.all(runs.map((run, position) => ask("api/completions", { run, before: updates[position] })));
+      const box = byId("completions");
+      if (!box || String(runs) !== String(shown)) return;
+      const rows = answers.flatMap((answer, position) => (answer.rows || []).map((row) => ({ ...row, run: runs[position] })));
+      const problems = answers.map((answer) => answer.problem).filter(Boolean);
+      const note = `The samples trained last, up to update ${updates.map((count) => number(count)).join(" and ")}. Click one for its tokens.`;
+      pageCompletions.show(box, rows, [note, ...problems].join(" "), (row) => open(row.run, row.sample));
+    } finally {
+      isAsking = false;
+      const latest = shown.map((key) => facts.get(key));
+      if (latest.length && latest.every(Boolean)) showCompletions(latest.map((fact) => fact.updates));
+    }
+  }
+
+  async function ask(address, query) {
+    try {
+      return await (await fetch(address + "?" + new URLSearchParams(query))).json();
+    } catch {
+      return { problem: "the server does not respond" };
+    }
+  }
 
   async function open(run, sample) {
-    byId("sample-title").textContent = `Sample ${sample} of ${run}`;
-    byId("sample-body").replaceChildren(make("p", "reading the ledger", "soft"));
-    if (!byId("sample").open) byId("sample").showModal();
-    const query = new URLSearchParams({ run, sample });
-    let found;
-    try {
-      found = await (await fetch("api/sample?" + query)).json();
-    } catch {
-      found = { problem: "the server does not respond" };
-    }
-    byId("sample-body").replaceChildren(...(found.problem ? [make("p", found.problem, "note")] : describe(found)));
-  }
-
-  function describe(sample) {
-    const facts = `Cohort ${sample.cohort}, ${sample.state}, ${number(sample.num_tokens)} tokens.`;
-    const parts = [make("p", facts, "soft"), make("h3", "Prompt"), make("div", sample.prompt, "prompt"), make("h3", "Answer, coloured by version")];
-    if (!sample.has_tokens) parts.push(make("p", "The ledger of this run does not store the tokens of trained samples.", "soft"));
-    else if (!sample.tokens.length) parts.push(make("p", "The answer has no tokens yet.", "soft"));
-    else parts.push(answer(sample.tokens));
-    if (sample.is_cut) parts.push(make("p", `The first ${number(sample.tokens.length)} tokens are shown.`, "soft"));
-    if (!sample.is_spelled) parts.push(make("p", "Tokens are shown as numbers, because the run has no tokenizer.", "soft"));
-    parts.push(make("h3", "History"), historyTable(sample.moments));
-    return parts;
-  }
-
-  function answer(tokens) {
-    const box = make("div", undefined, "answer");
-    let last = null;
-    tokens.forEach(([text, id, version], position) => {
-      const colour = colours[version % colours.length];
-      if (version !== last) {
-        const tag = make("span", "v" + version, "version");
-        tag.style.background = colour + "59";
-        box.append(tag);
-        last = version;
-      }
-      const token = make("span", text, "token");
-      token.style.background = colour + "59";
-      token.title = `token ${position + 1}, number ${id}, version ${version}`;
-      box.append(token);
-    });
-    return box;
-  }
-
-  function historyTable(moments) {
-    const scroll = make("div", undefined, "scroll");
-    const table = make("table");
-    const head = make("tr");
-    for (const name of ["step", "attempt", "version", "added", "accepted", "discarded", "tokens", "note"]) head.append(make("th", name, name === "note" ? "left" : ""));
-    table.append(head);
-    for (const moment of moments) {
-      const line = make("tr");
-      line.append(make("th", moment.step));
-      for (const name of ["attempt", "version", "gained", "kept", "thrown", "held"]) line.append(make("td", moment[name] || name === "version" || name === "held" ? number(moment[name]) : ""));
-      line.append(make("td", moment.note, "left"));
-      table.append(line);
-    }
-    scroll.append(table);
-    return scroll;
+    const title = `Sample ${sample} of ${run}`;
+    pageCompletions.openSample(title, "reading the ledger");
+    pageCompletions.openSample(title, await ask("api/sample", { run, sample }));
   }
 
   document.addEventListener("sample", (event) => {
@@ -224,7 +287,7 @@
     const wanted = byId("number").value.trim();
     if (wanted && shown.length) open(shown[0], wanted);
   });
-  byId("close").addEventListener("click", () => byId("sample").close());
+  pageCharts.showContents();
   list();
   setInterval(list, 3000);
 })();

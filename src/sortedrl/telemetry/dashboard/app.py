@@ -37,17 +37,19 @@ from sortedrl.errors import ConfigError, RunDirError, SortedRLError
 from sortedrl.reward.worker import printable
 from sortedrl.telemetry.dashboard.auth import TokenMiddleware
 from sortedrl.telemetry.dashboard.run_list import check_folders, find_runs, run_line
-from sortedrl.telemetry.dashboard.sample_page import Decode, describe_sample
-from sortedrl.telemetry.report.page import PageParts, asset, page_parts
+from sortedrl.telemetry.report.completions import list_completions
+from sortedrl.telemetry.report.page import SCRIPTS, PageParts, asset, page_parts
+from sortedrl.telemetry.report.sample_page import Decode, describe_sample
 from sortedrl.telemetry.run_reader import RunReader
 
 _MIN_TOKEN = 16  # characters
 _MAX_VIEWS = 8  # runs in memory
 _MAX_SHOWN = 6  # runs on one page
-_POLL_S = 1.0  # time between two polls of the files, and longest time that one poll reads
+_POLL_S = 1.0  # time between two polls of the files
+_READ_S = 0.4  # longest time that one poll reads, so that it answers within a second even if it also builds the page
 _KEEP_ALIVE_S = 15.0  # a comment is sent after this time without changes
-_ASSETS = {"page.css": "text/css", "page.js": "text/javascript", "dashboard.css": "text/css"}
-_ASSETS["dashboard.js"] = "text/javascript"
+_ASSETS = dict.fromkeys(("page.css", "dashboard.css"), "text/css")
+_ASSETS |= dict.fromkeys(("theme.js", *SCRIPTS, "dashboard.js"), "text/javascript")
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -69,7 +71,7 @@ class RunViews:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def poll(self, paths: Sequence[Path]) -> PageState:
-        """Read what is new, for a second at most, and return the state of the page."""
+        """Read what is new, for part of a second, and return the state of the page."""
         with self.lock:  # one page at a time, because it sets names and positions of its readers
             try:
                 return self._poll(tuple(paths))
@@ -80,7 +82,7 @@ class RunViews:
 
     def _poll(self, paths: tuple[Path, ...]) -> PageState:
         readers = [self._reader(path) for path in paths]
-        until = time.monotonic() + _POLL_S
+        until = time.monotonic() + _READ_S
         for reader in readers:
             while reader.read_more():
                 if time.monotonic() > until:
@@ -126,6 +128,7 @@ class Dashboard:
             Route("/api/runs", self.runs),
             Route("/api/follow", self.follow),
             Route("/api/sample", self.sample),
+            Route("/api/completions", self.completions),
         ]
         middleware = [
             Middleware(TokenMiddleware, token=token),
@@ -163,6 +166,22 @@ class Dashboard:
             return JSONResponse(await anyio.to_thread.run_sync(self._describe, path, int(number)))
         except SortedRLError as error:  # for example a run without a ledger, or an unknown sample
             return JSONResponse({"problem": str(error)})
+
+    async def completions(self, request: Request) -> Response:
+        key, before = request.query_params.get("run", ""), request.query_params.get("before", "")
+        path = (await anyio.to_thread.run_sync(find_runs, self.folders)).get(key)
+        if path is None:
+            return JSONResponse({"problem": f"there is no run {key!r}"}, status_code=404)
+        if not before.isdecimal() or len(before) > 12:
+            return JSONResponse({"problem": f"{before!r} is not the number of an update; enter digits only"})
+        try:
+            return JSONResponse({"rows": await anyio.to_thread.run_sync(self._list, path, int(before))})
+        except SortedRLError as error:
+            return JSONResponse({"problem": str(error)})
+
+    def _list(self, path: Path, before_update: int) -> list[dict[str, Any]]:
+        with self._decoder_lock:
+            return list_completions(path, before_update=before_update, decode=self._decode_of(path))
 
     def _describe(self, path: Path, sample: int) -> dict[str, Any]:
         with self._decoder_lock:
@@ -217,7 +236,13 @@ def _message(state: PageState, sent: dict[str, str]) -> str:
         if sent.get(f"figure {name}") != text:
             sent[f"figure {name}"] = text
             figures[name] = figure
-    message = {"title": parts.title, "head": parts.head, "frame": parts.frame, "captions": parts.captions}
+    message: dict[str, Any] = {
+        "title": parts.title,
+        "head": parts.head,
+        "frame": parts.frame,
+        "captions": parts.captions,
+    }
+    message |= {"facts": [asdict(facts) for facts in parts.facts], "smoothing": parts.smoothing}
     return json.dumps({**message, "figures": figures}, separators=(",", ":"))
 
 

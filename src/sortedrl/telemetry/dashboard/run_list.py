@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from sortedrl.errors import RunDirError
@@ -19,6 +19,7 @@ from sortedrl.telemetry.run_reader import last_record
 from sortedrl.telemetry.summary import Summary
 
 _HEAD_BYTES = 65536
+_MAX_TEXT = 500  # characters of an alarm
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,6 +36,7 @@ class RunLine:
     reward: float | None = None
     accuracy: float | None = None
     tokens_per_s: float | None = None
+    alarms: list[str] = field(default_factory=list)
     problem: str = ""
 
 
@@ -81,11 +83,14 @@ def run_line(key: str, run_dir: Path) -> RunLine:
         line.updates = None if (update := _count(latest.get("update"))) is None else update + 1
         line.samples = _count(latest.get("samples_trained"))
         line.reward, line.tokens_per_s = _figure(latest.get("reward_mean")), _figure(latest.get("tokens_per_s"))
+        line.alarms = _texts(latest.get("alarms"))
         if (run_dir / "summary.json").is_file():
             summary = Summary.read(run_dir / "summary.json")
             line.state = summary.status or "complete"
             line.updates, line.samples, line.tokens_per_s = summary.updates, summary.samples, summary.tokens_per_s
             line.accuracy = summary.accuracy_after
+            if summary.alarm:
+                line.alarms.insert(0, printable(f"could not learn: {summary.alarm[:_MAX_TEXT]}"))
     except OSError as error:  # shown in the line of this run, without effect on the others
         line.problem = printable(str(error))
     return line
@@ -104,7 +109,16 @@ def _first(path: Path) -> Record:
 
 
 def _text(value: object) -> str | None:
-    return printable(value) if isinstance(value, str) else None
+    return printable(value[:_MAX_TEXT]) if isinstance(value, str) else None
+
+
+def _texts(values: object) -> list[str]:
+    """Return the strings of a list, as far as a line has room for them."""
+    return (
+        [printable(text[:_MAX_TEXT]) for text in values[:8] if isinstance(text, str)]
+        if isinstance(values, list)
+        else []
+    )
 
 
 def _count(value: object) -> int | None:

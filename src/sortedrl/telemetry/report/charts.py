@@ -46,6 +46,11 @@ CAUSE_STYLES = {
 }
 
 
+def smoothing(runs: Sequence[RunView]) -> int:
+    """Return how many points a smoothed line is a mean of, until the reader chooses: a cohort, or a part of the run."""
+    return max(max(run.summary.cohort_batches or 4, len(run.updates) // 25) for run in runs)
+
+
 def learning_chart(runs: Sequence[RunView], *, by_time: bool) -> Chart:
     """Draw reward, length and held-out accuracy, one under the other, against samples trained or wall time."""
     titles = ["mean reward of a batch", "mean answer length of a batch, tokens"]
@@ -53,24 +58,29 @@ def learning_chart(runs: Sequence[RunView], *, by_time: bool) -> Chart:
     if has_accuracy:
         titles.append("held-out accuracy")
     figure = make_subplots(rows=len(titles), cols=1, shared_xaxes=True, vertical_spacing=0.09, subplot_titles=titles)
-    window = max(max(run.summary.cohort_batches or 4, len(run.updates) // 25) for run in runs)
     for run in runs:
         points = run.updates.points
         x = [round(point.t, 3) if by_time else point.samples_trained for point in points]
         line = {"color": run_colour(run.position), "width": 2.5, "dash": run_dash(run.position)}
-        faint = {"color": run_colour(run.position), "width": 1}
         series = ([point.reward for point in points], [point.mean_length for point in points])
         for row, values in enumerate(series, start=1):
-            figure.add_scatter(x=x, y=values, line=faint, opacity=0.28, hoverinfo="skip", row=row, col=1)
-            means = _trailing_mean(values, window)
-            figure.add_scatter(x=x, y=means, mode="lines", line=line, name=run_name(run), row=row, col=1)
+            figure.add_scatter(
+                x=x,
+                y=[round(value, 5) for value in values],
+                mode="lines" if len(values) > 1 else "markers",
+                line=line,
+                name=run_name(run),
+                meta={"smooth": True},
+                row=row,
+                col=1,
+            )
         if has_accuracy:
             _add_accuracy(figure, run, by_time=by_time)
     figure.update_xaxes(rangemode="tozero")
     figure.update_yaxes(rangemode="tozero")
     figure.update_xaxes(title_text="wall time, s" if by_time else "samples trained", row=len(titles), col=1)
     stride = max(run.stride for run in runs)
-    caption = f"Thick line: mean over the last {window} points. Thin line: every " + (
+    caption = "Thick line: smoothed. Thin line: every " + (
         "update." if stride == 1 else f"point, which is the mean of up to {stride} updates."
     )
     caption += " Filled marks: sampled accuracy. Open marks: greedy accuracy." if has_accuracy else ""
@@ -125,7 +135,7 @@ def occupancy_chart(runs: Sequence[RunView]) -> Chart:
     figure.update_xaxes(title_text="wall time, s", row=len(runs), col=1)
     caption = (
         "Averages over short intervals. Colour: slots that decode. Grey: slots that wait while weights are updated and "
-        "published. White below the line: idle slots, the bubble."
+        "published. Empty below the line: idle slots, the bubble."
     )
     return Chart(name="occupancy", figure=styled(figure, height=170 * len(runs) + 80, top=34), caption=caption)
 
@@ -166,7 +176,9 @@ def causes_chart(runs: Sequence[RunView]) -> Chart:
             },
             hovertemplate=f"{html.escape(meaning)}: %{{x:.1%}}<extra>%{{y}}</extra>",
         )
-    figure.update_layout(barmode="stack", bargap=0.35, uniformtext={"mode": "hide", "minsize": 10})
+    figure.update_layout(
+        barmode="stack", bargap=0.35, uniformtext={"mode": "hide", "minsize": 10}, meta={"keepsColours": True}
+    )
     figure.update_xaxes(tickformat=".0%", range=[0, 1.001], title_text="share of all slot time")
     figure.update_yaxes(autorange="reversed", showticklabels=len(shown) > 1)
     caption = "100 % is the number of slots times wall time. Hatched: work that was thrown away, or done again."
@@ -258,10 +270,3 @@ def replay_chart(runs: Sequence[RunView]) -> Chart:
         "line: weighted by tokens."
     )
     return Chart(name="replay", figure=styled(figure, height=280), caption=caption)
-
-
-def _trailing_mean(values: Sequence[float], window: int) -> list[float]:
-    total = np.concatenate([[0.0], np.cumsum(values)])
-    ends = np.arange(1, len(values) + 1)
-    starts = np.maximum(ends - window, 0)
-    return ((total[ends] - total[starts]) / (ends - starts)).tolist()

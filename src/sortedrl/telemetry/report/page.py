@@ -16,20 +16,30 @@ from pathlib import Path
 from typing import Any
 
 from sortedrl.errors import RunDirError, first_line
+from sortedrl.ledger.reader import FILE_NAME as LEDGER_NAME
+from sortedrl.reward.worker import printable
 from sortedrl.telemetry.report import charts, timeline
-from sortedrl.telemetry.report.style import Chart, run_colour, run_dash
+from sortedrl.telemetry.report.configuration import configuration_html, read_configuration
+from sortedrl.telemetry.report.learner_charts import learner_charts, machine_charts
+from sortedrl.telemetry.report.style import NUM_RUN_COLOURS, Chart, run_dash
 from sortedrl.telemetry.run_reader import DAMAGE, RunReader
 from sortedrl.telemetry.slot_time import MEANINGS
 from sortedrl.telemetry.summary import Summary, before_after, number, share
 from sortedrl.telemetry.view import RunView
 
+SCRIPTS = ("page.js", "completions.js")
+"""The scripts at the end of a page, in order; `theme.js` comes before everything else."""
+
 _DASH_ARRAYS = {"solid": "", "dash": "7 4", "dot": "2 4", "dashdot": "7 3 2 3"}
 
 _AGES = (
     "The age of a token is the number of updates between the version that wrote or last verified it and the version "
-    "being updated. White: no answer is that long. If weights changed during an attempt, its tokens are assumed to be "
+    "being updated. Empty: no answer is that long. If weights changed during an attempt, its tokens are assumed to be "
     "evenly spaced in time."
 )
+
+_MAX_TEXT = 2000  # characters of a sentence with text from a run
+_LAST_POINTS = 4  # updates whose mean reward is the current one
 
 _GLOSSARY = (
     ("slot", "A place in the engine for one running sequence."),
@@ -53,6 +63,18 @@ _GLOSSARY = (
 )
 
 
+@dataclass(slots=True, kw_only=True, frozen=True)
+class RunFacts:
+    """One run at the moment that its page shows; the dashboard's list shows the same figures."""
+
+    updates: int
+    samples: int
+    reward: float | None
+    tokens_per_s: float | None
+    alarms: list[str]
+    is_live: bool
+
+
 @dataclass(slots=True, kw_only=True)
 class PageParts:
     """A page in parts: the head, the frame of the charts, and the contents of the frame."""
@@ -62,6 +84,8 @@ class PageParts:
     frame: str  # HTML with an element for each chart and each caption
     captions: dict[str, str] = field(default_factory=dict)  # plain text, by chart
     figures: dict[str, dict[str, Any]] = field(default_factory=dict)  # as plotly.js takes them
+    facts: list[RunFacts] = field(default_factory=list)  # one per run
+    smoothing: int = 1  # points that a smoothed line is a mean of, until the reader chooses
 
 
 def asset(name: str) -> str:
@@ -84,19 +108,53 @@ def page_parts(readers: Sequence[RunReader]) -> PageParts:
 def _page_parts(readers: Sequence[RunReader]) -> PageParts:
     runs = [reader.view for reader in readers]
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
-    tiles = _tiles(runs[0].summary) if len(runs) == 1 else ""
+    tiles = _tiles(runs[0]) if len(runs) == 1 else ""
     parts = PageParts(title=title, head=_head(readers, title) + tiles + _table(runs), frame="")
+    parts.facts = [_facts(reader) for reader in readers]
     frame = _Frame(parts)
     trained = [run for run in runs if len(run.updates)]
     if trained:
+        parts.smoothing = charts.smoothing(trained)
         _learning(frame, trained)
+        _learner(frame, trained)
     else:
         frame.section("Charts", "No update is done yet, so there is nothing to show.")
     _slots(frame, [run for run in runs if run.bars.num_seen])
     if trained:
         _batches(frame, trained)
+        _completions(frame, readers)
+    _machine(frame, [run for run in runs if len(run.machine)])
+    _configuration(frame, readers)
     parts.frame = "\n".join(frame.sections)
     return parts
+
+
+def _facts(reader: RunReader) -> RunFacts:
+    run = reader.view
+    return RunFacts(
+        updates=run.metrics.updates,
+        samples=run.metrics.samples,
+        reward=run.updates.points[-1].reward if run.updates.points else None,
+        tokens_per_s=run.summary.tokens_per_s,
+        alarms=run_alarms(reader),
+        is_live=reader.is_live,
+    )
+
+
+def last_reward(run: RunView) -> float | None:
+    """Return the mean reward of the last updates, or None before the first one."""
+    points = run.updates.points[-_LAST_POINTS:]
+    return sum(point.reward_sum for point in points) / sum(point.num_samples for point in points) if points else None
+
+
+def run_alarms(reader: RunReader) -> list[str]:
+    alarm = reader.view.summary.alarm
+    return [*([f"could not learn: {_cut(alarm)}"] if alarm else []), *reader.view.metrics.alarm_messages()]
+
+
+def _cut(text: str) -> str:
+    """Escape control characters, and cut a text that is too long to be read."""
+    return printable(text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + "…")
 
 
 def _arrange(readers: Sequence[RunReader]) -> None:
@@ -106,18 +164,18 @@ def _arrange(readers: Sequence[RunReader]) -> None:
     for position, (reader, name) in enumerate(zip(readers, names, strict=True)):
         reader.view.position = position
         parent = Path(reader.run_dir).resolve().parent.name
-        reader.view.name = f"{parent}/{name}" if count[name] > 1 else name
+        reader.view.name = printable(f"{parent}/{name}" if count[name] > 1 else name)
 
 
-def figure_json(figures: dict[str, dict[str, Any]]) -> str:
+def script_json(value: Any) -> str:
     """Return JSON for a script element, escaped so that no text can end the element."""
-    text = json.dumps(figures, separators=(",", ":"))
+    text = json.dumps(value, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def glossary() -> str:
     entries = "".join(f"<dt>{word}</dt><dd>{meaning}</dd>" for word, meaning in _GLOSSARY)
-    return f'<section class="card"><h2>Glossary</h2><dl>{entries}</dl></section>'
+    return f'<section class="card" id="section-glossary"><h2>Glossary</h2><dl>{entries}</dl></section>'
 
 
 # ---- sections -------------------------------------------------------------------------------------------------------
@@ -132,18 +190,54 @@ class _Frame:
 
     def chart(self, chart: Chart) -> str:
         self.parts.captions[chart.name] = chart.caption
-        self.parts.figures[chart.name] = json.loads(chart.figure.to_json() or "{}")
+        figure = chart.figure
+        self.parts.figures[chart.name] = figure if isinstance(figure, dict) else json.loads(figure.to_json() or "{}")
         name = html.escape(chart.name)
-        return f'<div class="chart" id="chart-{name}"></div><p class="caption" id="caption-{name}"></p>'
+        title = f'<h3 class="chart-title">{html.escape(chart.title)}</h3>' if chart.title else ""
+        return f'{title}<div class="chart" id="chart-{name}"></div><p class="caption" id="caption-{name}"></p>'
 
-    def section(self, title: str, text: str, content: str = "") -> None:
+    def grid(self, found: Sequence[Chart]) -> str:
+        """Return small charts side by side, as many as the width has room for."""
+        return '<div class="grid">' + "".join(f"<div>{self.chart(chart)}</div>" for chart in found) + "</div>"
+
+    def section(self, title: str, text: str, content: str = "", *, name: str = "") -> None:
+        """Add a section. Titles are entries of the contents; `name` is for scripts that fill the section."""
         intro = f'<p class="soft">{html.escape(text)}</p>' if text else ""
-        self.sections.append(f'<section class="card"><h2>{html.escape(title)}</h2>{intro}{content}</section>')
+        named = f' id="section-{name or len(self.sections)}"'
+        self.sections.append(f'<section class="card"{named}><h2>{html.escape(title)}</h2>{intro}{content}</section>')
 
 
 def _learning(frame: _Frame, runs: Sequence[RunView]) -> None:
     pair = _pair(*(frame.chart(charts.learning_chart(runs, by_time=by_time)) for by_time in (False, True)))
-    frame.section("Learning", "First against samples trained, then against wall time.", _key(runs) + pair)
+    text = "First against samples trained, then against wall time."
+    frame.section("Learning", text, _key(runs) + pair, name="learning")
+
+
+def _learner(frame: _Frame, runs: Sequence[RunView]) -> None:
+    found = learner_charts(runs)
+    frame.section(
+        "Learner", "What each update reports, against samples trained.", _key(runs) + frame.grid(found), name="learner"
+    )
+
+
+def _completions(frame: _Frame, readers: Sequence[RunReader]) -> None:
+    """Add an empty section that a script fills, if a run has a ledger to fill it from."""
+    if any((reader.run_dir / LEDGER_NAME).is_file() for reader in readers):
+        frame.section("Completions", "", '<div id="completions"></div>', name="completions")
+
+
+def _machine(frame: _Frame, runs: Sequence[RunView]) -> None:
+    if runs:
+        frame.section(
+            "Machine", "Measured after updates.", _key(runs) + frame.grid(machine_charts(runs)), name="machine"
+        )
+
+
+def _configuration(frame: _Frame, readers: Sequence[RunReader]) -> None:
+    tables = configuration_html([(reader.view.name, read_configuration(reader.run_dir)) for reader in readers])
+    if tables:
+        text = "" if len(readers) == 1 else "The keys that differ."
+        frame.section("Configuration", text, tables, name="configuration")
 
 
 def _slots(frame: _Frame, runs: Sequence[RunView]) -> None:
@@ -193,8 +287,8 @@ def _key(runs: Sequence[RunView]) -> str:
         return ""
     entries = (
         '<span><svg width="34" height="10" aria-hidden="true"><line x1="1" y1="5" x2="33" y2="5" stroke-width="3" '
-        f'stroke="{run_colour(run.position)}" stroke-dasharray="{_DASH_ARRAYS[run_dash(run.position)]}"/></svg>'
-        f"{html.escape(run.name)}</span>"
+        f'style="stroke:var(--run-{run.position % NUM_RUN_COLOURS})" '
+        f'stroke-dasharray="{_DASH_ARRAYS[run_dash(run.position)]}"/></svg>{html.escape(run.name)}</span>'
         for run in runs
     )
     return f'<div class="key">{"".join(entries)}</div>'
@@ -222,23 +316,24 @@ def _head(readers: Sequence[RunReader], title: str) -> str:
     if len(readers) == 1:
         summary = readers[0].view.summary
         lines.append(
-            f'<p class="soft">{html.escape(summary.strategy)}, {number(summary.samples)} samples in '
+            f'<p class="soft">{html.escape(_cut(summary.strategy))}, {number(summary.samples)} samples in '
             f"{number(summary.updates)} updates, {number(summary.slots)} slots, seed {number(summary.seed)}</p>"
         )
     for reader in readers:
-        alarm = reader.view.summary.alarm
-        remarks = [*reader.remarks(), *([f"{reader.view.name} could not learn: {alarm}"] if alarm else [])]
-        lines += [f'<p class="note">{html.escape(remark)}</p>' for remark in remarks]
+        name = "" if len(readers) == 1 else f"{reader.view.name}: "
+        lines += [f'<p class="alarm">Alarm: {html.escape(name + text)}</p>' for text in run_alarms(reader)]
+        lines += [f'<p class="note">{html.escape(_cut(remark))}</p>' for remark in reader.remarks()]
     return "\n".join(lines) + "</header>"
 
 
-def _tiles(summary: Summary) -> str:
-    ledger = summary.ledger
+def _tiles(run: RunView) -> str:
+    summary, ledger = run.summary, run.summary.ledger
     tiles = (
+        (number(last_reward(run), 3), "mean reward, last updates"),
+        (number(summary.tokens_per_s), "trained tokens/s"),
         (before_after(summary.accuracy_before, summary.accuracy_after), "held-out accuracy, sampled"),
         (f"{share(summary.bubble_ratio)} / {share(summary.idle_slot_steps)}", "bubble / idle slot-steps"),
         (share(summary.goodput), "goodput"),
-        (number(summary.tokens_per_s), "trained tokens/s"),
         (number(summary.staleness_max), "largest staleness"),
         ("–" if ledger is None else f"{ledger.lost} / {ledger.duplicated}", "samples lost / trained twice"),
     )
@@ -284,8 +379,9 @@ def _slashed(*values: float | None, digits: int = 0) -> str:
 def _table(runs: Sequence[RunView]) -> str:
     """Return the summary: a column per run, or two halves for one run. Rows without any figure are left out."""
     rows = []
-    for label, render in _ROWS:
-        cells = [render(run.summary) for run in runs]
+    columns = [("mean reward, last updates", [number(last_reward(run), 3) for run in runs])] if len(runs) > 1 else []
+    columns += [(label, [_cut(render(run.summary)) for run in runs]) for label, render in _ROWS]
+    for label, cells in columns:
         if any(cell.strip("–/ →") for cell in cells):
             rows.append(f"<tr><th>{label}</th>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>")
     if len(runs) == 1:
@@ -294,4 +390,4 @@ def _table(runs: Sequence[RunView]) -> str:
     else:
         names = "".join(f"<th>{html.escape(run.name)}</th>" for run in runs)
         tables = f"<table><thead><tr><th></th>{names}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
-    return f'<section class="card"><h2>Summary</h2><div class="scroll">{tables}</div></section>'
+    return f'<section class="card" id="section-summary"><h2>Summary</h2><div class="scroll">{tables}</div></section>'

@@ -10,12 +10,15 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import plotly.graph_objects as go
 
 from sortedrl.telemetry.view import RunView
 
 _RUN_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
+NUM_RUN_COLOURS = len(_RUN_COLOURS)
+"""`page.css` has the same colours as `--run-0` and so on, and their counterparts on a dark page."""
 _DASHES = ("solid", "dash", "dot", "dashdot")
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star")
 # Neighbours in this order also differ in lightness, so that a change of version is visible in grey print.
@@ -23,12 +26,15 @@ VERSION_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#F0E442", "#CC79A7", "#56B4
 INK, _GRID, RULE = "#1b2430", "#e6e9ee", "#b4bcc8"
 _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 
+_AXIS: dict[str, Any] = {"gridcolor": _GRID, "linecolor": RULE, "zeroline": False, "automargin": True, "ticks": ""}
+
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Chart:
     name: str  # unique on its page
-    figure: go.Figure
+    figure: go.Figure | dict[str, Any]  # a dictionary is a figure as plotly.js takes it
     caption: str = ""  # plain text
+    title: str = ""  # plain text; above the chart, for charts without titles of their own
 
 
 def run_colour(position: int) -> str:
@@ -54,28 +60,41 @@ def faded(colour: str, opacity: float) -> str:
     return f"rgba({red},{green},{blue},{opacity})"
 
 
-def styled(figure: go.Figure, *, height: int, top: int = 10) -> go.Figure:
-    """Apply the common style; `top` is the space for titles.
+def styled(figure: go.Figure, *, height: int, top: int = 26) -> go.Figure:
+    """Apply the common style; `top` is the space for titles, and for the button of the chart.
 
     Charts have no legend, which would take too much width on a phone: the page has a key for runs.
     """
-    axis = {"gridcolor": _GRID, "linecolor": RULE, "zeroline": False, "automargin": True, "ticks": ""}
-    figure.update_layout(
-        template="none",
-        height=height,
-        showlegend=False,
-        hovermode="closest",
-        margin={"l": 44, "r": 12, "t": top, "b": 44},
-        font={"family": _FONT, "size": 12, "color": INK},
-        paper_bgcolor="#ffffff",
-        plot_bgcolor="#ffffff",
-        dragmode="zoom",
-        uirevision="kept",  # keep the reader's zoom when new data arrives
-    )
-    figure.update_xaxes(**axis, title_standoff=8, title_font_size=12)
-    figure.update_yaxes(**axis, title_standoff=4, title_font_size=12)
+    figure.update_layout(template="none", **_layout(height, top, 44))
+    figure.update_xaxes(**_AXIS, title_standoff=8, title_font_size=12)
+    figure.update_yaxes(**_AXIS, title_standoff=4, title_font_size=12)
     figure.update_annotations(font_size=12.5, x=0, xanchor="left")
     return figure
+
+
+def small_figure(
+    traces: Sequence[dict[str, Any]], *, height: int, bottom: int, xaxis: dict[str, Any], yaxis: dict[str, Any]
+) -> dict[str, Any]:
+    """Return a figure in the common style as a dictionary.
+
+    A page has dozens of small charts, and plotly's own objects take ten times as long to build.
+    """
+    axes = {"xaxis": {**_AXIS, **xaxis}, "yaxis": {**_AXIS, **yaxis}}
+    return {"data": list(traces), "layout": {**_layout(height, 8, bottom), **axes}}
+
+
+def _layout(height: int, top: int, bottom: int) -> dict[str, Any]:
+    return {
+        "height": height,
+        "showlegend": False,
+        "hovermode": "closest",
+        "margin": {"l": 44, "r": 12, "t": top, "b": bottom},
+        "font": {"family": _FONT, "size": 12, "color": INK},
+        "paper_bgcolor": "#ffffff",
+        "plot_bgcolor": "#ffffff",
+        "dragmode": "zoom",
+        "uirevision": "kept",  # keep the reader's zoom when new data arrives
+    }
 
 
 def add_title(figure: go.Figure, row: int, text: str) -> None:

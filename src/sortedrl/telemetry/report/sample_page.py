@@ -1,4 +1,4 @@
-"""One sample as the dashboard shows it: its prompt, its answer token by token with versions, and its history.
+"""One sample as report and dashboard show it: prompt, answer token by token with versions and log-probs, and history.
 
 It reads the run's ledger. The caller supplies the function that decodes tokens, because tokenizers belong to learners.
 Guarantees: control characters are shown as escapes, so that a browser takes text only as text. A very long answer is
@@ -8,6 +8,7 @@ cut, and the result says so.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ Decode = Callable[[list[int]], str]
 _MAX_TOKENS = 20_000
 _CONTEXT = 6  # preceding tokens that the text of a token may depend on
 _MAX_PROMPT = 20_000
+_MAX_TOKEN_TEXT = 400  # characters; a token of a hostile tokenizer may be longer
 
 
 def describe_sample(run_dir: Path, sample: int, find_decode: Callable[[], Decode | None]) -> dict[str, Any]:
@@ -31,19 +33,17 @@ def describe_sample(run_dir: Path, sample: int, find_decode: Callable[[], Decode
     with Ledger(run_dir) as ledger:
         history = read_history(ledger, sample)
         content = next(ledger.rows("SELECT content FROM prompts WHERE id = ?", history.prompt), ("",))[0]
-    tokens = (history.tokens or [])[:_MAX_TOKENS]
     decode = find_decode()
-    texts = spell(tokens, decode) if decode is not None else [f"{token} " for token in tokens]
     return {
         "sample": history.sample,
         "cohort": history.cohort,
-        "prompt": _visible(_prompt_text(content)),
+        "prompt": visible(prompt_text(content)),
         "state": str(history.state),
         "num_tokens": sum(count for _, count in history.runs),
         "is_spelled": decode is not None,
         "is_cut": history.tokens is not None and len(history.tokens) > _MAX_TOKENS,
         "has_tokens": history.tokens is not None,
-        "tokens": [[_visible(text), token, version] for text, token, version in _zip(texts, tokens, history)],
+        "tokens": _tokens(history, decode),
         "moments": [
             {
                 "step": moment.step,
@@ -53,16 +53,29 @@ def describe_sample(run_dir: Path, sample: int, find_decode: Callable[[], Decode
                 "kept": moment.kept,
                 "thrown": moment.thrown,
                 "held": moment.held,
-                "note": _visible(moment.note),
+                "note": visible(moment.note),
             }
             for moment in history.moments
         ],
     }
 
 
-def _zip(texts: Sequence[str], tokens: Sequence[int], history: SampleHistory) -> list[tuple[str, int, int]]:
+def _tokens(history: SampleHistory, decode: Decode | None) -> list[list[Any]]:
+    """Return [text, number, version, log-prob] for each token; without log-prob if it was not sampled."""
+    tokens = (history.tokens or [])[:_MAX_TOKENS]
+    texts = spell(tokens, decode) if decode is not None else [f"{token} " for token in tokens]
     versions = [version for version, count in history.runs for _ in range(count)]
-    return list(zip(texts, tokens, versions, strict=False))
+    logprobs = history.logprobs if history.logprobs is not None else [math.nan] * len(tokens)
+    return [
+        [visible(text, _MAX_TOKEN_TEXT), token, version, None if is_fed else _logprob(logprob)]
+        for text, token, version, logprob, is_fed in zip(
+            texts, tokens, versions, logprobs, history.is_fed, strict=False
+        )
+    ]
+
+
+def _logprob(value: float) -> float | None:
+    return round(value, 3) if math.isfinite(value) else None
 
 
 def spell(tokens: Sequence[int], decode: Decode) -> list[str]:
@@ -85,11 +98,11 @@ def spell(tokens: Sequence[int], decode: Decode) -> list[str]:
     return texts
 
 
-def _prompt_text(content: str) -> str:
+def prompt_text(content: str) -> str:
     """Return a prompt as text; the ledger stores text, or the messages of a chat."""
     try:
         value = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         return content
     if isinstance(value, list):
         lines = [f"{part.get('role')}: {part.get('content')}" for part in value if isinstance(part, dict)]
@@ -97,6 +110,7 @@ def _prompt_text(content: str) -> str:
     return value if isinstance(value, str) else content
 
 
-def _visible(text: str) -> str:
-    """Replace control characters by escapes, except line breaks and tabs."""
-    return printable(text[:_MAX_PROMPT], keep="\n\t")
+def visible(text: str, limit: int = _MAX_PROMPT) -> str:
+    """Replace control characters by escapes, except line breaks and tabs, and cut the text to `limit` characters."""
+    shown = printable(text[:limit], keep="\n\t")
+    return shown if len(text) <= limit else shown + "…"
