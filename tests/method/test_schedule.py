@@ -275,6 +275,15 @@ def test_longest_expected_first_uses_siblings() -> None:
     assert started == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize(("admission", "order"), [("load-order", [0, 1, 2, 1, 3]), ("new-first", [0, 1, 2, 3, 1])])
+def test_interrupted_answers_before_or_after_new_ones(admission: str, order: list[int]) -> None:
+    # Two slots: 0 and 2 end first and are trained; then 1 is interrupted, and 3 has never run.
+    run = run_lengths(
+        Strategy.SORTED_REPLAY, [1, 9, 1, 1], slots=2, update_batch=2, cohort_batches=2, admission=admission
+    )
+    assert [event.sample for event in run.events if isinstance(event, events.AttemptStarted)] == order
+
+
 def test_slow_scores_do_not_hold_the_engine() -> None:
     run = run_lengths(Strategy.SORTED_PARTIAL, [1, 9, 2, 3], slots=2, update_batch=2, cohort_batches=2, score_lag=5)
     assert sorted(s.id for s in run.trained) == [0, 1, 2, 3]

@@ -37,7 +37,7 @@ def simulate(
         str | None, typer.Option(help="At the bound: wait, replay or restart; unless the strategy fixes it.")
     ] = None,
     strategy: Annotated[str, typer.Option(help="Strategies, separated by commas, or all.")] = "all",
-    admission: Annotated[str | None, typer.Option(help="load-order or longest-expected-first.")] = None,
+    admission: Annotated[str | None, typer.Option(help="load-order, new-first or longest-expected-first.")] = None,
     restart_noise: Annotated[str | None, typer.Option(help="seeded or fresh.")] = None,
     overlap: Annotated[bool | None, typer.Option(help="Continue rollout during updates.")] = None,
     cost: Annotated[str, typer.Option(help="Cost model: unit (one second per decode step) or roofline.")] = "unit",

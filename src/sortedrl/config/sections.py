@@ -167,9 +167,10 @@ class ScheduleSection(Section):
     order: Literal["shortest-first", "longest-first", "interleaved", "shuffled"] | None = None
     """How a drained cohort is divided into updates, and an update into inner mini-batches: `shortest-first`,
     `longest-first`, `interleaved` (each gets short and long answers) or `shuffled`."""
-    admission: Literal["load-order", "longest-expected-first", "tail-last"] | None = None
-    """Which waiting sample gets the next free slot. `load-order` follows the data, `longest-expected-first` starts long
-    answers early, `tail-last` puts off long answers to the end of their cohort."""
+    admission: Literal["load-order", "new-first", "longest-expected-first", "tail-last"] | None = None
+    """Which waiting sample gets the next free slot. `load-order` follows the data and continues interrupted answers
+    first, `new-first` continues them last, so that long answers are prefilled or verified less often,
+    `longest-expected-first` starts long answers early, `tail-last` puts them off to the end of their cohort."""
     overlap: bool | None = None
     """Continue rollout while the learner updates."""
     restart_noise: Literal["seeded", "fresh"] | None = None

@@ -22,7 +22,7 @@ from sortedrl.schedule.knobs import Admission, Fate, HarvestRule, Knobs, Order
 
 # Module names, because every poll needs them and Python 3.11 looks up enum members slowly.
 WAIT, RESUME, RESTART, REPLAY, DRAIN = Fate.WAIT, Fate.RESUME, Fate.RESTART, Fate.REPLAY, HarvestRule.DRAIN
-LOAD_ORDER, TAIL_LAST = Admission.LOAD_ORDER, Admission.TAIL_LAST
+LOAD_ORDER, NEW_FIRST, TAIL_LAST = Admission.LOAD_ORDER, Admission.NEW_FIRST, Admission.TAIL_LAST
 
 # ---- the decisions --------------------------------------------------------------------------------------------------
 
@@ -58,7 +58,7 @@ def admit(buffer: Buffer, knobs: Knobs, slots: int) -> list[Sample]:
         return []
     if knobs.admission == TAIL_LAST:
         return _admit_tail_last(buffer, knobs, free)
-    if knobs.admission == LOAD_ORDER:
+    if knobs.admission in (LOAD_ORDER, NEW_FIRST):
         return _admit_in_load_order(buffer, knobs, free)
     return _arrange(buffer, knobs, buffer.pending.values())[:free]
 
@@ -356,8 +356,11 @@ def _complete_groups(buffer: Buffer, samples: Iterable[Sample]) -> list[Unit]:
 
 
 def _admit_in_load_order(buffer: Buffer, knobs: Knobs, free: int) -> list[Sample]:
-    """Samples that hold tokens come first, then those that never ran. Restarts come last, the shortest known first."""
-    holds_work = knobs.interrupted != RESTART
+    """Samples that hold tokens come first, then those that never ran; the other way round for restarts and `new-first`.
+
+    Those that have run are in the order of their known lengths, the shortest first.
+    """
+    holds_work = knobs.interrupted != RESTART and knobs.admission != NEW_FIRST
     if not holds_work and len(buffer.unstarted) >= free:
         return list(islice(buffer.unstarted.values(), free))
     started = _shortest_known_first(buffer)
@@ -389,9 +392,9 @@ def _arrange(buffer: Buffer, knobs: Knobs, samples: Iterable[Sample]) -> list[Sa
     """Pending samples in the order of `knobs.admission`."""
     if knobs.admission == Admission.LONGEST_EXPECTED_FIRST:
         return sorted(samples, key=lambda s: (-buffer.expected_length(s), s.id))
-    restarts = knobs.interrupted == RESTART
+    is_new_first = knobs.interrupted == RESTART or knobs.admission == NEW_FIRST
     return sorted(
-        samples, key=lambda s: ((s.id in buffer.unstarted) != restarts, buffer.group_of(s).known_length, s.id)
+        samples, key=lambda s: ((s.id in buffer.unstarted) != is_new_first, buffer.group_of(s).known_length, s.id)
     )
 
 

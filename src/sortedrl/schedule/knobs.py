@@ -42,6 +42,7 @@ class Order(StrEnum):
 
 class Admission(StrEnum):
     LOAD_ORDER = "load-order"
+    NEW_FIRST = "new-first"
     LONGEST_EXPECTED_FIRST = "longest-expected-first"
     TAIL_LAST = "tail-last"
 
