@@ -238,4 +238,4 @@ def test_the_command_exits_with_3_and_one_line(call: Any, tmp_path: Path, monkey
     assert run["status"] == "stopped"
     assert run["alarm"] in line
     report = (tmp_path / "quickstart" / "report.html").read_text(encoding="utf-8")
-    assert "quickstart could not learn: none of the first 32 held-out answers could be scored" in report
+    assert "Alarm: could not learn: none of the first 32 held-out answers could be scored" in report
