@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from sortedrl.cli.inspect import answer_decoder
 from sortedrl.errors import ConfigError, RunDirError
 from sortedrl.ledger.reader import Ledger
+from sortedrl.ledger.sample_history import read_history
 from sortedrl.ledger.verify import verify as verify_ledger
 from sortedrl.records import Prompt
 from sortedrl.tasks.knights import DEFAULT_PEOPLE, KnightsRows, verify
 from sortedrl.tasks.tiny import knights_tiny_path
+from sortedrl.telemetry.report.report import write_report
 
 trl = pytest.importorskip("trl", reason="TRL is an optional package: pip install 'sortedrl[trl]'")
 
@@ -97,6 +100,10 @@ def assert_proven(run_dir: Path, num_samples: int) -> None:
     summary = json.loads((run_dir / "summary.json").read_text())
     assert (summary["status"], summary["samples"]) == ("complete", num_samples)
     assert (summary["ledger"]["lost"], summary["ledger"]["duplicated"]) == (0, 0)
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 # ---- GRPOTrainer ----------------------------------------------------------------------------------------------------
@@ -189,6 +196,15 @@ def test_several_reward_functions_keep_their_weights(tmp_path: Path, tokenizer: 
     with Ledger(tmp_path / "sortedrl") as ledger:
         rewards = [row[0] for row in ledger.rows("SELECT reward FROM trained WHERE number = 1")]
     assert math.fsum(rewards) / len(rewards) == pytest.approx(entry["reward"], rel=1e-5)
+    told = read_metrics(tmp_path / "sortedrl")[-1]["learner"]
+    assert told["loss"] == pytest.approx(entry["loss"], rel=1e-6)
+    assert (told["lr"], told["entropy"]) == pytest.approx((entry["learning_rate"], entry["entropy"]), rel=1e-6)
+    page = write_report([tmp_path / "sortedrl"], tmp_path / "report.html", find_decode=answer_decoder).read_text()
+    for chart in ("learner-loss", "learner-grad-norm", "learner-entropy", "learner-lr", "function-0", "function-1"):
+        assert f"chart-{chart}" in page
+    with Ledger(tmp_path / "sortedrl") as ledger:
+        history = read_history(ledger, 0)
+    assert json.dumps(tokenizer.decode(history.tokens))[1:20] in page  # answers are shown as text
 
 
 @pytest.mark.parametrize(
@@ -326,7 +342,9 @@ def test_a_missing_trl_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def async_grpo(folder: Path, strategy: str, *, rewards: Any = right, **changes: Any) -> tuple[Any, Any]:
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
-    schedule = {name: changes.pop(name) for name in ("max_staleness", "on_bound", "lookahead") if name in changes}
+    schedule = {
+        name: changes.pop(name) for name in ("max_staleness", "on_bound", "lookahead", "engine") if name in changes
+    }
     sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "token_budget": 0, "dtype": "float32"}
     config = AsyncGRPOConfig(**{**common(folder), **sizes, "max_staleness": 40, **changes})
     model = str(knights_tiny_path())
@@ -362,6 +380,8 @@ def test_async_grpo_trains_with_each_strategy(
     assert_proven(tmp_path / "sortedrl", STEPS * BATCH)
     steps = [entry for entry in trainer.state.log_history if "ratio" in entry]
     assert len(steps) == STEPS
+    told = [line["learner"]["ratio_mean"] for line in read_metrics(tmp_path / "sortedrl")]
+    assert told == pytest.approx([entry["ratio"] for entry in steps], abs=1e-5)
     if staleness == 0:
         assert [entry["ratio"] for entry in steps] == pytest.approx([1.0] * STEPS, abs=1e-5)
         assert max(abs(entry["kl"]) for entry in steps) < 1e-6
