@@ -3,7 +3,7 @@
 "use strict";
 const pageCompletions = (() => {
   const { make } = pageCharts;
-  const COLOURS = ["#0072B2", "#E69F00", "#009E73", "#F0E442", "#CC79A7", "#56B4E9"];
+  const COLOURS = ["#0072B2", "#E69F00", "#56B4E9", "#CC79A7", "#009E73", "#F0E442"]; // neighbours differ, also the last and the first
   const PAGE = 25;
   const number = (value, digits = 0) =>
     value === null || value === undefined ? "–" : value.toLocaleString("en-GB", { minimumFractionDigits: digits, maximumFractionDigits: digits });
