@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,9 +23,12 @@ from sortedrl.telemetry.report.report import write_report
 
 trl = pytest.importorskip("trl", reason="TRL is an optional package: pip install 'sortedrl[trl]'")
 
+from datasets import IterableDataset  # noqa: E402
+
 from sortedrl.adapters.trl import sorted_rollouts, sorted_worker  # noqa: E402
 from sortedrl.adapters.trl import versions as trl_versions  # noqa: E402
 from sortedrl.adapters.trl.completions import completions_of  # noqa: E402
+from sortedrl.adapters.trl.grpo import check_trainer  # noqa: E402
 from sortedrl.adapters.trl.on_cpu import trl_on_cpu  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -210,10 +214,10 @@ def test_several_reward_functions_keep_their_weights(tmp_path: Path, tokenizer: 
 @pytest.mark.parametrize(
     ("changes", "updates"),
     [
-        ({"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}, STEPS),
+        ({"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": 2}, 2),
         ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "steps_per_generation": 2}, 2),
         ({"num_iterations": 2}, 2),
-        ({"num_generations": 4}, STEPS),
+        ({"num_generations": 4, "max_steps": 2}, 2),
     ],
 )
 def test_batches_follow_trls_sizes(changes: dict[str, Any], updates: int, tmp_path: Path, tokenizer: Any) -> None:
@@ -272,25 +276,44 @@ def test_a_resumed_run_goes_on_from_trls_checkpoint(tmp_path: Path, tokenizer: A
         pass
 
     def dies_late(prompts: list[str], completions: list[str], answer: list[str], **rest: Any) -> list[float]:
-        if rest["trainer_state"].global_step >= 4:
+        if rest["trainer_state"].global_step >= 2:
             raise Dies
         return right(prompts, completions, answer)
 
-    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
+    saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 4}
     rollouts = sorted_rollouts("sorted-replay")
     with pytest.raises(Dies):
         grpo(tmp_path, tokenizer, rollouts, rewards=dies_late, **saving).train()
     rollouts.close()
     again = sorted_rollouts("sorted-replay")
     trainer = grpo(tmp_path, tokenizer, again, **saving)
-    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert again.summary.updates == 6
-    assert_proven(tmp_path / "sortedrl", 6 * BATCH)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert again.summary.updates == 4
+    assert_proven(tmp_path / "sortedrl", 4 * BATCH)
     with Ledger(tmp_path / "sortedrl") as ledger:
         assert len(list(ledger.rows("SELECT lineage FROM lineages"))) == 2
     without = sorted_rollouts("sorted-replay", run_dir=str(tmp_path / "elsewhere"))
     with pytest.raises(RunDirError, match="pass the run_dir of the run that made the checkpoint"):
-        grpo(tmp_path, tokenizer, without, **saving).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        grpo(tmp_path, tokenizer, without, **saving).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"use_vllm": True}, "use_vllm=True makes TRL generate with vLLM beside our engine"),
+        ({"tools": [print]}, "sorted_rollouts has no tools"),
+        ({"environment_factories": {}}, "sorted_rollouts has no tools, environments"),
+        ({"_is_vlm": True}, "environments and images"),
+        ({"accelerator": SimpleNamespace(num_processes=2)}, "one training process"),
+        ({"train_dataset": IterableDataset.from_generator(lambda: iter(()))}, "pass a Dataset"),
+    ],
+)
+def test_trainers_that_cannot_be_served_are_refused(change: dict[str, Any], message: str) -> None:
+    served = {"use_vllm": False, "tools": None, "environment_factories": None, "train_dataset": dataset()}
+    served["accelerator"] = SimpleNamespace(num_processes=1)
+    check_trainer(SimpleNamespace(**served))
+    with pytest.raises(ConfigError, match=message):
+        check_trainer(SimpleNamespace(**{**served, **change}))
 
 
 @pytest.mark.parametrize(
