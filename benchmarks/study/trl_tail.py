@@ -75,7 +75,7 @@ def train(name: str, model: str, folder: Path, options: argparse.Namespace) -> R
     """One run; `name` is a strategy of ours, or stock TRL."""
     config = SortedConfig.load(CONFIG)
     rows = build_task(config).train
-    schedule = {"lookahead": config.schedule.lookahead} if name in LOOKAHEAD else {}
+    schedule: dict[str, Any] = {"lookahead": config.schedule.lookahead} if name in LOOKAHEAD else {}
     engine = {"dtype": config.engine.dtype}
     limit = config.task.max_prompt_tokens
     rollouts = None if name == STOCK else sorted_rollouts(name, max_prompt_tokens=limit, engine=engine, **schedule)
