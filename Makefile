@@ -50,8 +50,8 @@ test-slow: $(VENV)/.dev ## Run the slow tests.
 
 vllm: $(VLLM_VENV)/.ready ## Set up an environment with vLLM in .venv-vllm; on a machine with GPUs: VLLM=vllm.
 
-test-vllm: $(VLLM_VENV)/.ready ## Run the tests that need vLLM: the conformance suite on it, faults, a short run.
-	env -u PYTHONDONTWRITEBYTECODE $(VLLM_BIN)/python -m pytest -q -m vllm tests/conformance tests/engine/vllm $(ARGS)
+test-vllm: $(VLLM_VENV)/.ready ## Run the tests that need vLLM: the conformance suite on it, faults, a short run, TRL.
+	env -u PYTHONDONTWRITEBYTECODE $(VLLM_BIN)/python -m pytest -q -m vllm tests/conformance tests/engine/vllm tests/adapters/test_trl_vllm.py $(ARGS)
 
 vllm-v2: $(V2_VENV)/.ready ## Set up vLLM's CPU build with Triton in .venv-vllm-v2: its V2 model runner, interpreted.
 
@@ -112,7 +112,7 @@ $(VLLM_VENV)/.ready: pyproject.toml constraints-vllm.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "sortedrl needs Python 3.11 or later: set PYTHON")'
 	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV)
 	@echo "Installing $(VLLM) and sortedrl into $(VLLM_VENV), which takes a few minutes."
-	$(VLLM_BIN)/python -m pip install -q --disable-pip-version-check --no-compile -c constraints-vllm.txt -e '.[$(VLLM),ray]' \
+	$(VLLM_BIN)/python -m pip install -q --disable-pip-version-check --no-compile -c constraints-vllm.txt -e '.[$(VLLM),ray,trl]' \
 		hypothesis peft psutil pytest pytest-timeout
 	test $(VLLM) = vllm || $(VLLM_BIN)/python -m pip uninstall -q -y torchvision torchaudio torchcodec triton
 	@touch $@

@@ -1,11 +1,11 @@
 """Make the pictures of report, comparison and live dashboard in docs/images anew, from two finished quickstart runs.
 
-    sortedrl train quickstart run.samples=512 run.name=replay
+    sortedrl train quickstart run.samples=512 run.name=replay schedule.strategy=sorted-replay
     sortedrl train quickstart run.samples=512 run.name=partial schedule.strategy=sorted-partial
     python -m tools.pictures runs/replay runs/partial
 
 A third run, which trains meanwhile, is the live one; it is written to a temporary folder next to links to the two. It
-needs playwright, the extra `dashboard` and a chromium on the path. Look at the pictures before you commit them.
+needs playwright, pillow, the extra `dashboard` and a chromium on the path. Look at the pictures before you commit them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 
+from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from sortedrl.cli.inspect import answer_decoder
@@ -30,6 +32,7 @@ from tests.support.dashboard_process import COMMAND, dashboard
 
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
 MIN_LIVE_UPDATES = 24
+COLOURS = 192  # of a picture, which keeps its file small
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -39,19 +42,21 @@ class Picture:
     is_dark: bool = False
 
 
+def four(name: str, *, tall: int, narrow_tall: int) -> tuple[Picture, ...]:
+    """A page on a desk and on a phone, light and dark."""
+    return tuple(
+        Picture(name=f"{name}-{width}{'-dark' * is_dark}", size=(width, height), is_dark=is_dark)
+        for width, height in ((1440, tall), (390, narrow_tall))
+        for is_dark in (False, True)
+    )
+
+
 REPORT = (
-    Picture(name="report-1440", size=(1440, 1500)),
-    Picture(name="report-390", size=(390, 1900), is_dark=True),
+    *four("report", tall=1500, narrow_tall=1900),
     Picture(name="report-top", size=(1200, 1250)),
 )
-COMPARISON = (
-    Picture(name="compare-1440", size=(1440, 1700), is_dark=True),
-    Picture(name="compare-390", size=(390, 1900)),
-)
-DASHBOARD = (
-    Picture(name="dashboard-1440", size=(1440, 1300)),
-    Picture(name="dashboard-390", size=(390, 1900), is_dark=True),
-)
+COMPARISON = four("compare", tall=1700, narrow_tall=1900)
+DASHBOARD = four("dashboard", tall=1300, narrow_tall=1900)
 SAMPLE = Picture(name="dashboard-sample", size=(1300, 1000))
 COMPLETIONS = Picture(name="dashboard-completions", size=(1440, 760), is_dark=True)
 
@@ -67,7 +72,8 @@ def take(browser: Browser, address: str, picture: Picture, prepare: Callable[[Pa
     if prepare is not None:
         prepare(page)
     page.wait_for_timeout(1500)  # until all charts are drawn
-    page.screenshot(path=IMAGES / f"{picture.name}.png")
+    shot = Image.open(BytesIO(page.screenshot()))
+    shot.convert("RGB").quantize(COLOURS).save(IMAGES / f"{picture.name}.png", optimize=True)
     page.close()
 
 

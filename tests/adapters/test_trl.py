@@ -5,23 +5,30 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from sortedrl.cli.inspect import answer_decoder
 from sortedrl.errors import ConfigError, RunDirError
 from sortedrl.ledger.reader import Ledger
+from sortedrl.ledger.sample_history import read_history
 from sortedrl.ledger.verify import verify as verify_ledger
 from sortedrl.records import Prompt
 from sortedrl.tasks.knights import DEFAULT_PEOPLE, KnightsRows, verify
 from sortedrl.tasks.tiny import knights_tiny_path
+from sortedrl.telemetry.report.report import write_report
 
 trl = pytest.importorskip("trl", reason="TRL is an optional package: pip install 'sortedrl[trl]'")
+
+from datasets import IterableDataset  # noqa: E402
 
 from sortedrl.adapters.trl import sorted_rollouts, sorted_worker  # noqa: E402
 from sortedrl.adapters.trl import versions as trl_versions  # noqa: E402
 from sortedrl.adapters.trl.completions import completions_of  # noqa: E402
+from sortedrl.adapters.trl.grpo import check_trainer  # noqa: E402
 from sortedrl.adapters.trl.on_cpu import trl_on_cpu  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -97,6 +104,10 @@ def assert_proven(run_dir: Path, num_samples: int) -> None:
     summary = json.loads((run_dir / "summary.json").read_text())
     assert (summary["status"], summary["samples"]) == ("complete", num_samples)
     assert (summary["ledger"]["lost"], summary["ledger"]["duplicated"]) == (0, 0)
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 # ---- GRPOTrainer ----------------------------------------------------------------------------------------------------
@@ -189,15 +200,24 @@ def test_several_reward_functions_keep_their_weights(tmp_path: Path, tokenizer: 
     with Ledger(tmp_path / "sortedrl") as ledger:
         rewards = [row[0] for row in ledger.rows("SELECT reward FROM trained WHERE number = 1")]
     assert math.fsum(rewards) / len(rewards) == pytest.approx(entry["reward"], rel=1e-5)
+    told = read_metrics(tmp_path / "sortedrl")[-1]["learner"]
+    assert told["loss"] == pytest.approx(entry["loss"], rel=1e-6)
+    assert (told["lr"], told["entropy"]) == pytest.approx((entry["learning_rate"], entry["entropy"]), rel=1e-6)
+    page = write_report([tmp_path / "sortedrl"], tmp_path / "report.html", find_decode=answer_decoder).read_text()
+    for chart in ("learner-loss", "learner-grad-norm", "learner-entropy", "learner-lr", "function-0", "function-1"):
+        assert f"chart-{chart}" in page
+    with Ledger(tmp_path / "sortedrl") as ledger:
+        history = read_history(ledger, 0)
+    assert json.dumps(tokenizer.decode(history.tokens))[1:20] in page  # answers are shown as text
 
 
 @pytest.mark.parametrize(
     ("changes", "updates"),
     [
-        ({"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}, STEPS),
+        ({"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": 2}, 2),
         ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "steps_per_generation": 2}, 2),
         ({"num_iterations": 2}, 2),
-        ({"num_generations": 4}, STEPS),
+        ({"num_generations": 4, "max_steps": 2}, 2),
     ],
 )
 def test_batches_follow_trls_sizes(changes: dict[str, Any], updates: int, tmp_path: Path, tokenizer: Any) -> None:
@@ -256,25 +276,44 @@ def test_a_resumed_run_goes_on_from_trls_checkpoint(tmp_path: Path, tokenizer: A
         pass
 
     def dies_late(prompts: list[str], completions: list[str], answer: list[str], **rest: Any) -> list[float]:
-        if rest["trainer_state"].global_step >= 4:
+        if rest["trainer_state"].global_step >= 2:
             raise Dies
         return right(prompts, completions, answer)
 
-    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
+    saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 4}
     rollouts = sorted_rollouts("sorted-replay")
     with pytest.raises(Dies):
         grpo(tmp_path, tokenizer, rollouts, rewards=dies_late, **saving).train()
     rollouts.close()
     again = sorted_rollouts("sorted-replay")
     trainer = grpo(tmp_path, tokenizer, again, **saving)
-    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert again.summary.updates == 6
-    assert_proven(tmp_path / "sortedrl", 6 * BATCH)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert again.summary.updates == 4
+    assert_proven(tmp_path / "sortedrl", 4 * BATCH)
     with Ledger(tmp_path / "sortedrl") as ledger:
         assert len(list(ledger.rows("SELECT lineage FROM lineages"))) == 2
     without = sorted_rollouts("sorted-replay", run_dir=str(tmp_path / "elsewhere"))
     with pytest.raises(RunDirError, match="pass the run_dir of the run that made the checkpoint"):
-        grpo(tmp_path, tokenizer, without, **saving).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        grpo(tmp_path, tokenizer, without, **saving).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"use_vllm": True}, "use_vllm=True makes TRL generate with vLLM beside our engine"),
+        ({"tools": [print]}, "sorted_rollouts has no tools"),
+        ({"environment_factories": {}}, "sorted_rollouts has no tools, environments"),
+        ({"_is_vlm": True}, "environments and images"),
+        ({"accelerator": SimpleNamespace(num_processes=2)}, "one training process"),
+        ({"train_dataset": IterableDataset.from_generator(lambda: iter(()))}, "pass a Dataset"),
+    ],
+)
+def test_trainers_that_cannot_be_served_are_refused(change: dict[str, Any], message: str) -> None:
+    served = {"use_vllm": False, "tools": None, "environment_factories": None, "train_dataset": dataset()}
+    served["accelerator"] = SimpleNamespace(num_processes=1)
+    check_trainer(SimpleNamespace(**served))
+    with pytest.raises(ConfigError, match=message):
+        check_trainer(SimpleNamespace(**{**served, **change}))
 
 
 @pytest.mark.parametrize(
@@ -326,7 +365,9 @@ def test_a_missing_trl_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def async_grpo(folder: Path, strategy: str, *, rewards: Any = right, **changes: Any) -> tuple[Any, Any]:
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
-    schedule = {name: changes.pop(name) for name in ("max_staleness", "on_bound", "lookahead") if name in changes}
+    schedule = {
+        name: changes.pop(name) for name in ("max_staleness", "on_bound", "lookahead", "engine") if name in changes
+    }
     sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "token_budget": 0, "dtype": "float32"}
     config = AsyncGRPOConfig(**{**common(folder), **sizes, "max_staleness": 40, **changes})
     model = str(knights_tiny_path())
@@ -362,6 +403,8 @@ def test_async_grpo_trains_with_each_strategy(
     assert_proven(tmp_path / "sortedrl", STEPS * BATCH)
     steps = [entry for entry in trainer.state.log_history if "ratio" in entry]
     assert len(steps) == STEPS
+    told = [line["learner"]["ratio_mean"] for line in read_metrics(tmp_path / "sortedrl")]
+    assert told == pytest.approx([entry["ratio"] for entry in steps], abs=1e-5)
     if staleness == 0:
         assert [entry["ratio"] for entry in steps] == pytest.approx([1.0] * STEPS, abs=1e-5)
         assert max(abs(entry["kl"]) for entry in steps) < 1e-6

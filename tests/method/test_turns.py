@@ -265,7 +265,7 @@ def test_weights_published_under_way_leave_the_turns_as_they_are() -> None:
 def test_simulated_answers_take_fed_tokens_as_given() -> None:
     policy = ScriptedPolicy(lengths={7: 4}, divergence=0.0)
     first = [policy.token(7, position, 0) for position in range(4)]  # the last token ends the turn
-    second = [policy.token(7, position, 0) for position in (7, 8)]
+    second = [policy.token(7, 7, 0)]  # longer than its length: this turn ends with its first token
     cached = [*first, *FED, *second]
     request = Request(
         sample=0,
@@ -279,9 +279,9 @@ def test_simulated_answers_take_fed_tokens_as_given() -> None:
         spans=spans_of(first, second),
     )
     answers = ScriptedAnswers(script=policy)
-    assert answers.accepted(request, 1) == 9
+    assert answers.accepted(request, 1) == 8
     assert answers.accepted(replace(request, spans=()), 1) == 4
-    tokens, logprobs = answers.written(request, 0, 9, 1, 1)
+    tokens, logprobs = answers.written(request, 0, 8, 1, 1)
     assert tokens == cached
     assert [place for place, logprob in enumerate(logprobs) if logprob == 0.0] == [4, 5, 6]
     # Half of all tokens of version 0 differ under version 1, but no injected token does.

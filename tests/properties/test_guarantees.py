@@ -1,12 +1,11 @@
 """Property tests: the guarantees of docs/reference/guarantees.md, for every preset, on random schedules.
 
-The fast tests draw 200 schedules of each preset, the slow ones 1,000.
+The fast tests draw 200 schedules of each preset, 80 with exact batches; the slow ones 1,000 of either.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from itertools import pairwise
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -20,6 +19,7 @@ from sortedrl.telemetry import events
 from tests.support.scripted_runs import ScriptedPolicy, ScriptedRun, scripted_run, uniform
 
 MANY = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+SOME = settings(MANY, max_examples=80)
 MORE = settings(MANY, max_examples=1000)
 
 
@@ -86,7 +86,7 @@ def test_guarantees_hold_in_a_thousand_schedules(strategy: Strategy) -> None:
 
 @pytest.mark.parametrize("strategy", list(Strategy))
 def test_guarantees_hold_with_exact_batches(strategy: Strategy) -> None:
-    MANY(given(run=runs(strategy, exact=True))(check_guarantees))()
+    SOME(given(run=runs(strategy, exact=True))(check_guarantees))()
 
 
 @pytest.mark.slow
@@ -184,20 +184,10 @@ def assert_rewards_are_of_the_trained_tokens(run: ScriptedRun) -> None:
     changed = Counter(e.sample for e in run.events if isinstance(e, events.AttemptVerified) and e.accepted < e.cached)
     for sample in run.trained:
         answers = asked.get(sample.id, [])
-        # The simulated engine adds a token to a complete answer that it resumes after a failure. It may also continue
-        # one that a replay has confirmed, because the scripted length of an answer changes apart from its tokens.
-        extended = sum(len(after) > len(before) == common(before, after) for before, after in pairwise(answers))
-        assert len(answers) <= 1 + changed[sample.id] + extended + sample.num_restarts + sample.num_failures
+        assert len(answers) <= 1 + changed[sample.id] + sample.num_restarts
         if sample.finish_reason != FinishReason.FAILED:
             assert sample.reward == float(sum(sample.tokens) % 2)
             assert answers[-1] == sample.tokens
-
-
-def common(first: list[int], second: list[int]) -> int:
-    """How many tokens two answers begin with in common."""
-    return next(
-        (place for place, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]), len(first)
-    )
 
 
 def assert_tokens_add_up(run: ScriptedRun) -> None:

@@ -45,15 +45,12 @@ DECISIONS = (events.CohortLoaded, events.AttemptStarted, events.BatchTaken, even
 
 @dataclass(slots=True, kw_only=True)
 class SmallPolicy(ScriptedPolicy):
-    """A policy with a small vocabulary; an answer that is longer than its new length ends with the next token."""
+    """A policy with a small vocabulary."""
 
     def token(self, seed: int, position: int, version: int) -> int:
         if self.is_last(seed, position, version):
             return END
         return 1 + ScriptedPolicy.token(self, seed, position, version) % (FIRST_SAMPLE_TOKEN - 1)
-
-    def is_last(self, seed: int, position: int, version: int) -> bool:
-        return position >= self.full_length(seed, version) - 1
 
 
 class ScriptedDecoder:

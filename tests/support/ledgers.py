@@ -114,6 +114,19 @@ GOOD: list[Row] = [
     step(5, 2, "start"),
     tokens(5, 2, 1, [24], version=2),
 ]
+# The same, but sample 0 ends its first turn after two tokens, is fed one token, which the engine did not sample, and
+# then writes one more.
+TOOL_OUTPUT = 30
+WITH_TOOL: list[Row] = [
+    *GOOD[:15],
+    step(0, 1, "finish", "stop"),
+    step(0, 1, "feed", 1),
+    tokens(0, 1, 2, [TOOL_OUTPUT], version=0),
+    step(0, 2, "start"),
+    tokens(0, 2, 3, [31], version=0),
+    step(0, 2, "finish", "stop"),
+    *GOOD[16:],
+]
 CUT_SEQ = 48
 LINEAGES = [(0, 0, 0), (1, CUT_SEQ, 2)]  # lineage, cut_seq, version
 

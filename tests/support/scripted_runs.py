@@ -29,7 +29,11 @@ def uniform(*key: object) -> float:
 
 @dataclass(slots=True, kw_only=True)
 class ScriptedPolicy:
-    """A policy whose lengths and tokens are a pure function of seed and version, and change between versions."""
+    """A policy whose lengths and tokens are a pure function of seed and version, and change between versions.
+
+    As with a real model, an answer is complete if and only if its last token is `END`. An answer that is already longer
+    than its version's length gets that token next.
+    """
 
     longest: int = 12
     length_change: float = 0.0  # chance that a version draws a new length for an answer
@@ -45,7 +49,7 @@ class ScriptedPolicy:
         return 1 + int(self.longest * uniform("length", seed, drawn) ** 3)
 
     def token(self, seed: int, position: int, version: int) -> int:
-        if position == self.full_length(seed, version) - 1:
+        if self.is_last(seed, position, version):
             return END
         drawn = version
         while drawn > 0 and uniform("diverge", seed, position, drawn) >= self.divergence:
@@ -56,7 +60,7 @@ class ScriptedPolicy:
         return -uniform("logprob", seed, position, version)
 
     def is_last(self, seed: int, position: int, version: int) -> bool:
-        return position == self.full_length(seed, version) - 1
+        return position >= self.full_length(seed, version) - 1
 
     def length(self, seed: int, start: int, version: int) -> int:
         return max(self.full_length(seed, version), start + 1)

@@ -26,7 +26,7 @@ from sortedrl.telemetry.report.report import write_report
 from sortedrl.telemetry.view import MAX_BARS
 from tests.support.dashboard_process import dashboard_address
 from tests.support.forked_process import ForkedProcess, forked_command
-from tests.support.ledgers import GOOD, LINEAGES, write_ledger
+from tests.support.ledgers import TOOL_OUTPUT, WITH_TOOL, write_ledger
 from tests.support.synthetic_runs import SyntheticRun, write_run
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -179,8 +179,8 @@ def colour(page: Page, selector: str, name: str = "background-color") -> str:
 
 def test_completions_of_a_report_are_searched_sorted_and_opened(browser: Browser, run_folder: Path, tmp_path: Path):
     shutil.copytree(run_folder / "partial", tmp_path / HOSTILE[:-1])
-    write_ledger(tmp_path / HOSTILE[:-1] / "ledger.sqlite", GOOD, lineages=LINEAGES)
-    words = {15: HOSTILE, 10: "wanted"}
+    write_ledger(tmp_path / HOSTILE[:-1] / "ledger.sqlite", WITH_TOOL)
+    words = {15: HOSTILE, 10: "wanted", TOOL_OUTPUT: f"</span>{HOSTILE}"}
 
     def decode(tokens: list[int]) -> str:
         return " ".join(words.get(token, str(token)) for token in tokens)
@@ -210,6 +210,16 @@ def test_completions_of_a_report_are_searched_sorted_and_opened(browser: Browser
     assert page.locator("#sample img, .completions img").count() == 0
     page.get_by_role("button", name="colour by log-prob").click()
     assert "log-prob -0.5 (60.7 %)" in (page.locator("#sample .token").first.get_attribute("title") or "")
+    page.get_by_role("button", name="Close").click()
+
+    # What a tool put into an answer is text too, and marked in both views.
+    page.get_by_label("search completions").fill("wanted")
+    rows.first.click()
+    assert page.locator("#sample .token.fed").all_inner_texts() == [f" </span>{HOSTILE[:-1]}\\u202e"]
+    page.get_by_role("button", name="colour by version").click()
+    assert page.locator("#sample .token.fed").count() == 1
+    assert "not sampled" in (page.locator("#sample .token.fed").get_attribute("title") or "")
+    assert page.locator("#sample img").count() == 0
     page.get_by_role("button", name="Close").click()
     watched.check(hosts={None, ""})
     page.close()

@@ -28,11 +28,12 @@ from sortedrl.telemetry.report.configuration import configuration_html, read_con
 from sortedrl.telemetry.report.learner_charts import learner_charts, machine_charts
 from sortedrl.telemetry.report.page import page_parts
 from sortedrl.telemetry.report.report import write_report
+from sortedrl.telemetry.report.sample_page import describe_sample
 from sortedrl.telemetry.report.style import Chart
 from sortedrl.telemetry.run_reader import RunReader
 from sortedrl.telemetry.sinks import Fanout, JsonlSink
 from sortedrl.telemetry.view import RunView
-from tests.support.ledgers import GOOD, LINEAGES, Row, step, tokens, write_ledger
+from tests.support.ledgers import GOOD, LINEAGES, TOOL_OUTPUT, WITH_TOOL, Row, write_ledger
 from tests.support.synthetic_runs import SyntheticRun, write_run
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\u202e\x1b[31m\x00\u200f"
@@ -305,17 +306,7 @@ def test_completions_are_the_last_trained_samples_before_an_update(tmp_path: Pat
 
 
 def test_tokens_have_their_version_and_log_prob_and_fed_tokens_have_none(tmp_path: Path):
-    rows = list(GOOD)
-    # Sample 0 ends its first turn and is fed one token, which the engine did not sample.
-    rows[16 - 1 : 16] = [
-        step(0, 1, "finish", "stop"),
-        step(0, 1, "feed", 1),
-        tokens(0, 1, 2, [30], version=0),
-        step(0, 2, "start"),
-        tokens(0, 2, 3, [31], version=0),
-        step(0, 2, "finish", "stop"),
-    ]
-    write_ledger(tmp_path / "ledger.sqlite", rows)
+    write_ledger(tmp_path / "ledger.sqlite", WITH_TOOL)
     (run,) = embedded_completions([("run", tmp_path, 2)], lambda _: decode)
     by_sample = {row["sample"]: row for row in run["rows"]}
     assert (by_sample[0]["turns"], by_sample[1]["turns"]) == (2, 1)
@@ -349,6 +340,28 @@ def test_hostile_text_of_a_ledger_stays_text(tmp_path: Path):
         assert character not in json.dumps(run, ensure_ascii=False)
     assert run["rows"][0]["prompt"].startswith("</script><script>alert(1)")
     assert run["samples"]["0"]["tokens"][0][0] == HOSTILE[:-8] + "\\u202e\\x1b[31m\\x00\\u200f"
+
+
+def test_a_hostile_tool_output_stays_text(tmp_path: Path):
+    write_run(tmp_path / "run", SyntheticRun("sorted-replay", updates=4))
+    write_ledger(tmp_path / "run" / "ledger.sqlite", WITH_TOOL)
+    spelled = {TOOL_OUTPUT: HOSTILE + "z" * 3_000_000}
+
+    def decode_tool(given: list[int]) -> str:
+        return "".join(spelled.get(token, f"<{token}>") for token in given)
+
+    path = write_report([tmp_path / "run"], tmp_path / "report.html", find_decode=lambda _: decode_tool)
+    page = path.read_text()
+    assert path.stat().st_size < 500_000, "megabytes of one output are cut"
+    assert "alert(1)</script>" not in page
+    assert "<img src=x" not in page
+    described = describe_sample(tmp_path / "run", 0, lambda: decode_tool)  # what the dashboard sends
+    for text in (page, json.dumps(described, ensure_ascii=False)):
+        assert not {"\u202e", "\u200f", "\x1b", "\x00"} & set(text)
+    fed = described["tokens"][2]
+    assert fed[0].startswith(HOSTILE[:-8] + "\\u202e\\x1b[31m\\x00\\u200fzzz")
+    assert len(fed[0]) < 500
+    assert fed[3] is None
 
 
 def test_a_damaged_ledger_is_a_line_on_the_page(tmp_path: Path):

@@ -545,6 +545,7 @@ def test_metrics_file_has_a_line_per_update(tmp_path: Path):
         "t": 7.0,
         "samples_trained": 2,
         "reward_mean": 0.5,
+        "reward_recent": 0.5,
         "mean_length": 2.5,
         "staleness_mean": 0.0,
         "staleness_max": 0,
@@ -565,6 +566,7 @@ def test_metrics_file_has_a_line_per_update(tmp_path: Path):
         "learner": {"loss": 0.5},
     }
     assert (second["samples_trained"], second["reward_mean"], second["staleness_max"]) == (4, 1.0, 1)
+    assert second["reward_recent"] == 0.75  # of both updates
     assert (second["bubble_ratio"], second["goodput"], second["tokens_per_s"]) == (0.25, 0.5, 16 / 12)
 
 

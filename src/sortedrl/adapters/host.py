@@ -19,8 +19,9 @@ runs. Importing this module needs neither torch nor an engine or a learner of ou
 from __future__ import annotations
 
 import logging
+import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from sortedrl.learner.base import UpdateResult
 from sortedrl.records import Batch, Prompt, Sample
 from sortedrl.schedule import Fate, Knobs, Schedule
 from sortedrl.tasks.loader import SampleLoader, Stream
-from sortedrl.telemetry.events import BatchTaken, Event, RunEnded, RunStarted, WeightsPublished
+from sortedrl.telemetry.events import BatchTaken, Event, FunctionsScored, RunEnded, RunStarted, WeightsPublished
 from sortedrl.telemetry.summary import Summary, summarize
 
 log = logging.getLogger(__name__)
@@ -88,12 +89,27 @@ class Answer:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
+class FunctionRewards:
+    """The reward of an answer, and what each of several reward functions gave it, for reports."""
+
+    total: float
+    by_function: Mapping[str, float]
+
+    @classmethod
+    def of(cls, names: Sequence[str], values: Sequence[float], total: float) -> FunctionRewards:
+        """Without functions that gave no reward (NaN), and without any if there is only one function."""
+        given = {name: value for name, value in zip(names, values, strict=True) if not math.isnan(value)}
+        return cls(total=total, by_function=given if len(names) > 1 else {})
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
 class HostScore:
     key: tuple[int, int]
     reward: float
+    by_function: Mapping[str, float] = field(default_factory=dict)
 
 
-Score = Callable[[Sequence[Answer]], Sequence[float]]
+Score = Callable[[Sequence[Answer]], Sequence[float | FunctionRewards]]
 """The host's rewards of complete answers."""
 
 
@@ -139,6 +155,7 @@ class HostScorer:
         self._run = run
         self.asked: list[Answer] = []
         self.scores: list[HostScore] = []
+        self.on_score: Callable[[HostScore], None] = lambda score: None  # in the controller's thread
 
     def submit(self, sample: Sample) -> None:
         answer = Answer(sample=sample.id, attempt=sample.attempt, prompt=sample.prompt, tokens=tuple(sample.tokens))
@@ -151,6 +168,8 @@ class HostScorer:
             if timeout > 0:
                 self._run.changed.wait_for(lambda: self.scores or self._run.is_stopping, timeout)
             scores, self.scores = self.scores, []
+        for score in scores:
+            self.on_score(score)
         return scores
 
 
@@ -158,7 +177,8 @@ class HostRun:
     """One run inside another trainer. The host calls `start`, then `next_batch` and `publish` in turn, then `close`.
 
     `engine` belongs to the run from `start` on and is closed with it. `source` is what `engine.publish` reads;
-    `score` gives the rewards of complete answers; `stream` gives the prompts.
+    `score` gives the rewards of complete answers; `stream` gives the prompts. A `tokenizer` is saved in the run
+    directory, so that reports show answers as text.
     """
 
     def __init__(
@@ -170,6 +190,7 @@ class HostRun:
         stream: Stream,
         score: Score,
         schedule: Schedule = sorted_schedule,
+        tokenizer: Any = None,
     ) -> None:
         check_engine(engine, settings.knobs)
         self.settings = settings
@@ -183,6 +204,7 @@ class HostRun:
         self._learner = HostLearner(self, source)
         self._scorer = HostScorer(self)
         self._schedule = schedule
+        self._tokenizer = tokenizer
         self._loader = SampleLoader(
             stream=stream,
             seed=settings.seed,
@@ -328,6 +350,7 @@ class HostRun:
         )
         is_sound = False
         try:
+            files.save_tokenizer(self._tokenizer)
             controller = self._controller(files)
             files.metrics.probe = lambda: (self.engine.stats(), controller.timing())
             complete = self._drive(controller, files, is_resumed=updates_done > 0)
@@ -352,6 +375,12 @@ class HostRun:
                 self.decode_steps = self.engine.stats().decode_steps
                 files.flush()
 
+        def tell(score: HostScore) -> None:
+            if score.by_function:
+                sample, attempt = score.key
+                emit(FunctionsScored(files.clock.now(), sample, attempt, dict(score.by_function)))
+
+        self._scorer.on_score = tell
         return Controller(
             files.buffer,
             LoopParts(
@@ -413,14 +442,20 @@ class HostRun:
         return self.version * self.settings.knobs.update_batch >= self.settings.total_samples
 
     def _score(self, answers: Sequence[Answer]) -> list[HostScore]:
-        rewards = [float(reward) for reward in self.score(answers)]
+        rewards = self.score(answers)
         if len(rewards) != len(answers):
             raise ConfigError(f"the score function returned {len(rewards)} rewards for {len(answers)} answers")
-        return [HostScore(key=answer.key, reward=reward) for answer, reward in zip(answers, rewards, strict=True)]
+        return [_host_score(answer, reward) for answer, reward in zip(answers, rewards, strict=True)]
 
     def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
+
+
+def _host_score(answer: Answer, reward: float | FunctionRewards) -> HostScore:
+    if not isinstance(reward, FunctionRewards):
+        return HostScore(key=answer.key, reward=float(reward))
+    return HostScore(key=answer.key, reward=reward.total, by_function=reward.by_function)
 
 
 class _Made:

@@ -12,12 +12,14 @@ import logging
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from sortedrl.buffer import Buffer
 from sortedrl.clock import WallClock
 from sortedrl.errors import RunDirError
 from sortedrl.ledger.run_lock import RunLock
 from sortedrl.ledger.store import Store
+from sortedrl.run.machine_load import MachineSink
 from sortedrl.run.rundir import check_writable, prepare_run_dir
 from sortedrl.schedule import Knobs
 from sortedrl.telemetry.event_file import read_events
@@ -27,6 +29,7 @@ from sortedrl.telemetry.sinks import Fanout, JsonlSink, MetricsSink
 from sortedrl.telemetry.summary import Summary
 
 LEDGER_FILE = "ledger.sqlite"
+TOKENIZER_FOLDER = "tokenizer"  # `sortedrl report` and the dashboard decode answers with it
 
 log = logging.getLogger(__name__)
 
@@ -126,6 +129,7 @@ class HostFiles:
         self.emit.add(self.metrics)
         self.emit.add(self.events)
         self.emit.add(MetricsSink(self.run_dir / "metrics.jsonl", self.metrics, keep_bytes=metric_bytes))
+        self.emit.add(MachineSink(emit_measured=self.emit, run_dir=self.run_dir))  # the last one
 
     def _resume(self, started: RunStarted) -> None:
         """Cut the event files, tell the metrics what happened before, and the files that the run goes on."""
@@ -164,6 +168,11 @@ class HostFiles:
             num_tokens = 0 if sample is None else sample.num_tokens
             now = self.clock.now()
             self.emit(AttemptEnded(now, event.sample, event.attempt, "interrupted", num_tokens, event.slot, ""))
+
+    def save_tokenizer(self, tokenizer: Any) -> None:
+        """Save the host's tokenizer beside the ledger, so that pages show answers as text."""
+        if self.run_dir is not None and tokenizer is not None:
+            tokenizer.save_pretrained(str(self.run_dir / TOKENIZER_FOLDER))
 
     def flush(self) -> None:
         """Hand the events to the operating system, so that they survive a killed process as the ledger does."""

@@ -104,15 +104,24 @@ def ledger(
 
 
 def answer_decoder(run: Path) -> Callable[[list[int]], str] | None:
-    """The decode function of the run's tokenizer, from its last checkpoint or its initial model; None without one."""
+    """The decode function of the run's tokenizer; None without one.
+
+    It is that of the last checkpoint or of the initial model, or for a run inside another trainer the one it saved.
+    """
+    from sortedrl.adapters.host_files import TOKENIZER_FOLDER
+
+    run = run if run.is_dir() else run.parent
+    if not any((run / name).exists() for name in (TOKENIZER_FOLDER, "checkpoints", "config.toml")):
+        return None  # before anything large is imported
     from sortedrl.config import SortedConfig
     from sortedrl.learner.model import check_model_folder, load_tokenizer
     from sortedrl.run.builders.parts import model_path_here
     from sortedrl.run.checkpoint_folder import Checkpoints
 
-    run = run if run.is_dir() else run.parent
     folder = Checkpoints(run / "checkpoints").latest()
     try:
+        if (run / TOKENIZER_FOLDER).is_dir():
+            return load_tokenizer(run / TOKENIZER_FOLDER).decode
         if folder is None:
             folder = model_path_here(SortedConfig.load(run / "config.toml", []))
         return None if folder is None else load_tokenizer(check_model_folder(folder)).decode

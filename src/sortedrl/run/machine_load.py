@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import torch
 
 from sortedrl.telemetry.events import Emit, Event, MachineMeasured, UpdateDone
 
@@ -53,7 +52,7 @@ def measure(t: float, cores_used: float, run_dir: Path) -> MachineMeasured:
         cores=os.cpu_count(),
         process_bytes=_kib_of("/proc/self/status", "VmRSS"),
         available_bytes=_kib_of("/proc/meminfo", "MemAvailable"),
-        gpu_bytes=torch.cuda.memory_reserved() if torch.cuda.is_available() else None,
+        gpu_bytes=_gpu_bytes(),
         disk_free_bytes=_disk_free(run_dir),
     )
 
@@ -73,6 +72,12 @@ def _kib_of(path: str, name: str) -> int | None:
         return None
     found = next((line.split()[1] for line in lines if line.startswith(f"{name}:")), "")
     return int(found) * 1024 if found.isdecimal() else None
+
+
+def _gpu_bytes() -> int | None:
+    """The GPU memory that this process's torch has reserved. A process that has not imported torch has none."""
+    torch = sys.modules.get("torch")
+    return torch.cuda.memory_reserved() if torch is not None and torch.cuda.is_available() else None
 
 
 def _disk_free(folder: Path) -> int | None:

@@ -12,6 +12,8 @@ samples that are not trained yet, not the length of the run.
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -59,6 +61,8 @@ _OWN_TIMING = frozenset(
     }
 )
 
+_RECENT = 4  # updates whose mean reward is the current one
+
 Probe = Callable[[], tuple[EngineStats, Timing]]
 """Returns what engine and controller have measured so far."""
 
@@ -83,6 +87,7 @@ class UpdateRow:
     t: float
     samples_trained: int
     reward_mean: float | None
+    reward_recent: float | None  # mean over the samples of the last updates, which is less noisy
     mean_length: float | None
     staleness_mean: float | None
     staleness_max: int | None
@@ -141,6 +146,12 @@ class RunMetrics:
     _batches: dict[int, tuple[BatchTaken, int]] = field(default_factory=dict)  # updates under way; samples so far
     _done: tuple[BatchTaken, int] | None = None  # the entry of the last update done
     _learner_idle_since: float | None = None
+    _recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_RECENT))  # reward, samples
+
+    @property
+    def recent_reward(self) -> float | None:
+        """Mean reward of the last updates, or None before the first one."""
+        return ratio(sum(total for total, _ in self._recent), sum(count for _, count in self._recent))
 
     def emit(self, event: Event) -> None:
         """Add one event. The most frequent kinds come first: a simulation has millions."""
@@ -244,6 +255,7 @@ class RunMetrics:
 
     def _take_batch(self, event: BatchTaken) -> None:
         self.last_batch = event
+        self._recent.append((sum(reward for reward in event.rewards if not math.isnan(reward)), len(event.samples)))
         self.alarms.take_batch(event, self.max_staleness)
         if self._learner_idle_since is not None:
             self.learner_wait_s += event.t - self._learner_idle_since
@@ -416,6 +428,7 @@ class RunMetrics:
             t=event.t,
             samples_trained=samples_trained,
             reward_mean=ratio(sum(batch.rewards), count),
+            reward_recent=self.recent_reward,
             mean_length=ratio(sum(batch.lengths), count),
             staleness_mean=ratio(sum(batch.staleness), count),
             staleness_max=max(batch.staleness, default=None),

@@ -28,9 +28,10 @@ import numpy as np
 import torch
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
-from sortedrl.adapters.host import Answer, HostRun
+from sortedrl.adapters.host import Answer, FunctionRewards, HostRun
 from sortedrl.adapters.rows import RowStream, shuffled
 from sortedrl.adapters.trl.completions import completions_of
+from sortedrl.adapters.trl.learner_metrics import KL_OF_ASYNC_GRPO, learner_metrics
 from sortedrl.adapters.trl.settings import Sizes, Wishes, host_settings, make_config, make_engine
 from sortedrl.errors import ConfigError, RewardError
 from sortedrl.records import Batch, Sample
@@ -134,6 +135,7 @@ class SortedWorker:
                 max_prompt_tokens=wishes.max_prompt_tokens,
             ),
             score=self._score,
+            tokenizer=self._tokenizer,
         )
 
     def attach(self, trainer: Any) -> None:
@@ -193,7 +195,8 @@ class SortedWorker:
             for name, tensor in iterator:
                 self._parameters[name].copy_(tensor)
         if self._feeder is not None:
-            self._run.publish(optimizer_steps=self._args.weight_sync_steps)
+            metrics = learner_metrics(self._trainer._metrics["train"], KL_OF_ASYNC_GRPO)
+            self._run.publish(optimizer_steps=self._args.weight_sync_steps, metrics=metrics)
 
     def resume(self) -> None:
         """Rollout goes on by itself once the weights are published."""
@@ -213,7 +216,7 @@ class SortedWorker:
         except BaseException as error:
             self._run.fail(error)  # `check_health` raises it in the trainer's thread
 
-    def _score(self, answers: Sequence[Answer]) -> list[float]:
+    def _score(self, answers: Sequence[Answer]) -> list[FunctionRewards]:
         prompts, tokens = [answer.prompt for answer in answers], [list(answer.tokens) for answer in answers]
         completions = completions_of(prompts, tokens, self._tokenizer)
         columns = {name: [prompt.columns[name] for prompt in prompts] for name in prompts[0].columns}
@@ -226,7 +229,8 @@ class SortedWorker:
         for answer, values in zip(answers, zip(*rows, strict=True), strict=True):
             kept = [math.nan if value is None else float(value) for value in values]
             self._rewards[answer.sample] = kept
-            totals.append(math.nan if all(map(math.isnan, kept)) else float(np.nansum(kept)))
+            total = math.nan if all(map(math.isnan, kept)) else float(np.nansum(kept))
+            totals.append(FunctionRewards.of(self.names, kept, total))
         return totals
 
 

@@ -20,9 +20,10 @@ import torch
 from datasets import IterableDataset
 from transformers import TrainerCallback
 
-from sortedrl.adapters.host import Answer, HostRun
+from sortedrl.adapters.host import Answer, FunctionRewards, HostRun
 from sortedrl.adapters.rows import RowStream, sampled
 from sortedrl.adapters.trl.completions import completions_of
+from sortedrl.adapters.trl.learner_metrics import KL_OF_GRPO, learner_metrics
 from sortedrl.adapters.trl.settings import Sizes, Wishes, host_settings, make_config, make_engine
 from sortedrl.errors import ConfigError, LearnerError
 from sortedrl.records import Sample
@@ -112,6 +113,7 @@ class _Session(TrainerCallback):
                 max_prompt_tokens=wishes.max_prompt_tokens,
             ),
             score=self.score,
+            tokenizer=trainer.processing_class,
         )
         self._calculate_rewards = trainer._calculate_rewards
         trainer._calculate_rewards = self.known_rewards
@@ -139,8 +141,8 @@ class _Session(TrainerCallback):
 
     # ---- rewards ----------------------------------------------------------------------------------------------------
 
-    def score(self, answers: Sequence[Answer]) -> list[float]:
-        """Have the trainer's reward functions score complete answers; returns their weighted sums."""
+    def score(self, answers: Sequence[Answer]) -> list[FunctionRewards]:
+        """Have the trainer's reward functions score complete answers; returns their weighted sums too."""
         trainer, prompts = self.trainer, [answer.prompt for answer in answers]
         tokens = [list(answer.tokens) for answer in answers]
         inputs = [{"prompt": prompt.content, **prompt.columns} for prompt in prompts]
@@ -154,7 +156,9 @@ class _Session(TrainerCallback):
         weights = trainer.reward_weights.to(found.device)
         totals = (found * weights).nansum(dim=1)
         totals[torch.isnan(found).all(dim=1)] = math.nan
-        return totals.tolist()
+        names = trainer.reward_func_names
+        rows = zip(found.tolist(), totals.tolist(), strict=True)
+        return [FunctionRewards.of(names, values, total) for values, total in rows]
 
     def known_rewards(
         self, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any], completion_ids: list[list[int]]
@@ -196,9 +200,8 @@ class _Session(TrainerCallback):
 
     def _publish(self) -> None:
         logs = self.trainer.state.log_history
-        loss = next((entry["loss"] for entry in reversed(logs) if "loss" in entry), None)
-        metrics = {} if loss is None else {"loss": float(loss)}
-        self.run.publish(optimizer_steps=self.steps_per_update, metrics=metrics)
+        last = next((entry for entry in reversed(logs) if "loss" in entry), {})
+        self.run.publish(optimizer_steps=self.steps_per_update, metrics=learner_metrics(last, KL_OF_GRPO))
 
 
 # ---- what the trainer asks for --------------------------------------------------------------------------------------
@@ -210,7 +213,8 @@ def check_trainer(trainer: Any) -> None:
         raise ConfigError("sorted_rollouts works with one training process: start one, or use AsyncGRPOTrainer")
     if trainer.use_vllm:
         raise ConfigError(
-            "use_vllm=True starts TRL's vLLM beside our engine: leave it out, and pass engine={'kind': 'vllm'}"
+            "use_vllm=True makes TRL generate with vLLM beside our engine: leave it out, and pass sorted_rollouts "
+            "engine={'kind': 'vllm'}, with 'address' for a server"
         )
     if trainer.tools or trainer.environment_factories is not None or getattr(trainer, "_is_vlm", False):
         raise ConfigError("sorted_rollouts has no tools, environments and images: leave them out")

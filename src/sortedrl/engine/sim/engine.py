@@ -61,6 +61,7 @@ class RunningAttempt:
     delivered: int  # answer tokens in events so far
     since_mark: int  # version marks in events so far
     end: int  # the answer's length when it ends, under the current weights
+    fails: bool  # it ends by a failure
     cache: int  # the oldest version in its KV cache
     events: Sequence[EngineEvent] = ()  # to deliver before its next tokens
     end_step: int = -1  # the step at which it ends; entries of it under other steps are out of date
@@ -165,7 +166,7 @@ class SimPublication:
 
 
 class SimEngine:
-    """`fails(request)` gives the answer length at which an attempt fails, or None."""
+    """`fails(request)` gives the answer length at which an attempt fails, or None. A complete answer does not fail."""
 
     def __init__(
         self,
@@ -220,9 +221,9 @@ class SimEngine:
                 verified, again = self._verify(request)
                 events, length = (verified, again), verified.accepted
                 num_verified += verified.cached
-            end = self._end(request, length, bool(events))
+            end, fails = self._end(request, length, bool(events))
             running = RunningAttempt(
-                request, progress, order, length, steps, decode_s, length, num_marks, end, self.version, events
+                *(request, progress, order, length, steps, decode_s, length, num_marks, end, fails, self.version, events)
             )
             if events:
                 self._with_events.append(running)
@@ -295,7 +296,7 @@ class SimEngine:
         if not self.answers.is_steady:
             self._clear_ends()
             for running in self.running.values():
-                running.end = self._end(running.request, running.length)
+                running.end, running.fails = self._end(running.request, running.length)
                 if not running.is_parked:
                     self._push(running)
         if self.running and in_flight == InFlight.REPREFILL:
@@ -451,20 +452,18 @@ class SimEngine:
         )
         return Verified(cached=cached, accepted=accepted, **stamp), again
 
-    def _end(self, request: Request, length: int, is_verified: bool = False) -> int:
-        """The length at which an attempt with `length` tokens ends: by a stop, at its budget, or by a failure.
+    def _end(self, request: Request, length: int, is_verified: bool = False) -> tuple[int, bool]:
+        """The length at which an attempt with `length` tokens ends, and whether it fails there.
 
         Only an answer that a replay has just verified may be complete already; others get at least one more token.
         """
         if is_verified and length > 0 and self.answers.is_complete(request, length, self.version):
-            return length
+            return length, False
         end = self.answers.end(request, length, self.version)
         if end > request.budget:
             end = request.budget
-        if self.fails is None:
-            return end
-        failure = self.fails(request)
-        return end if failure is None else max(min(end, failure), length)
+        failure = None if self.fails is None else self.fails(request)
+        return (end, False) if failure is None or failure >= end else (max(failure, length), True)
 
     def _finish(self, running: RunningAttempt, now: float, events: list[EngineEvent]) -> None:
         """Remove an attempt that has reached its end, and add its last events."""
@@ -477,8 +476,7 @@ class SimEngine:
         del self.running[sample]
         self._context -= prompt + length
         self._prompts -= prompt
-        failure = None if self.fails is None else self.fails(request)
-        if failure is not None and length >= failure:
+        if running.fails:
             if segments:
                 events.append(SegmentDelta(sample, attempt, now, start, segments))
             events.append(Failed(sample, attempt, now, "scripted failure"))

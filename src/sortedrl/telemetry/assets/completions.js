@@ -3,7 +3,7 @@
 "use strict";
 const pageCompletions = (() => {
   const { make } = pageCharts;
-  const COLOURS = ["#0072B2", "#E69F00", "#009E73", "#F0E442", "#CC79A7", "#56B4E9"];
+  const COLOURS = ["#0072B2", "#E69F00", "#56B4E9", "#CC79A7", "#009E73", "#F0E442"]; // neighbours differ, also the last and the first
   const PAGE = 25;
   const number = (value, digits = 0) =>
     value === null || value === undefined ? "–" : value.toLocaleString("en-GB", { minimumFractionDigits: digits, maximumFractionDigits: digits });
@@ -180,11 +180,13 @@ const pageCompletions = (() => {
     const box = make("div", undefined, "answer");
     const hint = make("p", undefined, "soft");
     const views = make("div", undefined, "views");
+    const hasFed = tokens.some((data) => isFed(data));
     const colour = () => {
       box.replaceChildren(...(byLogprob ? byProbability(tokens) : byVersion(tokens)));
       hint.textContent = byLogprob
-        ? "The stronger the colour, the less likely the token was when it was sampled. Striped: not sampled, but put into the answer."
+        ? "The stronger the colour, the less likely the token was when it was sampled."
         : "The colour is the version that wrote the token, or verified it last; v and its number say where it changes.";
+      if (hasFed) hint.textContent += " Striped: not sampled, but put into the answer.";
       [...views.children].forEach((button, at) => button.setAttribute("aria-pressed", String(byLogprob === (at === 1))));
     };
     ["colour by version", "colour by log-prob"].forEach((label, at) => {
@@ -200,9 +202,12 @@ const pageCompletions = (() => {
     return [views, box, hint];
   }
 
-  function token([text, id, version, logprob], position) {
-    const element = make("span", text, "token");
-    const chance = logprob === null || logprob === undefined ? "not sampled" : `log-prob ${logprob} (${number(100 * Math.exp(logprob), 1)} %)`;
+  const isFed = ([, , , logprob]) => logprob === null || logprob === undefined;
+
+  function token(data, position) {
+    const [text, id, version, logprob] = data;
+    const element = make("span", text, isFed(data) ? "token fed" : "token");
+    const chance = isFed(data) ? "not sampled" : `log-prob ${logprob} (${number(100 * Math.exp(logprob), 1)} %)`;
     element.title = `token ${position + 1}, number ${id}, version ${version}, ${chance}`;
     return element;
   }
@@ -220,7 +225,7 @@ const pageCompletions = (() => {
         last = version;
       }
       const element = token(data, position);
-      element.style.background = colour;
+      element.style.backgroundColor = colour;
       return [...parts, element];
     });
   }
@@ -228,9 +233,7 @@ const pageCompletions = (() => {
   function byProbability(tokens) {
     return tokens.map((data, position) => {
       const element = token(data, position);
-      const logprob = data[3];
-      if (logprob === null || logprob === undefined) element.classList.add("fed");
-      else element.style.background = `rgb(213 94 0 / ${Math.round(Math.min(-logprob / 5, 1) * 75)}%)`; // full at 1 in 150
+      if (!isFed(data)) element.style.background = `rgb(213 94 0 / ${Math.round(Math.min(-data[3] / 5, 1) * 75)}%)`; // full at 1 in 150
       return element;
     });
   }

@@ -58,7 +58,7 @@ const pageCharts = (() => {
       if (!trace.meta || !trace.meta.smooth || count === 1 || trace.y.length < 2) return [trace];
       const mean = { ...trace, y: trailingMeans(trace.y, count), meta: { isMean: true } };
       if (trace.hoverinfo === "skip") return [mean]; // the edge of a band
-      return [{ ...trace, line: { color: trace.line.color, width: 1 }, opacity: 0.38, hoverinfo: "skip", hovertemplate: undefined }, mean];
+      return [{ ...trace, line: { color: trace.line.color, width: 1 }, opacity: pageTheme.isDark() ? 0.6 : 0.38, hoverinfo: "skip", hovertemplate: undefined }, mean];
     });
   }
 

@@ -82,7 +82,8 @@ def run_line(key: str, run_dir: Path) -> RunLine:
         line.strategy, line.total_samples = _text(started.get("strategy")), _count(started.get("total_samples"))
         line.updates = None if (update := _count(latest.get("update"))) is None else update + 1
         line.samples = _count(latest.get("samples_trained"))
-        line.reward, line.tokens_per_s = _figure(latest.get("reward_mean")), _figure(latest.get("tokens_per_s"))
+        reward = latest.get("reward_recent", latest.get("reward_mean"))  # runs of earlier versions have the second only
+        line.reward, line.tokens_per_s = _figure(reward), _figure(latest.get("tokens_per_s"))
         line.alarms = _texts(latest.get("alarms"))
         if (run_dir / "summary.json").is_file():
             summary = Summary.read(run_dir / "summary.json")

@@ -212,8 +212,8 @@ def lengths_chart(runs: Sequence[RunView]) -> Chart:
     figure.update_xaxes(title_text="update", row=len(runs), col=1)
     stride = max(run.stride for run in runs)
     caption = (
-        "Line: median of the batch. Dark band: 10th to 90th percentile. Light band: shortest to longest. The scale is "
-        "logarithmic. "
+        "Line: median of the batch. Strong band: 10th to 90th percentile. Faint band: shortest to longest. The "
+        "scale is logarithmic. "
         + ("Grey vertical lines: a cohort is loaded." if stride == 1 else f"A step stands for up to {stride} updates.")
     )
     return Chart(name="lengths", figure=styled(figure, height=200 * len(runs) + 80, top=34), caption=caption)

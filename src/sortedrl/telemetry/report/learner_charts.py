@@ -31,6 +31,7 @@ class LearnerFigure:
     title: str
     caption: str = ""
     metric: str = ""  # of the learner
+    is_noisy: bool = True  # a planned figure is not: its smoothed line would lag behind
 
 
 FIGURES = (
@@ -71,7 +72,7 @@ FIGURES = (
         caption="The same KL on tokens that the current version wrote: both should give them the same probability. "
         "With several inner steps it also contains the steps before.",
     ),
-    LearnerFigure(name="lr", metric="lr", title="learning rate"),
+    LearnerFigure(name="lr", metric="lr", title="learning rate", is_noisy=False),
     LearnerFigure(name="truncated", metric="truncated_fraction", title="share of truncated answers"),
     LearnerFigure(
         name="advantage", metric="advantage_std", title="spread of advantages", caption="Standard deviation."
@@ -114,7 +115,7 @@ def _other_metrics(runs: Sequence[RunView]) -> list[str]:
 def _metric_chart(runs: Sequence[RunView], figure: LearnerFigure) -> Chart | None:
     drawn: list[Trace] = []
     for run in runs:
-        _add_curve(drawn, run, _of_metric(figure.metric))
+        _add_curve(drawn, run, _of_metric(figure.metric), is_smooth=figure.is_noisy)
         if figure.name == "ratio":
             for metric in ("ratio_p05", "ratio_p95"):
                 _add_curve(drawn, run, _of_metric(metric), is_edge=True)
@@ -162,7 +163,12 @@ def _mean(found: tuple[float, int] | None) -> float | None:
 
 
 def _add_curve(
-    traces: list[Trace], run: RunView, value: Callable[[UpdatePoint], float | None], *, is_edge: bool = False
+    traces: list[Trace],
+    run: RunView,
+    value: Callable[[UpdatePoint], float | None],
+    *,
+    is_edge: bool = False,
+    is_smooth: bool = True,
 ) -> None:
     """Add one run's curve, if it has any values. An edge is a thin dotted line beside the curve."""
     points = [(point.samples_trained, value(point)) for point in run.updates]
@@ -181,7 +187,7 @@ def _add_curve(
                 "width": 1 if is_edge else 2,
                 "dash": "dot" if is_edge else run_dash(run.position),
             },
-            "meta": {"smooth": True},
+            "meta": {"smooth": is_smooth},
             **({"hoverinfo": "skip"} if is_edge else {"hovertemplate": "%{x:,} samples: %{y:.4~g}"}),
         }
     )

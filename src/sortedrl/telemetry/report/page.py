@@ -39,7 +39,6 @@ _AGES = (
 )
 
 _MAX_TEXT = 2000  # characters of a sentence with text from a run
-_LAST_POINTS = 4  # updates whose mean reward is the current one
 
 _GLOSSARY = (
     ("slot", "A place in the engine for one running sequence."),
@@ -134,17 +133,11 @@ def _facts(reader: RunReader) -> RunFacts:
     return RunFacts(
         updates=run.metrics.updates,
         samples=run.metrics.samples,
-        reward=run.updates.points[-1].reward if run.updates.points else None,
+        reward=run.metrics.recent_reward,
         tokens_per_s=run.summary.tokens_per_s,
         alarms=run_alarms(reader),
         is_live=reader.is_live,
     )
-
-
-def last_reward(run: RunView) -> float | None:
-    """Return the mean reward of the last updates, or None before the first one."""
-    points = run.updates.points[-_LAST_POINTS:]
-    return sum(point.reward_sum for point in points) / sum(point.num_samples for point in points) if points else None
 
 
 def run_alarms(reader: RunReader) -> list[str]:
@@ -267,7 +260,9 @@ def _batches(frame: _Frame, runs: Sequence[RunView]) -> None:
     if young:
         names = "" if len(runs) == 1 else f"{', '.join(young)}: "
         text = "every token was written or verified by the version that was being updated."
-        frame.section("Age of trained tokens: 0", names + (text if names else text.capitalize()))
+        frame.section(
+            "Age of trained tokens" + (": none" if names else ""), names + (text if names else text.capitalize())
+        )
     frame.section(
         "Trained lengths by update",
         "If batches are harvested as answers finish, short answers of a cohort are trained first: a micro-curriculum.",
@@ -329,7 +324,7 @@ def _head(readers: Sequence[RunReader], title: str) -> str:
 def _tiles(run: RunView) -> str:
     summary, ledger = run.summary, run.summary.ledger
     tiles = (
-        (number(last_reward(run), 3), "mean reward, last updates"),
+        (number(run.metrics.recent_reward, 3), "mean reward, last updates"),
         (number(summary.tokens_per_s), "trained tokens/s"),
         (before_after(summary.accuracy_before, summary.accuracy_after), "held-out accuracy, sampled"),
         (f"{share(summary.bubble_ratio)} / {share(summary.idle_slot_steps)}", "bubble / idle slot-steps"),
@@ -379,7 +374,8 @@ def _slashed(*values: float | None, digits: int = 0) -> str:
 def _table(runs: Sequence[RunView]) -> str:
     """Return the summary: a column per run, or two halves for one run. Rows without any figure are left out."""
     rows = []
-    columns = [("mean reward, last updates", [number(last_reward(run), 3) for run in runs])] if len(runs) > 1 else []
+    rewards = [number(run.metrics.recent_reward, 3) for run in runs]
+    columns = [("mean reward, last updates", rewards)] if len(runs) > 1 else []
     columns += [(label, [_cut(render(run.summary)) for run in runs]) for label, render in _ROWS]
     for label, cells in columns:
         if any(cell.strip("–/ →") for cell in cells):

@@ -22,7 +22,7 @@ NUM_RUN_COLOURS = len(_RUN_COLOURS)
 _DASHES = ("solid", "dash", "dot", "dashdot")
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star")
 # Neighbours in this order also differ in lightness, so that a change of version is visible in grey print.
-VERSION_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#F0E442", "#CC79A7", "#56B4E9")
+VERSION_COLOURS = ("#0072B2", "#E69F00", "#56B4E9", "#CC79A7", "#009E73", "#F0E442")
 INK, _GRID, RULE = "#1b2430", "#e6e9ee", "#b4bcc8"
 _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 

@@ -62,7 +62,7 @@ def timeline_chart(run: RunView) -> Chart:
         )
     caption = (
         f"{shown}A bar is one stay of a sample in a slot under one version; its colour and number show the version "
-        "(six colours repeat). Dotted line: harvest. Black tick: the attempt was interrupted. Triangle: it continues "
+        "(six colours repeat). Dotted line: harvest. Tick: the attempt was interrupted. Triangle: it continues "
         "in its slot under the next version. Drag to zoom; double-click to see the whole run."
     )
     chart = styled(figure, height=min(max(17 * run.slots, 150), 640) + 100)
@@ -206,7 +206,7 @@ def lives_chart(run: RunView) -> Chart:
     shown = f"the last {len(lives):,} of {run.samples.num_loaded:,}" if len(lives) < run.samples.num_loaded else "all"
     caption = (
         f"One row per sample, {shown} in the order of loading. Grey: loaded, not started. Blue: from the start of its "
-        "first attempt until it is trained. Open circle: started. Black tick: interrupted. Diamond: trained."
+        "first attempt until it is trained. Open circle: started. Tick: interrupted. Diamond: trained."
     )
     return Chart(name=f"lives-{run.position}", figure=chart, caption=caption)
 
