@@ -22,7 +22,7 @@ import httpx
 
 from sortedrl.engine.base import InFlight
 from sortedrl.engine.vllm.request import VllmRequest
-from sortedrl.engine.vllm.request_loop import RequestLoop
+from sortedrl.engine.vllm.request_loop import Load, RequestLoop
 from sortedrl.errors import EngineError
 
 log = logging.getLogger(__name__)
@@ -108,6 +108,26 @@ class HttpFrontend:
             await self.rpc("sorted_take_weights", path)
         else:
             await self.rpc("reload_weights", weights_path=path.rpartition("/")[0])
+
+    # Weight transfer, with the names and arguments of AsyncLLM's methods.
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> None:
+        await self.rpc(method, *args)
+
+    async def init_weight_transfer_engine(self, request: Any) -> None:
+        await self.post("/init_weight_transfer_engine", {"init_info": request.init_info})
+
+    async def start_weight_update(self) -> None:
+        await self.post("/start_weight_update")
+
+    async def update_weights(self, request: Any) -> None:
+        await self.post("/update_weights", {"update_info": request.update_info})
+
+    async def finish_weight_update(self) -> None:
+        await self.post("/finish_weight_update")
+
+    async def reset_prefix_cache(self) -> None:
+        await self.post("/reset_prefix_cache")
 
     async def update_weight_version(self, version: str) -> None:
         await self.post("/update_weight_version", {"new_version": version})
@@ -227,12 +247,17 @@ class HttpRequestLoop(RequestLoop):
         await frontend.resume()
         await self._restart_parked()
 
-    async def swap_weights(self, version: int, weights: str, in_flight: InFlight) -> None:
+    async def load_file(self, path: str) -> None:
+        assert self.frontend is not None, "weights are published to a running server"
+        await self.frontend.take_weights(path)
+
+    async def swap_weights(self, version: int, load: Load, in_flight: InFlight) -> None:
         is_running = bool(self.running)
         assert self.frontend is not None, "weights are published to a running server"
         if is_running:
             await self._pause_all([])
-        await self.frontend.take_weights(weights)
+        await load()
+        await self.frontend.reset_prefix_cache()
         await self.frontend.update_weight_version(str(version))
         self.version = version
         if is_running:
