@@ -221,6 +221,20 @@ def arrays_of(module: nn.Module) -> dict[str, Any]:
     return {name: array_of(tensor) for name, tensor in module.state_dict().items()}
 
 
+class AdapterArrays:
+    """The adapters of a model as arrays that processes can share."""
+
+    def __init__(self, tensors: Mapping[str, Tensor] | None) -> None:
+        self._arrays = {name: array_of(tensor) for name, tensor in (tensors or {}).items()}
+
+    def source(self) -> ModuleWeights:
+        """The adapters as an engine's `publish` reads them; there is no module."""
+        from torch import nn
+
+        tensors = {name: tensor_of(array, is_floating=True) for name, array in self._arrays.items()}
+        return ModuleWeights(nn.Module(), tensors)
+
+
 def load_arrays(arrays: Mapping[str, Any], module: nn.Module) -> ModuleWeights:
     """Write the arrays of `arrays_of` into a module of the same shape, in place."""
     import torch

@@ -32,7 +32,7 @@ from sortedrl.engine.base import Engine, EngineStats, InFlight, Request
 from sortedrl.engine.pool.actor_loop import ActorLoop, Report
 from sortedrl.engine.pool.ray_placement import EngineBundles
 from sortedrl.errors import EngineError
-from sortedrl.weights import arrays_of, load_arrays
+from sortedrl.weights import AdapterArrays, arrays_of, load_arrays
 
 CALLS_AT_ONCE = 8  # a `take` that waits must not keep the others out
 FREE_S = 5.0  # how long to wait for Ray to free unreferenced objects, which takes it about a second
@@ -103,7 +103,11 @@ class _EngineActor:
 
     def _load_weights(self, engine: Engine, version: int, weights: Any, in_flight: InFlight) -> None:
         """Publish arrays from Ray's object store, or let the engine receive weights by a route of its own."""
-        source = load_arrays(weights, self._model) if isinstance(weights, Mapping) else weights
+        source = weights
+        if isinstance(weights, AdapterArrays):
+            source = weights.source()
+        elif isinstance(weights, Mapping):
+            source = load_arrays(weights, self._model)
         engine.publish(version, source, in_flight).wait()
 
     def submit(self, requests: list[Request]) -> None:
@@ -165,6 +169,7 @@ class RayEngineLauncher:
 
     `imports`: modules that `make_engine` needs; an actor imports them as soon as it starts.
     `place`: the placement group that each engine gets, in place of `num_cpus` and `num_gpus`.
+    `has_adapters`: engines have the base model, and publications bring adapters alone.
     `has_spare`: keep a spare actor. It reserves no CPU, neither while it waits nor as an engine, and Ray places it
     anywhere: use it on one machine without accelerators, not on a cluster.
     """
@@ -178,6 +183,7 @@ class RayEngineLauncher:
         threads: int,
         imports: Sequence[str] = (),
         place: EngineBundles | None = None,
+        has_adapters: bool = False,
         has_spare: bool = False,
         on_close: Callable[[], None] | None = None,
     ) -> None:
@@ -185,6 +191,7 @@ class RayEngineLauncher:
         self._threads = threads
         self._imports = imports
         self._place = place
+        self._has_adapters = has_adapters
         self._has_spare = has_spare
         self._on_close = on_close
         self._spare: Any = None
@@ -217,7 +224,7 @@ class RayEngineLauncher:
             self._spare, self._spare_ready = spare, spare.ready.remote().future()
 
     def put(self, source: Any) -> Any:
-        arrays = arrays_of(source.module)
+        arrays = AdapterArrays(source.adapter) if self._has_adapters else arrays_of(source.module)
         deadline = time.monotonic() + FREE_S
         while True:
             try:

@@ -89,7 +89,7 @@ class VllmEngine:
     means what `memory_share` of the device leaves, on a CPU enough for all slots at full length. `limit_s`: how long
     vLLM may be silent; `start_s` and `publish_s`: how long a start and a publication may take. `decode`: turns tokens
     into text, which is searched for stop strings. `address`: the vLLM server to use. `port`: where to start one.
-    Without either, AsyncLLM runs in this process; only there are the adapters of a peft model published unmerged.
+    Without either, AsyncLLM runs in this process. A named server gets the adapters of a peft model merged.
     `transfer`: how weights arrive: `gloo`, `nccl` or `ipc` (vLLM's weight transfer), `file`, or `auto`.
     `keeps_copy`: the published weights may change later, so keep a copy for a restart. `stream_s`: how often tokens of
     running requests are delivered; 0: only at their end. A model without memory (on `meta`) gets its weights with the
@@ -307,7 +307,7 @@ class VllmEngine:
         """Write the model's adapters, if it has some, into the folder that requests will name."""
         if not is_adapted(model):
             return None
-        assert not self._is_server, "a server gets merged weights"
+        assert not self._address, "a named server gets merged weights"
         try:
             folder = AdapterFolder(self._weights.path / "adapter", model)
         except BaseException:

@@ -78,6 +78,8 @@ class HttpFrontend:
 
     def __init__(self, address: str, *, slots: int, has_noise: bool = True) -> None:
         self.has_noise = has_noise
+        self.adapter_name = ""  # of the adapters that requests ask for
+        self._num_adapters = 0
         limits = httpx.Limits(max_connections=slots + 8, max_keepalive_connections=slots + 8)
         # A stream may be silent while others are served: the engine checks whether vLLM answers at all.
         timeout = httpx.Timeout(None, connect=_CONNECT_S)
@@ -89,7 +91,8 @@ class HttpFrontend:
             if not await self.is_healthy():
                 raise httpx.ConnectError("the vLLM server is gone")
             raise EngineError(f"the vLLM server refused {path} ({response.status_code}): {response.text[:300]}")
-        return response.json() if response.content else None
+        is_json = response.headers.get("content-type", "").startswith("application/json")
+        return response.json() if is_json and response.content else None
 
     async def rpc(self, method: str, *args: Any, **named: Any) -> None:
         await self.post("/collective_rpc", {"method": method, "args": list(args), "kwargs": named})
@@ -108,6 +111,14 @@ class HttpFrontend:
             await self.rpc("sorted_take_weights", path)
         else:
             await self.rpc("reload_weights", weights_path=path.rpartition("/")[0])
+
+    async def load_adapter(self, path: str) -> None:
+        """Load adapters under a new name: a server that loads them in place would do so again in every step."""
+        before, self._num_adapters = self.adapter_name, self._num_adapters + 1
+        self.adapter_name = f"sortedrl-{self._num_adapters}"
+        if before:
+            await self.post("/v1/unload_lora_adapter", {"lora_name": before})
+        await self.post("/v1/load_lora_adapter", {"lora_name": self.adapter_name, "lora_path": path})
 
     # Weight transfer, with the names and arguments of AsyncLLM's methods.
 
@@ -160,6 +171,7 @@ class HttpFrontend:
             "token_ids": vllm_request.tokens(),
             "sampling_params": params,
             "cache_salt": f"version {version}",
+            **({"model": self.adapter_name} if self.adapter_name else {}),
         }
 
 
@@ -250,6 +262,10 @@ class HttpRequestLoop(RequestLoop):
     async def load_file(self, path: str) -> None:
         assert self.frontend is not None, "weights are published to a running server"
         await self.frontend.take_weights(path)
+
+    async def load_adapter(self) -> None:
+        assert self.frontend is not None, "adapters are published to a running server"
+        await self.frontend.load_adapter(str(self.adapter))
 
     async def swap_weights(self, version: int, load: Load, in_flight: InFlight) -> None:
         is_running = bool(self.running)

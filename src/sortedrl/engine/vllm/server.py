@@ -65,9 +65,13 @@ def serve_command(settings: VllmSettings, port: int) -> list[str]:
         options["weight-transfer-config"] = json.dumps({"backend": settings.transfer})
     if settings.starts_empty:
         options["load-format"] = "dummy"
+    adapter = settings.adapter
+    if adapter is not None:
+        options |= {"max-loras": 1, "max-lora-rank": adapter.rank}
     flags = ["enable-scale-out", "skip-tokenizer-init", "enforce-eager", "no-async-scheduling", "enable-prefix-caching"]
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    return [*_ENTRY, *words, *(f"--{flag}" for flag in flags)]
+    lora = [] if adapter is None else ["--enable-lora", "--lora-target-modules", *adapter.modules]
+    return [*_ENTRY, *words, *(f"--{flag}" for flag in flags), *lora]
 
 
 class ServerProcess(VllmProcess):
@@ -253,7 +257,7 @@ def _launch(settings: VllmSettings, port: int) -> subprocess.Popen[bytes]:
                 f"port {port} is in use: set engine.port to a free one, or engine.address to use the server there"
             ) from error
     command = [sys.executable, *serve_command(settings, port)[1:]]
-    environment = ENVIRONMENT | os.environ | {"VLLM_SERVER_DEV_MODE": "1"}
+    environment = ENVIRONMENT | os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     return owned_launch.start_owned(command, environment)
 
 

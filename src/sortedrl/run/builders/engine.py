@@ -32,7 +32,7 @@ from sortedrl.engine.watchdog import Watchdog
 from sortedrl.errors import ConfigError, EngineError
 from sortedrl.external.plugins import name_of
 from sortedrl.schedule import Fate, Knobs
-from sortedrl.weights import ModuleWeights, is_adapted
+from sortedrl.weights import ModuleWeights, arrays_of, base_copy, is_adapted, load_arrays
 
 if TYPE_CHECKING:
     from sortedrl.engine.vllm.engine import VllmEngine
@@ -136,10 +136,8 @@ def _merge_reason(config: SortedConfig, model: Any) -> str | None:
         return "the engine computes with plain weights"
     if config.lora.merge:
         return "lora.merge is set"
-    if settings.address or settings.port:
-        return "a vLLM server takes full weights only"
-    if is_pool(config):
-        return "a pool takes full weights only"
+    if settings.address:
+        return "a vLLM server that was started elsewhere takes full weights only"
     return find_adapter_fault(model)
 
 
@@ -314,7 +312,7 @@ def build_vllm_pool(
 ) -> Engine:
     """A pool of vLLM engines, which receive weights from where the learner holds them, unless by file."""
     settings = config.engine
-    transfer = pool_transfer(config)
+    transfer = "file" if is_adapted(model) else pool_transfer(config)
     is_ours = connect(settings.cluster or None, run_dir=config.run_dir)
     from sortedrl.engine.pool.ray_placement import choose_bundles, gpus_by_node
 
@@ -323,8 +321,14 @@ def build_vllm_pool(
         place = choose_bundles(int(num_gpus), settings.replica_cpus, gpus_by_node())
     common = {"slots": settings.slots, "max_length": max_length, "dtype": dtype, "stream_s": TAKE_S}
     options = {**vllm_settings(config), "transfer": transfer, "is_spread": place is not None and place.is_spread}
-    weights_dtype = next(model.parameters()).dtype
-    make = partial(vllm_engine, model.config.to_dict(), weights_dtype=weights_dtype, **common, **options)
+    common |= {"weights_dtype": next(model.parameters()).dtype, **options}
+    if is_adapted(model):
+        import ray
+
+        base, (peft_config,) = ray.put(arrays_of(base_copy(model))), model.peft_config.values()
+        make = partial(vllm_adapter_engine, model.config.to_dict(), base=base, peft_config=peft_config, **common)
+    else:
+        make = partial(vllm_engine, model.config.to_dict(), **common)
     route = None
     if transfer != "file":
         from sortedrl.engine.vllm.transfer.link import WeightLink
@@ -337,7 +341,7 @@ def build_vllm_pool(
             is_local=not settings.cluster,
         )
     pool = Pool(
-        ray_members(config, make, place=place, is_ours=is_ours),
+        ray_members(config, make, place=place, has_adapters=is_adapted(model), is_ours=is_ours),
         size=settings.replicas,
         slots=settings.slots,
         exact_replay=dtype in EXACT_DTYPES,
@@ -373,7 +377,12 @@ def child_members(config: SortedConfig, engine: dict[str, Any]) -> EngineLaunche
 
 
 def ray_members(
-    config: SortedConfig, make_engine: Callable[[], tuple[Engine, Any]], *, place: Any = None, is_ours: bool = False
+    config: SortedConfig,
+    make_engine: Callable[[], tuple[Engine, Any]],
+    *,
+    place: Any = None,
+    has_adapters: bool = False,
+    is_ours: bool = False,
 ) -> EngineLauncher:
     """Launches engines in Ray actors. `is_ours`: the caller has just connected to Ray, and closes it with the pool."""
     settings = config.engine
@@ -387,6 +396,7 @@ def ray_members(
         threads=config.run.threads,
         imports=IMPORTS,
         place=place,
+        has_adapters=has_adapters,
         has_spare=settings.kind == "local" and not settings.cluster and not settings.replica_gpus,
         on_close=disconnect if is_ours else None,
     )
@@ -435,6 +445,22 @@ def vllm_engine(
     with torch.device("cpu" if settings["transfer"] == "file" else "meta"):
         model = empty_model(config, weights_dtype)
     return make(model, slots=slots, max_length=max_length, dtype=dtype, **settings), model
+
+
+def vllm_adapter_engine(
+    config: dict[str, Any], *, weights_dtype: torch.dtype, base: Any, peft_config: Any, **settings: Any
+) -> tuple[Engine, Any]:
+    """Runs in an actor: a vLLM engine with adapters. `base`: Ray's reference to the base weights, which stay.
+
+    Publications bring the adapters alone. The first one brings those of the learner.
+    """
+    import ray
+
+    from sortedrl.learner.lora import adapt
+
+    model = empty_model(config, weights_dtype)
+    load_arrays(ray.get(base), model)
+    return load_vllm_engine()(adapt(model, peft_config), **settings), model
 
 
 def empty_model(config: dict[str, Any], dtype: torch.dtype) -> Any:
