@@ -322,14 +322,14 @@ class Pool:
     def _complete(self, members: Sequence[PoolMember], offers: Sequence[Future[None]], in_flight: InFlight) -> None:
         """Wait until these members have the weights. What was cut off is sent again; a member that fails is retired."""
         behind = self._wait_for_weights(members, offers)
-        if self._route is not None:
-            self._route.finish()
-        if behind:
-            still_behind = self._wait_for_weights(behind, self._offer(behind, in_flight))
-            if self._route is not None:
-                self._route.finish()
-            for member in still_behind:
-                self._retire(member, "it did not get the weights, twice")
+        why = None if self._route is None or not offers else self._route.finish()
+        if not behind:
+            return
+        logger.warning("a transfer of weights broke off (%s): %d engines get them again", why, len(behind))
+        still_behind = self._wait_for_weights(behind, self._offer(behind, in_flight))
+        why = None if self._route is None else self._route.finish()
+        for member in still_behind:
+            self._retire(member, f"it did not get the weights, twice ({why})")
 
     def _wait_for_weights(self, members: Sequence[PoolMember], offers: Sequence[Future[None]]) -> list[PoolMember]:
         """Wait for these publications. Returns the members that are alive and were cut off; dead ones are retired."""

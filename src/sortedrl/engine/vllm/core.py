@@ -55,6 +55,8 @@ class CoreProcess(VllmProcess):
         for name, value in ENVIRONMENT.items():
             if name != "VLLM_HOST_IP" or not settings.is_spread:  # workers on other machines must find this one
                 os.environ.setdefault(name, value)
+        if settings.transfer == "ipc":  # memory handles are pickled: by this process, for its own workers
+            os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         before = _children()
         try:
             self.flag = AbortFlag(settings.flag)
