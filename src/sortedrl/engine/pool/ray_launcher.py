@@ -77,6 +77,10 @@ class _EngineActor:
         self._imports = _Imports(imports, niceness)
         self._imports.start()
 
+    def devices(self) -> list[int]:
+        """The numbers of the GPUs that Ray has given to this actor."""
+        return [int(number) for number in ray.get_gpu_ids()]
+
     def ready(self) -> None:
         """Returns when the imports are done."""
         self._imports.join()
