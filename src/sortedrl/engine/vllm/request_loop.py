@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from sortedrl.engine.base import EngineEvent, EngineStats, Failed, Finished, InF
 from sortedrl.engine.vllm.abort_flag import AbortFlag
 from sortedrl.engine.vllm.adapter import ADAPTER_ID
 from sortedrl.engine.vllm.request import RequestState, VllmRequest
+
+Load = Callable[[], Awaitable[None]]
 
 
 class RequestLoop:
@@ -110,22 +112,31 @@ class RequestLoop:
         await asyncio.gather(*(request.task for request in requests if request.task is not None))
         await self.frontend.resume_generation()
 
-    async def swap_weights(self, version: int, weights: str, in_flight: InFlight) -> None:
-        """Let the worker load the weights file, or the adapters. Running requests pause meanwhile."""
+    async def swap_weights(self, version: int, load: Load, in_flight: InFlight) -> None:
+        """Call `load`, which gives the workers the weights of this version. Running requests pause meanwhile."""
         is_running = bool(self.running)
         if is_running:
             await self.frontend.pause_generation(mode="keep", clear_cache=in_flight is InFlight.REPREFILL)
             await self._drain_outputs()
             for request in self.running.values():
                 self.deliver(request)
-        if self.adapter is None:
-            await self.frontend.collective_rpc("sorted_take_weights", args=(weights,))
-        else:
-            await self.load_adapter()
+        await load()
+        if not is_running:  # KV of running requests is kept on purpose, or was cleared by the pause
+            await self.frontend.reset_prefix_cache()
         await self.frontend.update_weight_version(str(version))
         self.version = version
         if is_running:
             await self.frontend.resume_generation()
+
+    async def load_file(self, path: str) -> None:
+        """Let the workers load a weights file."""
+        await self.frontend.collective_rpc("sorted_take_weights", args=(path,))
+
+    async def deliver_all(self) -> None:
+        """Make events of the tokens of running requests that no event has delivered yet."""
+        for request in self.running.values():
+            if not request.is_verifying:
+                self.deliver(request)
 
     async def load_adapter(self) -> None:
         """Let the worker load the adapters of the folder in place of the previous ones."""
