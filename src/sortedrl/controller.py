@@ -27,7 +27,7 @@ from sortedrl.errors import EngineError
 from sortedrl.learner.base import Learner, Update, UpdateResult
 from sortedrl.protocols import CheckpointHook, EvaluationHook, Score, Scorer
 from sortedrl.records import Batch, FinishReason, Mode, Sample, Segment, State, restart_seed
-from sortedrl.schedule import Knobs, RestartNoise, Schedule
+from sortedrl.schedule import Fate, Knobs, RestartNoise, Schedule
 from sortedrl.telemetry import events
 from sortedrl.telemetry.batch_event import EngineAccount, batch_taken
 from sortedrl.telemetry.events import Emit
@@ -149,7 +149,16 @@ class Controller:
             "cohort_batches": self.knobs.cohort_batches,
             "lookahead": "none" if self.knobs.lookahead is None else self.knobs.lookahead,
             "calibration": self.buffer.lengths.calibration,
+            "replay_law": self.replay_law(),
         }
+
+    def replay_law(self) -> str | None:
+        """What a replay keeps: the tokens that the new weights draw, or also tokens close to them."""
+        if Fate.REPLAY not in (self.knobs.interrupted, self.knobs.on_bound):
+            return None
+        capabilities, tolerance = self.engine.capabilities, self.settings.replay_tolerance
+        law = f"within {tolerance:g} of the best score" if tolerance else "exact"
+        return f"{law}; at the start {capabilities.replay_probe}" if capabilities.replay_probe else law
 
     def state_dict(self) -> dict[str, float | int | None]:
         """The loop's own state for a checkpoint; the ledger holds the buffer's."""

@@ -220,6 +220,15 @@ class EngineSection(Section):
     in_flight: Literal["reprefill", "keep"] = "reprefill"
     """KV cache of running sequences when new weights are published: `reprefill` computes it again, `keep` continues
     with the old one."""
+    eager: bool | None = None
+    """`vllm`: run without CUDA graphs. Unset: with graphs on GPUs, without on CPUs."""
+    async_scheduling: bool | None = None
+    """`vllm`: schedule the next step while the current one runs. Unset: on GPUs, where vLLM's V2 model runner
+    serves."""
+    batch_invariant: Literal["auto", "on", "off"] = "auto"
+    """`vllm` on GPUs: compute each sequence independently of the batch around it, so that replay is exact in bfloat16,
+    at the cost of speed. `auto`: if the strategy replays and the device can. A probe at the start decides whether exact
+    replay is promised (see docs/guides/vllm.md)."""
     kv_gb: float | None = Field(default=None, gt=0.0)
     """`vllm`: memory for the KV cache, in GiB. Unset: enough for all slots at full length."""
     address: Place = ""

@@ -179,6 +179,7 @@ class Capabilities:
     keep_kv: bool
     waits: bool  # decodes nothing between `interrupt` and the next `poll`: samples may keep their slots in an update
     noise: str = OWN_NOISE  # the scheme of its sampling noise, `noise.SCHEME` for the shared one; the ledger records it
+    replay_probe: str = ""  # what a probe of its replay found (`replay_probe.py`), if there was one
 
 
 @dataclass(slots=True, kw_only=True)

@@ -16,6 +16,8 @@ from typing import Any
 
 from sortedrl.engine.vllm.abort_flag import AbortFlag
 from sortedrl.engine.vllm.process import CLOSE_S, ENVIRONMENT, StepCounts, VllmProcess, VllmSettings
+from sortedrl.engine.vllm.runner_choice import EXTENSION
+from sortedrl.engine.vllm.worker_report import WorkerReport
 from sortedrl.errors import EngineError
 from sortedrl.external.extras import extra_message
 
@@ -52,10 +54,12 @@ class CoreProcess(VllmProcess):
         self._pids: list[int] = []
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
+        os.environ.update(settings.plan.environment)
         before = _children()
         try:
             self.flag = AbortFlag(settings.flag)
-            self.frontend = asyncio.run_coroutine_threadsafe(_start(settings, counts), self.loop).result()
+            started = asyncio.run_coroutine_threadsafe(_start(settings, counts), self.loop).result()
+            self.frontend, self.workers = started
         except BaseException as error:
             self._pids = sorted(_children() - before)
             self.close()
@@ -93,7 +97,7 @@ class CoreProcess(VllmProcess):
         return isinstance(error, EngineDeadError)
 
 
-async def _start(settings: VllmSettings, counts: StepCounts) -> Any:
+async def _start(settings: VllmSettings, counts: StepCounts) -> tuple[Any, list[WorkerReport]]:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.metrics.loggers import StatLoggerBase
@@ -118,18 +122,16 @@ async def _start(settings: VllmSettings, counts: StepCounts) -> Any:
         kv_cache_memory_bytes=settings.kv_bytes,
         block_size=settings.block_size,
         enable_prefix_caching=True,
-        async_scheduling=False,  # otherwise a row's position is not known when its token is drawn
-        enforce_eager=True,
         logprobs_mode="processed_logprobs",
-        worker_extension_cls="sortedrl.engine.vllm.worker.SortedWorker",
-        logits_processors=["sortedrl.engine.vllm.worker:NoiseRows"],
+        worker_extension_cls=f"{EXTENSION}.SortedWorker",
         disable_log_stats=True,
         use_tqdm_on_load=False,
+        **settings.plan.arguments,
         **_adapter_arguments(settings),
     )
     llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[Counter])
-    await llm.collective_rpc("sorted_prepare", args=(os.getpid(), str(settings.flag)))
-    return llm
+    reports = await llm.collective_rpc("sorted_prepare", args=(os.getpid(), str(settings.flag)))
+    return llm, [WorkerReport.from_dict(report) for report in reports]
 
 
 def _adapter_arguments(settings: VllmSettings) -> dict[str, Any]:

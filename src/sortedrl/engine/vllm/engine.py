@@ -55,6 +55,7 @@ from sortedrl.engine.base import (
     Verified,
 )
 from sortedrl.engine.local.module_decoder import Geometry
+from sortedrl.engine.replay_probe import ReplayEvidence
 from sortedrl.engine.request_checks import check_limits, check_submit, find_fault
 from sortedrl.engine.sampling.noise import SCHEME
 from sortedrl.engine.vllm.adapter import AdapterFolder
@@ -63,8 +64,10 @@ from sortedrl.engine.vllm.http import HttpRequestLoop
 from sortedrl.engine.vllm.process import StepCounts, VllmLost, VllmProcess, VllmSettings
 from sortedrl.engine.vllm.request import VllmRequest
 from sortedrl.engine.vllm.request_loop import RequestLoop
+from sortedrl.engine.vllm.runner_choice import CPU_PLAN, RunnerWishes, find_backend_fault, plan_runner, read_platform
 from sortedrl.engine.vllm.server import ServerProcess
 from sortedrl.engine.vllm.weights import WeightFolder
+from sortedrl.engine.vllm.worker_report import WorkerReport
 from sortedrl.errors import EngineError
 from sortedrl.records import Mode
 from sortedrl.weights import base_copy, is_adapted
@@ -81,7 +84,8 @@ class VllmEngine:
     `dtype`: of weights and KV in vLLM; None means the model's. `kv_bytes`: memory for the KV cache; None means enough
     for all slots at full length. `limit_s`: how long vLLM may be silent. `decode`: turns tokens into text, which is
     searched for stop strings. `address`: the vLLM server to use. `port`: where to start one. Without either, AsyncLLM
-    runs in this process; only there are the adapters of a peft model published unmerged.
+    runs in this process; only there are the adapters of a peft model published unmerged. `wishes`: graphs, scheduling
+    and batch invariance, where the platform's best is not wanted (`runner_choice.py`).
     """
 
     def __init__(
@@ -96,6 +100,7 @@ class VllmEngine:
         decode: Callable[[list[int]], str] | None = None,
         address: str = "",
         port: int = 0,
+        wishes: RunnerWishes | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if not address:
@@ -111,6 +116,8 @@ class VllmEngine:
         self._counts = StepCounts()
         self._num_losses = self._num_losses_in_row = 0
         self._is_closed = False
+        self._evidence: ReplayEvidence | None = None
+        plan = CPU_PLAN if address else plan_runner(read_platform(), wishes or RunnerWishes())
         self._weights = WeightFolder(model, self._dtype)
         self._adapter = self._make_adapter_folder(adapted)
         self._settings = VllmSettings(
@@ -121,6 +128,7 @@ class VllmEngine:
             kv_bytes=kv_bytes or needed_kv_bytes(geometry, slots, max_length, self._dtype),
             block_size=_BLOCK,
             adapter=None if self._adapter is None else self._adapter.settings,
+            plan=plan,
         )
         self._process: VllmProcess | None = None
         try:
@@ -133,11 +141,46 @@ class VllmEngine:
 
     @property
     def capabilities(self) -> Capabilities:
-        is_exact = self._dtype == torch.float32 and self._has_noise
-        noise = SCHEME if self._has_noise else OWN_NOISE
         return Capabilities(
-            slots=self._slots, exact_replay=is_exact, keep_kv=not self._is_server, waits=False, noise=noise
+            slots=self._slots,
+            exact_replay=self._is_exact,
+            keep_kv=not self._is_server,
+            waits=False,
+            noise=SCHEME if self._has_noise else OWN_NOISE,
+            replay_probe="" if self._evidence is None else str(self._evidence),
         )
+
+    @property
+    def workers(self) -> list[WorkerReport]:
+        """What vLLM's workers run; empty for a server without our worker extension."""
+        return self._workers
+
+    @property
+    def needs_probe(self) -> bool:
+        """Whether replay may be exact and nothing has shown it: on CPUs, tests of float32 have."""
+        return self._may_be_exact and self._evidence is None and not self._is_on_cpu
+
+    def take_evidence(self, evidence: ReplayEvidence) -> None:
+        """From now on promise exact replay only if the evidence shows it."""
+        self._evidence = evidence
+
+    @property
+    def _is_exact(self) -> bool:
+        is_shown = self._is_on_cpu if self._evidence is None else self._evidence.is_exact
+        return self._may_be_exact and is_shown
+
+    @property
+    def _may_be_exact(self) -> bool:
+        """Decode and prefill can agree in float32, or where vLLM computes independently of the batch."""
+        is_invariant = bool(self._workers) and all(
+            worker.is_batch_invariant and find_backend_fault(worker.attention_backends) is None
+            for worker in self._workers
+        )
+        return self._has_noise and (self._dtype == torch.float32 or is_invariant)
+
+    @property
+    def _is_on_cpu(self) -> bool:
+        return all(worker.device.startswith("cpu") for worker in self._workers)
 
     @property
     def _is_server(self) -> bool:
@@ -278,11 +321,9 @@ class VllmEngine:
             )
         else:
             process = CoreProcess(self._settings, self._counts, limit_s=self._limit_s)
-        self._request_loop.frontend, self._request_loop.flag, self._has_noise = (
-            process.frontend,
-            process.flag,
-            process.has_noise,
-        )
+        self._request_loop.frontend, self._request_loop.flag = process.frontend, process.flag
+        self._request_loop.is_stock = any(worker.is_v2 for worker in process.workers)
+        self._has_noise, self._workers = process.has_noise, process.workers
         try:
             if self._request_loop.adapter is not None:
                 process.call(self._request_loop.load_adapter())

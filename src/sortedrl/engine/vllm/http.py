@@ -74,10 +74,11 @@ class HttpOutput:
 
 
 class HttpFrontend:
-    """The calls to one server. `has_noise`: its worker runs our extension."""
+    """The calls to one server. `has_noise`: its worker runs our extension. `is_stock`: its own sampler draws (V2)."""
 
     def __init__(self, address: str, *, slots: int, has_noise: bool = True) -> None:
         self.has_noise = has_noise
+        self.is_stock = False
         limits = httpx.Limits(max_connections=slots + 8, max_keepalive_connections=slots + 8)
         # A stream may be silent while others are served: the engine checks whether vLLM answers at all.
         timeout = httpx.Timeout(None, connect=_CONNECT_S)
@@ -91,8 +92,10 @@ class HttpFrontend:
             raise EngineError(f"the vLLM server refused {path} ({response.status_code}): {response.text[:300]}")
         return response.json() if response.content else None
 
-    async def rpc(self, method: str, *args: Any, **named: Any) -> None:
-        await self.post("/collective_rpc", {"method": method, "args": list(args), "kwargs": named})
+    async def rpc(self, method: str, *args: Any, **named: Any) -> list[Any]:
+        """Call a method of every worker; returns their results."""
+        answer = await self.post("/collective_rpc", {"method": method, "args": list(args), "kwargs": named})
+        return (answer or {}).get("results", [])
 
     async def pause(self) -> None:
         await self.post("/pause", mode="abort", clear_cache="false")
@@ -127,7 +130,7 @@ class HttpFrontend:
 
     def body(self, vllm_request: VllmRequest, version: int) -> dict[str, Any]:
         """The JSON body of a request."""
-        params = vllm_request.sampling_params(dict, None)
+        params = vllm_request.sampling_params(dict, None, is_stock=self.is_stock)
         del params["output_kind"]
         request = vllm_request.attempt.request
         if not self.has_noise:

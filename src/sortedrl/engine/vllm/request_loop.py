@@ -30,6 +30,7 @@ class RequestLoop:
         self.flag: AbortFlag | None = None
         self.version = 0
         self.adapter: Path | None = None  # the folder of the adapters that requests name
+        self.is_stock = False  # vLLM's own sampler draws: V2
         self.running: dict[int, VllmRequest] = {}  # by sample
         self.changed = threading.Condition()
         self.num_ends = 0  # attempts that ended since the last poll
@@ -149,7 +150,7 @@ class RequestLoop:
         request.collector = await self.frontend.add_request(
             f"{asked.sample}-{asked.attempt}",
             tokens_input(request.tokens(), cache_salt=f"version {self.version}, abort {self._num_aborted_steps}"),
-            request.sampling_params(SamplingParams, RequestOutputKind.DELTA),
+            request.sampling_params(SamplingParams, RequestOutputKind.DELTA, is_stock=self.is_stock),
             lora_request=self._lora_request(),
         )
         request.is_started, request.is_open = False, True
