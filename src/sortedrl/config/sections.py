@@ -229,6 +229,9 @@ class EngineSection(Section):
     """`vllm` on GPUs: compute each sequence independently of the batch around it, so that replay is exact in bfloat16,
     at the cost of speed. `auto`: if the strategy replays and the device can. A probe at the start decides whether exact
     replay is promised (see docs/guides/vllm.md)."""
+    sleep_during_updates: bool = False
+    """`vllm` and learner on one device: the engine frees the memory of weights and KV cache for each update, and gets
+    the new weights before it continues. Not with `schedule.overlap`."""
     kv_gb: float | None = Field(default=None, gt=0.0)
     """`vllm`: memory for the KV cache, in GiB. Unset: enough for all slots at full length."""
     address: Place = ""

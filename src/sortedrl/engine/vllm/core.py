@@ -112,26 +112,32 @@ async def _start(settings: VllmSettings, counts: StepCounts) -> tuple[Any, list[
         def log_engine_initialized(self) -> None:
             pass
 
-    arguments = AsyncEngineArgs(
-        model=str(settings.folder),
-        dtype=settings.dtype,
-        skip_tokenizer_init=True,
-        generation_config="vllm",  # sampling settings come from requests, never from the model's folder
-        max_model_len=settings.max_length,
-        max_num_seqs=settings.slots,
-        kv_cache_memory_bytes=settings.kv_bytes,
-        block_size=settings.block_size,
-        enable_prefix_caching=True,
-        logprobs_mode="processed_logprobs",
-        worker_extension_cls=f"{EXTENSION}.SortedWorker",
-        disable_log_stats=True,
-        use_tqdm_on_load=False,
-        **settings.plan.arguments,
-        **_adapter_arguments(settings),
-    )
+    arguments = AsyncEngineArgs(**engine_arguments(settings))
     llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[Counter])
     reports = await llm.collective_rpc("sorted_prepare", args=(os.getpid(), str(settings.flag)))
     return llm, [WorkerReport.from_dict(report) for report in reports]
+
+
+def engine_arguments(settings: VllmSettings) -> dict[str, Any]:
+    """The arguments of vLLM's engine. Tests resolve them for machines that they do not have."""
+    return {
+        "model": str(settings.folder),
+        "dtype": settings.dtype,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",  # sampling settings come from requests, never from the model's folder
+        "max_model_len": settings.max_length,
+        "max_num_seqs": settings.slots,
+        "kv_cache_memory_bytes": settings.kv_bytes,
+        "block_size": settings.block_size,
+        "enable_prefix_caching": True,
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": f"{EXTENSION}.SortedWorker",
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        **settings.plan.arguments,
+        **({"enable_sleep_mode": True} if settings.sleeps and settings.plan.device != "cpu" else {}),
+        **_adapter_arguments(settings),
+    }
 
 
 def _adapter_arguments(settings: VllmSettings) -> dict[str, Any]:

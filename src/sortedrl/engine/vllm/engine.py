@@ -58,6 +58,7 @@ from sortedrl.engine.local.module_decoder import Geometry
 from sortedrl.engine.replay_probe import ReplayEvidence
 from sortedrl.engine.request_checks import check_limits, check_submit, find_fault
 from sortedrl.engine.sampling.noise import SCHEME
+from sortedrl.engine.sleep_state import SleepState
 from sortedrl.engine.vllm.adapter import AdapterFolder
 from sortedrl.engine.vllm.core import CoreProcess, check_installed
 from sortedrl.engine.vllm.http import HttpRequestLoop
@@ -85,7 +86,8 @@ class VllmEngine:
     for all slots at full length. `limit_s`: how long vLLM may be silent. `decode`: turns tokens into text, which is
     searched for stop strings. `address`: the vLLM server to use. `port`: where to start one. Without either, AsyncLLM
     runs in this process; only there are the adapters of a peft model published unmerged. `wishes`: graphs, scheduling
-    and batch invariance, where the platform's best is not wanted (`runner_choice.py`).
+    and batch invariance, where the platform's best is not wanted (`runner_choice.py`). `sleeps`: allocate memory so that
+    it can be freed during updates; not for servers.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class VllmEngine:
         address: str = "",
         port: int = 0,
         wishes: RunnerWishes | None = None,
+        sleeps: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if not address:
@@ -117,6 +120,7 @@ class VllmEngine:
         self._num_losses = self._num_losses_in_row = 0
         self._is_closed = False
         self._evidence: ReplayEvidence | None = None
+        self._sleep_state = SleepState()
         plan = CPU_PLAN if address else plan_runner(read_platform(), wishes or RunnerWishes())
         self._weights = WeightFolder(model, self._dtype)
         self._adapter = self._make_adapter_folder(adapted)
@@ -129,6 +133,7 @@ class VllmEngine:
             block_size=_BLOCK,
             adapter=None if self._adapter is None else self._adapter.settings,
             plan=plan,
+            sleeps=sleeps and not self._is_server,
         )
         self._process: VllmProcess | None = None
         try:
@@ -148,6 +153,7 @@ class VllmEngine:
             waits=False,
             noise=SCHEME if self._has_noise else OWN_NOISE,
             replay_probe="" if self._evidence is None else str(self._evidence),
+            sleeps=self._settings.sleeps,
         )
 
     @property
@@ -193,6 +199,7 @@ class VllmEngine:
     def submit(self, requests: Iterable[Request]) -> None:
         requests = list(requests)
         check_submit(len(requests), running=self.num_running, slots=self._slots, is_closed=self._is_closed)
+        self._sleep_state.check_awake()
         prepared = [vllm_request for request in requests if (vllm_request := self._prepare(request)) is not None]
         if prepared:
             if self._process is None:
@@ -235,12 +242,25 @@ class VllmEngine:
             self._weights.write(source.module)
         else:
             self._adapter.write(source.adapter)
+        if self._sleep_state.begin_publication():
+            self._call(self._request_loop.wake("weights"))
         self._call(self._request_loop.swap_weights(version, str(self._weights.weights), in_flight))
         self._refresh_counts()
         if self._request_loop.loss is not None:
             self._return_lost_requests()  # before `version` changes: older weights wrote these tokens
         self._request_loop.version = version
         return CompletedHandle()
+
+    def sleep(self) -> None:
+        """vLLM frees the memory of its weights and its KV cache. On a CPU it only changes its state."""
+        self._sleep_state.begin_sleep(self.num_running)
+        self._call(self._request_loop.sleep())
+
+    def wake(self) -> None:
+        self._sleep_state.begin_wake()
+        self._call(self._request_loop.wake("kv_cache"))
+        if self._request_loop.loss is not None:
+            self._return_lost_requests()
 
     def stats(self) -> EngineStats:
         request_loop, counts = self._request_loop, self._counts

@@ -59,6 +59,7 @@ class VllmSettings:
     block_size: int
     adapter: AdapterSettings | None = None  # set if adapters are published unmerged
     plan: RunnerPlan = CPU_PLAN
+    sleeps: bool = False  # allocate so that weights and KV cache can be freed; on CPUs there are the states only
 
     @property
     def flag(self) -> Path:

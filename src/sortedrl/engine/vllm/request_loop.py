@@ -16,12 +16,15 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from sortedrl.engine.base import EngineEvent, EngineStats, Failed, Finished, InFlight, Partial, Request, Verified
 from sortedrl.engine.vllm.abort_flag import AbortFlag
 from sortedrl.engine.vllm.adapter import ADAPTER_ID
 from sortedrl.engine.vllm.request import RequestState, VllmRequest
+
+
+_SLEEP_LEVEL = 2  # of vLLM: discard the weights; 1 would keep a copy in host memory, and they are published anyway
 
 
 class RequestLoop:
@@ -127,6 +130,14 @@ class RequestLoop:
         self.version = version
         if is_running:
             await self.frontend.resume_generation()
+
+    async def sleep(self) -> None:
+        """Free the memory of weights and KV cache; prefixes in the cache are forgotten with it."""
+        await self.frontend.sleep(level=_SLEEP_LEVEL, mode="abort")
+
+    async def wake(self, what: Literal["weights", "kv_cache"]) -> None:
+        """Make the memory of one of them again. vLLM serves requests when it has both."""
+        await self.frontend.wake_up(tags=[what])
 
     async def load_adapter(self) -> None:
         """Let the worker load the adapters of the folder in place of the previous ones."""

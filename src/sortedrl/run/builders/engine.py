@@ -55,6 +55,8 @@ def build_engine(
     has_members = is_pool(config)
     if config.engine.kind in ENGINE.names and config.engine.options:
         raise ConfigError(f"engine.options has no effect on engine.kind {config.engine.kind}: remove it")
+    if config.engine.sleep_during_updates and knobs.overlap:
+        raise ConfigError("engine.sleep_during_updates and schedule.overlap exclude each other: set one to false")
     if config.engine.stop and has_members:
         raise ConfigError("engine.stop does not work with a pool: remove it, or set engine.replicas = 1")
     if has_members and (config.engine.address or config.engine.port):
@@ -104,6 +106,11 @@ def build_engine(
             raise ConfigError(
                 f"the engine {name_of(config.engine.kind)} cannot keep its KV cache when weights change: "
                 "set engine.in_flight = reprefill"
+            )
+        if config.engine.sleep_during_updates and not engine.capabilities.sleeps:
+            raise ConfigError(
+                f"the engine {name_of(config.engine.kind)} cannot free its memory during updates: remove "
+                "engine.sleep_during_updates, or set engine.kind = vllm without a pool or a server"
             )
         check_replay(config, is_exact=engine.capabilities.exact_replay, probe=engine.capabilities.replay_probe)
     except ConfigError:
@@ -279,7 +286,12 @@ def vllm_settings(config: SortedConfig) -> dict[str, Any]:
         batch_invariant=settings.batch_invariant,
         needs_exact_replay=is_replaying(config) and not settings.replay_tolerance,
     )
-    return {"kv_bytes": kv_bytes, "limit_s": settings.watchdog_s / 2, "wishes": wishes}
+    return {
+        "kv_bytes": kv_bytes,
+        "limit_s": settings.watchdog_s / 2,
+        "wishes": wishes,
+        "sleeps": settings.sleep_during_updates,
+    }
 
 
 def build_sampling(config: SortedConfig, stop_tokens: tuple[int, ...]) -> Sampling:
