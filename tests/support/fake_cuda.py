@@ -20,8 +20,8 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_
 for name in ("VLLM_USE_V2_MODEL_RUNNER", "VLLM_BATCH_INVARIANT"):  # the plan decides
     os.environ.pop(name, None)
 
-import torch
-from vllm import platforms
+import torch  # noqa: E402
+from vllm import platforms  # noqa: E402
 
 MEMORY = 80 << 30
 NUM_DEVICES = 4

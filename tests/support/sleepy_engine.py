@@ -14,18 +14,18 @@ from sortedrl.engine.base import Capabilities, CompletedHandle, EngineEvent, InF
 from sortedrl.engine.local.engine import LocalEngine
 from sortedrl.engine.sleep_state import SleepState
 
+SIZES = {"weights": 2, "kv_cache": 6, "update": 7}
+
 
 class CountedDevice:
     """Memory for the engine's weights and KV cache, or for the learner's update with the engine's weights: not all."""
-
-    SIZES = {"weights": 2, "kv_cache": 6, "update": 7}
 
     def __init__(self, room: int = 8) -> None:
         self.room, self.held = room, set[str]()
 
     def take(self, *names: str) -> None:
         self.held |= set(names)
-        used = sum(self.SIZES[name] for name in self.held)
+        used = sum(SIZES[name] for name in self.held)
         assert used <= self.room, f"out of memory: {sorted(self.held)} take {used} of {self.room}"
 
     def free(self, *names: str) -> None:

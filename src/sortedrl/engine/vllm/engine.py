@@ -86,8 +86,8 @@ class VllmEngine:
     for all slots at full length. `limit_s`: how long vLLM may be silent. `decode`: turns tokens into text, which is
     searched for stop strings. `address`: the vLLM server to use. `port`: where to start one. Without either, AsyncLLM
     runs in this process; only there are the adapters of a peft model published unmerged. `wishes`: graphs, scheduling
-    and batch invariance, where the platform's best is not wanted (`runner_choice.py`). `sleeps`: allocate memory so that
-    it can be freed during updates; not for servers.
+    and batch invariance, where the platform's best is not wanted (`runner_choice.py`). `sleeps`: allocate memory so
+    that it can be freed during updates; not for servers.
     """
 
     def __init__(

@@ -23,7 +23,6 @@ from sortedrl.engine.vllm.abort_flag import AbortFlag
 from sortedrl.engine.vllm.adapter import ADAPTER_ID
 from sortedrl.engine.vllm.request import RequestState, VllmRequest
 
-
 _SLEEP_LEVEL = 2  # of vLLM: discard the weights; 1 would keep a copy in host memory, and they are published anyway
 
 
