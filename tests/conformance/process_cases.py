@@ -17,10 +17,11 @@ import psutil
 from sortedrl.engine.base import Engine
 from sortedrl.engine.local.engine import LocalEngine
 from sortedrl.engine.pool.pool import Pool
+from sortedrl.engine.replay_probe import probe_replay
 from sortedrl.engine.sampling.noise import SCHEME
 from sortedrl.testing import EngineCase
 from tests.conformance.cases import MAX_LENGTH, SLOTS, letters, local_ray, model_case
-from tests.support.tiny_models import source, tiny_model
+from tests.support.tiny_models import VOCAB, source, tiny_model
 
 HEADS = {
     "hidden_size": 64,
@@ -50,7 +51,9 @@ def vllm_case(*, is_server: bool = False) -> Iterator[EngineCase]:
 
     model = tiny_model(**HEADS)
     port = free_port() if is_server else 0
-    engine = VllmEngine(model, slots=SLOTS, max_length=MAX_LENGTH, decode=letters, port=port)
+    engine = VllmEngine(model, slots=SLOTS, max_length=MAX_LENGTH, decode=letters, port=port, sleeps=True)
+    if engine.needs_probe:  # on a GPU
+        engine.take_evidence(probe_replay(engine, vocab=VOCAB, max_length=MAX_LENGTH))
     try:
         yield model_case(engine, model, kill=lambda: os.kill(engine.pids[0], signal.SIGKILL))
         pids = engine.pids

@@ -1,0 +1,34 @@
+"""The conformance suite on the vLLM engine with stock decoding: vLLM's V2 model runner, under Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import pytest
+
+from sortedrl.testing import CHECKS, Check, EngineCase
+from tests.conformance.cases import keep_promise
+from tests.conformance.process_cases import vllm_case
+
+pytestmark = [
+    pytest.mark.vllm_v2,
+    pytest.mark.skipif(
+        find_spec("vllm") is None or os.environ.get("TRITON_INTERPRET") != "1",
+        reason="no vLLM under Triton's interpreter here: make test-vllm-v2",
+    ),
+    pytest.mark.timeout(1200),
+]
+
+
+@pytest.fixture(scope="module")
+def case() -> Iterator[EngineCase]:
+    with vllm_case() as case:
+        assert all(worker.is_v2 for worker in case.engine.workers)  # type: ignore[attr-defined]
+        yield case
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=str)
+def test_vllm_v2(check: Check, case: EngineCase) -> None:
+    keep_promise(check, case)
