@@ -77,6 +77,11 @@ def test_a_tolerance_allows_replay_that_is_not_exact(monkeypatch: pytest.MonkeyP
     engine.close()
 
 
+def test_filters_whose_order_differs_are_refused(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
+    with pytest.raises(ConfigError, match="min-p before top-p"):
+        build(monkeypatch, model, 0.0, "engine.top_p=0.9", "engine.min_p=0.1")
+
+
 def test_an_exact_engine_is_probed_only_for_replay(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
     engine = build(monkeypatch, model, 0.0)
     assert engine.capabilities.replay_probe == "0 of 256 tokens differed"

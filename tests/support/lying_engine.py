@@ -21,6 +21,7 @@ class LyingEngine(LocalEngine):
     """A local engine in the place of vLLM on a GPU. `lie`: scale of the noise on its weights when it verifies."""
 
     needs_probe = True
+    is_stock = True
 
     def __init__(self, model: Any, *, lie: float, slots: int, max_length: int, **_: Any) -> None:
         super().__init__(copy.deepcopy(model), slots=slots, max_length=max_length)

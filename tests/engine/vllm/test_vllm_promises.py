@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from sortedrl.engine.base import Sampling
 from sortedrl.engine.replay_probe import ReplayEvidence
 from sortedrl.engine.vllm import engine as vllm_engine
 from sortedrl.engine.vllm.process import VllmProcess
@@ -161,6 +162,14 @@ def test_an_update_has_the_device_to_itself(make: Any) -> None:
     assert frontend.held == {"weights", "kv_cache"}
     assert frontend.calls[:3] == ["sleep", "wake weights", "sorted_take_weights"]
     assert frontend.calls[-2:] == ["version 1", "wake kv_cache"]
+
+
+def test_filters_whose_order_differs_fail_alone(make: Any) -> None:
+    engine = make(H100, ON_GPU)
+    (request,) = make_requests(1, sampling=Sampling(top_p=0.5, min_p=0.1))
+    engine.submit([request])
+    (event,) = engine.poll(0)
+    assert "min-p before top-p" in event.error
 
 
 def test_an_engine_that_was_not_asked_to_sleep_says_so(make: Any) -> None:

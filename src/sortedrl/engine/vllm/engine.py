@@ -76,6 +76,7 @@ from sortedrl.weights import base_copy, is_adapted
 log = logging.getLogger(__name__)
 
 MAX_LOSSES = 3
+FILTER_ORDER = "vLLM's V2 runner applies min-p before top-p, other engines after it: set one of the two filters"
 _BLOCK = 32  # tokens per KV block: the smallest that CPU kernels accept, so that short prefixes are shared too
 
 
@@ -160,6 +161,11 @@ class VllmEngine:
     def workers(self) -> list[WorkerReport]:
         """What vLLM's workers run; empty for a server without our worker extension."""
         return self._workers
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether vLLM's own sampler draws."""
+        return self._request_loop.is_stock
 
     @property
     def needs_probe(self) -> bool:
@@ -306,6 +312,8 @@ class VllmEngine:
         request_loop = self._request_loop
         assert request.sample not in request_loop.running, f"sample {request.sample} is running already"
         error = find_fault(request, max_length=self._max_length, vocab=self._vocab, has_decode=self._decode is not None)
+        if error is None and self.is_stock and request.sampling.top_p < 1 and request.sampling.min_p > 0:
+            error = FILTER_ORDER
         if error is not None:
             request_loop.emit(Failed, request, is_end=True, error=error)
             return None

@@ -97,6 +97,12 @@ def build_engine(
             # Before vLLM is started in vain.
             check_replay(config, is_exact=may_replay_exactly(config, dtype, has_gpu=torch.cuda.is_available()))
             engine = build_vllm(config, model, length, decode)
+            if engine.is_stock and config.engine.top_p < 1 and config.engine.min_p > 0:
+                engine.close()
+                raise ConfigError(
+                    "vLLM on GPUs applies min-p before top-p, and other engines apply it after: set engine.top_p or "
+                    "engine.min_p, not both"
+                )
             if needs_replay and engine.needs_probe:
                 probe(engine, config, model, length)
         case _:
