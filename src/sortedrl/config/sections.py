@@ -227,8 +227,8 @@ class EngineSection(Section):
     serves."""
     batch_invariant: Literal["auto", "on", "off"] = "auto"
     """`vllm` on GPUs: compute each sequence independently of the batch around it, so that replay is exact in bfloat16,
-    at the cost of speed. `auto`: if the strategy replays and the device can. A probe at the start decides whether exact
-    replay is promised (see docs/guides/vllm.md)."""
+    at the cost of speed. `auto`: if the strategy replays and the device can; `on`: always; `off`: never. A probe at the
+    start decides whether exact replay is promised (see docs/guides/vllm.md)."""
     sleep_during_updates: bool = False
     """`vllm` and learner on one device: the engine frees the memory of weights and KV cache for each update, and gets
     the new weights before it continues. Not with `schedule.overlap`."""
