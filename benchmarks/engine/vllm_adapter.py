@@ -48,22 +48,19 @@ class Way:
     gap: float = 0.0  # mean |log-prob difference| to peft, of the last round
 
 
-class TimedWeights:
+class TimedWeights(ModuleWeights):
     """A weight source that records how long each merge takes."""
 
     def __init__(self, model: Any, merge_s: list[float]) -> None:
-        self._weights, self._merge_s = ModuleWeights(model), merge_s
+        super().__init__(model)
+        self._merge_s = merge_s
 
     @property
     def module(self) -> Any:
         began = time.perf_counter()
-        merged = self._weights.module
+        merged = super().module
         self._merge_s.append(time.perf_counter() - began)
         return merged
-
-    @property
-    def adapter(self) -> Any:
-        return self._weights.adapter
 
 
 def move(model: Any, seed: int) -> None:

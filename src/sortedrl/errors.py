@@ -61,6 +61,10 @@ class NothingLearnedError(SortedRLError, RuntimeError):
     exit_code = 3
 
 
+class WeightsNotReceived(EngineError):
+    """An engine did not get the weights of a publication, but still works: sending them again may succeed."""
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or the name of its type if it has no message."""
     lines = str(error).strip().splitlines()

@@ -488,7 +488,7 @@ class _Trained:
             commits=parts.commits,
             from_python=parts.from_python,
         )
-        return cls(model=parts.model, tokenizer=parts.tokenizer, num_samples=buffer.num_trained, facts=facts)
+        return cls(model=parts.learner.model, tokenizer=parts.tokenizer, num_samples=buffer.num_trained, facts=facts)
 
 
 def _saved_clock(checkpoint: Path | None) -> float:

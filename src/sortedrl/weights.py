@@ -8,6 +8,9 @@ A model with adapters (peft) is trained with them, but engines sample from merge
 the model, and each read of `.module` writes base plus adapters into it. Base and adapters are not merged in place,
 because undoing that would leave rounding errors. An engine that supports adapters reads `.adapter` instead, and then
 nothing is merged.
+
+An engine can also fetch the weights from where they are: `apply` runs a function in the process that holds them, or in
+all processes of a sharded learner at the same time.
 """
 
 from __future__ import annotations
@@ -15,13 +18,22 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class WeightHolder:
+    """One process that holds trained weights, or a shard of them."""
+
+    rank: int
+    module: nn.Module
 
 
 class ModuleWeights:
@@ -50,6 +62,15 @@ class ModuleWeights:
     def adapter(self) -> dict[str, Tensor] | None:
         """The current adapters, by the names under which peft saves them, or None if the model has none."""
         return adapter_tensors(self._trained) if is_adapted(self._trained) else self._adapter
+
+    @property
+    def place(self) -> Hashable:
+        """Where the weights are: sources with the same place are held by the same processes."""
+        return "this process"
+
+    def apply(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Call `function(holder, *arguments)` in every process that holds the weights; returns its results by rank."""
+        return [function(WeightHolder(rank=0, module=self.module), *arguments)]
 
     def snapshot(self) -> ModuleWeights:
         """A copy that later updates do not change. It has no gradients, and tied weights stay tied."""
@@ -198,6 +219,20 @@ def tensor_of(array: Any, *, is_floating: bool) -> Tensor:
 def arrays_of(module: nn.Module) -> dict[str, Any]:
     """A module's weights as arrays that processes can share."""
     return {name: array_of(tensor) for name, tensor in module.state_dict().items()}
+
+
+class AdapterArrays:
+    """The adapters of a model as arrays that processes can share."""
+
+    def __init__(self, tensors: Mapping[str, Tensor] | None) -> None:
+        self._arrays = {name: array_of(tensor) for name, tensor in (tensors or {}).items()}
+
+    def source(self) -> ModuleWeights:
+        """The adapters as an engine's `publish` reads them; there is no module."""
+        from torch import nn
+
+        tensors = {name: tensor_of(array, is_floating=True) for name, array in self._arrays.items()}
+        return ModuleWeights(nn.Module(), tensors)
 
 
 def load_arrays(arrays: Mapping[str, Any], module: nn.Module) -> ModuleWeights:

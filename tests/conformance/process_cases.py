@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import psutil
+import pytest
+import torch
 
 from sortedrl.engine.base import Engine
 from sortedrl.engine.local.engine import LocalEngine
@@ -45,20 +47,31 @@ def are_gone(pids: list[int]) -> bool:
 
 
 @contextmanager
-def vllm_case(*, is_server: bool = False) -> Iterator[EngineCase]:
-    """vLLM in this process, or as a server behind HTTP."""
+def vllm_case(*, is_server: bool = False, tensor_parallel: int = 1) -> Iterator[EngineCase]:
+    """vLLM in this process, or as a server behind HTTP. With tensor parallelism each worker gets a processor."""
     from sortedrl.engine.vllm.engine import VllmEngine
 
     model = tiny_model(**HEADS)
     port = free_port() if is_server else 0
-    engine = VllmEngine(model, slots=SLOTS, max_length=MAX_LENGTH, decode=letters, port=port, sleeps=True)
-    if engine.needs_probe:  # on a GPU
-        engine.take_evidence(probe_replay(engine, vocab=VOCAB, max_length=MAX_LENGTH))
-    try:
-        yield model_case(engine, model, kill=lambda: os.kill(engine.pids[0], signal.SIGKILL))
-        pids = engine.pids
-    finally:
-        engine.close()
+    with pytest.MonkeyPatch.context() as patch:
+        if tensor_parallel > 1:  # also when vLLM is started again
+            patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(str(core) for core in range(tensor_parallel)))
+        engine = VllmEngine(
+            model,
+            slots=SLOTS,
+            max_length=MAX_LENGTH,
+            decode=letters,
+            port=port,
+            tensor_parallel=tensor_parallel,
+            sleeps=True,
+        )
+        if engine.needs_probe:  # on a GPU
+            engine.take_evidence(probe_replay(engine, vocab=VOCAB, max_length=MAX_LENGTH))
+        try:
+            yield model_case(engine, model, kill=lambda: os.kill(engine.pids[0], signal.SIGKILL))
+            pids = engine.pids
+        finally:
+            engine.close()
     assert are_gone(pids)
 
 
@@ -69,11 +82,11 @@ def local_member() -> tuple[Engine, Any]:
 
 
 def vllm_member() -> tuple[Engine, Any]:
-    """In an actor: vLLM."""
+    """In an actor: vLLM, which gets its weights with the first publication."""
     from sortedrl.engine.vllm.engine import VllmEngine
 
-    model = tiny_model(**HEADS)
-    return VllmEngine(model, slots=SLOTS, max_length=POOL_LENGTH, decode=letters), model
+    model = tiny_model(**HEADS).to("meta")
+    return VllmEngine(model, slots=SLOTS, max_length=POOL_LENGTH, decode=letters, stream_s=0.5, transfer="gloo"), model
 
 
 @contextmanager
@@ -97,13 +110,16 @@ def child_case() -> Iterator[EngineCase]:
 
 @contextmanager
 def vllm_pool_case() -> Iterator[EngineCase]:
-    with _pool_case(vllm_member, tiny_model(**HEADS), health_s=300, start_s=900) as case:
+    from sortedrl.engine.vllm.transfer.link import WeightLink
+
+    route = WeightLink(backend="gloo", dtype=torch.float32, num_workers=1, limit_s=300, is_local=True)
+    with _pool_case(vllm_member, tiny_model(**HEADS), health_s=300, start_s=900, route=route) as case:
         yield case
 
 
 @contextmanager
 def _pool_case(
-    make: Callable[[], tuple[Engine, Any]], model: Any, *, is_local: bool = False, **limits: float
+    make: Callable[[], tuple[Engine, Any]], model: Any, *, is_local: bool = False, **settings: Any
 ) -> Iterator[EngineCase]:
     """Two engines behind one, in a Ray of our own."""
     with local_ray():
@@ -113,7 +129,7 @@ def _pool_case(
             make, num_cpus=0.5, num_gpus=0, threads=1, imports=(make.__module__,), has_spare=is_local
         )
         pool = Pool(
-            members, size=2, slots=SLOTS, exact_replay=True, keep_kv=True, waits=is_local, noise=SCHEME, **limits
+            members, size=2, slots=SLOTS, exact_replay=True, keep_kv=True, waits=is_local, noise=SCHEME, **settings
         )
         with _served(pool, model) as case:
             yield case

@@ -233,7 +233,14 @@ class EngineSection(Section):
     """`vllm` and learner on one device: the engine frees the memory of weights and KV cache for each update, and gets
     the new weights before it continues. Not with `schedule.overlap`."""
     kv_gb: float | None = Field(default=None, gt=0.0)
-    """`vllm`: memory for the KV cache, in GiB. Unset: enough for all slots at full length."""
+    """`vllm`: memory for the KV cache on each device, in GiB. Unset: on GPUs what `memory_share` leaves, on a CPU
+    enough for all slots at full length."""
+    memory_share: float | None = Field(default=None, gt=0.0, le=1.0)
+    """`vllm`: share of each device's memory for weights, activations and KV cache together. Unset: .85 on GPUs."""
+    transfer: Literal["auto", "gloo", "nccl", "ipc", "file"] = "auto"
+    """`vllm`: how published weights reach it: `nccl` from GPUs to other GPUs, `ipc` (CUDA IPC) on one GPU that engine
+    and learner share, `gloo` through host memory, `file`. `auto` chooses by where engine and learner run (see
+    docs/guides/vllm.md)."""
     address: Place = ""
     """`vllm`: address of a running server, such as `http://127.0.0.1:8000`, to use instead of starting one (see
     docs/guides/vllm.md for its command)."""
@@ -241,8 +248,14 @@ class EngineSection(Section):
     """`vllm`: start it as a server on this local port. 0: run it inside this process."""
     watchdog_s: float = Field(default=600.0, gt=0.0, le=_MAX_SECONDS)
     """Seconds without a sign of life from the engine after which the run stops with an error."""
+    start_s: float = Field(default=900.0, gt=0.0, le=_MAX_SECONDS)
+    """`vllm` and pools: seconds that an engine may take to start."""
+    publish_s: float = Field(default=600.0, gt=0.0, le=_MAX_SECONDS)
+    """`vllm` and pools: seconds that engines may take to load published weights. One that takes longer is replaced."""
     replicas: Int = Field(default=1, ge=1)
     """Number of engines, each with `slots` slots. Two or more run as a pool of Ray actors."""
+    tensor_parallel: Int = Field(default=1, ge=1)
+    """`vllm`: number of GPUs that one engine is split over (tensor parallelism). A pool reserves as many per engine."""
     own_process: bool = False
     """Run the engine in a process of its own even if it is the only one: a local engine in a child process, others in a
     Ray actor."""
@@ -251,7 +264,7 @@ class EngineSection(Section):
     replica_cpus: float = Field(default=1.0, gt=0)
     """Number of CPUs that Ray reserves for each engine."""
     replica_gpus: float = Field(default=0.0, ge=0)
-    """Number of GPUs that Ray reserves for each engine."""
+    """Number of GPUs that Ray reserves for each engine. With `tensor_parallel`, as many as that says."""
     health_s: float = Field(default=60.0, gt=0, le=_MAX_SECONDS)
     """Seconds without a sign of life after which an engine of a pool is replaced."""
 

@@ -49,14 +49,21 @@ _Result = TypeVar("_Result")
 
 
 class Watchdog:
-    """`limit_s`: how long a call may take; `grace_s`: how long it may then take to react before the process ends."""
+    """`limit_s`: how long a call may take; `grace_s`: how long it may then take to react before the process ends.
 
-    def __init__(self, engine: Engine, limit_s: float, *, grace_s: float = GRACE_S) -> None:
+    `start_s` and `publish_s`: how much longer a call may take that has to start an engine, or to load weights twice.
+    """
+
+    def __init__(
+        self, engine: Engine, limit_s: float, *, grace_s: float = GRACE_S, start_s: float = 0.0, publish_s: float = 0.0
+    ) -> None:
         if not limit_s > 0:
             raise ConfigError(f"the engine's time limit is {limit_s} s: give it some, or leave the watchdog out")
         self.engine = engine
         self.limit_s = limit_s
         self.grace_s = grace_s
+        self._publish_limit_s = limit_s + 2 * publish_s
+        self._submit_limit_s = limit_s + start_s + 2 * publish_s
         self._tick_s = min(MAX_TICK_S, limit_s / 20, grace_s / 4)
         self._call: _Call | None = None
         self._overdue: _Call | None = None
@@ -76,7 +83,7 @@ class Watchdog:
         return self.engine.capabilities
 
     def submit(self, requests: Iterable[Request]) -> None:
-        self._watched("submit", self.limit_s, self.engine.submit, requests)
+        self._watched("submit", self._submit_limit_s, self.engine.submit, requests)
 
     def poll(self, timeout: float | None = None) -> list[EngineEvent]:
         """The engine's poll. A long wait is split, because an engine that works on long answers does not hang."""
@@ -97,7 +104,7 @@ class Watchdog:
         return self._watched("interrupt", self.limit_s, self.engine.interrupt, samples)
 
     def publish(self, version: int, source: Any, in_flight: InFlight = InFlight.ABORT) -> Handle:
-        handle = self._watched("publish", self.limit_s, self.engine.publish, version, source, in_flight)
+        handle = self._watched("publish", self._publish_limit_s, self.engine.publish, version, source, in_flight)
         return _WatchedHandle(self, handle)
 
     def sleep(self) -> None:
@@ -125,7 +132,7 @@ class Watchdog:
 
     def wait_for(self, handle: Handle) -> None:
         """Wait for a publication under watch."""
-        self._watched("publish", self.limit_s, handle.wait)
+        self._watched("publish", self._publish_limit_s, handle.wait)
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 

@@ -50,4 +50,9 @@ def check_weights(
     if bool(torch.stack([pair.to(extremes[0].device) for pair in extremes]).isfinite().all()):
         return
     broken = next(name for name, tensor in trained if not bool(tensor.isfinite().all()))
-    raise LearnerError(f"{what} are not finite ({broken}): {remedy}")
+    raise nonfinite_error(what, broken, remedy=remedy)
+
+
+def nonfinite_error(what: str, name: str, *, remedy: str = _REMEDY) -> LearnerError:
+    """The error for weights of which the one with this name is not finite."""
+    return LearnerError(f"{what} are not finite ({name}): {remedy}")

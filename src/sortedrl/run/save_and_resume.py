@@ -150,7 +150,7 @@ class RunSaver:
         }
         self.checkpoints.save(
             buffer.version,
-            parts.model,
+            parts.learner.model,  # of ranks: fetched now
             parts.tokenizer,
             learner=parts.learner,
             extra=state,

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import psutil
 import pytest
 
 from sortedrl.config.shipped import shipped_path
-from sortedrl.engine.base import Partial
+from sortedrl.engine.base import Delta, Finished, Partial
 from sortedrl.engine.local.engine import LocalEngine
 from sortedrl.engine.vllm.core import vllm_version
 from sortedrl.testing import Caller
@@ -62,6 +63,19 @@ def test_answers_are_the_local_engines_and_survive_a_lack_of_memory(model: Any, 
     extra = engine.stats().extra
     assert extra["preemptions"] > 0
     assert extra["kv_usage_peak"] > 0.8
+
+
+def test_tokens_of_running_answers_are_streamed(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a pool: what an engine has sent is not lost with it."""
+    monkeypatch.setattr(engine, "_stream_s", 0.01)
+    (request,) = make_requests(1, budget=200)
+    engine.submit([replace(request, budget=200)])
+    events = []
+    while not any(isinstance(event, Delta) for event in events):
+        events += engine.poll(0.01)
+    assert not any(isinstance(event, Finished) for event in events)
+    assert engine.stats().running == 1
+    engine.interrupt()
 
 
 def test_a_core_that_hangs_gives_its_samples_back(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:

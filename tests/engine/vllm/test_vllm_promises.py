@@ -94,7 +94,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         monkeypatch.setattr(vllm_engine, "check_installed", lambda: "0.32.0")
         monkeypatch.setattr(vllm_engine, "read_platform", lambda: facts)
         monkeypatch.setattr(vllm_engine, "CoreProcess", type("P", (DoubleProcess,), {"report": report}))
-        made.append(vllm_engine.VllmEngine(tiny_model(), slots=2, max_length=64, **settings))
+        made.append(vllm_engine.VllmEngine(tiny_model(), slots=2, max_length=64, transfer="file", **settings))
         return made[-1]
 
     yield engine

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +39,7 @@ class ActorLoop:
     def __init__(
         self,
         make_engine: Callable[[], Engine],
-        load_weights: Callable[[Engine, int, Mapping[str, Any], InFlight], None],
+        load_weights: Callable[[Engine, int, Any, InFlight], None],
     ) -> None:
         self._load_weights = load_weights
         self._commands: queue.SimpleQueue[tuple[Future[Any], Callable[[Engine], Any]] | None] = queue.SimpleQueue()
@@ -82,8 +82,11 @@ class ActorLoop:
 
         return self._call(stop)
 
-    def publish(self, version: int, weights: Mapping[str, Any], in_flight: InFlight) -> None:
+    def publish(self, version: int, weights: Any, in_flight: InFlight) -> None:
         self._call(lambda engine: self._load_weights(engine, version, weights, in_flight))
+
+    def apply(self, function: Callable[[Engine], Any]) -> Any:
+        return self._call(function)
 
     def stats(self) -> EngineStats:
         return self._call(lambda engine: engine.stats())

@@ -39,6 +39,18 @@ class RemoteEngine(Protocol):
     def kill(self) -> None: ...
 
 
+class WeightRoute(Protocol):
+    """A way for weights from the learner's processes to the engines that does not pass through this one."""
+
+    def begin(self, source: Any, engines: Sequence[RemoteEngine]) -> list[Any]:
+        """Start to send the weights to these engines; returns what each one's `publish` needs, in their order."""
+        ...
+
+    def finish(self) -> str | None:
+        """Wait until sending has ended; returns why it failed, or None. Raises the learner's errors."""
+        ...
+
+
 class EngineLauncher(Protocol):
     """Starts remote engines and stores weights for them."""
 
@@ -94,6 +106,12 @@ class PoolMember:
     @property
     def needs_restart(self) -> bool:
         return self.engine is None and self.starting is None and not self.is_given_up
+
+    @property
+    def has_started(self) -> bool:
+        """Whether its new engine has started and waits for weights."""
+        starting = self.starting
+        return starting is not None and starting.done() and starting.exception() is None
 
     def assign(self, request: Request, key: int) -> None:
         """Take a slot for a request with this `sibling_key`."""

@@ -7,7 +7,8 @@
       submit    -- Router picks a member -->               its one thread runs commands and decodes, and
       poll      <-- take: waits for events --              fills an outbox of events
       interrupt -- to all members at once -->              then it decodes nothing until the next poll's `take`
-      publish   -- weights stored once -->                 loads the weights from Ray's object store
+      publish   -- weights stored once -->                 loads the weights from Ray's object store,
+                   or sent by a route                      or receives them from the learner's processes
 
 - The pool has no thread. It does its work inside the controller's calls: `_maintain` restarts dead engines and sends
   waiting requests, in every `submit` and `poll`.
@@ -15,8 +16,10 @@
   `poll` waits for the first `take` that returns, at most `TAKE_S` at a time.
 - An interrupt costs one round trip. With an empty list it pauses decoding for an update: all samples keep their slots,
   unless the load is uneven. Then the pool interrupts some samples, so that they continue on another engine.
-- When an engine dies (a call fails, or does not return within `health_s`), its samples come back as interrupted with
-  the tokens last taken, and run elsewhere while the engine restarts.
+- When an engine dies (a call fails, or does not return within `health_s`; a publication within `publish_s`), its
+  samples come back as interrupted with the tokens last taken, and run elsewhere while the engine restarts.
+- With a `route`, all engines receive weights at the same time. If one dies meanwhile, the others are sent them again.
+  An engine that restarts is sent the weights in force if these cannot change (`is_stable`), otherwise the next ones.
 
 Guarantees: a request is at one engine, or waits in the pool for a free slot; an attempt ends exactly once, even if its
 engine dies; every engine decodes with the weights published last, restarted ones included.
@@ -44,10 +47,10 @@ from sortedrl.engine.base import (
     Request,
 )
 from sortedrl.engine.pool.actor_loop import Report
-from sortedrl.engine.pool.member import MAX_DEATHS, EngineLauncher, PoolMember
+from sortedrl.engine.pool.member import MAX_DEATHS, EngineLauncher, PoolMember, WeightRoute
 from sortedrl.engine.pool.router import Router
 from sortedrl.engine.replay_probe import ReplayEvidence
-from sortedrl.errors import EngineError
+from sortedrl.errors import EngineError, WeightsNotReceived
 
 TAKE_S = 0.5  # an engine reports at least this often: a dead engine loses the tokens since its last report
 ENDS = (Finished, Partial, Failed)
@@ -59,7 +62,11 @@ logger = logging.getLogger(__name__)
 
 
 class Pool:
-    """`health_s`: an engine that does not answer for so long is dead. `start_s`: how long a start may take."""
+    """`health_s`: an engine that does not answer for so long is dead. `start_s`: how long a start may take.
+
+    `publish_s`: how long a publication may take. `route`: sends weights past this process; without it they are stored
+    by the launcher. `is_stable`: the learner changes weights only right before a publication.
+    """
 
     def __init__(
         self,
@@ -72,10 +79,16 @@ class Pool:
         waits: bool = False,
         noise: str = OWN_NOISE,
         health_s: float = 60.0,
-        start_s: float = 300.0,
+        start_s: float = 900.0,
+        publish_s: float = 600.0,
+        route: WeightRoute | None = None,
+        is_stable: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._launcher = launcher
+        self._route = route
+        self._is_stable = is_stable
+        self._publish_s = publish_s
         self._slots = slots
         self._capabilities = Capabilities(
             slots=size * slots, exact_replay=exact_replay, keep_kv=keep_kv, waits=waits, noise=noise
@@ -162,14 +175,13 @@ class Pool:
             assert not self.num_running, "weights published with abort while samples run: interrupt them first"
         # Release the old weights before the new ones are stored, so that the store needs room for one copy only.
         self._published, self._is_stored = None, False
-        weights = self._launcher.put(source)
+        weights = self._launcher.put(source) if self._route is None else source
         self._published, self._is_stored = (version, weights), True
-        publishing = [
-            (member, member.engine.publish(version, weights, in_flight))
-            for member in self._members
-            if member.engine is not None
-        ]
-        return _Publication(pool=self, publishing=publishing)
+        joining = [] if self._route is None or self._is_stable else [m for m in self._members if m.has_started]
+        members = [member for member in self._members if member.engine is not None] + joining
+        return _Publication(
+            pool=self, members=members, joining=joining, in_flight=in_flight, offers=self._offer(members, in_flight)
+        )
 
     def stats(self) -> EngineStats:
         """The sum over all engines. Dead ones count with their last report."""
@@ -300,6 +312,46 @@ class Pool:
             self._retire(member, _first_line(error))
         return None
 
+    # ---- weights ----------------------------------------------------------------------------------------------------
+
+    def _offer(self, members: Sequence[PoolMember], in_flight: InFlight) -> list[Future[None]]:
+        """Let the engines of these members load the published weights, all at the same time."""
+        assert self._published is not None, "weights were published"
+        version, weights = self._published
+        engines = [engine for member in members if (engine := member.engine or member.starting_engine) is not None]
+        assert len(engines) == len(members), "weights are offered to members that have an engine"
+        if not engines:
+            return []
+        offered = [weights] * len(engines) if self._route is None else self._route.begin(weights, engines)
+        return [engine.publish(version, item, in_flight) for engine, item in zip(engines, offered, strict=True)]
+
+    def _complete(self, members: Sequence[PoolMember], offers: Sequence[Future[None]], in_flight: InFlight) -> None:
+        """Wait until these members have the weights. What was cut off is sent again; a member that fails is retired."""
+        behind = self._wait_for_weights(members, offers)
+        why = None if self._route is None or not offers else self._route.finish()
+        if not behind:
+            return
+        logger.warning("a transfer of weights broke off (%s): %d engines get them again", why, len(behind))
+        still_behind = self._wait_for_weights(behind, self._offer(behind, in_flight))
+        why = None if self._route is None else self._route.finish()
+        for member in still_behind:
+            self._retire(member, f"it did not get the weights, twice ({why})")
+
+    def _wait_for_weights(self, members: Sequence[PoolMember], offers: Sequence[Future[None]]) -> list[PoolMember]:
+        """Wait for these publications. Returns the members that are alive and were cut off; dead ones are retired."""
+        deadline = self._clock() + self._publish_s
+        behind: list[PoolMember] = []
+        for member, future in zip(members, offers, strict=True):
+            try:
+                future.result(timeout=max(0.0, deadline - self._clock()))
+            except TimeoutError:
+                self._retire(member, f"it did not load weights within {self._publish_s:g} s")
+            except WeightsNotReceived:
+                behind.append(member)
+            except Exception as error:  # raised by the engine, or by Ray if its process is gone
+                self._retire(member, _first_line(error))
+        return behind
+
     # ---- starts and deaths ------------------------------------------------------------------------------------------
 
     def _maintain(self) -> None:
@@ -334,13 +386,23 @@ class Pool:
         except Exception as error:
             self._retire(member, _first_line(error))
             return
-        if not self._is_stored:
+        is_fed = self._route is not None and self._published is not None
+        if not self._is_stored or (is_fed and not self._is_stable):
             return  # the next publication brings its weights
         assert slots in (None, self._slots), f"member {member.index} has {slots} slots instead of {self._slots}"
-        if self._published is not None and member.start_version != self._published[0]:
-            member.start_version, weights = self._published  # a newer version may come meanwhile
-            member.starting = engine.publish(member.start_version, weights, InFlight.ABORT)
+        if is_fed:  # in this call: the weights may change after it
+            self._complete([member], self._offer([member], InFlight.ABORT), InFlight.ABORT)
+            if member.starting_engine is None:
+                return
+        elif self._published is not None and member.start_version != self._published[0]:
+            member.start_version = self._published[0]  # a newer version may come meanwhile
+            (member.starting,) = self._offer([member], InFlight.ABORT)
             return
+        self._use(member)
+
+    def _use(self, member: PoolMember) -> None:
+        """A member's new engine has the weights in force: send requests to it."""
+        engine = member.starting_engine
         member.starting = member.starting_engine = None
         member.engine, member.free = engine, self._slots
         if member.num_deaths:
@@ -389,12 +451,17 @@ class Pool:
 @dataclass(slots=True, kw_only=True)
 class _Publication:
     pool: Pool
-    publishing: Sequence[tuple[PoolMember, Future[None]]]
+    members: Sequence[PoolMember]
+    joining: Sequence[PoolMember]  # those of them that have just started and get their first weights
+    in_flight: InFlight
+    offers: Sequence[Future[None]]
 
     def wait(self) -> None:
         """Wait until every living engine has the weights. One that fails is retired and gets them when it restarts."""
-        for member, future in self.publishing:
-            self.pool._result(member, future)
+        self.pool._complete(self.members, self.offers, self.in_flight)
+        for member in self.joining:
+            if member.starting_engine is not None:
+                self.pool._use(member)
 
 
 def _first_line(error: BaseException) -> str:

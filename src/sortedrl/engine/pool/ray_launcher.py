@@ -25,11 +25,14 @@ from typing import Any
 
 import ray
 from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RayError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from sortedrl.engine.base import Engine, EngineStats, InFlight, Request
 from sortedrl.engine.pool.actor_loop import ActorLoop, Report
+from sortedrl.engine.pool.ray_placement import EngineBundles
 from sortedrl.errors import EngineError
-from sortedrl.weights import arrays_of, load_arrays
+from sortedrl.weights import AdapterArrays, arrays_of, load_arrays
 
 CALLS_AT_ONCE = 8  # a `take` that waits must not keep the others out
 FREE_S = 5.0  # how long to wait for Ray to free unreferenced objects, which takes it about a second
@@ -98,8 +101,14 @@ class _EngineActor:
         self._loop = ActorLoop(make, self._load_weights)
         return self._loop.slots()
 
-    def _load_weights(self, engine: Engine, version: int, weights: Mapping[str, Any], in_flight: InFlight) -> None:
-        engine.publish(version, load_arrays(weights, self._model), in_flight).wait()
+    def _load_weights(self, engine: Engine, version: int, weights: Any, in_flight: InFlight) -> None:
+        """Publish arrays from Ray's object store, or let the engine receive weights by a route of its own."""
+        source = weights
+        if isinstance(weights, AdapterArrays):
+            source = weights.source()
+        elif isinstance(weights, Mapping):
+            source = load_arrays(weights, self._model)
+        engine.publish(version, source, in_flight).wait()
 
     def submit(self, requests: list[Request]) -> None:
         self._loop.submit(requests)
@@ -110,8 +119,12 @@ class _EngineActor:
     def interrupt(self, samples: list[int] | None, pause_id: int) -> Report:
         return self._loop.interrupt(samples, pause_id)
 
-    def publish(self, version: int, weights: Mapping[str, Any], in_flight: InFlight) -> None:
+    def publish(self, version: int, weights: Any, in_flight: InFlight) -> None:
         self._loop.publish(version, weights, in_flight)
+
+    def apply(self, function: Callable[[Engine], Any]) -> Any:
+        """Call a function with the engine, in its thread. Benchmarks look into engines with it."""
+        return self._loop.apply(function)
 
     def stats(self) -> EngineStats:
         stats = self._loop.stats()
@@ -120,11 +133,12 @@ class _EngineActor:
 
 
 class RayEngine:
-    """The driver's side of one actor."""
+    """The driver's side of one actor, and of the placement group that is reserved for it, if there is one."""
 
-    def __init__(self, actor: Any, opening: Future[int]) -> None:
+    def __init__(self, actor: Any, opening: Future[int], group: Any = None) -> None:
         self._actor = actor
         self._opening = opening
+        self._group = group
 
     def slots(self) -> Future[int]:
         return self._opening
@@ -146,12 +160,16 @@ class RayEngine:
 
     def kill(self) -> None:
         ray.kill(self._actor, no_restart=True)
+        if self._group is not None:
+            remove_placement_group(self._group)
 
 
 class RayEngineLauncher:
     """`make_engine` runs in each actor and returns an engine and the module that holds its weights.
 
     `imports`: modules that `make_engine` needs; an actor imports them as soon as it starts.
+    `place`: the placement group that each engine gets, in place of `num_cpus` and `num_gpus`.
+    `has_adapters`: engines have the base model, and publications bring adapters alone.
     `has_spare`: keep a spare actor. It reserves no CPU, neither while it waits nor as an engine, and Ray places it
     anywhere: use it on one machine without accelerators, not on a cluster.
     """
@@ -164,12 +182,16 @@ class RayEngineLauncher:
         num_gpus: float,
         threads: int,
         imports: Sequence[str] = (),
+        place: EngineBundles | None = None,
+        has_adapters: bool = False,
         has_spare: bool = False,
         on_close: Callable[[], None] | None = None,
     ) -> None:
         self._make_engine = make_engine
         self._threads = threads
         self._imports = imports
+        self._place = place
+        self._has_adapters = has_adapters
         self._has_spare = has_spare
         self._on_close = on_close
         self._spare: Any = None
@@ -179,8 +201,22 @@ class RayEngineLauncher:
         self._spare_class = ray.remote(_EngineActor).options(num_cpus=0, **shape)
 
     def launch(self, index: int) -> RayEngine:
-        actor: Any = self._take_spare() or self._actor_class.remote(self._threads, self._imports)
-        return RayEngine(actor, actor.open.remote(self._make_engine, actor.hurry.remote()).future())
+        group = None if self._place is None else placement_group(list(self._place.bundles), strategy="PACK")
+        actor: Any = self._take_spare() or self._placed_class(group).remote(self._threads, self._imports)
+        return RayEngine(actor, actor.open.remote(self._make_engine, actor.hurry.remote()).future(), group)
+
+    def _placed_class(self, group: Any) -> Any:
+        """The class of actors, or of those in the first bundle of a placement group."""
+        if self._place is None or group is None:
+            return self._actor_class
+        own = self._place.bundles[0]
+        return self._actor_class.options(
+            num_cpus=own["CPU"] - (1.0 if self._place.is_spread else 0.0),
+            num_gpus=0.0 if self._place.is_spread else own["GPU"],  # spread: vLLM's own actors take them
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                group, placement_group_bundle_index=0, placement_group_capture_child_tasks=True
+            ),
+        )
 
     def prepare_spare(self) -> None:
         if self._has_spare and self._spare is None:
@@ -188,7 +224,7 @@ class RayEngineLauncher:
             self._spare, self._spare_ready = spare, spare.ready.remote().future()
 
     def put(self, source: Any) -> Any:
-        arrays = arrays_of(source.module)
+        arrays = AdapterArrays(source.adapter) if self._has_adapters else arrays_of(source.module)
         deadline = time.monotonic() + FREE_S
         while True:
             try:

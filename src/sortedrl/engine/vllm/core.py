@@ -12,9 +12,11 @@ import contextlib
 import importlib.metadata
 import os
 from collections.abc import Iterable
+from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
 from sortedrl.engine.vllm.abort_flag import AbortFlag
+from sortedrl.engine.vllm.owner import own_mark
 from sortedrl.engine.vllm.process import CLOSE_S, ENVIRONMENT, StepCounts, VllmProcess, VllmSettings
 from sortedrl.engine.vllm.runner_choice import EXTENSION
 from sortedrl.engine.vllm.worker_report import WorkerReport
@@ -53,16 +55,23 @@ class CoreProcess(VllmProcess):
         super().__init__(limit_s)
         self._pids: list[int] = []
         for name, value in ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
+            if name != "VLLM_HOST_IP" or not settings.is_spread:  # workers on other machines must find this one
+                os.environ.setdefault(name, value)
         os.environ.update(settings.plan.environment)
+        if settings.transfer == "ipc":  # memory handles are pickled: by this process, for its own workers
+            os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         before = _children()
         try:
             self.flag = AbortFlag(settings.flag)
-            started = asyncio.run_coroutine_threadsafe(_start(settings, counts), self.loop).result()
-            self.frontend, self.workers = started
+            starting = asyncio.run_coroutine_threadsafe(_start(settings, counts), self.loop)
+            self.frontend, self.workers = starting.result(settings.start_s)
         except BaseException as error:
             self._pids = sorted(_children() - before)
             self.close()
+            if isinstance(error, FutureTimeout) and not isinstance(error.__cause__, Exception):
+                raise EngineError(
+                    f"vLLM did not start within {settings.start_s:g} s: raise engine.start_s, or take a smaller model"
+                ) from error
             if not isinstance(error, Exception) or isinstance(error, EngineError):
                 raise
             adapter_hint = "" if settings.adapter is None else "; if it cannot take the adapters, set lora.merge = true"
@@ -114,7 +123,7 @@ async def _start(settings: VllmSettings, counts: StepCounts) -> tuple[Any, list[
 
     arguments = AsyncEngineArgs(**engine_arguments(settings))
     llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[Counter])
-    reports = await llm.collective_rpc("sorted_prepare", args=(os.getpid(), str(settings.flag)))
+    reports = await llm.collective_rpc("sorted_prepare", args=(own_mark(), str(settings.flag)))
     return llm, [WorkerReport.from_dict(report) for report in reports]
 
 
@@ -127,7 +136,6 @@ def engine_arguments(settings: VllmSettings) -> dict[str, Any]:
         "generation_config": "vllm",  # sampling settings come from requests, never from the model's folder
         "max_model_len": settings.max_length,
         "max_num_seqs": settings.slots,
-        "kv_cache_memory_bytes": settings.kv_bytes,
         "block_size": settings.block_size,
         "enable_prefix_caching": True,
         "logprobs_mode": "processed_logprobs",
@@ -136,8 +144,29 @@ def engine_arguments(settings: VllmSettings) -> dict[str, Any]:
         "use_tqdm_on_load": False,
         **settings.plan.arguments,
         **({"enable_sleep_mode": True} if settings.sleeps and settings.plan.device != "cpu" else {}),
+        **_device_arguments(settings),
+        **_weight_arguments(settings),
         **_adapter_arguments(settings),
     }
+
+
+def _device_arguments(settings: VllmSettings) -> dict[str, Any]:
+    """Over how many devices the model is split, and how much of their memory vLLM takes."""
+    arguments: dict[str, Any] = {"tensor_parallel_size": settings.tensor_parallel}
+    if settings.is_spread:
+        arguments["distributed_executor_backend"] = "ray"
+    if settings.kv_bytes is not None:
+        arguments["kv_cache_memory_bytes"] = settings.kv_bytes
+    if settings.memory_share is not None:
+        arguments["gpu_memory_utilization"] = settings.memory_share
+    return arguments
+
+
+def _weight_arguments(settings: VllmSettings) -> dict[str, Any]:
+    arguments: dict[str, Any] = {"load_format": "dummy"} if settings.starts_empty else {}
+    if settings.transfer:
+        arguments["weight_transfer_config"] = {"backend": settings.transfer}
+    return arguments
 
 
 def _adapter_arguments(settings: VllmSettings) -> dict[str, Any]:

@@ -18,24 +18,28 @@
 - `poll` waits until an attempt ends, its timeout passes, or vLLM is lost. The event loop's thread never waits for it.
 - `VllmProcess` (`process.py`) is one running vLLM: `CoreProcess` (`core.py`) or `ServerProcess` (`server.py`). The
   engine replaces it when it dies. The `RequestLoop` (`request_loop.py`, for a server `http.py`) outlives it.
-- Weights travel by file (`weights.py`, `adapter.py`): `publish` writes, then the worker is told to read.
+- Weights travel from the learner's processes straight to vLLM's workers, by vLLM's own transfer (`transfer/`). Adapters
+  travel by file (`adapter.py`), and so do weights for a server that was started without a transfer (`weights.py`).
 - The abort flag (`abort_flag.py`) is one byte of shared memory, which the event loop writes and the worker reads.
 
 Guarantees, beyond the protocol:
 - vLLM's core executes an interrupt: no token is lost, and nothing is decoded after it;
 - KV that was computed under other weights is never read: prefixes are cached under the version's name;
-- when vLLM dies, or does not answer for `limit_s`, its samples come back as interrupted with every token that had
-  arrived, and the next `submit` starts another vLLM with the current weights. `MAX_LOSSES` losses in a row without a
-  finished answer end the run instead.
+- when vLLM dies, does not answer for `limit_s`, or does not take weights within `publish_s`, its samples come back as
+  interrupted with every token that had arrived, and the next `submit` starts another vLLM with the current weights.
+  `MAX_LOSSES` losses in a row without a finished answer end the run instead. In a pool, which alone has the weights for
+  another start, the loss is raised to the pool.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,33 +66,40 @@ from sortedrl.engine.sleep_state import SleepState
 from sortedrl.engine.vllm.adapter import AdapterFolder
 from sortedrl.engine.vllm.core import CoreProcess, check_installed
 from sortedrl.engine.vllm.http import HttpRequestLoop
+from sortedrl.engine.vllm.memory import BLOCK, choose_memory, needed_kv_bytes
 from sortedrl.engine.vllm.process import StepCounts, VllmLost, VllmProcess, VllmSettings
 from sortedrl.engine.vllm.request import VllmRequest
-from sortedrl.engine.vllm.request_loop import RequestLoop
+from sortedrl.engine.vllm.request_loop import Load, RequestLoop
 from sortedrl.engine.vllm.runner_choice import CPU_PLAN, RunnerWishes, find_backend_fault, plan_runner, read_platform
 from sortedrl.engine.vllm.server import ServerProcess
+from sortedrl.engine.vllm.shared_memory import check_room
+from sortedrl.engine.vllm.transfer.client import LocalClient
+from sortedrl.engine.vllm.transfer.link import Ticket, WeightLink, choose_transfer, is_meta, receive
 from sortedrl.engine.vllm.weights import WeightFolder
 from sortedrl.engine.vllm.worker_report import WorkerReport
-from sortedrl.errors import EngineError
+from sortedrl.errors import EngineError, SortedRLError, WeightsNotReceived, first_line
 from sortedrl.records import Mode
-from sortedrl.weights import base_copy, is_adapted
+from sortedrl.weights import ModuleWeights, base_copy, is_adapted
 
 log = logging.getLogger(__name__)
 
 MAX_LOSSES = 3
 FILTER_ORDER = "vLLM's V2 runner applies min-p before top-p, other engines after it: set one of the two filters"
-_BLOCK = 32  # tokens per KV block: the smallest that CPU kernels accept, so that short prefixes are shared too
 
 
 class VllmEngine:
-    """Samples from a transformers causal language model, which vLLM loads from a copy of its weights.
+    """Samples from a transformers causal language model, whose weights vLLM receives.
 
-    `dtype`: of weights and KV in vLLM; None means the model's. `kv_bytes`: memory for the KV cache; None means enough
-    for all slots at full length. `limit_s`: how long vLLM may be silent. `decode`: turns tokens into text, which is
-    searched for stop strings. `address`: the vLLM server to use. `port`: where to start one. Without either, AsyncLLM
-    runs in this process; only there are the adapters of a peft model published unmerged. `wishes`: graphs, scheduling
-    and batch invariance, where the platform's best is not wanted (`runner_choice.py`). `sleeps`: allocate memory so
-    that it can be freed during updates; not for servers.
+    `dtype`: of weights and KV in vLLM; None means the model's. `kv_bytes`: memory for the KV cache of each device; None
+    means what `memory_share` of the device leaves, on a CPU enough for all slots at full length. `limit_s`: how long
+    vLLM may be silent; `start_s` and `publish_s`: how long a start and a publication may take. `decode`: turns tokens
+    into text, which is searched for stop strings. `address`: the vLLM server to use. `port`: where to start one.
+    Without either, AsyncLLM runs in this process. A named server gets the adapters of a peft model merged.
+    `transfer`: how weights arrive: `gloo`, `nccl` or `ipc` (vLLM's weight transfer), `file`, or `auto`.
+    `keeps_copy`: the published weights may change later, so keep a copy for a restart. `stream_s`: how often tokens of
+    running requests are delivered; 0: only at their end. A model without memory (on `meta`) gets its weights with the
+    first publication. `wishes`: graphs, scheduling and batch invariance, where the platform's best is not wanted
+    (`runner_choice.py`). `sleeps`: allocate memory so that it can be freed during updates; not for servers.
     """
 
     def __init__(
@@ -103,6 +114,14 @@ class VllmEngine:
         decode: Callable[[list[int]], str] | None = None,
         address: str = "",
         port: int = 0,
+        tensor_parallel: int = 1,
+        is_spread: bool = False,
+        memory_share: float | None = None,
+        start_s: float = 900.0,
+        publish_s: float = 600.0,
+        transfer: str = "auto",
+        keeps_copy: bool = False,
+        stream_s: float = 0.0,
         wishes: RunnerWishes | None = None,
         sleeps: bool = False,
         clock: Callable[[], float] = time.perf_counter,
@@ -115,7 +134,16 @@ class VllmEngine:
         self._slots, self._max_length, self._vocab = slots, max_length, geometry.vocab
         self._dtype = dtype or next(model.parameters()).dtype
         self._limit_s, self._clock, self._decode = limit_s, clock, decode
+        self._publish_s, self._stream_s, self._streamed_at = publish_s, stream_s, clock()
         self._address, self._port = address, port
+        backend = "file" if address or is_adapted(adapted) else choose_transfer(transfer, model)
+        self._keeps_copy = keeps_copy and backend != "file"
+        self._link = None if backend == "file" else self._make_link(backend, tensor_parallel)
+        is_empty = self._link is not None and not self._keeps_copy
+        self._source = ModuleWeights(model) if is_empty and not is_meta(model) else None  # the weights in force
+        self._joined: str | None = None  # session of the transfer that vLLM's workers have joined
+        self._num_starts = 0
+        check_room(tensor_parallel)
         self._request_loop = HttpRequestLoop(clock) if self._is_server else RequestLoop(clock)
         self._counts = StepCounts()
         self._num_losses = self._num_losses_in_row = 0
@@ -123,24 +151,31 @@ class VllmEngine:
         self._evidence: ReplayEvidence | None = None
         self._sleep_state = SleepState()
         plan = CPU_PLAN if address else plan_runner(read_platform(), wishes or RunnerWishes())
-        self._weights = WeightFolder(model, self._dtype)
+        self._weights = WeightFolder(model, self._dtype, has_weights=not is_empty)
         self._adapter = self._make_adapter_folder(adapted)
         self._settings = VllmSettings(
             folder=self._weights.path,
             slots=slots,
             max_length=max_length,
             dtype=str(self._dtype).removeprefix("torch."),
-            kv_bytes=kv_bytes or needed_kv_bytes(geometry, slots, max_length, self._dtype),
-            block_size=_BLOCK,
+            block_size=BLOCK,
+            tensor_parallel=tensor_parallel,
+            is_spread=is_spread,
+            transfer="" if self._link is None else backend,
+            starts_empty=is_empty,
+            start_s=start_s,
+            **choose_memory(
+                kv_bytes, memory_share, needed_kv_bytes(geometry, slots, max_length, self._dtype, tensor_parallel)
+            ),
             adapter=None if self._adapter is None else self._adapter.settings,
             plan=plan,
             sleeps=sleeps and not self._is_server,
         )
         self._process: VllmProcess | None = None
         try:
-            self._process = self._start()
+            self._start()
         except BaseException:
-            self._weights.close()
+            self.close()
             raise
 
     # ---- the protocol -----------------------------------------------------------------------------------------------
@@ -209,7 +244,7 @@ class VllmEngine:
         prepared = [vllm_request for request in requests if (vllm_request := self._prepare(request)) is not None]
         if prepared:
             if self._process is None:
-                self._process = self._start()
+                self._start()
             self._request_loop.add(prepared)
             self._call(self._request_loop.start(prepared))  # if vLLM is lost here, the next poll reports it
 
@@ -229,6 +264,9 @@ class VllmEngine:
         elif request_loop.num_ends and self._process is not None:
             self._process.drain_loop()  # so that attempts that ended in the same step are returned together
         request_loop.num_ends = 0
+        if self._stream_s and self._clock() - self._streamed_at >= self._stream_s:
+            self._streamed_at = self._clock()
+            self._call(request_loop.deliver_all())
         return request_loop.take_events()
 
     def interrupt(self, samples: Iterable[int] | None = None) -> list[EngineEvent]:
@@ -244,13 +282,22 @@ class VllmEngine:
     def publish(self, version: int, source: Any, in_flight: InFlight = InFlight.ABORT) -> CompletedHandle:
         if in_flight is InFlight.ABORT:
             assert not self.num_running, "weights published with abort while samples run: interrupt them first"
-        if self._adapter is None:
-            self._weights.write(source.module)
-        else:
-            self._adapter.write(source.adapter)
         if self._sleep_state.begin_publication():
             self._call(self._request_loop.wake("weights"))
-        self._call(self._request_loop.swap_weights(version, str(self._weights.weights), in_flight))
+        if isinstance(source, Ticket):
+            self._redeem(version, source, in_flight)
+        elif self._adapter is not None:
+            self._adapter.write(source.adapter)
+            self._swap(version, self._request_loop.load_adapter, in_flight)
+        elif self._link is None:
+            self._weights.write(source.module)
+            self._swap(version, self._load_file, in_flight)
+        else:
+            if self._keeps_copy:
+                self._weights.write(source.module)
+            else:
+                self._source = source
+            self._send(version, source, in_flight)
         self._refresh_counts()
         if self._request_loop.loss is not None:
             self._return_lost_requests()  # before `version` changes: older weights wrote these tokens
@@ -330,7 +377,7 @@ class VllmEngine:
         """Write the model's adapters, if it has some, into the folder that requests will name."""
         if not is_adapted(model):
             return None
-        assert not self._is_server, "a server gets merged weights"
+        assert not self._address, "a named server gets merged weights"
         try:
             folder = AdapterFolder(self._weights.path / "adapter", model)
         except BaseException:
@@ -339,7 +386,21 @@ class VllmEngine:
         self._request_loop.adapter = folder.path
         return folder
 
-    def _start(self) -> VllmProcess:
+    def _start(self) -> None:
+        """Start vLLM, and give it the weights in force if it has started without."""
+        self._process = self._start_process()
+        self._num_starts += 1
+        self._joined = None
+        if self._source is None:
+            return
+        self._send(self._request_loop.version, self._source, InFlight.ABORT)
+        if self._request_loop.loss is not None:
+            loss, self._request_loop.loss = self._request_loop.loss, None
+            process, self._process = self._process, None
+            process.close(is_lost=True)
+            raise EngineError(f"vLLM failed right after its start ({loss}): see vLLM's messages above")
+
+    def _start_process(self) -> VllmProcess:
         if not self._address:
             log.info("starting vLLM, which takes ten seconds to minutes")
         process: VllmProcess
@@ -366,13 +427,70 @@ class VllmEngine:
             raise EngineError(f"vLLM cannot load the adapters ({error}): set lora.merge = true") from error
         return process
 
-    def _call(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    # ---- weights ----------------------------------------------------------------------------------------------------
+
+    def _make_link(self, backend: str, num_workers: int) -> WeightLink:
+        return WeightLink(
+            backend=backend, dtype=self._dtype, num_workers=num_workers, limit_s=self._publish_s, is_local=True
+        )
+
+    def _send(self, version: int, source: Any, in_flight: InFlight) -> None:
+        """Transfer the weights of `source` to vLLM; after two failures vLLM counts as lost."""
+        assert self._link is not None, "weights are sent by transfer"
+        why: str | None = None
+        for _ in range(2):
+            if self._process is None or self._request_loop.loss is not None:
+                break
+            if self._link.backend == "ipc":
+                client = LocalClient(self._process, limit_s=self._publish_s)
+                load = partial(asyncio.to_thread, self._link.send_by, source, client, self._num_starts)
+            else:
+                (ticket,) = self._link.begin(source, [self._num_starts])
+                load = partial(self._receive, ticket)
+            why = None
+            try:
+                self._swap(version, load, in_flight)
+            except SortedRLError:
+                raise
+            except Exception as error:  # raised by vLLM's workers
+                why, self._joined = first_line(error), None
+            if self._request_loop.loss is not None:
+                self._link.abandon()
+                return
+            why = self._link.finish() or why
+            if why is None:
+                return
+            log.warning("vLLM did not get the weights of version %d (%s)", version, why)
+        if why is not None:
+            self._request_loop.loss = f"vLLM did not get the weights of version {version} ({why})"
+
+    def _redeem(self, version: int, ticket: Ticket, in_flight: InFlight) -> None:
+        """In a pool: receive weights that the driver has the learner send to all engines."""
+        try:
+            self._swap(version, partial(self._receive, ticket), in_flight)
+        except Exception as error:
+            self._joined = None
+            raise WeightsNotReceived(f"version {version} did not arrive ({first_line(error)})") from error
+
+    async def _receive(self, ticket: Ticket) -> None:
+        frontend = self._request_loop.frontend
+        await receive(frontend, ticket, self._joined)
+        self._joined = ticket.session
+        await frontend.collective_rpc("sorted_tie_head")
+
+    async def _load_file(self) -> None:
+        await self._request_loop.load_file(str(self._weights.weights))
+
+    def _swap(self, version: int, load: Load, in_flight: InFlight) -> None:
+        self._call(self._request_loop.swap_weights(version, load, in_flight), limit_s=self._publish_s)
+
+    def _call(self, coroutine: Coroutine[Any, Any, None], limit_s: float | None = None) -> None:
         """Run a coroutine in the event loop of the current vLLM process; do nothing without one."""
         if self._process is None:
             coroutine.close()
             return
         try:
-            self._process.call(coroutine)
+            self._process.call(coroutine, limit_s)
         except VllmLost as error:
             self._request_loop.loss = str(error)
 
@@ -390,6 +508,8 @@ class VllmEngine:
         if request_loop.broken_invariant is not None:
             raise request_loop.broken_invariant
         lost = request_loop.clear()
+        if self._link is not None and self._source is None and not self._keeps_copy:
+            raise EngineError(f"{loss}; its pool replaces it")
         for request in lost:
             request_loop.deliver(request)
             request_loop.emit(Partial, request.attempt.request)
@@ -402,10 +522,3 @@ class VllmEngine:
                 "system's (out of memory?), then resume the run"
             )
         log.warning("%s with %d samples running; they continue in a new vLLM process", loss, len(lost))
-
-
-def needed_kv_bytes(geometry: Geometry, slots: int, max_length: int, dtype: torch.dtype) -> int:
-    """Memory for the KV of all slots at full length, in whole blocks, plus one block that vLLM reserves."""
-    per_token = 2 * geometry.num_layers * geometry.kv_heads * geometry.head_dim * dtype.itemsize
-    blocks = slots * math.ceil(max_length / _BLOCK) + 1
-    return blocks * _BLOCK * per_token

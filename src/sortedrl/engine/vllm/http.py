@@ -22,7 +22,7 @@ import httpx
 
 from sortedrl.engine.base import InFlight
 from sortedrl.engine.vllm.request import VllmRequest
-from sortedrl.engine.vllm.request_loop import RequestLoop
+from sortedrl.engine.vllm.request_loop import Load, RequestLoop
 from sortedrl.errors import EngineError
 
 log = logging.getLogger(__name__)
@@ -79,6 +79,8 @@ class HttpFrontend:
     def __init__(self, address: str, *, slots: int, has_noise: bool = True) -> None:
         self.has_noise = has_noise
         self.is_stock = False
+        self.adapter_name = ""  # of the adapters that requests ask for
+        self._num_adapters = 0
         limits = httpx.Limits(max_connections=slots + 8, max_keepalive_connections=slots + 8)
         # A stream may be silent while others are served: the engine checks whether vLLM answers at all.
         timeout = httpx.Timeout(None, connect=_CONNECT_S)
@@ -90,7 +92,8 @@ class HttpFrontend:
             if not await self.is_healthy():
                 raise httpx.ConnectError("the vLLM server is gone")
             raise EngineError(f"the vLLM server refused {path} ({response.status_code}): {response.text[:300]}")
-        return response.json() if response.content else None
+        is_json = response.headers.get("content-type", "").startswith("application/json")
+        return response.json() if is_json and response.content else None
 
     async def rpc(self, method: str, *args: Any, **named: Any) -> list[Any]:
         """Call a method of every worker; returns their results."""
@@ -111,6 +114,34 @@ class HttpFrontend:
             await self.rpc("sorted_take_weights", path)
         else:
             await self.rpc("reload_weights", weights_path=path.rpartition("/")[0])
+
+    async def load_adapter(self, path: str) -> None:
+        """Load adapters under a new name: a server that loads them in place would do so again in every step."""
+        before, self._num_adapters = self.adapter_name, self._num_adapters + 1
+        self.adapter_name = f"sortedrl-{self._num_adapters}"
+        if before:
+            await self.post("/v1/unload_lora_adapter", {"lora_name": before})
+        await self.post("/v1/load_lora_adapter", {"lora_name": self.adapter_name, "lora_path": path})
+
+    # Weight transfer, with the names and arguments of AsyncLLM's methods.
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> None:
+        await self.rpc(method, *args)
+
+    async def init_weight_transfer_engine(self, request: Any) -> None:
+        await self.post("/init_weight_transfer_engine", {"init_info": request.init_info})
+
+    async def start_weight_update(self) -> None:
+        await self.post("/start_weight_update")
+
+    async def update_weights(self, request: Any) -> None:
+        await self.post("/update_weights", {"update_info": request.update_info})
+
+    async def finish_weight_update(self) -> None:
+        await self.post("/finish_weight_update")
+
+    async def reset_prefix_cache(self) -> None:
+        await self.post("/reset_prefix_cache")
 
     async def update_weight_version(self, version: str) -> None:
         await self.post("/update_weight_version", {"new_version": version})
@@ -143,6 +174,7 @@ class HttpFrontend:
             "token_ids": vllm_request.tokens(),
             "sampling_params": params,
             "cache_salt": f"version {version}",
+            **({"model": self.adapter_name} if self.adapter_name else {}),
         }
 
 
@@ -230,12 +262,21 @@ class HttpRequestLoop(RequestLoop):
         await frontend.resume()
         await self._restart_parked()
 
-    async def swap_weights(self, version: int, weights: str, in_flight: InFlight) -> None:
+    async def load_file(self, path: str) -> None:
+        assert self.frontend is not None, "weights are published to a running server"
+        await self.frontend.take_weights(path)
+
+    async def load_adapter(self) -> None:
+        assert self.frontend is not None, "adapters are published to a running server"
+        await self.frontend.load_adapter(str(self.adapter))
+
+    async def swap_weights(self, version: int, load: Load, in_flight: InFlight) -> None:
         is_running = bool(self.running)
         assert self.frontend is not None, "weights are published to a running server"
         if is_running:
             await self._pause_all([])
-        await self.frontend.take_weights(weights)
+        await load()
+        await self.frontend.reset_prefix_cache()
         await self.frontend.update_weight_version(str(version))
         self.version = version
         if is_running:

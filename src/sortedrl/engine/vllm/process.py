@@ -55,8 +55,14 @@ class VllmSettings:
     slots: int
     max_length: int
     dtype: str
-    kv_bytes: int
+    kv_bytes: int | None  # per device; None: `memory_share` says
     block_size: int
+    memory_share: float | None = None  # of each device's memory, for weights, activations and KV cache together
+    tensor_parallel: int = 1  # devices, or on a CPU processes, over which vLLM splits the model
+    is_spread: bool = False  # whether they are on several machines
+    transfer: str = ""  # backend by which weights arrive; empty: vLLM loads them from `folder`
+    starts_empty: bool = False  # start with arbitrary weights: the first transfer brings the right ones
+    start_s: float = 900.0
     adapter: AdapterSettings | None = None  # set if adapters are published unmerged
     plan: RunnerPlan = CPU_PLAN
     sleeps: bool = False  # allocate so that weights and KV cache can be freed; on CPUs there are the states only
@@ -122,10 +128,11 @@ class VllmProcess(ABC):
     def close(self, *, is_lost: bool = False) -> None:
         """End all processes. A lost vLLM is killed without asking it, because it may not answer."""
 
-    def call(self, coroutine: Coroutine[Any, Any, _Result]) -> _Result:
-        """Run a coroutine in the event loop and wait for its result."""
+    def call(self, coroutine: Coroutine[Any, Any, _Result], limit_s: float | None = None) -> _Result:
+        """Run a coroutine in the event loop and wait for its result, at most `limit_s` in place of the usual limit."""
+        limit_s = limit_s or self._limit_s
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
-        deadline = time.monotonic() + self._limit_s
+        deadline = time.monotonic() + limit_s
         while True:
             with contextlib.suppress(FutureTimeout):
                 try:
@@ -139,7 +146,7 @@ class VllmProcess(ABC):
             # A vLLM that dies never answers the calls that it received just before.
             if self.is_dead or time.monotonic() > deadline:
                 future.cancel()
-                raise VllmLost(DEAD if self.is_dead else f"vLLM did not answer for {self._limit_s:g} s")
+                raise VllmLost(DEAD if self.is_dead else f"vLLM did not answer for {limit_s:g} s")
 
     def drain_loop(self) -> None:
         """Return when the event loop has run everything that was ready."""

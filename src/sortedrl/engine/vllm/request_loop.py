@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +23,8 @@ from sortedrl.engine.vllm.abort_flag import AbortFlag
 from sortedrl.engine.vllm.adapter import ADAPTER_ID
 from sortedrl.engine.vllm.request import RequestState, VllmRequest
 
-_SLEEP_LEVEL = 2  # of vLLM: discard the weights; 1 would keep a copy in host memory, and they are published anyway
+Load = Callable[[], Awaitable[None]]
+_DISCARD, _KEEP_ON_HOST = 2, 1  # levels of vLLM's sleep, by what becomes of the weights
 
 
 class RequestLoop:
@@ -113,26 +114,38 @@ class RequestLoop:
         await asyncio.gather(*(request.task for request in requests if request.task is not None))
         await self.frontend.resume_generation()
 
-    async def swap_weights(self, version: int, weights: str, in_flight: InFlight) -> None:
-        """Let the worker load the weights file, or the adapters. Running requests pause meanwhile."""
+    async def swap_weights(self, version: int, load: Load, in_flight: InFlight) -> None:
+        """Call `load`, which gives the workers the weights of this version. Running requests pause meanwhile."""
         is_running = bool(self.running)
         if is_running:
             await self.frontend.pause_generation(mode="keep", clear_cache=in_flight is InFlight.REPREFILL)
             await self._drain_outputs()
             for request in self.running.values():
                 self.deliver(request)
-        if self.adapter is None:
-            await self.frontend.collective_rpc("sorted_take_weights", args=(weights,))
-        else:
-            await self.load_adapter()
+        await load()
+        if not is_running:  # KV of running requests is kept on purpose, or was cleared by the pause
+            await self.frontend.reset_prefix_cache()
         await self.frontend.update_weight_version(str(version))
         self.version = version
         if is_running:
             await self.frontend.resume_generation()
 
+    async def load_file(self, path: str) -> None:
+        """Let the workers load a weights file."""
+        await self.frontend.collective_rpc("sorted_take_weights", args=(path,))
+
+    async def deliver_all(self) -> None:
+        """Make events of the tokens of running requests that no event has delivered yet."""
+        for request in self.running.values():
+            if not request.is_verifying:
+                self.deliver(request)
+
     async def sleep(self) -> None:
-        """Free the memory of weights and KV cache; prefixes in the cache are forgotten with it."""
-        await self.frontend.sleep(level=_SLEEP_LEVEL, mode="abort")
+        """Free the memory of weights and KV cache; prefixes in the cache are forgotten with it.
+
+        Published weights replace all that were discarded. Published adapters do not: their base is kept on the host.
+        """
+        await self.frontend.sleep(level=_DISCARD if self.adapter is None else _KEEP_ON_HOST, mode="abort")
 
     async def wake(self, what: Literal["weights", "kv_cache"]) -> None:
         """Make the memory of one of them again. vLLM serves requests when it has both."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import socket
 import subprocess
@@ -26,13 +27,13 @@ import httpx
 from sortedrl.engine.vllm import owned_launch
 from sortedrl.engine.vllm.core import is_alive, kill_vllm
 from sortedrl.engine.vllm.http import HttpFrontend
+from sortedrl.engine.vllm.owner import own_mark
 from sortedrl.engine.vllm.process import CLOSE_S, ENVIRONMENT, StepCounts, VllmProcess, VllmSettings
 from sortedrl.engine.vllm.runner_choice import EXTENSION
 from sortedrl.engine.vllm.worker_report import WorkerReport
 from sortedrl.errors import EngineError
 
 HOST = "127.0.0.1"
-_START_S = 900.0
 _CONNECT_S = 30.0  # how long a named server may take to answer
 _HEALTH_CHECK_S = 0.2
 _TOTALS = {"steps": "vllm:iteration_tokens_total_count", "preemptions": "vllm:num_preemptions_total"}
@@ -49,16 +50,28 @@ def serve_command(settings: VllmSettings, port: int) -> list[str]:
         "dtype": settings.dtype,
         "max-model-len": settings.max_length,
         "max-num-seqs": settings.slots,
-        "kv-cache-memory-bytes": settings.kv_bytes,
+        "tensor-parallel-size": settings.tensor_parallel,
         "block-size": settings.block_size,
         "generation-config": "vllm",
         "logprobs-mode": "processed_logprobs",
         "worker-extension-cls": f"{EXTENSION}.SortedWorker",
         "uvicorn-log-level": "error",
     }
+    if settings.kv_bytes is not None:
+        options["kv-cache-memory-bytes"] = settings.kv_bytes
+    if settings.memory_share is not None:
+        options["gpu-memory-utilization"] = settings.memory_share
+    if settings.transfer:
+        options["weight-transfer-config"] = json.dumps({"backend": settings.transfer})
+    if settings.starts_empty:
+        options["load-format"] = "dummy"
+    adapter = settings.adapter
+    if adapter is not None:
+        options |= {"max-loras": 1, "max-lora-rank": adapter.rank}
     flags = ["enable-scale-out", "skip-tokenizer-init", "enable-prefix-caching"]
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    return [*_ENTRY, *words, *(f"--{flag}" for flag in flags), *settings.plan.flags]
+    lora = [] if adapter is None else ["--enable-lora", "--lora-target-modules", *adapter.modules]
+    return [*_ENTRY, *words, *(f"--{flag}" for flag in flags), *settings.plan.flags, *lora]
 
 
 class ServerProcess(VllmProcess):
@@ -136,7 +149,7 @@ class ServerProcess(VllmProcess):
         await self.frontend.client.aclose()
 
     async def _connect(self, settings: VllmSettings) -> None:
-        await self._wait_for_health()
+        await self._wait_for_health(settings.start_s)
         response = await self.frontend.client.get("/server_info", params={"config_format": "json"})
         if response.status_code != httpx.codes.OK:
             raise EngineError(
@@ -155,7 +168,7 @@ class ServerProcess(VllmProcess):
         if fault is not None:
             raise EngineError(f"the vLLM server at {self._address} cannot be used: {fault}")
         if self.frontend.has_noise:
-            reports = await self.frontend.rpc("sorted_prepare", 0 if self._popen is None else os.getpid())
+            reports = await self.frontend.rpc("sorted_prepare", "" if self._popen is None else own_mark())
             self.workers = [WorkerReport.from_dict(report) for report in reports]
             fault = next((worker.noise_fault for worker in self.workers if worker.noise_fault), None)
             if fault is not None:
@@ -166,8 +179,8 @@ class ServerProcess(VllmProcess):
             await self.frontend.take_weights(str(settings.folder / "model.safetensors"))
         await self.refresh_counts()
 
-    async def _wait_for_health(self) -> None:
-        deadline = time.monotonic() + (_START_S if self._popen is not None else _CONNECT_S)
+    async def _wait_for_health(self, start_s: float) -> None:
+        deadline = time.monotonic() + (start_s if self._popen is not None else _CONNECT_S)
         while not await self.frontend.is_healthy():
             if self.is_dead:
                 raise EngineError(
@@ -247,7 +260,8 @@ def _launch(settings: VllmSettings, port: int) -> subprocess.Popen[bytes]:
                 f"port {port} is in use: set engine.port to a free one, or engine.address to use the server there"
             ) from error
     command = [sys.executable, *serve_command(settings, port)[1:]]
-    environment = ENVIRONMENT | os.environ | settings.plan.environment | {"VLLM_SERVER_DEV_MODE": "1"}
+    environment = ENVIRONMENT | os.environ | settings.plan.environment
+    environment |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     return owned_launch.start_owned(command, environment)
 
 

@@ -1,7 +1,7 @@
-"""The model folder from which vLLM loads weights: written at the start, and again at every publication.
+"""The model folder that vLLM is started with: always the configuration, and weights if they travel by file.
 
-`engine.py` owns it. It always holds the current weights, so a restarted vLLM simply loads it. It is in shared memory
-where the machine has some: a publication then touches no disk.
+`engine.py` owns it. With weights, it is written at the start and again at every publication, so a restarted vLLM simply
+loads it. It is in shared memory where that has room: a publication then touches no disk.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from sortedrl.engine.vllm.shared_memory import has_room
 from sortedrl.errors import EngineError
 from sortedrl.weights import no_progress_bars
 
@@ -30,15 +31,20 @@ _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 class WeightFolder:
-    """A model folder as `save_pretrained` writes it, in the engine's `dtype`."""
+    """A model folder as `save_pretrained` writes it, in the engine's `dtype`, or its configuration alone."""
 
-    def __init__(self, model: Any, dtype: torch.dtype) -> None:
-        parent = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
-        _remove_orphans(parent)
+    def __init__(self, model: Any, dtype: torch.dtype, *, has_weights: bool = True) -> None:
+        _remove_orphans(_SHARED_MEMORY)
+        size = sum(tensor.numel() for tensor in model.parameters()) * dtype.itemsize if has_weights else 0
+        parent = _SHARED_MEMORY if has_room(_SHARED_MEMORY, size) else Path(tempfile.gettempdir())
         self._dtype = dtype
         self._mapped: dict[str, torch.Tensor] = {}
         self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent))
         try:
+            if not has_weights:
+                model.config.architectures = [type(model).__name__]
+                model.config.save_pretrained(self.path)
+                return
             # One file, whatever its size, because publications rewrite one file.
             with no_progress_bars():
                 model.save_pretrained(self.path, max_shard_size="1000GB")

@@ -1,14 +1,15 @@
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 """Our code inside vLLM's worker process: replay, loading of weights, and in V1 shared noise in place of its sampler.
 
-vLLM loads this module by name in its worker's process; no other module imports it. `NoiseRows` is a logits processor,
+vLLM loads this module by name in its worker's process; no other module imports it. Importing `transfer/gloo.py` makes
+weight transfer over gloo known to the worker. `NoiseRows` is a logits processor,
 because that is how a worker learns which request is in which row. `SortedWorker` is the worker's extension; the
 front end calls its methods through `collective_rpc`. In vLLM's V2 model runner only replay is ours
 (`verify_hook.py`), because its sampler draws with the shared noise by itself; the rest of this module is for V1.
 
 Guarantees: a token is argmax(logits / T + noise) with the noise of `engine/sampling`, and its log-prob is that of
-softmax(logits / T), as in every other engine; after `sorted_take_weights` every layer computes with the weights of the
-file, a tied head included; the worker ends when the process that owns the engine ends.
+softmax(logits / T), as in every other engine; after `sorted_take_weights`, or a transfer and `sorted_tie_head`, every
+layer computes with the new weights, a tied head included; the worker ends when the process that owns the engine ends.
 
 Shapes: r rows of logits, or ranks of an adapter, v vocabulary, t tokens of one step.
 """
@@ -16,9 +17,6 @@ Shapes: r rows of logits, or ranks of an adapter, v vocabulary, t tokens of one 
 from __future__ import annotations
 
 import math
-import os
-import threading
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,11 +31,13 @@ from vllm.v1.sample.sampler import Sampler
 from sortedrl.engine.base import Sampling
 from sortedrl.engine.sampling.draw import Draw, TokenSampler, make_sampler, shape_logits
 from sortedrl.engine.vllm.abort_flag import AbortFlag, StepAborter
+from sortedrl.engine.vllm.owner import end_with_owner
 from sortedrl.engine.vllm.sampling_args import SamplingArgs
+from sortedrl.engine.vllm.transfer import gloo
 from sortedrl.engine.vllm.worker_report import is_v2, report_worker
 
+gloo.register()
 _GREEDY = Draw(0, 0, Sampling(temperature=0.0))  # for rows that are not ours: vLLM's warm-up
-_OWNER_CHECK_S = 1.0
 _MAX_LOGITS = 1 << 24  # how many logits replay computes at once
 
 
@@ -130,8 +130,8 @@ class SortedWorker:
 
     model_runner: Any
 
-    def sorted_prepare(self, owner: int, flag: str = "") -> dict[str, Any]:
-        """Install replay, and in V1 our sampler. End this process when the process `owner` ends (0: no owner).
+    def sorted_prepare(self, owner: str, flag: str = "") -> dict[str, Any]:
+        """Install replay, and in V1 our sampler. End this process when its owner ends (`owner.py`; empty: no owner).
 
         `flag`: the file of the abort flag, if steps may be aborted. Returns a `WorkerReport` in plain values.
         """
@@ -143,7 +143,7 @@ class SortedWorker:
         else:
             self._replace_sampler(flag)
         if owner:
-            threading.Thread(target=_end_with, args=(owner,), name="sortedrl-owner", daemon=True).start()
+            end_with_owner(owner)
         return report_worker(runner).to_dict()
 
     def sorted_report(self) -> dict[str, Any]:
@@ -166,6 +166,10 @@ class SortedWorker:
         runner = self.model_runner
         runner.reload_weights(weights_iterator=_tensors(Path(path)))
         _tie_head(runner.get_model())
+
+    def sorted_tie_head(self) -> None:
+        """After a transfer: give a tied head the new weights."""
+        _tie_head(self.model_runner.get_model())
 
 
 def _add_adapter(
@@ -210,21 +214,6 @@ def _tie_head(model: Any) -> None:
     head.weight = embedding.weight
     if hasattr(embedding, "cpu_linear"):
         head.cpu_linear = embedding.cpu_linear
-
-
-def _end_with(owner: int) -> None:
-    """End this process when the owner has ended. vLLM's other processes end with their worker."""
-    while _is_alive(owner):
-        time.sleep(_OWNER_CHECK_S)
-    os._exit(1)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
 
 
 # ---- replay ----------------------------------------------------------------------------------------------------------

@@ -1,32 +1,34 @@
 """The learner whose updates run on several ranks; to the controller it is a learner like any other.
 
 `run/builders/learner.py` makes it if `learner.ranks` is more than one. The driver keeps the whole model on the CPU.
-After each update, rank 0 returns the trained weights, which are copied into the model in place. So engines, checkpoints
-and exports treat it like a model that is trained in this process. The state is that of one process: a run can resume
-with another number of ranks, or with none.
+Engines that can fetch weights from the ranks do that (`RankWeights.apply`). Whoever reads the driver's model instead,
+such as a checkpoint or an export, gets the trained weights from rank 0 first; between updates that happens once, and
+without a reader never. The state is that of one process: a run can resume with another number of ranks, or with none.
 
-Guarantees: the model changes only at the end of an update, never while engines read it; if a rank fails, all ranks end
-and the run stops with an error that names the rank.
+Guarantees: the driver's model changes only when it is read after an update, in the reader's thread; weights that are
+not finite stop the run at the update that made them; if a rank fails, all ranks end and the run stops with an error
+that names the rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sortedrl.learner.base import UpdateResult
-from sortedrl.learner.finite_weights import check_update
+from sortedrl.learner.finite_weights import check_update, nonfinite_error
 from sortedrl.learner.optimizer import LearnerSettings
 from sortedrl.learner.pack import check_packing
 from sortedrl.learner.sharded.shards import skeleton_of, weights_of
 from sortedrl.learner.unscored import UnscoredSamples, empty_update
 from sortedrl.learner.update_runner import UpdateRunner
 from sortedrl.records import Batch
-from sortedrl.weights import ModuleWeights, array_of, tensor_of
+from sortedrl.weights import ModuleWeights, array_of, is_adapted, tensor_of
 
 
 class Ranks(Protocol):
@@ -55,13 +57,20 @@ class ShardedLearner:
         inspect_dir: Path | None = None,
     ) -> None:
         check_packing(model)
-        self.model: nn.Module = model
+        self._model: nn.Module = model
         self.inspect_dir = inspect_dir  # a batch that stops the run is saved there
         self._ranks = ranks
-        self._source = ModuleWeights(model)
+        self._is_behind = False  # whether the driver's model lacks the last update
+        self._source = RankWeights(model, ranks, self._fetch)
         self._unscored = UnscoredSamples()
         self._runner = UpdateRunner(overlap=overlap)
         ranks.call("build", skeleton_of(model), weights_of(model), settings, temperature)
+
+    @property
+    def model(self) -> nn.Module:
+        """The driver's model, with the weights of the last finished update."""
+        self._fetch()
+        return self._model
 
     @property
     def source(self) -> ModuleWeights:
@@ -95,10 +104,56 @@ class ShardedLearner:
 
     def _update(self, batch: Batch) -> UpdateResult:
         inspect_dir = None if self.inspect_dir is None else self.inspect_dir.absolute()
-        result, arrays = self._ranks.call("update", batch, inspect_dir)[0]
-        parameters = dict(self.model.named_parameters())
+        result, broken = self._ranks.call("update", batch, inspect_dir)[0]
+        self._is_behind = True
+        check_update(batch.update, result, ())
+        if broken is not None and result.optimizer_steps:
+            raise nonfinite_error(f"the weights after update {batch.update}", broken)
+        return result
+
+    def _fetch(self) -> None:
+        """Copy the trained weights of rank 0 into the driver's model, if it lacks them."""
+        if not self._is_behind:
+            return
+        self._runner.assert_idle()  # the ranks compute: a call now would reach them in different orders
+        self._is_behind = False
+        arrays = self._ranks.call("trained_weights")[0]
+        parameters = dict(self._model.named_parameters())
         with torch.no_grad():
             for name, array in arrays.items():
                 parameters[name].copy_(tensor_of(array, is_floating=True))
-        check_update(batch.update, result, parameters.items())
-        return result
+
+
+class RankWeights(ModuleWeights):
+    """The weights of a sharded learner. `fetch` brings the driver's model up to date."""
+
+    __slots__ = ("_fetch", "_ranks")
+
+    def __init__(self, model: nn.Module, ranks: Ranks, fetch: Callable[[], None]) -> None:
+        super().__init__(model)
+        self._ranks = ranks
+        self._fetch = fetch
+
+    @property
+    def module(self) -> nn.Module:
+        self._fetch()
+        return super().module
+
+    @property
+    def adapter(self) -> dict[str, Tensor] | None:
+        self._fetch()
+        return super().adapter
+
+    @property
+    def place(self) -> Hashable:
+        return super().place if is_adapted(self._trained) else "ranks"
+
+    def apply(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Call the function on every rank. Adapters are merged in this process, so their weights are here."""
+        if is_adapted(self._trained):
+            return super().apply(function, *arguments)
+        return self._ranks.call("apply", function, *arguments)
+
+    def snapshot(self) -> ModuleWeights:
+        self._fetch()
+        return super().snapshot()

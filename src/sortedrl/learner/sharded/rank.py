@@ -32,7 +32,7 @@ from sortedrl.learner.loss import PolicyRatios, TokenInputs
 from sortedrl.learner.loss_inputs import LossInputs, PerToken
 from sortedrl.learner.optimizer import LearnerSettings
 from sortedrl.learner.pack import MicroBatch, pack
-from sortedrl.learner.sharded.shards import META, full_tensor, shard_like, shard_model
+from sortedrl.learner.sharded.shards import META, full_local, full_tensor, shard_like, shard_model
 from sortedrl.learner.torch import TorchLearner
 from sortedrl.learner.update_metrics import StepMetrics
 from sortedrl.records import Batch, Sample
@@ -69,6 +69,16 @@ class RankLearner(TorchLearner):
                 if self._mesh.get_rank() == 0:
                     weights[name] = array_of(full)
         return weights
+
+    def find_nonfinite(self) -> str | None:
+        """The name of a trained parameter that is infinite or not a number on any rank. Every rank must call it."""
+        parameters = [(name, full_local(p)) for name, p in self.model.named_parameters() if p.requires_grad]
+        is_broken = torch.tensor(
+            [0.0 if not p.numel() or bool(torch.stack(p.aminmax()).isfinite().all()) else 1.0 for _, p in parameters],
+            device=self.model.device,
+        )
+        dist.all_reduce(is_broken, group=self._group)
+        return next((name for (name, _), broken in zip(parameters, is_broken.tolist(), strict=True) if broken), None)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of one process. Every rank must call it; only rank 0 gets the tensors."""

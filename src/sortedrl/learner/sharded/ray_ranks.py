@@ -92,8 +92,16 @@ class _RankActor:
     def update(self, batch: Any, inspect_dir: Any) -> Any:
         self._learner.inspect_dir = inspect_dir if self._rank == 0 else None
         result = self._learner.start(batch).result()
-        weights = self._learner.trained_weights()
-        return (result, weights) if self._rank == 0 else None
+        return (result, self._learner.find_nonfinite()) if self._rank == 0 else self._learner.find_nonfinite()
+
+    def trained_weights(self) -> Any:
+        return self._learner.trained_weights()
+
+    def apply(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function where this rank's shard is (`ModuleWeights.apply`)."""
+        from sortedrl.weights import WeightHolder
+
+        return function(WeightHolder(rank=self._rank, module=self._learner.model), *arguments)
 
     def state(self) -> Any:
         from sortedrl.weights import array_of

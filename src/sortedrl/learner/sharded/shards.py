@@ -67,6 +67,11 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def full_local(tensor: Tensor) -> Tensor:
+    """This rank's rows of a tensor."""
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
 def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
     """This rank's rows of a full tensor, sharded in the same way as `like`."""
     if not isinstance(like, DTensor) or tensor.ndim != like.ndim:

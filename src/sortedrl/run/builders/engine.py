@@ -24,7 +24,7 @@ from sortedrl.engine.local.module_decoder import Geometry, check_supported
 from sortedrl.engine.local.speculation import DraftMode
 from sortedrl.engine.pool.child_launcher import ChildLauncher
 from sortedrl.engine.pool.member import EngineLauncher
-from sortedrl.engine.pool.pool import Pool
+from sortedrl.engine.pool.pool import TAKE_S, Pool
 from sortedrl.engine.pool.ray_cluster import connect, disconnect, is_connected
 from sortedrl.engine.replay_probe import probe_replay
 from sortedrl.engine.sampling.noise import SCHEME
@@ -34,7 +34,7 @@ from sortedrl.engine.watchdog import Watchdog
 from sortedrl.errors import ConfigError, EngineError
 from sortedrl.external.plugins import name_of
 from sortedrl.schedule import Fate, Knobs
-from sortedrl.weights import ModuleWeights, is_adapted
+from sortedrl.weights import ModuleWeights, arrays_of, base_copy, is_adapted, load_arrays
 
 if TYPE_CHECKING:
     from sortedrl.engine.vllm.engine import VllmEngine
@@ -47,9 +47,17 @@ STREAM_EVERY = 16  # decode steps between two deliveries: at most so many tokens
 
 
 def build_engine(
-    config: SortedConfig, model: Any, knobs: Knobs, decode: Callable[[list[int]], str] | None = None
+    config: SortedConfig,
+    model: Any,
+    knobs: Knobs,
+    decode: Callable[[list[int]], str] | None = None,
+    *,
+    source: ModuleWeights | None = None,
 ) -> Engine:
-    """The configured engine behind a watchdog. `decode` turns tokens into text, to search it for stop strings."""
+    """The configured engine behind a watchdog. `decode` turns tokens into text, to search it for stop strings.
+
+    `source`: the learner's weights, for engines that fetch them from where they are; without it those of `model`.
+    """
     needs_replay = Fate.REPLAY in (knobs.interrupted, knobs.on_bound)
     length = config.task.max_prompt_tokens + config.engine.max_new_tokens
     has_members = is_pool(config)
@@ -70,8 +78,7 @@ def build_engine(
             dtype = next(model.parameters()).dtype
             dtype = dtype if config.engine.dtype == "auto" else getattr(torch, config.engine.dtype)
             check_replay(config, is_exact=may_replay_exactly(config, dtype, has_gpu=config.engine.replica_gpus > 0))
-            settings = vllm_settings(config)
-            engine = build_pool(config, model, partial(vllm_engine, **settings), dtype=dtype, max_length=length)
+            engine = build_vllm_pool(config, model, source or ModuleWeights(model), dtype=dtype, max_length=length)
             if needs_replay and config.engine.replica_gpus:
                 probe(engine, config, model, length)
         case "local" if has_members:
@@ -122,7 +129,10 @@ def build_engine(
     except ConfigError:
         engine.close()
         raise
-    return Watchdog(engine, config.engine.watchdog_s)
+    settings = config.engine
+    is_remote = has_members or settings.kind == "vllm"
+    extra = {"start_s": settings.start_s, "publish_s": settings.publish_s} if is_remote else {}
+    return Watchdog(engine, settings.watchdog_s, **extra)
 
 
 def engine_model(config: SortedConfig, model: Any, source: ModuleWeights) -> Any:
@@ -146,10 +156,8 @@ def _merge_reason(config: SortedConfig, model: Any) -> str | None:
         return "the engine computes with plain weights"
     if config.lora.merge:
         return "lora.merge is set"
-    if settings.address or settings.port:
-        return "a vLLM server takes full weights only"
-    if is_pool(config):
-        return "a pool takes full weights only"
+    if settings.address:
+        return "a vLLM server that was started elsewhere takes full weights only"
     return find_adapter_fault(model)
 
 
@@ -253,6 +261,7 @@ def build_vllm(
         decode=decode,
         address=settings.address,
         port=settings.port,
+        keeps_copy=config.knobs.overlap,
         **vllm_settings(config),
     )
 
@@ -265,7 +274,8 @@ def build_own_engine(
     what = f"engine.kind {name_of(settings.kind)!r}"
     if is_pool(config):
         raise ConfigError(f"{what} cannot run in a pool: remove engine.replicas, engine.own_process and engine.cluster")
-    for key in ("dtype", "kv_gb", "address", "port", "eager", "async_scheduling", "batch_invariant"):
+    unused = ("dtype", "kv_gb", "memory_share", "transfer", "tensor_parallel", "address", "port")
+    for key in (*unused, "eager", "async_scheduling", "batch_invariant"):
         if getattr(settings, key) != type(settings).model_fields[key].default:
             raise ConfigError(f"engine.{key} has no effect on {what}: remove it, or pass it in engine.options")
     own = _private_copy(model) if config.knobs.overlap else model
@@ -294,7 +304,12 @@ def vllm_settings(config: SortedConfig) -> dict[str, Any]:
     )
     return {
         "kv_bytes": kv_bytes,
+        "memory_share": settings.memory_share,
+        "tensor_parallel": settings.tensor_parallel,
+        "transfer": settings.transfer,
         "limit_s": settings.watchdog_s / 2,
+        "start_s": settings.start_s,
+        "publish_s": settings.publish_s,
         "wishes": wishes,
         "sleeps": settings.sleep_during_updates,
     }
@@ -340,6 +355,8 @@ def build_pool(
         keep_kv=True,
         waits=settings.kind == "local",
         health_s=settings.health_s,
+        start_s=settings.start_s,
+        publish_s=settings.publish_s,
     )
     pool.publish(0, ModuleWeights(model)).wait()
     return pool
@@ -351,14 +368,86 @@ def is_invariant_pool(config: SortedConfig) -> bool:
     return settings.kind == "vllm" and settings.replica_gpus > 0 and settings.batch_invariant != "off"
 
 
+def build_vllm_pool(
+    config: SortedConfig, model: Any, source: ModuleWeights, *, dtype: torch.dtype, max_length: int
+) -> Pool:
+    """A pool of vLLM engines, which receive weights from where the learner holds them, unless by file."""
+    settings = config.engine
+    transfer = "file" if is_adapted(model) else pool_transfer(config)
+    is_ours = connect(settings.cluster or None, run_dir=config.run_dir)
+    from sortedrl.engine.pool.ray_placement import choose_bundles, gpus_by_node
+
+    place, num_gpus = None, max(settings.replica_gpus, float(settings.tensor_parallel))
+    if settings.replica_gpus and settings.tensor_parallel > 1:
+        place = choose_bundles(int(num_gpus), settings.replica_cpus, gpus_by_node())
+    common = {"slots": settings.slots, "max_length": max_length, "dtype": dtype, "stream_s": TAKE_S}
+    options = {**vllm_settings(config), "transfer": transfer, "is_spread": place is not None and place.is_spread}
+    common |= {"weights_dtype": next(model.parameters()).dtype, **options}
+    if is_adapted(model):
+        import ray
+
+        base, (peft_config,) = ray.put(arrays_of(base_copy(model))), model.peft_config.values()
+        make = partial(vllm_adapter_engine, model.config.to_dict(), base=base, peft_config=peft_config, **common)
+    else:
+        make = partial(vllm_engine, model.config.to_dict(), **common)
+    route = None
+    if transfer != "file":
+        from sortedrl.engine.vllm.transfer.link import WeightLink
+
+        route = WeightLink(
+            backend=transfer,
+            dtype=dtype,
+            num_workers=settings.tensor_parallel,
+            limit_s=settings.publish_s,
+            is_local=not settings.cluster,
+        )
+    pool = Pool(
+        ray_members(config, make, place=place, has_adapters=is_adapted(model), is_ours=is_ours),
+        size=settings.replicas,
+        slots=settings.slots,
+        exact_replay=dtype in EXACT_DTYPES or is_invariant_pool(config),
+        noise=SCHEME,
+        keep_kv=True,
+        health_s=settings.health_s,
+        start_s=settings.start_s,
+        publish_s=settings.publish_s,
+        route=route,
+        is_stable=not config.knobs.overlap,
+    )
+    pool.publish(0, source).wait()
+    return pool
+
+
+def pool_transfer(config: SortedConfig) -> str:
+    """The backend by which a pool of vLLM engines gets weights: NCCL between GPUs that are not shared, else gloo."""
+    settings = config.engine
+    if settings.transfer == "ipc":
+        raise ConfigError(
+            "engine.transfer = ipc needs engine and learner on one GPU and in one process: set engine.replicas = 1, or "
+            "engine.transfer = nccl"
+        )
+    if settings.transfer != "auto":
+        return settings.transfer
+    has_learner_gpus = config.learner.rank_gpus > 0 if config.learner.ranks > 1 else torch.cuda.is_available()
+    return "nccl" if settings.replica_gpus >= 1 and has_learner_gpus else "gloo"
+
+
 def child_members(config: SortedConfig, engine: dict[str, Any]) -> EngineLauncher:
     """A child process for the engine that `child_engine` makes of the settings `engine`."""
     return ChildLauncher(f"{__name__}:child_engine", engine, threads=config.run.threads)
 
 
-def ray_members(config: SortedConfig, make_engine: Callable[[], tuple[Engine, Any]]) -> EngineLauncher:
+def ray_members(
+    config: SortedConfig,
+    make_engine: Callable[[], tuple[Engine, Any]],
+    *,
+    place: Any = None,
+    has_adapters: bool = False,
+    is_ours: bool = False,
+) -> EngineLauncher:
+    """Launches engines in Ray actors. `is_ours`: the caller has just connected to Ray, and closes it with the pool."""
     settings = config.engine
-    is_ours = connect(settings.cluster or None, run_dir=config.run_dir)
+    is_ours = connect(settings.cluster or None, run_dir=config.run_dir) or is_ours
     from sortedrl.engine.pool.ray_launcher import RayEngineLauncher  # imports Ray's actors, so only after `connect`
 
     return RayEngineLauncher(
@@ -367,6 +456,8 @@ def ray_members(config: SortedConfig, make_engine: Callable[[], tuple[Engine, An
         num_gpus=settings.replica_gpus,
         threads=config.run.threads,
         imports=IMPORTS,
+        place=place,
+        has_adapters=has_adapters,
         has_spare=settings.kind == "local" and not settings.cluster and not settings.replica_gpus,
         on_close=disconnect if is_ours else None,
     )
@@ -410,10 +501,27 @@ def vllm_engine(
     max_length: int,
     **settings: Any,
 ) -> tuple[Engine, Any]:
-    """Runs in an actor: a vLLM engine and a model in host memory that receives the weights."""
+    """Runs in an actor: a vLLM engine, and a model in host memory if that receives the weights."""
     make = load_vllm_engine()
-    model = empty_model(config, weights_dtype)
+    with torch.device("cpu" if settings["transfer"] == "file" else "meta"):
+        model = empty_model(config, weights_dtype)
     return make(model, slots=slots, max_length=max_length, dtype=dtype, **settings), model
+
+
+def vllm_adapter_engine(
+    config: dict[str, Any], *, weights_dtype: torch.dtype, base: Any, peft_config: Any, **settings: Any
+) -> tuple[Engine, Any]:
+    """Runs in an actor: a vLLM engine with adapters. `base`: Ray's reference to the base weights, which stay.
+
+    Publications bring the adapters alone. The first one brings those of the learner.
+    """
+    import ray
+
+    from sortedrl.learner.lora import adapt
+
+    model = empty_model(config, weights_dtype)
+    load_arrays(ray.get(base), model)
+    return load_vllm_engine()(adapt(model, peft_config), **settings), model
 
 
 def empty_model(config: dict[str, Any], dtype: torch.dtype) -> Any:

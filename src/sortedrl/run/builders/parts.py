@@ -116,7 +116,7 @@ def build_parts(
     learner = build_learner(config, model)
     try:
         weights = engine_model(config, model, learner.source)
-        engine = build_engine(config, weights, config.knobs, decode=tokenizer.decode)
+        engine = build_engine(config, weights, config.knobs, decode=tokenizer.decode, source=learner.source)
     except BaseException:
         learner.close()
         raise

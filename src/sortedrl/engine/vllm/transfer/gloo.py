@@ -1,0 +1,258 @@
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+"""Weight transfer over gloo: a backend of vLLM's `weight_transfer` for machines without GPUs, as `nccl` is for GPUs.
+
+Importing this module registers the backend `gloo` with vLLM, for workers and for trainers. `worker.py` imports it in
+vLLM's workers, `sender.py` where the learner's weights are. Rank 0 of the learner packs tensors into buckets and
+broadcasts each to all workers. While one bucket travels, the next is gathered and packed, and the workers load the one
+before.
+
+Guarantees: workers get the bytes that the source yields, in its order; a transfer that breaks off raises on all sides
+within the group's time limit, and the next transfer starts from the beginning; without a network address, sockets
+listen on loopback only.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any, ClassVar, Self
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import ProcessGroupGloo
+from vllm.distributed.weight_transfer.base import (
+    TrainerInitInfo,
+    TrainerWeightTransferEngine,
+    VLLMWeightSyncClient,
+    WeightSource,
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
+from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine, NCCLWeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.packed_tensor import pack_tensors, unpack_tensor
+
+BACKEND = "gloo"
+BUCKET_BYTES = 32 << 20
+_AT_ONCE = 2  # buckets on their way
+
+
+@dataclass(kw_only=True)
+class GlooInitInfo(WeightTransferInitInfo):
+    """What a worker needs to join: as of `nccl`, and how long a side waits for another."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    timeout_s: float = 300.0
+    bucket_bytes: int = BUCKET_BYTES
+
+
+@dataclass(kw_only=True)
+class GlooTrainerInitInfo(TrainerInitInfo):
+    backend: ClassVar[str] = BACKEND
+
+    master_address: str
+    master_port: int
+    world_size: int
+    timeout_s: float = 300.0
+    bucket_bytes: int = BUCKET_BYTES
+
+
+class GlooGroup:
+    """The learner's rank 0 and the workers of all engines. It shares nothing with torch's default process group."""
+
+    def __init__(self, info: GlooInitInfo | GlooTrainerInitInfo, rank: int) -> None:
+        timeout = timedelta(seconds=info.timeout_s)
+        self._store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+            info.master_address, info.master_port, info.world_size, is_master=rank == 0, timeout=timeout
+        )
+        options = ProcessGroupGloo._Options()
+        options._devices = [ProcessGroupGloo.create_device(hostname=_own_address(info.master_address))]
+        options._timeout = timeout
+        self._group: Any = ProcessGroupGloo(self._store, rank, info.world_size, options)
+
+    def broadcast(self, bucket: torch.Tensor) -> Any:
+        """Send a bucket from rank 0 to all, or receive it; returns a handle to wait for."""
+        options = dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        return self._group.broadcast([bucket], options)
+
+    def close(self) -> None:
+        """Close the sockets, which ends the others' waits."""
+        self._group.abort()
+        self._group = self._store = None
+
+
+def _own_address(master: str) -> str:
+    """The address of this machine that the learner's rank 0 can reach."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((master, 9))  # sends nothing
+        return probe.getsockname()[0]
+
+
+class GlooTransferEngine(WeightTransferEngine[GlooInitInfo, NCCLWeightTransferUpdateInfo]):
+    """The worker's side. Weights are loaded as by `nccl`: in the checkpoint's format, layer by layer."""
+
+    init_info_cls = GlooInitInfo
+    update_info_cls = NCCLWeightTransferUpdateInfo
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._group: GlooGroup | None = None
+        self._bucket_bytes = BUCKET_BYTES
+        self._is_broken = False  # an update broke off, and some layers have not been completed
+
+    def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
+        self.shutdown()
+        self._bucket_bytes = init_info.bucket_bytes
+        parallel = self.parallel_config
+        worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        self._group = GlooGroup(init_info, worker + init_info.rank_offset)
+
+    def start_weight_update(self) -> None:
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+        if self._is_broken:  # otherwise the layers would count what they had received as part of this update
+            finalize_layerwise_reload(self.model, self.model_config)
+            self._is_broken = False
+        initialize_layerwise_reload(self.model)
+
+    def finish_weight_update(self) -> None:
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:
+        if self._group is None:
+            raise RuntimeError("no group to receive weights in: call init_weight_transfer_engine first")
+        self._is_broken = True
+        waiting: list[tuple[_Bucket, torch.Tensor, Any]] = []
+        for bucket in _buckets(update_info, self._bucket_bytes):
+            packed = torch.empty(sum(bucket.sizes), dtype=torch.uint8)
+            waiting.append((bucket, packed, self._group.broadcast(packed)))
+            if len(waiting) >= _AT_ONCE:
+                self._load(*waiting.pop(0))
+        for arrival in waiting:
+            self._load(*arrival)
+        self._is_broken = False
+
+    def _load(self, bucket: _Bucket, packed: torch.Tensor, handle: Any) -> None:
+        handle.wait()
+        self.model.load_weights(unpack_tensor(packed, bucket.names, bucket.shapes, bucket.dtypes, bucket.sizes))
+
+    def shutdown(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class _Bucket:
+    names: list[str]
+    shapes: list[list[int]]
+    dtypes: list[torch.dtype]
+    sizes: list[int]  # in bytes
+
+
+def _buckets(info: NCCLWeightTransferUpdateInfo, limit: int) -> Iterator[_Bucket]:
+    """The buckets that `pack_tensors` makes of these tensors: each ends with the tensor that exceeds the limit."""
+    bucket = _Bucket(names=[], shapes=[], dtypes=[], sizes=[])
+    for name, dtype_name, shape in zip(info.names, info.dtype_names, info.shapes, strict=True):
+        dtype = getattr(torch, dtype_name)
+        bucket.names.append(name)
+        bucket.shapes.append(shape)
+        bucket.dtypes.append(dtype)
+        bucket.sizes.append(torch.Size(shape).numel() * dtype.itemsize)
+        if sum(bucket.sizes) > limit:
+            yield bucket
+            bucket = _Bucket(names=[], shapes=[], dtypes=[], sizes=[])
+    if bucket.names:
+        yield bucket
+
+
+class GlooTrainerEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):
+    """The learner's side. Ranks other than 0 only take part in gathering the tensors."""
+
+    init_info_cls = GlooTrainerInitInfo
+
+    def __init__(
+        self, *, client: VLLMWeightSyncClient, source: WeightSource, is_sender: bool, bucket_bytes: int
+    ) -> None:
+        super().__init__(client=client, source=source, is_sender=is_sender)
+        self._bucket_bytes = bucket_bytes
+        self._group: GlooGroup | None = None
+
+    @classmethod
+    def trainer_init(
+        cls, init_info: GlooTrainerInitInfo, *, client: VLLMWeightSyncClient, source: WeightSource | None = None
+    ) -> Self:
+        if source is None:
+            raise ValueError("a transfer over gloo needs a WeightSource")
+        is_sender, bucket_bytes = init_info.is_sender, init_info.bucket_bytes
+        engine = cls(client=client, source=source, is_sender=is_sender, bucket_bytes=bucket_bytes)
+        if is_sender:
+            workers = GlooInitInfo(
+                master_address=init_info.master_address,
+                master_port=init_info.master_port,
+                rank_offset=1,
+                world_size=init_info.world_size,
+                timeout_s=init_info.timeout_s,
+                bucket_bytes=bucket_bytes,
+            )
+            with ThreadPoolExecutor(1) as executor:  # both sides wait for each other
+                joining = executor.submit(client.init_weight_transfer_engine, asdict(workers))
+                engine._group = GlooGroup(init_info, 0)
+                joining.result()
+        return engine
+
+    def send_weights(self) -> None:
+        assert self.source is not None, "the sender has a source"
+        metadata = self.source.metadata()
+        if not self.is_sender:
+            for _ in self.source:
+                pass
+            return
+        update = NCCLWeightTransferUpdateInfo(
+            names=[entry.name for entry in metadata],
+            dtype_names=[str(entry.dtype).removeprefix("torch.") for entry in metadata],
+            shapes=[list(entry.shape) for entry in metadata],
+        )
+        self.client.start_weight_update()
+        executor = ThreadPoolExecutor(1)
+        try:
+            receiving = executor.submit(self.client.update_weights, asdict(update))
+            self._broadcast(NCCLTrainerWeightTransferEngine._checked_iter(self.source, metadata))
+            receiving.result()
+        finally:
+            executor.shutdown(wait=False)  # after an error the workers may never answer
+        self.client.finish_weight_update()
+
+    def _broadcast(self, pairs: Iterator[tuple[str, torch.Tensor]]) -> None:
+        assert self._group is not None, "the sender has joined the group"
+        waiting: list[tuple[Any, torch.Tensor]] = []
+        while (chunk := pack_tensors(pairs, lambda pair: pair[1], self._bucket_bytes)) is not None:
+            waiting.append((self._group.broadcast(chunk.packed_tensor), chunk.packed_tensor))
+            if len(waiting) >= _AT_ONCE:
+                waiting.pop(0)[0].wait()
+        for handle, _ in waiting:
+            handle.wait()
+
+    def shutdown(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+
+def register() -> None:
+    """Make the backend known to vLLM in this process."""
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, GlooTransferEngine)
+        WeightTransferTrainerFactory.register_engine(BACKEND, GlooTrainerEngine)
+
+
+register()

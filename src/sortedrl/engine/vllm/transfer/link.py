@@ -1,0 +1,182 @@
+# pyright: reportMissingImports=false
+"""The connection from a learner to vLLM engines: who sends, who receives under which rank, and whether it arrived.
+
+The engine in this process (`engine.py`) and the launcher of a pool (`ray_launcher.py`) each own one `WeightLink`. For
+every publication it starts the learner's side (`sender.py`) in a thread and makes a `Ticket` per engine. Each engine
+redeems its ticket itself (`receive`), all at the same time, because a broadcast needs all of them.
+
+vLLM's clients tell every engine that its workers begin at rank 1, so two engines would claim the same ranks. Here each
+engine is told where its own ranks begin.
+
+Guarantees: the same engines and the same place of the weights keep one group; after any change, or a failure, a new
+group is made; `finish` returns only when the learner's side has ended, so weights never change while they are sent.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Hashable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sortedrl.errors import SortedRLError, first_line
+from sortedrl.weights import ModuleWeights
+
+_numbers = itertools.count()
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Ticket:
+    """What one engine needs to receive the weights of one publication."""
+
+    session: str
+    init_info: dict[str, Any]  # to join the group; an engine that has joined this session already leaves it out
+    update_info: dict[str, Any]
+
+
+class WeightLink:
+    """`dtype`: the engines' number format, in which weights travel. `is_local`: all processes are on this machine."""
+
+    def __init__(self, *, backend: str, dtype: torch.dtype, num_workers: int, limit_s: float, is_local: bool) -> None:
+        self.backend = backend
+        self._dtype = dtype
+        self._num_workers = num_workers  # of each engine
+        self._limit_s = limit_s
+        self._is_local = is_local
+        self._session: _Session | None = None
+        self._sending: Future[None] | None = None
+
+    def begin(self, source: Any, engines: Sequence[Hashable]) -> list[Ticket]:
+        """Start to send the weights of `source` (`weights.py`) to these engines; returns their tickets in order."""
+        assert self._sending is None, "the weights before these are still being sent"
+        from sortedrl.engine.vllm.transfer.sender import send
+
+        source = _with_place(source)
+        key = (source.place, tuple(engines))
+        if self._session is None or self._session.key != key:
+            self._session = self._open(source, key, len(engines))
+        session = self._session
+        self._sending = _in_thread(lambda: source.apply(send, session.plan))
+        offsets = range(1, session.plan.world_size, self._num_workers)
+        return [
+            Ticket(
+                session=session.plan.session,
+                init_info=_init_info(session.plan, rank_offset=offset),
+                update_info=session.update_info,
+            )
+            for offset in offsets
+        ]
+
+    def send_by(self, source: Any, client: Any, engine: Hashable) -> None:
+        """Send the weights through vLLM's handshake, whose calls `client` carries to the one engine (CUDA IPC)."""
+        from sortedrl.engine.vllm.transfer.sender import SendPlan, send
+
+        plan = SendPlan(
+            session=f"{os.getpid()}-client-{engine}",
+            backend=self.backend,
+            dtype=self._dtype,
+            host="",
+            port=0,
+            world_size=0,
+            timeout_s=self._limit_s,
+            client=client,
+        )
+        _with_place(source).apply(send, plan)
+
+    def finish(self) -> str | None:
+        """Wait until the learner's side has ended; returns why it failed, or None. Errors of the learner are raised."""
+        sending, self._sending = self._sending, None
+        if sending is None:
+            return None
+        try:
+            sending.result(self._limit_s)
+        except FutureTimeout:
+            self._session = None
+            return f"the weights were not sent within {self._limit_s:g} s"
+        except Exception as error:
+            self._session = None
+            if isinstance(error, SortedRLError):
+                raise
+            return f"{type(error).__name__}: {first_line(error)}"
+        return None
+
+    def abandon(self) -> None:
+        """Do not wait for the learner's side: the engines are gone, and it ends with an error by itself."""
+        self._session = self._sending = None
+
+    def _open(self, source: Any, key: Hashable, num_engines: int) -> _Session:
+        from sortedrl.engine.vllm.transfer.sender import SendPlan, describe
+
+        update_info, host, port = source.apply(describe, self._dtype, self._is_local)[0]
+        plan = SendPlan(
+            session=f"{os.getpid()}-{next(_numbers)}",
+            backend=self.backend,
+            dtype=self._dtype,
+            host=host,
+            port=port,
+            world_size=1 + num_engines * self._num_workers,
+            timeout_s=self._limit_s / 2,
+        )
+        return _Session(key=key, plan=plan, update_info=update_info)
+
+
+def _with_place(source: Any) -> Any:
+    """The source itself, or for one that has only a `module`, that module in this process."""
+    return source if hasattr(source, "apply") else ModuleWeights(source.module)
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class _Session:
+    key: Hashable
+    plan: Any
+    update_info: dict[str, Any]
+
+
+def _init_info(plan: Any, *, rank_offset: int) -> dict[str, Any]:
+    """The worker's side of the handshake, as each backend wants it."""
+    place = {"master_address": plan.host, "master_port": plan.port, "world_size": plan.world_size}
+    extra = {"timeout_s": plan.timeout_s} if plan.backend == "gloo" else {"packed": True}
+    return {**place, "rank_offset": rank_offset, **extra}
+
+
+def _in_thread(function: Any) -> Future[None]:
+    """Run a function in a thread that does not keep the process alive."""
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="sortedrl-weights", daemon=True).start()
+    return future
+
+
+async def receive(frontend: Any, ticket: Ticket, joined: str | None) -> None:
+    """The engine's side: join the session unless it is `joined`, and load the weights into vLLM's workers."""
+    from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+
+    if ticket.session != joined:
+        await frontend.init_weight_transfer_engine(WeightTransferInitRequest(init_info=ticket.init_info))
+    await frontend.start_weight_update()
+    await frontend.update_weights(WeightTransferUpdateRequest(update_info=ticket.update_info))
+    await frontend.finish_weight_update()
+
+
+def is_meta(model: Any) -> bool:
+    """Whether a model has no weights yet."""
+    return next(model.parameters()).device.type == "meta"
+
+
+def choose_transfer(transfer: str, model: Any) -> str:
+    """The backend for `auto`: CUDA IPC if the model is on the GPU that vLLM will use too, otherwise gloo."""
+    if transfer != "auto":
+        return transfer
+    return "ipc" if next(model.parameters()).device.type == "cuda" else "gloo"
