@@ -31,9 +31,9 @@ class Part:
     name: str
     stands_for: str
     cannot_show: str
-    tests: tuple[str, ...]  # files of tests, and a selection by -k
+    tests: tuple[str, ...] = ()  # files of tests
+    command: tuple[str, ...] = ()  # or the arguments of Python
     needs_vllm: bool = False
-    select: str = ""
 
 
 PARTS = (
@@ -66,10 +66,23 @@ PARTS = (
     ),
     Part(
         name="engine",
-        stands_for="the vLLM engine on V2: noise, replay, interruption, publication, sleep",
+        stands_for="the vLLM engine on V2, and split over 2 workers: noise, replay, interruption, publication, sleep",
         cannot_show="memory that sleep frees, speed",
         tests=("tests/conformance/test_conformance_v2.py",),
         needs_vllm=True,
+    ),
+    Part(
+        name="publication",
+        stands_for="weights from 2 FSDP2 ranks to an engine split in two, and to a pool of two, over gloo; every byte",
+        cannot_show="NCCL and CUDA IPC, their speed",
+        command=("-m", "benchmarks.engine.publication", "--model", "knights-tiny", "--rounds", "1", "--json"),
+        needs_vllm=True,
+    ),
+    Part(
+        name="slow-engine",
+        stands_for="engines that are cut off, slow or dead while a pool publishes",
+        cannot_show="how NCCL behaves when a peer is lost",
+        tests=("tests/engine/pool/test_pool_route.py",),
     ),
     Part(
         name="probe",
@@ -88,13 +101,13 @@ PARTS = (
 
 def make_step(part: Part) -> Step:
     python = str(V2_PYTHON) if part.needs_vllm else sys.executable
-    select = ["-k", part.select] if part.select else []
+    arguments = part.command or ("-m", "pytest", "-q", "-p", "no:cacheprovider", *part.tests)
     environment = {"OMP_NUM_THREADS": "1"}
     if part.needs_vllm:
         environment["PYTHONPATH"] = str(V2_FOLDER)
     return Step(
         name=part.name,
-        command=[python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *part.tests, *select],
+        command=[python, *arguments],
         environment=environment,
         missing="" if not part.needs_vllm or V2_PYTHON.exists() else "run `make vllm-v2` first",
     )

@@ -59,6 +59,7 @@ def test_a_rehearsal_names_tests_that_exist_and_what_they_cannot_show() -> None:
         assert part.stands_for
         assert part.cannot_show
         assert all((ROOT / test).is_file() for test in part.tests), part.name
+        assert part.tests or part.command
         command = rehearsal.make_step(part).command
         assert ("vllm" in str(command[0])) == part.needs_vllm
 

@@ -95,6 +95,7 @@ def resolve(folder: Path, values: dict[str, Any], wishes: dict[str, Any]) -> dic
         "batch_invariant": os.environ["VLLM_BATCH_INVARIANT"],
         "attention": attention_backend(config),
         "slots": config.scheduler_config.max_num_seqs,
+        "memory_share": config.cache_config.gpu_memory_utilization,
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
     }
 

@@ -77,3 +77,12 @@ def test_wishes_are_granted(resolve: Any) -> None:
 def test_an_older_device_gets_no_batch_invariance(resolve: Any) -> None:
     found = resolve("7.5", '{"dtype": "float16"}', '{"needs_exact_replay": true}')
     assert found["batch_invariant"] == "0"
+
+
+def test_tensor_parallelism_is_as_asked(resolve: Any) -> None:
+    found = resolve(values='{"dtype": "bfloat16", "tensor_parallel": 4, "kv_bytes": null, "memory_share": 0.8}')
+    assert found["tensor_parallel"] == 4
+    assert found["executor"] == "mp"
+    assert found["memory_share"] == 0.8
+    assert found["is_v2"]
+    assert found["is_async"]
