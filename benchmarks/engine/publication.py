@@ -269,7 +269,7 @@ def main() -> None:
     save("publication", {"options": vars(options), "result": result})
     if options.json:
         print(json.dumps(result))
-        return
+        sys.exit(_num_inexact(result))
     table = Table("way", "publication, s", "first, s", "byte for byte", title=f"{options.model}, {options.dtype}")
     for name, found in result["ways"].items():
         times = found["publish_s"]
@@ -280,6 +280,11 @@ def main() -> None:
         f"written in rank 0: {result['learner_copies']:.2f} times the bytes sent; in a worker of tp2: "
         f"{result['worker_copies']:.2f} times"
     )
+    sys.exit(_num_inexact(result))
+
+
+def _num_inexact(result: dict[str, Any]) -> int:
+    return sum(not found["is_exact"] for found in result["ways"].values())
 
 
 def run(options: argparse.Namespace, config: SortedConfig, model: Any) -> dict[str, Any]:
