@@ -75,7 +75,10 @@ PARTS = (
         name="publication",
         stands_for="weights from 2 FSDP2 ranks to an engine split in two, and to a pool of two, over gloo; every byte",
         cannot_show="NCCL and CUDA IPC, their speed",
-        command=("-m", "benchmarks.engine.publication", "--model", "knights-tiny", "--rounds", "2", "--json"),
+        command=(
+            *("-m", "benchmarks.engine.publication", "--model", "knights-tiny", "--rounds", "2"),
+            *("--rehearse", "--json"),
+        ),
         needs_vllm=True,
     ),
     Part(

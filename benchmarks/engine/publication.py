@@ -1,6 +1,6 @@
 """How fast a learner of two FSDP2 ranks gives its weights to vLLM, and whether every byte arrives.
 
-    .venv-vllm/bin/python -m benchmarks.engine.publication [--model smollm2-135m] [--rounds 5] [--json]
+    .venv-vllm/bin/python -m benchmarks.engine.publication [--model smollm2-135m] [--rounds 5] [--json] [--rehearse]
 
 Ways to publish, one after the other, each with the same learner:
 
@@ -255,6 +255,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
+    parser.add_argument("--rehearse", action="store_true", help="keep the recorded results")
     options = parser.parse_args()
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # functions of this file run in vLLM's workers
     root = str(Path(__file__).parents[2])
@@ -266,7 +267,8 @@ def main() -> None:
         result = run(options, config, model)
     finally:
         disconnect()
-    save("publication", {"options": vars(options), "result": result})
+    if not options.rehearse:
+        save("publication", {"options": vars(options), "result": result})
     if options.json:
         print(json.dumps(result))
         sys.exit(_num_inexact(result))
