@@ -56,7 +56,7 @@ def test_200_random_shapes_agree_with_the_reference() -> None:
         is_large = number % 40 == 39  # the interpreter takes a second for such a row
         vocab = rng.choice([LARGEST, 128_256, 151_936]) if is_large else int(2 ** rng.uniform(1, 13))
         rows, _ = make_rows(
-            1 if is_large else rng.randint(1, 12), vocab, seed=number, tolerance=rng.choice([0.0, 0.0, 0.5])
+            1 if is_large else rng.randint(1, 6), vocab, seed=number, tolerance=rng.choice([0.0, 0.0, 0.5])
         )
         rows = replace(rows, logits_rv=rows.logits_rv.to(rng.choice(TYPES)))
         found, expected = on_triton(rows), verify_rows_with_torch(rows)
