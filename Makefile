@@ -55,8 +55,8 @@ test-vllm: $(VLLM_VENV)/.ready ## Run the tests that need vLLM: the conformance 
 
 vllm-v2: $(V2_VENV)/.ready ## Set up vLLM's CPU build with Triton in .venv-vllm-v2: its V2 model runner, interpreted.
 
-test-vllm-v2: $(V2_VENV)/.ready ## Run the tests that compare stock vLLM's own sampler with the local engine.
-	$(V2_PYTHON) -m pytest -q -m vllm_v2 tests/engine/vllm $(ARGS)
+test-vllm-v2: $(V2_VENV)/.ready ## Run the tests of stock vLLM's V2 runner: its sampler, replay, the engine's promises.
+	$(V2_PYTHON) -m pytest -q -m vllm_v2 tests/engine/vllm tests/conformance $(ARGS)
 
 verl: $(VERL_VENV)/.ready ## Set up verl in .venv-verl and run the tests of its sampler: a real TransferQueue on local Ray.
 	env -u PYTHONDONTWRITEBYTECODE $(VERL_VENV)/bin/python -m pytest -q -m verl tests/adapters/test_verl.py $(ARGS)

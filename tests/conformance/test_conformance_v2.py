@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from importlib.util import find_spec
 
 import pytest
 
 from sortedrl.testing import CHECKS, Check, EngineCase
 from tests.conformance.cases import keep_promise
 from tests.conformance.process_cases import vllm_case
+from tests.support.interpreted_vllm import MARKS
 
-pytestmark = [
-    pytest.mark.vllm_v2,
-    pytest.mark.skipif(
-        find_spec("vllm") is None or os.environ.get("TRITON_INTERPRET") != "1",
-        reason="no vLLM under Triton's interpreter here: make test-vllm-v2",
-    ),
-    pytest.mark.timeout(1200),
-]
+pytestmark = MARKS
 
 
 SPLIT_CHECKS = {

@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support.interpreted_vllm import MARKS
 from tests.support.tiny_models import tiny_model
 
-pytestmark = [
-    pytest.mark.vllm_v2,
-    pytest.mark.skipif(
-        find_spec("vllm") is None or os.environ.get("TRITON_INTERPRET") != "1",
-        reason="no vLLM under Triton's interpreter here: make test-vllm-v2",
-    ),
-    pytest.mark.timeout(900),
-]
+pytestmark = MARKS
 PROGRAM = Path(__file__).parents[2] / "support" / "fake_cuda.py"
 SHAPE = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}
 

@@ -6,10 +6,8 @@ tokens must be found: each of them, and nothing else.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -25,15 +23,9 @@ from sortedrl.records import Mode
 from sortedrl.tasks.tiny import knights_tiny_path
 from sortedrl.testing import Answer, Caller
 from tests.engine.vllm.test_stock_v2 import BLOCK_BYTES, start_vllm
+from tests.support.interpreted_vllm import MARKS
 
-pytestmark = [
-    pytest.mark.vllm_v2,
-    pytest.mark.skipif(
-        find_spec("vllm") is None or os.environ.get("TRITON_INTERPRET") != "1",
-        reason="no vLLM under Triton's interpreter here: make test-vllm-v2",
-    ),
-    pytest.mark.timeout(900),
-]
+pytestmark = MARKS
 EXTENSION = "sortedrl.engine.vllm.worker.SortedWorker"
 NUM_TOKENS = 40
 VOCAB = 40  # prompts and planted tokens are below it

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +18,9 @@ import torch
 from sortedrl.engine.sampling.noise import KERNEL_MARGIN, gumbel
 from sortedrl.engine.vllm.verify_rows import CachedRows, VerifiedRows, verify_rows_with_torch
 from tests.engine.vllm.test_verify_rows import make_rows
+from tests.support.interpreted_vllm import MARKS
 
-pytestmark = [
-    pytest.mark.vllm_v2,
-    pytest.mark.skipif(
-        find_spec("vllm") is None or os.environ.get("TRITON_INTERPRET") != "1",
-        reason="no vLLM under Triton's interpreter here: make test-vllm-v2",
-    ),
-    pytest.mark.timeout(900),
-]
+pytestmark = MARKS
 NUM_SHAPES = 200
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 LARGEST = 152_064  # the vocabulary of Qwen2.5
