@@ -105,3 +105,18 @@ def test_bfloat16_may_replay_on_a_gpu_with_batch_invariance(
 ) -> None:
     config = settings(f"engine.batch_invariant={mode}")
     assert builder.may_replay_exactly(config, dtype, has_gpu=has_gpu) == may
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["engine=vllm", "schedule.overlap=true", "schedule.strategy=sorted-partial"], "schedule.overlap exclude"),
+        (["engine=vllm", "engine.replicas=2", "schedule.overlap=false"], "engines of a pool cannot sleep"),
+        (["engine=local", "schedule.strategy=sorted-partial"], "local cannot free its memory"),
+    ],
+)
+def test_engines_that_cannot_sleep_are_refused(model: Any, changes: list[str], message: str) -> None:
+    given = ["engine.sleep_during_updates=true", "engine.max_new_tokens=128", *changes]
+    config = SortedConfig.load(shipped_path("quickstart"), given)
+    with pytest.raises(ConfigError, match=message):
+        builder.build_engine(config, model, config.knobs)

@@ -65,6 +65,8 @@ def build_engine(
         raise ConfigError(f"engine.options has no effect on engine.kind {config.engine.kind}: remove it")
     if config.engine.sleep_during_updates and knobs.overlap:
         raise ConfigError("engine.sleep_during_updates and schedule.overlap exclude each other: set one to false")
+    if config.engine.sleep_during_updates and has_members:
+        raise ConfigError("engines of a pool cannot sleep: remove engine.sleep_during_updates, or use one vLLM engine")
     if config.engine.stop and has_members:
         raise ConfigError("engine.stop does not work with a pool: remove it, or set engine.replicas = 1")
     if has_members and (config.engine.address or config.engine.port):
