@@ -1,4 +1,4 @@
-"""Runs commands one after the other, each with its output in a file, and says what became of each.
+"""Runs commands, each with its output in a file, and says what became of each.
 
 `rehearsal.py` and `gpu_acceptance.py` use it. A command may report figures: the last line of its output that is a JSON
 object. Guarantees: every step gets a result, also one that cannot start, hangs, or comes after the time is up.
@@ -13,6 +13,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -43,11 +44,12 @@ class StepResult:
     figures: Mapping[str, Any] = field(default_factory=dict)
 
 
-def run_steps(steps: Sequence[Step], *, root: Path, out: Path, limit_s: float) -> list[StepResult]:
-    """Run all steps in `root`, with logs in `out`. Together they may take `limit_s`."""
+def run_steps(steps: Sequence[Step], *, root: Path, out: Path, limit_s: float, at_once: int = 1) -> list[StepResult]:
+    """Run all steps in `root`, so many at once, with logs in `out`. Together they may take `limit_s`."""
     out.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + limit_s
-    return [_run(step, root, out / f"{step.name}.log", deadline) for step in steps]
+    with ThreadPoolExecutor(at_once) as threads:
+        return list(threads.map(lambda step: _run(step, root, out / f"{step.name}.log", deadline), steps))
 
 
 def _run(step: Step, root: Path, log: Path, deadline: float) -> StepResult:

@@ -1,6 +1,6 @@
 """`make rehearsal`: on a machine without GPUs, run what a user with GPUs would meet first.
 
-    python -m tools.rehearsal [--only NAME ...] [--limit 900] [--json]
+    python -m tools.rehearsal [--only NAME ...] [--limit 900] [--at-once 2] [--json]
 
 Each part runs the project's own code and vLLM's own code, with a stand-in for what is missing: Ray nodes that claim to
 have GPUs, a CUDA platform that vLLM believes in, Triton's interpreter, gloo in the place of NCCL. The table says what
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,10 +130,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=[part.name for part in PARTS], help="run these parts only")
     parser.add_argument("--limit", type=float, default=900.0, help="seconds for all parts together")
+    parser.add_argument("--at-once", type=int, default=min(2, os.cpu_count() or 1), help="parts that run at once")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     options = parser.parse_args()
     parts = {part.name: part for part in PARTS if not options.only or part.name in options.only}
-    results = run_steps([make_step(part) for part in parts.values()], root=ROOT, out=OUT, limit_s=options.limit)
+    steps = [make_step(part) for part in parts.values()]
+    results = run_steps(steps, root=ROOT, out=OUT, limit_s=options.limit, at_once=options.at_once)
     if options.json:
         print(json.dumps({r.step.name: {"fate": r.fate, "seconds": round(r.seconds), "why": r.why} for r in results}))
     else:

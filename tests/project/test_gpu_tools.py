@@ -33,7 +33,7 @@ def test_every_step_gets_a_result(tmp_path: Path) -> None:
         Step(name="absent", command=["/no/such/program"]),
         python("skipped", "", missing="it needs two GPUs"),
     ]
-    results = run_steps(steps, root=tmp_path, out=tmp_path / "out", limit_s=60.0)
+    results = run_steps(steps, root=tmp_path, out=tmp_path / "out", limit_s=60.0, at_once=2)
     fates = {result.step.name: result.fate for result in results}
     assert fates == {
         "good": Fate.PASSED,
