@@ -14,6 +14,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
@@ -29,6 +30,7 @@ NUM_DEVICES = 4
 
 def fake_platform(major: int, minor: int) -> Any:
     """vLLM's CUDA platform with devices of a compute capability."""
+    sys.modules["vllm._C_stable_libtorch"] = ModuleType("kernels")  # compiled for CUDA, and not in the CPU build
     from vllm.platforms.cuda import NonNvmlCudaPlatform
     from vllm.platforms.interface import DeviceCapability
 
