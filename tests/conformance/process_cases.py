@@ -68,7 +68,8 @@ def vllm_case(*, is_server: bool = False, tensor_parallel: int = 1) -> Iterator[
         if engine.needs_probe:  # on a GPU
             engine.take_evidence(probe_replay(engine, vocab=VOCAB, max_length=MAX_LENGTH))
         try:
-            yield model_case(engine, model, kill=lambda: os.kill(engine.pids[0], signal.SIGKILL))
+            # A start of two workers takes two minutes on a busy machine.
+            yield model_case(engine, model, kill=lambda: os.kill(engine.pids[0], signal.SIGKILL), limit_s=600.0)
             pids = engine.pids
         finally:
             engine.close()

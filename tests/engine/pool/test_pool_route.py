@@ -31,7 +31,8 @@ class Route:
 
     def begin(self, source: Any, engines: Sequence[Any]) -> list[Any]:
         self.rounds.append(list(engines))
-        return [self.fault(engine) or arrays_of(source.module) for engine in engines]
+        faults = [self.fault(engine) for engine in engines]
+        return [arrays_of(source.module) if fault is None else fault for fault in faults]
 
     def finish(self) -> str | None:
         self.num_finished += 1

@@ -77,6 +77,10 @@ class _EngineActor:
         self._imports = _Imports(imports, niceness)
         self._imports.start()
 
+    def devices(self) -> list[int]:
+        """The numbers of the GPUs that Ray has given to this actor."""
+        return [int(number) for number in ray.get_gpu_ids()]
+
     def ready(self) -> None:
         """Returns when the imports are done."""
         self._imports.join()
@@ -197,6 +201,7 @@ class RayEngineLauncher:
         self._spare: Any = None
         self._spare_ready: Future[None] | None = None
         shape: dict[str, Any] = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": CALLS_AT_ONCE}
+        self._shape = shape
         self._actor_class = ray.remote(_EngineActor).options(num_cpus=num_cpus, num_gpus=num_gpus, **shape)
         self._spare_class = ray.remote(_EngineActor).options(num_cpus=0, **shape)
 
@@ -210,7 +215,8 @@ class RayEngineLauncher:
         if self._place is None or group is None:
             return self._actor_class
         own = self._place.bundles[0]
-        return self._actor_class.options(
+        return ray.remote(_EngineActor).options(
+            **self._shape,
             num_cpus=own["CPU"] - (1.0 if self._place.is_spread else 0.0),
             num_gpus=0.0 if self._place.is_spread else own["GPU"],  # spread: vLLM's own actors take them
             scheduling_strategy=PlacementGroupSchedulingStrategy(

@@ -394,7 +394,7 @@ class VllmEngine:
         if self._source is None:
             return
         self._send(self._request_loop.version, self._source, InFlight.ABORT)
-        if self._request_loop.loss is not None:
+        if self._request_loop.loss is not None and self._num_starts == 1:  # a later loss is dealt with by `poll`
             loss, self._request_loop.loss = self._request_loop.loss, None
             process, self._process = self._process, None
             process.close(is_lost=True)
