@@ -42,7 +42,7 @@ PARTS = (
         name="placement",
         stands_for="engines and ranks of every shipped configuration on Ray nodes with 8 GPUs each",
         cannot_show="whether models fit, and links between GPUs",
-        tests=("tests/rehearsal/test_placement.py",),
+        tests=("tests/rehearsal/test_placement.py", "tests/engine/pool/test_ray_placement.py"),
     ),
     Part(
         name="configuration",
