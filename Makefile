@@ -23,7 +23,7 @@ WARM_UP := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c 'import torch._dynamo
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart study-quick test coverage test-wheel test-slow vllm test-vllm vllm-v2 test-vllm-v2 verl gpu-acceptance bad-input check docs clean
+.PHONY: help quickstart study-quick test coverage test-wheel test-slow vllm test-vllm vllm-v2 test-vllm-v2 verl gpu-acceptance rehearsal bad-input check docs clean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -55,15 +55,18 @@ test-vllm: $(VLLM_VENV)/.ready ## Run the tests that need vLLM: the conformance 
 
 vllm-v2: $(V2_VENV)/.ready ## Set up vLLM's CPU build with Triton in .venv-vllm-v2: its V2 model runner, interpreted.
 
-test-vllm-v2: $(V2_VENV)/.ready ## Run the tests that compare stock vLLM's own sampler with the local engine.
-	$(V2_PYTHON) -m pytest -q -m vllm_v2 tests/engine/vllm $(ARGS)
+test-vllm-v2: $(V2_VENV)/.ready ## Run the tests of stock vLLM's V2 runner: its sampler, replay, the engine's promises.
+	$(V2_PYTHON) -m pytest -q -m vllm_v2 tests/engine/vllm tests/conformance $(ARGS)
 
 verl: $(VERL_VENV)/.ready ## Set up verl in .venv-verl and run the tests of its sampler: a real TransferQueue on local Ray.
 	env -u PYTHONDONTWRITEBYTECODE $(VERL_VENV)/bin/python -m pytest -q -m verl tests/adapters/test_verl.py $(ARGS)
 
 gpu-acceptance: VLLM = vllm
-gpu-acceptance: $(VLLM_VENV)/.ready ## On a GPU machine: conformance, publication, quickstart, a short recipe; what passed.
-	env -u PYTHONDONTWRITEBYTECODE $(VLLM_BIN)/python tools/gpu_acceptance.py $(ARGS)
+gpu-acceptance: $(VLLM_VENV)/.ready ## On a GPU machine: device, graphs, replay, speed, NCCL, runs; a report to paste.
+	env -u PYTHONDONTWRITEBYTECODE $(VLLM_BIN)/python -m tools.gpu_acceptance $(ARGS)
+
+rehearsal: $(VENV)/.dev $(V2_VENV)/.ready ## Without GPUs: what a GPU user would meet first, with stand-ins; 15 minutes at most.
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m tools.rehearsal $(ARGS)
 
 bad-input: $(VENV)/.runtime ## Try every command with bad input: no traceback, no hang, the right exit code.
 	$(BIN)/python tools/bad_input.py $(ARGS)

@@ -22,7 +22,7 @@ from sortedrl import schedule as sorted_schedule
 from sortedrl.buffer import Buffer
 from sortedrl.clock import Clock, Timing
 from sortedrl.engine import base as engine_events
-from sortedrl.engine.base import Engine, InFlight, Request, Sampling, Span
+from sortedrl.engine.base import Engine, InFlight, Request, Sampling, SleepingEngine, Span
 from sortedrl.errors import EngineError
 from sortedrl.learner.base import Learner, Update, UpdateResult
 from sortedrl.protocols import CheckpointHook, EvaluationHook, Score, Scorer
@@ -75,6 +75,7 @@ class LoopSettings:
     update_poll_s: float = IDLE_POLL_S  # with overlap, how long the end of an update may go unnoticed
     score_grace_s: float = 0.25  # how long a batch that lacks only scores may wait for them
     max_failures: int = 3  # failed attempts after which a sample is trained as an empty answer
+    colocated: bool = False  # the engine sleeps during updates, because the learner needs the memory of its device
     follows_attempts: bool = True
 
 
@@ -95,9 +96,10 @@ class Controller:
         self.engine, self.learner, self.scorer = parts.engine, parts.learner, parts.scorer
         self.load_samples, self.schedule = parts.load_samples, parts.schedule
         self.evaluation, self.checkpoints, self.on_update = parts.evaluation, parts.checkpoints, parts.on_update
+        assert not (settings.colocated and settings.knobs.overlap), "a sleeping engine cannot decode during updates"
         self.settings = settings
         self.knobs = settings.knobs
-        if not parts.engine.capabilities.keep_kv:  # answers are read again at each update; then verify them too
+        if settings.colocated or not parts.engine.capabilities.keep_kv:  # answers are read again at each update
             self.knobs = replace(settings.knobs, max_unverified=0)
         self.follows_attempts = settings.follows_attempts
         self.clock = clock
@@ -151,7 +153,16 @@ class Controller:
             "cohort_batches": self.knobs.cohort_batches,
             "lookahead": "none" if self.knobs.lookahead is None else self.knobs.lookahead,
             "calibration": self.buffer.lengths.calibration,
+            "replay_law": self.replay_law(),
         }
+
+    def replay_law(self) -> str | None:
+        """What a replay keeps: the tokens that the new weights draw, or also tokens close to them."""
+        if Fate.REPLAY not in (self.knobs.interrupted, self.knobs.on_bound):
+            return None
+        capabilities, tolerance = self.engine.capabilities, self.settings.replay_tolerance
+        law = f"within {tolerance:g} of the best score" if tolerance else "exact"
+        return f"{law}; at the start {capabilities.replay_probe}" if capabilities.replay_probe else law
 
     def state_dict(self) -> dict[str, float | int | None]:
         """The loop's own state for a checkpoint; the ledger holds the buffer's."""
@@ -214,6 +225,8 @@ class Controller:
         self.check_guarantees(batch, taken)
         self.emit(taken)
         self.update_began = self.clock.now()
+        if self.settings.colocated:
+            self.sleeping_engine.sleep()
         self.update = self.learner.start(batch)
         if self.knobs.overlap and not self.buffer.running and not self.update.done():
             self.load()  # all slots are empty: fill them, or `settle` waits for the update with an idle engine
@@ -363,13 +376,18 @@ class Controller:
         is_fresh = self.knobs.restart_noise == RestartNoise.FRESH and sample.num_restarts > 0
         return restart_seed(sample.seed, sample.num_restarts) if is_fresh else sample.seed
 
+    @property
+    def sleeping_engine(self) -> SleepingEngine:
+        assert isinstance(self.engine, SleepingEngine), "`colocated` needs an engine that sleeps"
+        return self.engine
+
     def pause_rollout(self) -> int:
         """Stop rollout for an update; returns the number of samples that were interrupted.
 
         Samples that simply continue under the next weights keep their slots, if the engine can hold them there.
         """
         interrupted = None  # all
-        if self.engine.capabilities.waits:
+        if self.engine.capabilities.waits and not self.settings.colocated:
             interrupted = [s.id for s in self.schedule.interrupts_at_publication(self.buffer, self.knobs)]
         num_before = self.buffer.num_running
         if num_before:
@@ -451,7 +469,7 @@ class Controller:
     # ---- updates ----------------------------------------------------------------------------------------------------
 
     def publish(self, version: int) -> None:
-        """Hand the learner's weights to the engine and make `version` the current one."""
+        """Hand the learner's weights to the engine, wake it if it sleeps, and make `version` the current one."""
         began = self.clock.now()
         in_flight = self.settings.in_flight if self.buffer.num_running else InFlight.ABORT
         if self.buffer.num_running and all(
@@ -459,6 +477,8 @@ class Controller:
         ):
             in_flight = InFlight.KEEP  # nothing is trained before it is verified, so no cache is computed for it
         self.engine.publish(version, self.learner.source, in_flight).wait()
+        if self.settings.colocated:
+            self.sleeping_engine.wake()
         self.buffer.publish(version)
         seconds = self.clock.now() - began
         self.publish_s += seconds

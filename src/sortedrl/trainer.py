@@ -336,10 +336,11 @@ class SortedTrainer:
         evaluator = build_evaluator(self.config, parts, emit=emit, clock=clock)
         state = None if checkpoint is None else restore(parts, evaluator, files.buffer.version, checkpoint)
         carried = EngineStats() if state is None else EngineStats(**state["stats"])
+        at_start = parts.engine.stats()  # a probe may have used the engine
 
         def stats() -> EngineStats:
             """The engine's counters over the whole run, without those of evaluations."""
-            return parts.engine.stats().minus(evaluator.used).plus(carried)
+            return parts.engine.stats().minus(at_start).minus(evaluator.used).plus(carried)
 
         saver = RunSaver(
             config=self.config,

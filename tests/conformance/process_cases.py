@@ -19,10 +19,11 @@ import torch
 from sortedrl.engine.base import Engine
 from sortedrl.engine.local.engine import LocalEngine
 from sortedrl.engine.pool.pool import Pool
+from sortedrl.engine.replay_probe import probe_replay
 from sortedrl.engine.sampling.noise import SCHEME
 from sortedrl.testing import EngineCase
 from tests.conformance.cases import MAX_LENGTH, SLOTS, letters, local_ray, model_case
-from tests.support.tiny_models import source, tiny_model
+from tests.support.tiny_models import VOCAB, source, tiny_model
 
 HEADS = {
     "hidden_size": 64,
@@ -56,8 +57,16 @@ def vllm_case(*, is_server: bool = False, tensor_parallel: int = 1) -> Iterator[
         if tensor_parallel > 1:  # also when vLLM is started again
             patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(str(core) for core in range(tensor_parallel)))
         engine = VllmEngine(
-            model, slots=SLOTS, max_length=MAX_LENGTH, decode=letters, port=port, tensor_parallel=tensor_parallel
+            model,
+            slots=SLOTS,
+            max_length=MAX_LENGTH,
+            decode=letters,
+            port=port,
+            tensor_parallel=tensor_parallel,
+            sleeps=True,
         )
+        if engine.needs_probe:  # on a GPU
+            engine.take_evidence(probe_replay(engine, vocab=VOCAB, max_length=MAX_LENGTH))
         try:
             # A start of two workers takes two minutes on a busy machine.
             yield model_case(engine, model, kill=lambda: os.kill(engine.pids[0], signal.SIGKILL), limit_s=600.0)

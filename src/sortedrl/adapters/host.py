@@ -192,7 +192,7 @@ class HostRun:
         schedule: Schedule = sorted_schedule,
         tokenizer: Any = None,
     ) -> None:
-        check_engine(engine, settings.knobs)
+        check_engine(engine, settings.knobs, tolerance=settings.replay_tolerance)
         self.settings = settings
         self.engine = engine
         self.score = score
@@ -468,10 +468,11 @@ class _Made:
         return UpdateResult(optimizer_steps=0)
 
 
-def check_engine(engine: Engine, knobs: Knobs) -> None:
+def check_engine(engine: Engine, knobs: Knobs, *, tolerance: float = 0.0) -> None:
     """Refuse an engine that cannot do what the schedule asks of it."""
-    if Fate.REPLAY in (knobs.interrupted, knobs.on_bound) and not engine.capabilities.exact_replay:
+    is_exact = engine.capabilities.exact_replay
+    if Fate.REPLAY in (knobs.interrupted, knobs.on_bound) and not is_exact and not tolerance:
         raise ConfigError(
-            "this strategy verifies answers by replay, and the engine's replay is not exact: choose a strategy with "
-            "restart or resume, or an engine that computes in float32"
+            "this strategy verifies answers by replay, and the engine's replay is not exact: choose sorted-partial "
+            "with max_staleness = 1, or an engine that computes in float32, or set replay_tolerance = 0.1"
         )

@@ -224,6 +224,18 @@ class EngineSection(Section):
     in_flight: Literal["reprefill", "keep"] = "reprefill"
     """KV cache of running sequences when new weights are published: `reprefill` computes it again, `keep` continues
     with the old one."""
+    eager: bool | None = None
+    """`vllm`: run without CUDA graphs. Unset: with graphs on GPUs, without on CPUs."""
+    async_scheduling: bool | None = None
+    """`vllm`: schedule the next step while the current one runs. Unset: on GPUs, where vLLM's V2 model runner
+    serves."""
+    batch_invariant: Literal["auto", "on", "off"] = "auto"
+    """`vllm` on GPUs: compute each sequence independently of the batch around it, so that replay is exact in bfloat16,
+    at the cost of speed. `auto`: if the strategy replays and the device can; `on`: always; `off`: never. A probe at the
+    start decides whether exact replay is promised (see docs/guides/vllm.md)."""
+    sleep_during_updates: bool = False
+    """`vllm` and learner on one device: the engine frees the memory of weights and KV cache for each update, and gets
+    the new weights before it continues. Not with `schedule.overlap`."""
     kv_gb: float | None = Field(default=None, gt=0.0)
     """`vllm`: memory for the KV cache on each device, in GiB. Unset: on GPUs what `memory_share` leaves, on a CPU
     enough for all slots at full length."""

@@ -18,6 +18,8 @@ Every engine guarantees, by the names that `sortedrl.testing` uses:
 - publication: what is sampled after it comes from the new weights, in running answers too;
 - slots: more requests than free slots are refused;
 - failures: a request that cannot be served fails alone, and an engine that lost its process returns its samples;
+- sleep: with `sleeps`, `sleep` frees weights and KV cache, and after `publish` and `wake` answers continue under the
+  published weights; calls in another order are refused (`sleep_state.py`);
 - loop: all of these together, so that a run trains every sample once and within its staleness bound.
 
 The constructors of requests and events accept positional arguments, because Python is several times faster that way
@@ -29,7 +31,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from sortedrl.records import FinishReason, Mode, Segment
 
@@ -179,6 +181,8 @@ class Capabilities:
     keep_kv: bool
     waits: bool  # decodes nothing between `interrupt` and the next `poll`: samples may keep their slots in an update
     noise: str = OWN_NOISE  # the scheme of its sampling noise, `noise.SCHEME` for the shared one; the ledger records it
+    replay_probe: str = ""  # what a probe of its replay found (`replay_probe.py`), if there was one
+    sleeps: bool = False  # it is a `SleepingEngine`
 
 
 @dataclass(slots=True, kw_only=True)
@@ -259,3 +263,16 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class SleepingEngine(Engine, Protocol):
+    """An engine that gives its device's memory to a learner for the time of an update."""
+
+    def sleep(self) -> None:
+        """Free the memory of weights and KV cache. No sample may be running."""
+        ...
+
+    def wake(self) -> None:
+        """Serve requests again. Weights must have been published since `sleep`, because the old ones are gone."""
+        ...

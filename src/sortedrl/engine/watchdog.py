@@ -26,7 +26,16 @@ from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, Final, TypeVar
 
-from sortedrl.engine.base import Capabilities, Engine, EngineEvent, EngineStats, Handle, InFlight, Request
+from sortedrl.engine.base import (
+    Capabilities,
+    Engine,
+    EngineEvent,
+    EngineStats,
+    Handle,
+    InFlight,
+    Request,
+    SleepingEngine,
+)
 from sortedrl.errors import ConfigError, EngineError, SortedRLError
 
 EXIT_CODE: Final = 70  # EX_SOFTWARE of sysexits.h
@@ -97,6 +106,14 @@ class Watchdog:
     def publish(self, version: int, source: Any, in_flight: InFlight = InFlight.ABORT) -> Handle:
         handle = self._watched("publish", self._publish_limit_s, self.engine.publish, version, source, in_flight)
         return _WatchedHandle(self, handle)
+
+    def sleep(self) -> None:
+        assert isinstance(self.engine, SleepingEngine), "only an engine with `sleeps` is sent to sleep"
+        self._watched("sleep", self.limit_s, self.engine.sleep)
+
+    def wake(self) -> None:
+        assert isinstance(self.engine, SleepingEngine), "only an engine with `sleeps` is woken"
+        self._watched("wake", self.limit_s, self.engine.wake)
 
     def stats(self) -> EngineStats:
         return self.engine.stats()

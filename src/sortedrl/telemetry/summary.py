@@ -70,6 +70,7 @@ class Summary(BaseModel):
     staleness_max: int | None = None
     divergence_rate: float | None = None
     accepted_prefix: float | None = None
+    replay_law: str | None = None  # what a replay keeps: exactly what the new weights draw, or tokens close to it
     mean_length: float | None = None
     mean_longest: float | None = None  # of the trained samples, the longest answer in any attempt
     length_in_order: float | None = None  # share of answer pairs whose predicted lengths are in the right order
@@ -139,6 +140,7 @@ def summarize(
     reward_errors: Mapping[str, int] | None = None,
     emit_s: float | None = None,
     alarm: str | None = None,
+    replay_law: str | None = None,
 ) -> Summary:
     """Return the summary of a run from `metrics`, which has received all its events.
 
@@ -183,6 +185,7 @@ def summarize(
         staleness_max=metrics.staleness_max,
         divergence_rate=metrics.divergence_rate,
         accepted_prefix=metrics.accepted_prefix,
+        replay_law=replay_law,
         mean_length=metrics.mean_length,
         length_in_order=calibration.in_order if calibration else None,
         length_log_error=calibration.log_error if calibration else None,

@@ -129,6 +129,7 @@ class EngineCase:
     decode: Callable[[list[int]], str] | None = None  # the engine's decoder, if it supports stop strings
     advance: Callable[[], list[EngineEvent]] | None = None  # one short piece of work; default: a short poll
     kill: Callable[[], None] | None = None  # kills the engine's process, if it has one
+    during_update: Callable[[], None] | None = None  # called while a sleeping engine has left its device to the learner
     limit_s: float = _LIMIT_S  # longest time without progress before a check fails
     clock: Clock = field(default_factory=WallClock)
     version: int = 0

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from sortedrl.engine.base import EngineEvent, InFlight, Request, Sampling, Span
+from sortedrl.engine.base import EngineEvent, InFlight, Request, Sampling, SleepingEngine, Span
 from sortedrl.engine.sampling.noise import SCHEME, gumbel_scalar
 from sortedrl.errors import SortedRLError
 from sortedrl.records import FinishReason, Mode
@@ -75,6 +75,7 @@ STOPS = Requirement(
 )
 DECODES = Requirement(lambda case: case.decode is not None, "EngineCase.decode is missing: it finds no stop strings")
 DIES = Requirement(lambda case: case.kill is not None, "EngineCase.kill is missing: no process of it can die alone")
+SLEEPS = Requirement(lambda case: case.engine.capabilities.sleeps, "the engine's capabilities say sleeps = False")
 SHARED_NOISE = Requirement(
     lambda case: case.engine.capabilities.noise == SCHEME, f"the engine's capabilities do not say noise = {SCHEME}"
 )
@@ -427,6 +428,73 @@ def slots_are_a_limit(case: EngineCase) -> None:
         caller.interrupt()
         return
     raise AssertionError(f"the engine accepted {slots + 1} requests for {slots} slots")
+
+
+# ---- sleep -----------------------------------------------------------------------------------------------------------
+
+
+def put_to_sleep(case: EngineCase) -> SleepingEngine:
+    assert isinstance(case.engine, SleepingEngine), "an engine with `sleeps` has the methods sleep and wake"
+    case.engine.sleep()
+    return case.engine
+
+
+@check(
+    "after a sleep, interrupted answers continue under the weights published meanwhile",
+    guarantee="sleep",
+    requires=[SLEEPS],
+)
+def answers_continue_after_a_sleep(case: EngineCase) -> None:
+    caller = case.caller()
+    requests = case.requests(3)
+    case.engine.submit(requests)
+    case.run_until(caller, 9)
+    caller.interrupt()
+    before = {request.sample: len(caller.answers[request.sample].tokens) for request in requests}
+    for _ in range(2):  # memory that is freed once must come back a second time
+        engine = put_to_sleep(case)
+        case.publish()
+        engine.wake()
+    caller.serve([caller.again(request, Mode.RESUME) for request in requests])
+    for request in requests:
+        answer = caller.answers[request.sample]
+        assert len(answer.tokens) == request.budget
+        assert set(answer.versions[before[request.sample] :]) == {case.version}
+        fresh = case.logprobs(case.version, request, answer.tokens)[before[request.sample] :]
+        assert case.is_close(answer.logprobs[before[request.sample] :], fresh)
+
+
+@check("what was verified before a sleep is verified after it", guarantee="sleep", requires=[SLEEPS, EXACT])
+def replay_survives_a_sleep(case: EngineCase) -> None:
+    caller = case.caller()
+    (request,) = case.requests(1, budget=16)
+    caller.serve([request])
+    engine = put_to_sleep(case)
+    case.publish()
+    engine.wake()
+    replayed = caller.serve([caller.again(request, Mode.REPLAY)])[request.sample]
+    restarted = case.caller().serve([replace(request, attempt=2)])[request.sample]
+    assert replayed.tokens == restarted.tokens
+    assert case.is_close(replayed.logprobs, case.logprobs(case.version, request, replayed.tokens))
+
+
+@check("a sleeping engine serves nothing, and does not wake without weights", guarantee="sleep", requires=[SLEEPS])
+def calls_in_another_order_are_refused(case: EngineCase) -> None:
+    (request,) = case.requests(1)
+    engine = put_to_sleep(case)
+    for name, call in {
+        "serves a request": lambda: engine.submit([request]),
+        "wakes without weights": engine.wake,
+        "sleeps twice": engine.sleep,
+    }.items():
+        try:
+            call()
+        except (SortedRLError, AssertionError):
+            continue
+        raise AssertionError(f"a sleeping engine {name}")
+    case.publish()
+    engine.wake()
+    case.caller().serve([replace(request, budget=4)])
 
 
 @check(

@@ -18,7 +18,7 @@ from sortedrl.learner.base import UpdateResult
 from sortedrl.records import Batch, Prompt, Sample, sample_seed
 from sortedrl.schedule import Knobs, Strategy, resolve_knobs
 from sortedrl.testing.case import EngineCase
-from sortedrl.testing.checks import DIES, check
+from sortedrl.testing.checks import DIES, SLEEPS, check
 
 _SAMPLES = 24
 
@@ -67,6 +67,7 @@ class StubLearner:
     case: EngineCase
     scorer: StubScorer
     kill_at: int | None = None  # number of the batch at which to kill the engine
+    is_colocated: bool = False
     batches: list[Batch] = field(default_factory=list)
     num_unscored: int = 0
     last_batch: float = field(default_factory=time.monotonic)
@@ -76,6 +77,8 @@ class StubLearner:
         return self.case.source(self.batches[-1].version + 1)
 
     def start(self, batch: Batch) -> StubUpdate:
+        if self.is_colocated and self.case.during_update is not None:
+            self.case.during_update()
         if len(self.batches) == self.kill_at and self.case.kill is not None:
             self.case.kill()
         self.batches.append(batch)
@@ -84,12 +87,14 @@ class StubLearner:
         return StubUpdate()
 
 
-def run_loop(case: EngineCase, knobs: Knobs, *, is_slow: bool = False, kill_at: int | None = None) -> StubLearner:
+def run_loop(
+    case: EngineCase, knobs: Knobs, *, is_slow: bool = False, kill_at: int | None = None, is_colocated: bool = False
+) -> StubLearner:
     """Train `_SAMPLES` samples of different lengths; the controller itself checks staleness, budgets and versions."""
     buffer = Buffer()
     buffer.version = case.version  # earlier checks have published versions
     scorer = StubScorer(is_slow=is_slow)
-    learner = StubLearner(case=case, scorer=scorer, kill_at=kill_at)
+    learner = StubLearner(case=case, scorer=scorer, kill_at=kill_at, is_colocated=is_colocated)
 
     def load(cohort: int, count: int) -> list[Sample]:
         numbers = range(buffer.num_loaded, min(buffer.num_loaded + count, _SAMPLES))
@@ -99,7 +104,12 @@ def run_loop(case: EngineCase, knobs: Knobs, *, is_slow: bool = False, kill_at: 
         buffer,
         LoopParts(engine=case.engine, learner=learner, scorer=scorer, load_samples=load),
         LoopSettings(
-            knobs=knobs, total_samples=_SAMPLES, sampling=Sampling(), in_flight=InFlight.REPREFILL, score_grace_s=0.0
+            knobs=knobs,
+            total_samples=_SAMPLES,
+            sampling=Sampling(),
+            in_flight=InFlight.REPREFILL,
+            score_grace_s=0.0,
+            colocated=is_colocated,
         ),
         clock=case.clock,
         should_stop=lambda: time.monotonic() - learner.last_batch > case.limit_s,
@@ -136,6 +146,16 @@ def a_run_is_exact(case: EngineCase) -> None:
     )
     for batch in run_loop(case, knobs).batches:
         assert all(sample.staleness(batch.version) == 0 for sample in batch.samples)
+
+
+@check("a run whose engine sleeps during updates trains every sample exactly once", guarantee="loop", requires=[SLEEPS])
+def a_run_with_sleeps_is_exact(case: EngineCase) -> None:
+    for strategy in (Strategy.SORTED_PARTIAL, Strategy.SORTED_ON_POLICY):
+        knobs = resolve_knobs(strategy, update_batch=4, cohort_batches=3)
+        learner = run_loop(case, knobs, is_colocated=True)
+        bound = knobs.max_staleness
+        stale = [sample.staleness(batch.version) for batch in learner.batches for sample in batch.samples]
+        assert bound is None or max(stale) <= bound
 
 
 @check(

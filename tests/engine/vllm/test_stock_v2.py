@@ -8,12 +8,10 @@ vLLM's noise.
 from __future__ import annotations
 
 import json
-import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -29,15 +27,9 @@ from sortedrl.learner.model import load_model
 from sortedrl.tasks.knights import draw
 from sortedrl.tasks.tiny import knights_tiny_path
 from sortedrl.testing import Caller
+from tests.support.interpreted_vllm import MARKS
 
-pytestmark = [
-    pytest.mark.vllm_v2,
-    pytest.mark.skipif(
-        find_spec("vllm") is None or os.environ.get("TRITON_INTERPRET") != "1",
-        reason="no vLLM under Triton's interpreter here: make test-vllm-v2",
-    ),
-    pytest.mark.timeout(900),
-]
+pytestmark = MARKS
 VECTORS = Path(__file__).parents[1] / "sampling" / "vllm_noise_vectors.json"
 NUM_TOKENS = 32
 NUM_ANSWERS = 64

@@ -255,7 +255,7 @@ def test_a_missing_or_unsupported_vllm_is_named(
 
 def test_replay_in_bfloat16_is_refused_with_the_alternatives() -> None:
     config = SortedConfig(engine={"kind": "vllm", "dtype": "bfloat16"}, schedule={"strategy": "sorted-replay"})
-    with pytest.raises(ConfigError, match=r"engine\.dtype = float32, or set .* to resume, restart or wait"):
+    with pytest.raises(ConfigError, match=r"engine\.dtype = float32, or .* sorted-partial .* engine\.replay_tolerance"):
         build_engine(config, tiny_model(), config.knobs)
 
 

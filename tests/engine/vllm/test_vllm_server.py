@@ -68,7 +68,6 @@ process_open_fds 12.0
         ({"max_model_len": 100}, True, "max-model-len is 100"),
         ({"max_num_seqs": 2}, True, "max-num-seqs is 2"),
         ({"dtype": "torch.bfloat16"}, True, "set engine.dtype = bfloat16"),
-        ({"async_scheduling": True}, True, "--no-async-scheduling"),
         ({"async_scheduling": True, "logprobs_mode": "raw_logprobs"}, False, "--logprobs-mode processed_logprobs"),
         ({"async_scheduling": True}, False, "head is tied to its embedding and would keep old weights"),
     ],

@@ -32,7 +32,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sortedrl.engine.base import (
@@ -49,6 +49,7 @@ from sortedrl.engine.base import (
 from sortedrl.engine.pool.actor_loop import Report
 from sortedrl.engine.pool.member import MAX_DEATHS, EngineLauncher, PoolMember, WeightRoute
 from sortedrl.engine.pool.router import Router
+from sortedrl.engine.replay_probe import ReplayEvidence
 from sortedrl.errors import EngineError, WeightsNotReceived
 
 TAKE_S = 0.5  # an engine reports at least this often: a dead engine loses the tokens since its last report
@@ -112,6 +113,11 @@ class Pool:
     @property
     def capabilities(self) -> Capabilities:
         return self._capabilities
+
+    def take_evidence(self, evidence: ReplayEvidence) -> None:
+        """From now on promise exact replay only if the evidence shows it."""
+        is_exact = self._capabilities.exact_replay and evidence.is_exact
+        self._capabilities = replace(self._capabilities, exact_replay=is_exact, replay_probe=str(evidence))
 
     @property
     def num_running(self) -> int:

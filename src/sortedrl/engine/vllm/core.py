@@ -18,6 +18,8 @@ from typing import Any
 from sortedrl.engine.vllm.abort_flag import AbortFlag
 from sortedrl.engine.vllm.owner import own_mark
 from sortedrl.engine.vllm.process import CLOSE_S, ENVIRONMENT, StepCounts, VllmProcess, VllmSettings
+from sortedrl.engine.vllm.runner_choice import EXTENSION
+from sortedrl.engine.vllm.worker_report import WorkerReport
 from sortedrl.errors import EngineError
 from sortedrl.external.extras import extra_message
 
@@ -55,13 +57,14 @@ class CoreProcess(VllmProcess):
         for name, value in ENVIRONMENT.items():
             if name != "VLLM_HOST_IP" or not settings.is_spread:  # workers on other machines must find this one
                 os.environ.setdefault(name, value)
+        os.environ.update(settings.plan.environment)
         if settings.transfer == "ipc":  # memory handles are pickled: by this process, for its own workers
             os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         before = _children()
         try:
             self.flag = AbortFlag(settings.flag)
             starting = asyncio.run_coroutine_threadsafe(_start(settings, counts), self.loop)
-            self.frontend = starting.result(settings.start_s)
+            self.frontend, self.workers = starting.result(settings.start_s)
         except BaseException as error:
             self._pids = sorted(_children() - before)
             self.close()
@@ -103,7 +106,7 @@ class CoreProcess(VllmProcess):
         return isinstance(error, EngineDeadError)
 
 
-async def _start(settings: VllmSettings, counts: StepCounts) -> Any:
+async def _start(settings: VllmSettings, counts: StepCounts) -> tuple[Any, list[WorkerReport]]:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.metrics.loggers import StatLoggerBase
@@ -118,29 +121,33 @@ async def _start(settings: VllmSettings, counts: StepCounts) -> Any:
         def log_engine_initialized(self) -> None:
             pass
 
-    arguments = AsyncEngineArgs(
-        model=str(settings.folder),
-        dtype=settings.dtype,
-        skip_tokenizer_init=True,
-        generation_config="vllm",  # sampling settings come from requests, never from the model's folder
-        max_model_len=settings.max_length,
-        max_num_seqs=settings.slots,
-        block_size=settings.block_size,
-        enable_prefix_caching=True,
-        async_scheduling=False,  # otherwise a row's position is not known when its token is drawn
-        enforce_eager=True,
-        logprobs_mode="processed_logprobs",
-        worker_extension_cls="sortedrl.engine.vllm.worker.SortedWorker",
-        logits_processors=["sortedrl.engine.vllm.worker:NoiseRows"],
-        disable_log_stats=True,
-        use_tqdm_on_load=False,
+    arguments = AsyncEngineArgs(**engine_arguments(settings))
+    llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[Counter])
+    reports = await llm.collective_rpc("sorted_prepare", args=(own_mark(), str(settings.flag)))
+    return llm, [WorkerReport.from_dict(report) for report in reports]
+
+
+def engine_arguments(settings: VllmSettings) -> dict[str, Any]:
+    """The arguments of vLLM's engine. Tests resolve them for machines that they do not have."""
+    return {
+        "model": str(settings.folder),
+        "dtype": settings.dtype,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",  # sampling settings come from requests, never from the model's folder
+        "max_model_len": settings.max_length,
+        "max_num_seqs": settings.slots,
+        "block_size": settings.block_size,
+        "enable_prefix_caching": True,
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": f"{EXTENSION}.SortedWorker",
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        **settings.plan.arguments,
+        **({"enable_sleep_mode": True} if settings.sleeps and settings.plan.device != "cpu" else {}),
         **_device_arguments(settings),
         **_weight_arguments(settings),
         **_adapter_arguments(settings),
-    )
-    llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[Counter])
-    await llm.collective_rpc("sorted_prepare", args=(own_mark(), str(settings.flag)))
-    return llm
+    }
 
 
 def _device_arguments(settings: VllmSettings) -> dict[str, Any]:

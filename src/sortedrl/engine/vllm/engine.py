@@ -59,8 +59,10 @@ from sortedrl.engine.base import (
     Verified,
 )
 from sortedrl.engine.local.module_decoder import Geometry
+from sortedrl.engine.replay_probe import ReplayEvidence
 from sortedrl.engine.request_checks import check_limits, check_submit, find_fault
 from sortedrl.engine.sampling.noise import SCHEME
+from sortedrl.engine.sleep_state import SleepState
 from sortedrl.engine.vllm.adapter import AdapterFolder
 from sortedrl.engine.vllm.core import CoreProcess, check_installed
 from sortedrl.engine.vllm.http import HttpRequestLoop
@@ -68,11 +70,13 @@ from sortedrl.engine.vllm.memory import BLOCK, choose_memory, needed_kv_bytes
 from sortedrl.engine.vllm.process import StepCounts, VllmLost, VllmProcess, VllmSettings
 from sortedrl.engine.vllm.request import VllmRequest
 from sortedrl.engine.vllm.request_loop import Load, RequestLoop
+from sortedrl.engine.vllm.runner_choice import CPU_PLAN, RunnerWishes, find_backend_fault, plan_runner, read_platform
 from sortedrl.engine.vllm.server import ServerProcess
 from sortedrl.engine.vllm.shared_memory import check_room
 from sortedrl.engine.vllm.transfer.client import LocalClient
 from sortedrl.engine.vllm.transfer.link import Ticket, WeightLink, choose_transfer, is_meta, receive
 from sortedrl.engine.vllm.weights import WeightFolder
+from sortedrl.engine.vllm.worker_report import WorkerReport
 from sortedrl.errors import EngineError, SortedRLError, WeightsNotReceived, first_line
 from sortedrl.records import Mode
 from sortedrl.weights import ModuleWeights, base_copy, is_adapted
@@ -80,6 +84,7 @@ from sortedrl.weights import ModuleWeights, base_copy, is_adapted
 log = logging.getLogger(__name__)
 
 MAX_LOSSES = 3
+FILTER_ORDER = "vLLM's V2 runner applies min-p before top-p, other engines after it: set one of the two filters"
 
 
 class VllmEngine:
@@ -93,7 +98,8 @@ class VllmEngine:
     `transfer`: how weights arrive: `gloo`, `nccl` or `ipc` (vLLM's weight transfer), `file`, or `auto`.
     `keeps_copy`: the published weights may change later, so keep a copy for a restart. `stream_s`: how often tokens of
     running requests are delivered; 0: only at their end. A model without memory (on `meta`) gets its weights with the
-    first publication.
+    first publication. `wishes`: graphs, scheduling and batch invariance, where the platform's best is not wanted
+    (`runner_choice.py`). `sleeps`: allocate memory so that it can be freed during updates; not for servers.
     """
 
     def __init__(
@@ -116,6 +122,8 @@ class VllmEngine:
         transfer: str = "auto",
         keeps_copy: bool = False,
         stream_s: float = 0.0,
+        wishes: RunnerWishes | None = None,
+        sleeps: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if not address:
@@ -140,6 +148,9 @@ class VllmEngine:
         self._counts = StepCounts()
         self._num_losses = self._num_losses_in_row = 0
         self._is_closed = False
+        self._evidence: ReplayEvidence | None = None
+        self._sleep_state = SleepState()
+        plan = CPU_PLAN if address else plan_runner(read_platform(), wishes or RunnerWishes())
         self._weights = WeightFolder(model, self._dtype, has_weights=not is_empty)
         self._adapter = self._make_adapter_folder(adapted)
         self._settings = VllmSettings(
@@ -157,6 +168,8 @@ class VllmEngine:
                 kv_bytes, memory_share, needed_kv_bytes(geometry, slots, max_length, self._dtype, tensor_parallel)
             ),
             adapter=None if self._adapter is None else self._adapter.settings,
+            plan=plan,
+            sleeps=sleeps and not self._is_server,
         )
         self._process: VllmProcess | None = None
         try:
@@ -169,11 +182,52 @@ class VllmEngine:
 
     @property
     def capabilities(self) -> Capabilities:
-        is_exact = self._dtype == torch.float32 and self._has_noise
-        noise = SCHEME if self._has_noise else OWN_NOISE
         return Capabilities(
-            slots=self._slots, exact_replay=is_exact, keep_kv=not self._is_server, waits=False, noise=noise
+            slots=self._slots,
+            exact_replay=self._is_exact,
+            keep_kv=not self._is_server,
+            waits=False,
+            noise=SCHEME if self._has_noise else OWN_NOISE,
+            replay_probe="" if self._evidence is None else str(self._evidence),
+            sleeps=self._settings.sleeps,
         )
+
+    @property
+    def workers(self) -> list[WorkerReport]:
+        """What vLLM's workers run; empty for a server without our worker extension."""
+        return self._workers
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether vLLM's own sampler draws."""
+        return self._request_loop.is_stock
+
+    @property
+    def needs_probe(self) -> bool:
+        """Whether replay may be exact and nothing has shown it: on CPUs, tests of float32 have."""
+        return self._may_be_exact and self._evidence is None and not self._is_on_cpu
+
+    def take_evidence(self, evidence: ReplayEvidence) -> None:
+        """From now on promise exact replay only if the evidence shows it."""
+        self._evidence = evidence
+
+    @property
+    def _is_exact(self) -> bool:
+        is_shown = self._is_on_cpu if self._evidence is None else self._evidence.is_exact
+        return self._may_be_exact and is_shown
+
+    @property
+    def _may_be_exact(self) -> bool:
+        """Decode and prefill can agree in float32, or where vLLM computes independently of the batch."""
+        is_invariant = bool(self._workers) and all(
+            worker.is_batch_invariant and find_backend_fault(worker.attention_backends) is None
+            for worker in self._workers
+        )
+        return self._has_noise and (self._dtype == torch.float32 or is_invariant)
+
+    @property
+    def _is_on_cpu(self) -> bool:
+        return all(worker.device.startswith("cpu") for worker in self._workers)
 
     @property
     def _is_server(self) -> bool:
@@ -186,6 +240,7 @@ class VllmEngine:
     def submit(self, requests: Iterable[Request]) -> None:
         requests = list(requests)
         check_submit(len(requests), running=self.num_running, slots=self._slots, is_closed=self._is_closed)
+        self._sleep_state.check_awake()
         prepared = [vllm_request for request in requests if (vllm_request := self._prepare(request)) is not None]
         if prepared:
             if self._process is None:
@@ -227,6 +282,8 @@ class VllmEngine:
     def publish(self, version: int, source: Any, in_flight: InFlight = InFlight.ABORT) -> CompletedHandle:
         if in_flight is InFlight.ABORT:
             assert not self.num_running, "weights published with abort while samples run: interrupt them first"
+        if self._sleep_state.begin_publication():
+            self._call(self._request_loop.wake("weights"))
         if isinstance(source, Ticket):
             self._redeem(version, source, in_flight)
         elif self._adapter is not None:
@@ -246,6 +303,17 @@ class VllmEngine:
             self._return_lost_requests()  # before `version` changes: older weights wrote these tokens
         self._request_loop.version = version
         return CompletedHandle()
+
+    def sleep(self) -> None:
+        """vLLM frees the memory of its weights and its KV cache. On a CPU it only changes its state."""
+        self._sleep_state.begin_sleep(self.num_running)
+        self._call(self._request_loop.sleep())
+
+    def wake(self) -> None:
+        self._sleep_state.begin_wake()
+        self._call(self._request_loop.wake("kv_cache"))
+        if self._request_loop.loss is not None:
+            self._return_lost_requests()
 
     def stats(self) -> EngineStats:
         request_loop, counts = self._request_loop, self._counts
@@ -291,6 +359,8 @@ class VllmEngine:
         request_loop = self._request_loop
         assert request.sample not in request_loop.running, f"sample {request.sample} is running already"
         error = find_fault(request, max_length=self._max_length, vocab=self._vocab, has_decode=self._decode is not None)
+        if error is None and self.is_stock and request.sampling.top_p < 1 and request.sampling.min_p > 0:
+            error = FILTER_ORDER
         if error is not None:
             request_loop.emit(Failed, request, is_end=True, error=error)
             return None
@@ -340,11 +410,9 @@ class VllmEngine:
             )
         else:
             process = CoreProcess(self._settings, self._counts, limit_s=self._limit_s)
-        self._request_loop.frontend, self._request_loop.flag, self._has_noise = (
-            process.frontend,
-            process.flag,
-            process.has_noise,
-        )
+        self._request_loop.frontend, self._request_loop.flag = process.frontend, process.flag
+        self._request_loop.is_stock = any(worker.is_v2 for worker in process.workers)
+        self._has_noise, self._workers = process.has_noise, process.workers
         try:
             if self._request_loop.adapter is not None:
                 process.call(self._request_loop.load_adapter())

@@ -74,10 +74,11 @@ class HttpOutput:
 
 
 class HttpFrontend:
-    """The calls to one server. `has_noise`: its worker runs our extension."""
+    """The calls to one server. `has_noise`: its worker runs our extension. `is_stock`: its own sampler draws (V2)."""
 
     def __init__(self, address: str, *, slots: int, has_noise: bool = True) -> None:
         self.has_noise = has_noise
+        self.is_stock = False
         self.adapter_name = ""  # of the adapters that requests ask for
         self._num_adapters = 0
         limits = httpx.Limits(max_connections=slots + 8, max_keepalive_connections=slots + 8)
@@ -94,8 +95,10 @@ class HttpFrontend:
         is_json = response.headers.get("content-type", "").startswith("application/json")
         return response.json() if is_json and response.content else None
 
-    async def rpc(self, method: str, *args: Any, **named: Any) -> None:
-        await self.post("/collective_rpc", {"method": method, "args": list(args), "kwargs": named})
+    async def rpc(self, method: str, *args: Any, **named: Any) -> list[Any]:
+        """Call a method of every worker; returns their results."""
+        answer = await self.post("/collective_rpc", {"method": method, "args": list(args), "kwargs": named})
+        return (answer or {}).get("results", [])
 
     async def pause(self) -> None:
         await self.post("/pause", mode="abort", clear_cache="false")
@@ -158,7 +161,7 @@ class HttpFrontend:
 
     def body(self, vllm_request: VllmRequest, version: int) -> dict[str, Any]:
         """The JSON body of a request."""
-        params = vllm_request.sampling_params(dict, None)
+        params = vllm_request.sampling_params(dict, None, is_stock=self.is_stock)
         del params["output_kind"]
         request = vllm_request.attempt.request
         if not self.has_noise:

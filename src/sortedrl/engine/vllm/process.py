@@ -18,17 +18,18 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sortedrl.engine.vllm.abort_flag import AbortFlag
+from sortedrl.engine.vllm.runner_choice import CPU_PLAN, RunnerPlan
+from sortedrl.engine.vllm.worker_report import WorkerReport
 
 CLOSE_S = 10.0
 DEAD = "vLLM's core has died"
 _CHECK_S = 0.25  # while a call waits, how often it checks that vLLM is alive
 _Result = TypeVar("_Result")
 
-# vLLM reads these on import, and so do its processes: no usage reports, and the model runner whose sampler we replace.
+# vLLM reads these on import, and so do its processes: no usage reports. `runner_choice.py` adds the model runner's.
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_HOST_IP": "127.0.0.1",
-    "VLLM_USE_V2_MODEL_RUNNER": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # stdout is reserved for our own output
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # as many threads as OMP_NUM_THREADS says
@@ -63,6 +64,8 @@ class VllmSettings:
     starts_empty: bool = False  # start with arbitrary weights: the first transfer brings the right ones
     start_s: float = 900.0
     adapter: AdapterSettings | None = None  # set if adapters are published unmerged
+    plan: RunnerPlan = CPU_PLAN
+    sleeps: bool = False  # allocate so that weights and KV cache can be freed; on CPUs there are the states only
 
     @property
     def flag(self) -> Path:
@@ -94,9 +97,11 @@ class StepCounts:
 class VllmProcess(ABC):
     frontend: Any = None  # AsyncLLM or HttpFrontend, which the request loop calls
     flag: AbortFlag | None = None  # aborts the current step, where that is possible
+    workers: list[WorkerReport]  # what vLLM's workers run, one per worker; empty if vLLM has none of our code
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
+        self.workers = []
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="sortedrl-vllm", daemon=True)
         self._thread.start()

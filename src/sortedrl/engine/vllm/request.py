@@ -82,8 +82,11 @@ class VllmRequest:
     def tokens(self) -> list[int]:
         return [*self.attempt.request.prompt, *self.attempt.tokens]
 
-    def sampling_params(self, make: Any, output_kind: Any) -> Any:
-        """The request's sampling as vLLM's SamplingParams, which `make` creates."""
+    def sampling_params(self, make: Any, output_kind: Any, *, is_stock: bool = False) -> Any:
+        """The request's sampling as vLLM's SamplingParams, which `make` creates.
+
+        `is_stock`: vLLM's own sampler draws, so it needs the seed and the filters; ours reads them in `extra_args`.
+        """
         request = self.attempt.request
         sampling_args = SamplingArgs(
             seed=request.seed,
@@ -91,7 +94,10 @@ class VllmRequest:
             sampling=request.sampling,
             tolerance=request.replay_tolerance,
         )
+        sampling = request.sampling
+        drawn = {"seed": request.seed, "top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
         return make(
+            **(drawn if is_stock else {}),
             temperature=request.sampling.temperature,
             # A complete answer that is only verified needs no more token, but vLLM always draws one.
             max_tokens=max(1, request.budget - len(self.attempt.tokens)),

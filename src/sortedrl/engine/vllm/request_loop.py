@@ -16,7 +16,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from sortedrl.engine.base import EngineEvent, EngineStats, Failed, Finished, InFlight, Partial, Request, Verified
 from sortedrl.engine.vllm.abort_flag import AbortFlag
@@ -24,6 +24,7 @@ from sortedrl.engine.vllm.adapter import ADAPTER_ID
 from sortedrl.engine.vllm.request import RequestState, VllmRequest
 
 Load = Callable[[], Awaitable[None]]
+_DISCARD, _KEEP_ON_HOST = 2, 1  # levels of vLLM's sleep, by what becomes of the weights
 
 
 class RequestLoop:
@@ -32,6 +33,7 @@ class RequestLoop:
         self.flag: AbortFlag | None = None
         self.version = 0
         self.adapter: Path | None = None  # the folder of the adapters that requests name
+        self.is_stock = False  # vLLM's own sampler draws: V2
         self.running: dict[int, VllmRequest] = {}  # by sample
         self.changed = threading.Condition()
         self.num_ends = 0  # attempts that ended since the last poll
@@ -138,6 +140,17 @@ class RequestLoop:
             if not request.is_verifying:
                 self.deliver(request)
 
+    async def sleep(self) -> None:
+        """Free the memory of weights and KV cache; prefixes in the cache are forgotten with it.
+
+        Published weights replace all that were discarded. Published adapters do not: their base is kept on the host.
+        """
+        await self.frontend.sleep(level=_DISCARD if self.adapter is None else _KEEP_ON_HOST, mode="abort")
+
+    async def wake(self, what: Literal["weights", "kv_cache"]) -> None:
+        """Make the memory of one of them again. vLLM serves requests when it has both."""
+        await self.frontend.wake_up(tags=[what])
+
     async def load_adapter(self) -> None:
         """Let the worker load the adapters of the folder in place of the previous ones."""
         await self.frontend.add_lora(self._lora_request(load_inplace=True))
@@ -160,7 +173,7 @@ class RequestLoop:
         request.collector = await self.frontend.add_request(
             f"{asked.sample}-{asked.attempt}",
             tokens_input(request.tokens(), cache_salt=f"version {self.version}, abort {self._num_aborted_steps}"),
-            request.sampling_params(SamplingParams, RequestOutputKind.DELTA),
+            request.sampling_params(SamplingParams, RequestOutputKind.DELTA, is_stock=self.is_stock),
             lora_request=self._lora_request(),
         )
         request.is_started, request.is_open = False, True

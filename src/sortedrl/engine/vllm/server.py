@@ -29,6 +29,8 @@ from sortedrl.engine.vllm.core import is_alive, kill_vllm
 from sortedrl.engine.vllm.http import HttpFrontend
 from sortedrl.engine.vllm.owner import own_mark
 from sortedrl.engine.vllm.process import CLOSE_S, ENVIRONMENT, StepCounts, VllmProcess, VllmSettings
+from sortedrl.engine.vllm.runner_choice import EXTENSION
+from sortedrl.engine.vllm.worker_report import WorkerReport
 from sortedrl.errors import EngineError
 
 HOST = "127.0.0.1"
@@ -37,7 +39,6 @@ _HEALTH_CHECK_S = 0.2
 _TOTALS = {"steps": "vllm:iteration_tokens_total_count", "preemptions": "vllm:num_preemptions_total"}
 # The module behind `vllm serve`; that command itself does not start in vLLM's CPU build.
 _ENTRY = ("python", "-m", "vllm.entrypoints.launchers.api_server.entry")
-_EXTENSION = "sortedrl.engine.vllm.worker"
 
 
 def serve_command(settings: VllmSettings, port: int) -> list[str]:
@@ -53,8 +54,7 @@ def serve_command(settings: VllmSettings, port: int) -> list[str]:
         "block-size": settings.block_size,
         "generation-config": "vllm",
         "logprobs-mode": "processed_logprobs",
-        "worker-extension-cls": f"{_EXTENSION}.SortedWorker",
-        "logits-processors": f"{_EXTENSION}:NoiseRows",
+        "worker-extension-cls": f"{EXTENSION}.SortedWorker",
         "uvicorn-log-level": "error",
     }
     if settings.kv_bytes is not None:
@@ -68,10 +68,10 @@ def serve_command(settings: VllmSettings, port: int) -> list[str]:
     adapter = settings.adapter
     if adapter is not None:
         options |= {"max-loras": 1, "max-lora-rank": adapter.rank}
-    flags = ["enable-scale-out", "skip-tokenizer-init", "enforce-eager", "no-async-scheduling", "enable-prefix-caching"]
+    flags = ["enable-scale-out", "skip-tokenizer-init", "enable-prefix-caching"]
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     lora = [] if adapter is None else ["--enable-lora", "--lora-target-modules", *adapter.modules]
-    return [*_ENTRY, *words, *(f"--{flag}" for flag in flags), *lora]
+    return [*_ENTRY, *words, *(f"--{flag}" for flag in flags), *settings.plan.flags, *lora]
 
 
 class ServerProcess(VllmProcess):
@@ -163,12 +163,17 @@ class ServerProcess(VllmProcess):
                 "--enable-scale-out, on a loopback address"
             )
         config = response.json()["vllm_config"]
-        self.frontend.has_noise = config["parallel_config"].get("worker_extension_cls") == f"{_EXTENSION}.SortedWorker"
+        self.frontend.has_noise = config["parallel_config"].get("worker_extension_cls") == f"{EXTENSION}.SortedWorker"
         fault = find_server_fault(config, settings, has_noise=self.frontend.has_noise)
         if fault is not None:
             raise EngineError(f"the vLLM server at {self._address} cannot be used: {fault}")
         if self.frontend.has_noise:
-            await self.frontend.rpc("sorted_prepare", "" if self._popen is None else own_mark())
+            reports = await self.frontend.rpc("sorted_prepare", "" if self._popen is None else own_mark())
+            self.workers = [WorkerReport.from_dict(report) for report in reports]
+            fault = next((worker.noise_fault for worker in self.workers if worker.noise_fault), None)
+            if fault is not None:
+                raise EngineError(f"the vLLM server at {self._address} cannot be used: {fault}")
+            self.frontend.is_stock = any(worker.is_v2 for worker in self.workers)
         if self._popen is None:  # it may serve other weights: load ours
             await self.frontend.abort_all()
             await self.frontend.take_weights(str(settings.folder / "model.safetensors"))
@@ -226,8 +231,6 @@ def find_server_fault(config: Mapping[str, Any], settings: VllmSettings, *, has_
         )
     if dtype != settings.dtype:
         return f"it computes in {dtype}, and the configuration asks for {settings.dtype}: set engine.dtype = {dtype}"
-    if has_noise and scheduler.get("async_scheduling"):
-        return "our worker extension does not work with async scheduling: start it with --no-async-scheduling"
     if not has_noise and model["logprobs_mode"] != "processed_logprobs":
         return (
             "its log-probs are not those of the sampled distribution: start it with --logprobs-mode processed_logprobs"
@@ -235,7 +238,7 @@ def find_server_fault(config: Mapping[str, Any], settings: VllmSettings, *, has_
     if not has_noise and _is_tied(settings.folder):
         return (
             "the model's head is tied to its embedding and would keep old weights: start it with "
-            f"--worker-extension-cls {_EXTENSION}.SortedWorker"
+            f"--worker-extension-cls {EXTENSION}.SortedWorker"
         )
     return None
 
@@ -257,7 +260,8 @@ def _launch(settings: VllmSettings, port: int) -> subprocess.Popen[bytes]:
                 f"port {port} is in use: set engine.port to a free one, or engine.address to use the server there"
             ) from error
     command = [sys.executable, *serve_command(settings, port)[1:]]
-    environment = ENVIRONMENT | os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    environment = ENVIRONMENT | os.environ | settings.plan.environment
+    environment |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     return owned_launch.start_owned(command, environment)
 
 

@@ -1,10 +1,11 @@
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""Our code inside vLLM's worker process: shared noise in place of vLLM's sampler, replay, and loading of weights.
+"""Our code inside vLLM's worker process: replay, loading of weights, and in V1 shared noise in place of its sampler.
 
 vLLM loads this module by name in its worker's process; no other module imports it. Importing `transfer/gloo.py` makes
 weight transfer over gloo known to the worker. `NoiseRows` is a logits processor,
 because that is how a worker learns which request is in which row. `SortedWorker` is the worker's extension; the
-front end calls its methods through `collective_rpc`.
+front end calls its methods through `collective_rpc`. In vLLM's V2 model runner only replay is ours
+(`verify_hook.py`), because its sampler draws with the shared noise by itself; the rest of this module is for V1.
 
 Guarantees: a token is argmax(logits / T + noise) with the noise of `engine/sampling`, and its log-prob is that of
 softmax(logits / T), as in every other engine; after `sorted_take_weights`, or a transfer and `sorted_tie_head`, every
@@ -33,6 +34,7 @@ from sortedrl.engine.vllm.abort_flag import AbortFlag, StepAborter
 from sortedrl.engine.vllm.owner import end_with_owner
 from sortedrl.engine.vllm.sampling_args import SamplingArgs
 from sortedrl.engine.vllm.transfer import gloo
+from sortedrl.engine.vllm.worker_report import is_v2, report_worker
 
 gloo.register()
 _GREEDY = Draw(0, 0, Sampling(temperature=0.0))  # for rows that are not ours: vLLM's warm-up
@@ -128,11 +130,26 @@ class SortedWorker:
 
     model_runner: Any
 
-    def sorted_prepare(self, owner: str, flag: str = "") -> None:
-        """Install our sampler and replay. End this process when its owner ends (`owner.py`; empty: no owner).
+    def sorted_prepare(self, owner: str, flag: str = "") -> dict[str, Any]:
+        """Install replay, and in V1 our sampler. End this process when its owner ends (`owner.py`; empty: no owner).
 
-        `flag`: the file of the abort flag, if steps may be aborted.
+        `flag`: the file of the abort flag, if steps may be aborted. Returns a `WorkerReport` in plain values.
         """
+        runner = self.model_runner
+        if is_v2(runner):
+            from sortedrl.engine.vllm.verify_hook import install_verification
+
+            install_verification(runner)
+        else:
+            self._replace_sampler(flag)
+        if owner:
+            end_with_owner(owner)
+        return report_worker(runner).to_dict()
+
+    def sorted_report(self) -> dict[str, Any]:
+        return report_worker(self.model_runner).to_dict()
+
+    def _replace_sampler(self, flag: str) -> None:
         runner = self.model_runner
         is_alone = runner.parallel_config.world_size == 1 and runner.device.type == "cpu"
         aborter = StepAborter(runner, AbortFlag(Path(flag))) if flag and is_alone else None
@@ -144,8 +161,6 @@ class SortedWorker:
         runner._get_prompt_logprobs_dict = lambda hidden_td, scheduled: (
             {} if aborter is not None and aborter.is_aborted else _verify_prompts(runner, hidden_td, scheduled)
         )
-        if owner:
-            end_with_owner(owner)
 
     def sorted_take_weights(self, path: str) -> None:
         runner = self.model_runner

@@ -26,8 +26,10 @@ from sortedrl.engine.pool.child_launcher import ChildLauncher
 from sortedrl.engine.pool.member import EngineLauncher
 from sortedrl.engine.pool.pool import TAKE_S, Pool
 from sortedrl.engine.pool.ray_cluster import connect, disconnect, is_connected
+from sortedrl.engine.replay_probe import probe_replay
 from sortedrl.engine.sampling.noise import SCHEME
 from sortedrl.engine.vllm.core import check_installed
+from sortedrl.engine.vllm.runner_choice import RunnerWishes
 from sortedrl.engine.watchdog import Watchdog
 from sortedrl.errors import ConfigError, EngineError
 from sortedrl.external.plugins import name_of
@@ -61,6 +63,10 @@ def build_engine(
     has_members = is_pool(config)
     if config.engine.kind in ENGINE.names and config.engine.options:
         raise ConfigError(f"engine.options has no effect on engine.kind {config.engine.kind}: remove it")
+    if config.engine.sleep_during_updates and knobs.overlap:
+        raise ConfigError("engine.sleep_during_updates and schedule.overlap exclude each other: set one to false")
+    if config.engine.sleep_during_updates and has_members:
+        raise ConfigError("engines of a pool cannot sleep: remove engine.sleep_during_updates, or use one vLLM engine")
     if config.engine.stop and has_members:
         raise ConfigError("engine.stop does not work with a pool: remove it, or set engine.replicas = 1")
     if has_members and (config.engine.address or config.engine.port):
@@ -73,8 +79,10 @@ def build_engine(
         case "vllm" if has_members:
             dtype = next(model.parameters()).dtype
             dtype = dtype if config.engine.dtype == "auto" else getattr(torch, config.engine.dtype)
-            check_replay(knobs, is_exact=dtype == torch.float32)
+            check_replay(config, is_exact=may_replay_exactly(config, dtype, has_gpu=config.engine.replica_gpus > 0))
             engine = build_vllm_pool(config, model, source or ModuleWeights(model), dtype=dtype, max_length=length)
+            if needs_replay and config.engine.replica_gpus:
+                probe(engine, config, model, length)
         case "local" if has_members:
             is_here = not config.engine.cluster and not torch.cuda.is_available()
             dtype = choose_dtype(model, config.engine.dtype, needs_exact_replay=needs_replay, is_this_machine=is_here)
@@ -94,9 +102,18 @@ def build_engine(
         case "vllm":
             if config.engine.address and config.engine.port:
                 raise ConfigError("engine.address names a vLLM server and engine.port starts one: set one of them")
-            if config.engine.dtype == "bfloat16":
-                check_replay(knobs, is_exact=False)  # before vLLM is started in vain
+            dtype = getattr(torch, config.engine.dtype, torch.float32)  # of "auto" only vLLM's start will tell
+            # Before vLLM is started in vain.
+            check_replay(config, is_exact=may_replay_exactly(config, dtype, has_gpu=torch.cuda.is_available()))
             engine = build_vllm(config, model, length, decode)
+            if engine.is_stock and config.engine.top_p < 1 and config.engine.min_p > 0:
+                engine.close()
+                raise ConfigError(
+                    "vLLM on GPUs applies min-p before top-p, and other engines apply it after: set engine.top_p or "
+                    "engine.min_p, not both"
+                )
+            if needs_replay and engine.needs_probe:
+                probe(engine, config, model, length)
         case _:
             engine = build_own_engine(config, model, length, decode)
     try:
@@ -105,7 +122,12 @@ def build_engine(
                 f"the engine {name_of(config.engine.kind)} cannot keep its KV cache when weights change: "
                 "set engine.in_flight = reprefill"
             )
-        check_replay(knobs, is_exact=engine.capabilities.exact_replay)
+        if config.engine.sleep_during_updates and not engine.capabilities.sleeps:
+            raise ConfigError(
+                f"the engine {name_of(config.engine.kind)} cannot free its memory during updates: remove "
+                "engine.sleep_during_updates, or set engine.kind = vllm without a pool or a server"
+            )
+        check_replay(config, is_exact=engine.capabilities.exact_replay, probe=engine.capabilities.replay_probe)
     except ConfigError:
         engine.close()
         raise
@@ -152,13 +174,37 @@ def is_child(config: SortedConfig) -> bool:
     return is_alone and settings.kind == "local" and settings.own_process
 
 
-def check_replay(knobs: Knobs, *, is_exact: bool) -> None:
-    if Fate.REPLAY in (knobs.interrupted, knobs.on_bound) and not is_exact:
+def is_replaying(config: SortedConfig) -> bool:
+    return Fate.REPLAY in (config.knobs.interrupted, config.knobs.on_bound)
+
+
+def check_replay(config: SortedConfig, *, is_exact: bool, probe: str = "") -> None:
+    """Refuse replay on an engine that is not exact, unless the user sets a tolerance. `probe`: what a test found."""
+    if is_replaying(config) and not is_exact and not config.engine.replay_tolerance:
+        found = f": in a test at the start {probe}" if probe else ""
         raise ConfigError(
-            "replay needs an engine whose replay is exact (float32 weights; of vLLM servers, one with sortedrl's "
-            "worker extension): load the model in float32 and set engine.dtype = float32, or set schedule.interrupted "
-            "and schedule.on_bound to resume, restart or wait"
+            "replay needs an engine whose replay is exact (float32 weights, or vLLM with batch invariance on a GPU; of "
+            f"vLLM servers, one with sortedrl's worker extension){found}. Set engine.dtype = float32, or keep the "
+            "engine and set schedule.strategy = sorted-partial with schedule.max_staleness = 1, or accept close "
+            "tokens with engine.replay_tolerance = 0.1"
         )
+
+
+def may_replay_exactly(config: SortedConfig, dtype: torch.dtype, *, has_gpu: bool) -> bool:
+    """Whether vLLM's replay can be exact: in float32, or with batch invariance, which needs a GPU."""
+    return dtype == torch.float32 or (has_gpu and config.engine.batch_invariant != "off")
+
+
+def probe(engine: VllmEngine | Pool, config: SortedConfig, model: Any, max_length: int) -> None:
+    """Test the engine's replay, so that it promises what it keeps."""
+    sampling = build_sampling(config, ())
+    try:
+        evidence = probe_replay(engine, vocab=Geometry.of(model).vocab, max_length=max_length, sampling=sampling)
+    except BaseException:
+        engine.close()
+        raise
+    log.info("replay: in a test at the start %s", evidence)
+    engine.take_evidence(evidence)
 
 
 def check_processors(config: SortedConfig) -> None:
@@ -202,7 +248,9 @@ def load_vllm_engine() -> type[VllmEngine]:
     return VllmEngine
 
 
-def build_vllm(config: SortedConfig, model: Any, max_length: int, decode: Callable[[list[int]], str] | None) -> Engine:
+def build_vllm(
+    config: SortedConfig, model: Any, max_length: int, decode: Callable[[list[int]], str] | None
+) -> VllmEngine:
     """vLLM with a copy of the model. It restarts its core after half the time that the watchdog allows."""
     settings = config.engine
     if not settings.address:
@@ -228,7 +276,8 @@ def build_own_engine(
     what = f"engine.kind {name_of(settings.kind)!r}"
     if is_pool(config):
         raise ConfigError(f"{what} cannot run in a pool: remove engine.replicas, engine.own_process and engine.cluster")
-    for key in ("dtype", "kv_gb", "memory_share", "transfer", "tensor_parallel", "address", "port"):
+    unused = ("dtype", "kv_gb", "memory_share", "transfer", "tensor_parallel", "address", "port")
+    for key in (*unused, "eager", "async_scheduling", "batch_invariant"):
         if getattr(settings, key) != type(settings).model_fields[key].default:
             raise ConfigError(f"engine.{key} has no effect on {what}: remove it, or pass it in engine.options")
     own = _private_copy(model) if config.knobs.overlap else model
@@ -249,6 +298,12 @@ def vllm_settings(config: SortedConfig) -> dict[str, Any]:
     """Settings of a single vLLM engine and of each engine of a pool."""
     settings = config.engine
     kv_bytes = None if settings.kv_gb is None else int(settings.kv_gb * 2**30)
+    wishes = RunnerWishes(
+        eager=settings.eager,
+        async_scheduling=settings.async_scheduling,
+        batch_invariant=settings.batch_invariant,
+        needs_exact_replay=is_replaying(config) and not settings.replay_tolerance,
+    )
     return {
         "kv_bytes": kv_bytes,
         "memory_share": settings.memory_share,
@@ -257,6 +312,8 @@ def vllm_settings(config: SortedConfig) -> dict[str, Any]:
         "limit_s": settings.watchdog_s / 2,
         "start_s": settings.start_s,
         "publish_s": settings.publish_s,
+        "wishes": wishes,
+        "sleeps": settings.sleep_during_updates,
     }
 
 
@@ -295,7 +352,7 @@ def build_pool(
         launcher,
         size=settings.replicas,
         slots=settings.slots,
-        exact_replay=dtype in EXACT_DTYPES,
+        exact_replay=dtype in EXACT_DTYPES or is_invariant_pool(config),
         noise=SCHEME,
         keep_kv=True,
         waits=settings.kind == "local",
@@ -307,9 +364,15 @@ def build_pool(
     return pool
 
 
+def is_invariant_pool(config: SortedConfig) -> bool:
+    """Whether engines of a pool compute independently of their batches, as far as the configuration tells."""
+    settings = config.engine
+    return settings.kind == "vllm" and settings.replica_gpus > 0 and settings.batch_invariant != "off"
+
+
 def build_vllm_pool(
     config: SortedConfig, model: Any, source: ModuleWeights, *, dtype: torch.dtype, max_length: int
-) -> Engine:
+) -> Pool:
     """A pool of vLLM engines, which receive weights from where the learner holds them, unless by file."""
     settings = config.engine
     transfer = "file" if is_adapted(model) else pool_transfer(config)
@@ -344,7 +407,7 @@ def build_vllm_pool(
         ray_members(config, make, place=place, has_adapters=is_adapted(model), is_ours=is_ours),
         size=settings.replicas,
         slots=settings.slots,
-        exact_replay=dtype in EXACT_DTYPES,
+        exact_replay=dtype in EXACT_DTYPES or is_invariant_pool(config),
         noise=SCHEME,
         keep_kv=True,
         health_s=settings.health_s,

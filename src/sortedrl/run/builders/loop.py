@@ -96,6 +96,7 @@ def build_loop(
             in_flight=InFlight(config.engine.in_flight),
             update_poll_s=UPDATE_POLL_S,
             score_grace_s=config.reward.grace_s,
+            colocated=config.engine.sleep_during_updates,
         ),
         clock=clock,
         emit=emit,
