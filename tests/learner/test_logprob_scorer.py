@@ -11,7 +11,7 @@ from transformers import CohereConfig, CohereForCausalLM
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXAttention
 
 from sortedrl.learner import logprobs
-from sortedrl.learner.logprobs import LogprobScorer
+from sortedrl.learner.logprobs import LogprobScorer, PieceSizes
 from sortedrl.learner.pack import pack, packed_attention
 from sortedrl.learner.torch import TorchLearner
 from tests.support.learners import Settings, assert_same, caught_gradients, make_batch, make_model
@@ -49,7 +49,7 @@ def test_values_and_gradients_are_those_of_the_whole(
     for is_ours in (True, False):
         if is_ours:
             values = logprobs._LogprobsInPieces.apply(
-                inputs["hidden"], inputs["weight"], bias, targets, 1 / temperature
+                inputs["hidden"], inputs["weight"], bias, targets, 1 / temperature, torch.float32, PieceSizes.on_cpu()
             )
         else:
             values = plain_scores(inputs["hidden"], inputs["weight"], bias, targets, temperature)
@@ -65,7 +65,9 @@ def test_values_and_gradients_are_those_of_the_whole(
 @pytest.mark.usefixtures("in_pieces")
 def test_kept_pieces_are_used_up_and_computed_again_for_a_second_backward() -> None:
     hidden, weight = (torch.randn(shape, requires_grad=True) for shape in ((13, 8), (23, 8)))
-    logprobs_a, _ = logprobs._LogprobsInPieces.apply(hidden, weight, None, torch.arange(13), 1.0)
+    logprobs_a, _ = logprobs._LogprobsInPieces.apply(
+        hidden, weight, None, torch.arange(13), 1.0, torch.float32, PieceSizes.on_cpu()
+    )
     node = logprobs_a.grad_fn
     assert len(node.kept) == 7  # all pieces
     first = torch.autograd.grad(logprobs_a.sum(), (hidden, weight), retain_graph=True)
