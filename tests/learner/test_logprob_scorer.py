@@ -13,6 +13,7 @@ from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXAttention
 from sortedrl.learner import logprobs
 from sortedrl.learner.logprobs import LogprobScorer, PieceSizes
 from sortedrl.learner.pack import pack, packed_attention
+from sortedrl.learner.precision import pass_precision
 from sortedrl.learner.torch import TorchLearner
 from tests.support.learners import Settings, assert_same, caught_gradients, make_batch, make_model
 from tests.support.packed_samples import MIXED, SHAPE, samples_of
@@ -208,3 +209,25 @@ def test_recomputed_activations_give_the_same_update_without_dropout(monkeypatch
         assert not any(module.training for module in model.modules())
     assert num_calls == [2, 4]  # two layers, each once more for its gradient
     assert_same(gradients[1], gradients[0], 1e-6)
+
+
+@pytest.mark.parametrize("is_in_pieces", [False, True])
+def test_the_output_layer_in_float32(is_in_pieces: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within a pass in bfloat16, logits are the product of the hidden states and the weights in float32."""
+    if is_in_pieces:
+        monkeypatch.setattr(logprobs, "WHOLE_ELEMENTS", 0)
+    model = make_model()
+    (micro,) = pack(make_batch(model).samples, range(8), 1000)
+    seen: list[Tensor] = []
+    model.lm_head.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0][0]))
+    found: list[Tensor] = []
+    for is_fp32 in (True, False):
+        with packed_attention(model), pass_precision("bfloat16", model):
+            found.append(LogprobScorer(1.0, is_fp32=is_fp32).score(model, micro).logprobs_a)
+    table = nn.functional.linear(seen[0].float(), model.lm_head.weight).log_softmax(-1)
+    expected = table.gather(1, micro.targets_a[:, None])[:, 0]
+    torch.testing.assert_close(found[0], expected, rtol=1e-6, atol=1e-6)
+    assert float((found[1] - expected).abs().max()) > 1e-4
+    found[0].sum().backward()
+    assert model.lm_head.weight.grad.dtype == torch.float32
+    assert "forward" not in model.lm_head.__dict__
