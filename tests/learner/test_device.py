@@ -74,7 +74,7 @@ def test_nothing_of_an_update_stays_on_the_host(name: str) -> None:
     assert found.optimizer_steps == expected.optimizer_steps > 0
     assert found.metrics == pytest.approx(expected.metrics, rel=1e-4, abs=1e-6)
     for ours, theirs in zip(weights, here.model.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs.detach(), rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(ours, theirs.detach(), rtol=1e-3, atol=1e-4)  # a step of AdamW is 1e-2
     # One for each step; one for the metrics of tokens and one for their numbers; the check of the weights; penalties.
     assert num_transfers <= found.optimizer_steps + 4
 
