@@ -72,6 +72,7 @@ CHANGEABLE = frozenset(
         "engine.replica_cpus",
         "engine.replica_gpus",
         "engine.health_s",
+        "learner.device",
         "learner.ranks",
         "learner.own_process",
         "learner.rank_cpus",
