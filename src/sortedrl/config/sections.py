@@ -231,6 +231,8 @@ class EngineSection(Section):
     """Seconds without a sign of life from the engine after which the run stops with an error."""
     replicas: Int = Field(default=1, ge=1)
     """Number of engines, each with `slots` slots. Two or more run as a pool of Ray actors."""
+    tensor_parallel: Int = Field(default=1, ge=1)
+    """GPUs that one engine is split over (tensor parallelism)."""
     own_process: bool = False
     """Run the engine in a process of its own even if it is the only one: a local engine in a child process, others in a
     Ray actor."""
@@ -242,6 +244,24 @@ class EngineSection(Section):
     """Number of GPUs that Ray reserves for each engine."""
     health_s: float = Field(default=60.0, gt=0, le=_MAX_SECONDS)
     """Seconds without a sign of life after which an engine of a pool is replaced."""
+
+
+class PlacementSection(Section):
+    """Which GPUs engines and learner get (see docs/guides/placement.md)."""
+
+    mode: Literal["colocated", "separate"] | None = None
+    """`separate`: engines and learner own different GPUs. `colocated`: they share GPUs and take turns. Unset: Ray
+    places them by `engine.replica_gpus` and `learner.rank_gpus`."""
+    engines: Int | None = Field(default=None, ge=1)
+    """Number of engines; another name of `engine.replicas`."""
+    tensor_parallel: Int | None = Field(default=None, ge=1)
+    """GPUs of each engine; another name of `engine.tensor_parallel`."""
+    ranks: Int | None = Field(default=None, ge=1)
+    """Number of learner processes, each with one GPU; another name of `learner.ranks`."""
+    nodes: Int = Field(default=1, ge=1)
+    """Number of machines. More than one need `engine.cluster`."""
+    gpus_per_node: Int = Field(default=8, ge=1)
+    """Number of GPUs of each machine."""
 
 
 class RewardSection(Section):

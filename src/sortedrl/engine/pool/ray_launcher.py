@@ -25,9 +25,11 @@ from typing import Any
 
 import ray
 from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from sortedrl.engine.base import Engine, EngineStats, InFlight, Request
 from sortedrl.engine.pool.actor_loop import ActorLoop, Report
+from sortedrl.engine.pool.actor_place import ActorPlace
 from sortedrl.errors import EngineError
 from sortedrl.weights import arrays_of, load_arrays
 
@@ -64,11 +66,16 @@ def _import_nicely(name: str, niceness: int) -> None:
 
 
 class _EngineActor:
-    """Runs in the actor's process. `niceness` applies to the imports."""
+    """Runs in the actor's process. `niceness` applies to the imports.
 
-    def __init__(self, threads: int, imports: Sequence[str], niceness: int = 0) -> None:
+    `visible_devices`: the GPUs of an actor for which Ray reserves none, because it shares them.
+    """
+
+    def __init__(self, threads: int, imports: Sequence[str], niceness: int = 0, visible_devices: str = "") -> None:
         # Set before the imports. Ray's runtime_env would start a new process instead of one that Ray keeps ready.
         os.environ["OMP_NUM_THREADS"] = str(threads)
+        if visible_devices:
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices
         self._threads = threads
         self._model: Any = None
         self._imports = _Imports(imports, niceness)
@@ -154,6 +161,7 @@ class RayEngineLauncher:
     `imports`: modules that `make_engine` needs; an actor imports them as soon as it starts.
     `has_spare`: keep a spare actor. It reserves no CPU, neither while it waits nor as an engine, and Ray places it
     anywhere: use it on one machine without accelerators, not on a cluster.
+    `places`: machine and GPUs of each engine; empty: Ray chooses them by `num_gpus`.
     """
 
     def __init__(
@@ -165,9 +173,11 @@ class RayEngineLauncher:
         threads: int,
         imports: Sequence[str] = (),
         has_spare: bool = False,
+        places: Sequence[ActorPlace] = (),
         on_close: Callable[[], None] | None = None,
     ) -> None:
         self._make_engine = make_engine
+        self._places = places
         self._threads = threads
         self._imports = imports
         self._has_spare = has_spare
@@ -179,8 +189,16 @@ class RayEngineLauncher:
         self._spare_class = ray.remote(_EngineActor).options(num_cpus=0, **shape)
 
     def launch(self, index: int) -> RayEngine:
-        actor: Any = self._take_spare() or self._actor_class.remote(self._threads, self._imports)
+        actor: Any = self._take_spare() or self._start(index)
         return RayEngine(actor, actor.open.remote(self._make_engine, actor.hurry.remote()).future())
+
+    def _start(self, index: int) -> Any:
+        if not self._places:
+            return self._actor_class.remote(self._threads, self._imports)
+        place = self._places[index]
+        there = NodeAffinitySchedulingStrategy(place.node, soft=False)
+        actor_class: Any = self._actor_class.options(scheduling_strategy=there)
+        return actor_class.remote(self._threads, self._imports, visible_devices=place.visible_devices)
 
     def prepare_spare(self) -> None:
         if self._has_spare and self._spare is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from sortedrl.engine.local.decoder_choice import EXACT_DTYPES, choose_dtype
 from sortedrl.engine.local.engine import LocalEngine
 from sortedrl.engine.local.module_decoder import Geometry, check_supported
 from sortedrl.engine.local.speculation import DraftMode
+from sortedrl.engine.pool.actor_place import ActorPlace
 from sortedrl.engine.pool.child_launcher import ChildLauncher
 from sortedrl.engine.pool.member import EngineLauncher
 from sortedrl.engine.pool.pool import Pool
@@ -31,6 +32,7 @@ from sortedrl.engine.vllm.core import check_installed
 from sortedrl.engine.watchdog import Watchdog
 from sortedrl.errors import ConfigError, EngineError
 from sortedrl.external.plugins import name_of
+from sortedrl.run.builders.machines import check_gpus
 from sortedrl.schedule import Fate, Knobs
 from sortedrl.weights import ModuleWeights, is_adapted
 
@@ -45,9 +47,16 @@ STREAM_EVERY = 16  # decode steps between two deliveries: at most so many tokens
 
 
 def build_engine(
-    config: SortedConfig, model: Any, knobs: Knobs, decode: Callable[[list[int]], str] | None = None
+    config: SortedConfig,
+    model: Any,
+    knobs: Knobs,
+    decode: Callable[[list[int]], str] | None = None,
+    places: Sequence[ActorPlace] = (),
 ) -> Engine:
-    """The configured engine behind a watchdog. `decode` turns tokens into text, to search it for stop strings."""
+    """The configured engine behind a watchdog. `decode` turns tokens into text, to search it for stop strings.
+
+    `places`: the GPUs of each engine that shares them with ranks of the learner.
+    """
     needs_replay = Fate.REPLAY in (knobs.interrupted, knobs.on_bound)
     length = config.task.max_prompt_tokens + config.engine.max_new_tokens
     has_members = is_pool(config)
@@ -67,7 +76,8 @@ def build_engine(
             dtype = dtype if config.engine.dtype == "auto" else getattr(torch, config.engine.dtype)
             check_replay(knobs, is_exact=dtype == torch.float32)
             settings = vllm_settings(config)
-            engine = build_pool(config, model, partial(vllm_engine, **settings), dtype=dtype, max_length=length)
+            make = partial(vllm_engine, **settings)
+            engine = build_pool(config, model, make, dtype=dtype, max_length=length, places=places)
         case "local" if has_members:
             is_here = not config.engine.cluster and not torch.cuda.is_available()
             dtype = choose_dtype(model, config.engine.dtype, needs_exact_replay=needs_replay, is_this_machine=is_here)
@@ -134,13 +144,13 @@ def _merge_reason(config: SortedConfig, model: Any) -> str | None:
 
 
 def is_pool(config: SortedConfig) -> bool:
-    return config.engine.replicas > 1 or config.engine.own_process or bool(config.engine.cluster)
+    return config.has_engine_pool
 
 
 def is_child(config: SortedConfig) -> bool:
     """Whether the engine is a child process of this one. All other engines outside of this process are Ray actors."""
     settings = config.engine
-    is_alone = settings.replicas == 1 and not settings.cluster and not settings.replica_gpus
+    is_alone = config.num_engines == 1 and not settings.cluster and not config.engine_gpus
     return is_alone and settings.kind == "local" and settings.own_process
 
 
@@ -156,10 +166,10 @@ def check_replay(knobs: Knobs, *, is_exact: bool) -> None:
 def check_processors(config: SortedConfig) -> None:
     """Refuse a pool of more engines than this machine has processors for: Ray would wait for them forever."""
     settings = config.engine
-    needed, there = settings.replicas * settings.replica_cpus, os.cpu_count() or 1
+    needed, there = config.num_engines * settings.replica_cpus, os.cpu_count() or 1
     if not settings.cluster and not is_connected() and needed > there:
         raise ConfigError(
-            f"engine.replicas {settings.replicas} with engine.replica_cpus {settings.replica_cpus:g} need {needed:g} "
+            f"engine.replicas {config.num_engines} with engine.replica_cpus {settings.replica_cpus:g} need {needed:g} "
             f"processors, and this machine has {there}: lower one of them, or name a cluster"
         )
 
@@ -261,9 +271,15 @@ def _private_copy(model: Any) -> Any:
 
 
 def build_pool(
-    config: SortedConfig, model: Any, make: Callable[..., tuple[Engine, Any]], *, dtype: torch.dtype, max_length: int
+    config: SortedConfig,
+    model: Any,
+    make: Callable[..., tuple[Engine, Any]],
+    *,
+    dtype: torch.dtype,
+    max_length: int,
+    places: Sequence[ActorPlace] = (),
 ) -> Engine:
-    """A pool of `engine.replicas` engines made by `make`, with the weights of `model` as version 0."""
+    """A pool of engines made by `make`, with the weights of `model` as version 0."""
     settings = config.engine
     common = {"slots": settings.slots, "max_length": max_length}
     if is_child(config):
@@ -273,10 +289,11 @@ def build_pool(
     else:
         weights_dtype = next(model.parameters()).dtype
         described = model.config.to_dict()
-        launcher = ray_members(config, partial(make, described, weights_dtype=weights_dtype, dtype=dtype, **common))
+        make_engine = partial(make, described, weights_dtype=weights_dtype, dtype=dtype, **common)
+        launcher = ray_members(config, make_engine, places)
     pool = Pool(
         launcher,
-        size=settings.replicas,
+        size=config.num_engines,
         slots=settings.slots,
         exact_replay=dtype in EXACT_DTYPES,
         noise=SCHEME,
@@ -293,18 +310,22 @@ def child_members(config: SortedConfig, engine: dict[str, Any]) -> EngineLaunche
     return ChildLauncher(f"{__name__}:child_engine", engine, threads=config.run.threads)
 
 
-def ray_members(config: SortedConfig, make_engine: Callable[[], tuple[Engine, Any]]) -> EngineLauncher:
+def ray_members(
+    config: SortedConfig, make_engine: Callable[[], tuple[Engine, Any]], places: Sequence[ActorPlace]
+) -> EngineLauncher:
     settings = config.engine
     is_ours = connect(settings.cluster or None, run_dir=config.run_dir)
+    check_gpus(config)
     from sortedrl.engine.pool.ray_launcher import RayEngineLauncher  # imports Ray's actors, so only after `connect`
 
     return RayEngineLauncher(
         make_engine,
         num_cpus=settings.replica_cpus,
-        num_gpus=settings.replica_gpus,
+        num_gpus=config.engine_gpus,
         threads=config.run.threads,
         imports=IMPORTS,
-        has_spare=settings.kind == "local" and not settings.cluster and not settings.replica_gpus,
+        has_spare=settings.kind == "local" and not settings.cluster and not config.engine_gpus,
+        places=places,
         on_close=disconnect if is_ours else None,
     )
 

@@ -30,12 +30,14 @@ from sortedrl.learner.lora import (
     restore_adapters,
 )
 from sortedrl.learner.model import check_model_folder, load_tokenizer, read_window
+from sortedrl.learner.sharded.learner import ShardedLearner
 from sortedrl.learner.smollm2 import smollm2_path
 from sortedrl.records import Prompt
 from sortedrl.reward.pool import RewardPool
 from sortedrl.run.builders.engine import build_engine, build_sampling, engine_model
 from sortedrl.run.builders.generation import fill_from_model
 from sortedrl.run.builders.learner import RunLearner, build_learner
+from sortedrl.run.builders.machines import check_gpus, engine_places
 from sortedrl.run.builders.task import build_task
 from sortedrl.run.builders.trackers import check_trackers
 from sortedrl.run.checkpoint_folder import load_model, load_state
@@ -94,6 +96,7 @@ def build_parts(
     in place of all weights; the configuration must not ask for adapters too.
     """
     check_trackers(config.track.trackers)
+    check_gpus(config)
     torch.set_num_threads(config.run.threads)
     torch.manual_seed(config.run.seed)
     given = {"task": task, "model": model}
@@ -116,7 +119,8 @@ def build_parts(
     learner = build_learner(config, model)
     try:
         weights = engine_model(config, model, learner.source)
-        engine = build_engine(config, weights, config.knobs, decode=tokenizer.decode)
+        places = engine_places(config, learner.gpus) if isinstance(learner, ShardedLearner) else []
+        engine = build_engine(config, weights, config.knobs, decode=tokenizer.decode, places=places)
     except BaseException:
         learner.close()
         raise
