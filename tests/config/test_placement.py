@@ -73,6 +73,16 @@ def test_a_placement_says_what_ray_reserves() -> None:
     assert (colocated.num_engines, colocated.tensor_parallel, colocated.num_ranks, colocated.slots) == (4, 2, 8, 128)
 
 
+def test_a_placement_is_told_in_the_older_keys_too() -> None:
+    separate = config({"mode": "separate", "engines": 1, "tensor_parallel": 4, "ranks": 2}).in_older_keys()
+    engine, learner = separate.engine, separate.learner
+    assert (engine.replicas, engine.tensor_parallel, engine.replica_gpus, engine.own_process) == (1, 4, 4, True)
+    assert (learner.ranks, learner.rank_gpus) == (2, 1)
+    assert separate.in_older_keys() == separate
+    old = config(engine={"replicas": 2})
+    assert old.in_older_keys() is old
+
+
 def test_machines_are_filled_up_to_a_number_of_devices() -> None:
     assert Cluster.of(20, 8).gpus == (8, 8, 4)
     assert Cluster.of(8, 8).gpus == (8,)

@@ -269,6 +269,14 @@ class SortedConfig(Section):
         """GPUs that Ray reserves for each rank."""
         return self.learner.rank_gpus if self.placement.mode is None else 1.0
 
+    def in_older_keys(self) -> SortedConfig:
+        """The same configuration with its placement in the older keys too, for all code that reads those."""
+        if self.placement == PlacementSection():
+            return self
+        engine = {"replicas": self.num_engines, "tensor_parallel": self.tensor_parallel}
+        engine |= {"replica_gpus": self.engine_gpus, "own_process": self.engine.own_process or self.has_engine_pool}
+        return self.replaced(engine=engine, learner={"ranks": self.num_ranks, "rank_gpus": self.rank_gpus})
+
     @property
     def is_grouped(self) -> bool:
         return is_grouped(self.learner)

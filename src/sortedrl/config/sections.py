@@ -132,6 +132,8 @@ class LoraSection(Section):
     their own rank, alpha and target modules."""
     revision: str = ""
     """Revision of `path` on the hub: a branch, a tag or a commit. Empty: its main branch."""
+    base_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Number format of the frozen base weights. `bfloat16` halves their memory; adapters stay float32."""
     merge: bool = False
     """`vllm`: publish base weights and adapters merged into one model. By default only the adapters are sent if vLLM
     can load them."""

@@ -203,6 +203,8 @@ def _bare_model(model_config: Any) -> Any:
 
 def _fake_model(bare: Any, lora: LoraSettings | None) -> Any:
     model = bare.to_empty(device="cpu")
+    if lora is not None:
+        model = model.to(getattr(torch, lora.base_dtype))
     peft_config = None if lora is None else peft_config_of(lora)
     if peft_config is not None:
         from peft import get_peft_model

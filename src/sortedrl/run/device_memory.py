@@ -12,13 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from sortedrl.config import SortedConfig
 from sortedrl.config.placement import Placement
-from sortedrl.errors import ModelError, first_line
 from sortedrl.learner.dry_run import RankMemory, measure_update
 from sortedrl.run.memory_formulas import CONTEXT, GIB, EngineMemory, adapters_of, micro_shape, wire_bytes
+from sortedrl.run.model_shapes import architecture
 from sortedrl.simulate.costs import ModelShape
 
 DRY_LAYERS = 3  # depth of a quick dry run: from here on, each further layer adds the same
@@ -101,29 +100,6 @@ def dry_rank_memory(
         lora=adapters_of(config),
         device_bytes=device_bytes,
         layers=layers,
-    )
-
-
-def architecture(folder: Path, shape: ModelShape) -> Any:
-    """The configuration of transformers for a model: its own, or without its folder that of a preset."""
-    from transformers import AutoConfig
-
-    if (folder / "config.json").is_file():
-        try:
-            return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True).get_text_config()
-        except (OSError, ValueError, KeyError) as error:
-            raise ModelError(f"{folder}/config.json cannot be read: {first_line(error)}") from error
-    return AutoConfig.for_model(
-        shape.model_type,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        vocab_size=shape.vocab,
-        tie_word_embeddings=shape.is_tied,
-        max_position_embeddings=1 << 20,
     )
 
 

@@ -182,16 +182,16 @@ def _model(config: SortedConfig, target: Target) -> Finding:
 
 def _ranks(config: SortedConfig, target: Target) -> list[Finding]:
     """Whether the libraries for a learner with several ranks are there; no finding for one rank."""
-    if config.learner.ranks == 1:
+    if not config.has_rank_actors:
         return []
     import torch.distributed as dist
 
-    backend = "nccl" if config.learner.rank_gpus else "gloo"
-    text = f"{config.learner.ranks}, over {backend}"
-    if importlib.util.find_spec("ray") is None:
-        text, is_fine = f"{text}: Ray is missing: pip install 'sortedrl[ray]'", False
-    elif target.hardware is not None:
+    backend = "nccl" if config.rank_gpus else "gloo"
+    text = f"{config.num_ranks}, over {backend}"
+    if target.hardware is not None:
         is_fine = True  # another machine is planned
+    elif importlib.util.find_spec("ray") is None:
+        text, is_fine = f"{text}: Ray is missing: pip install 'sortedrl[ray]'", False
     else:
         is_fine = dist.is_available() and (dist.is_nccl_available() if backend == "nccl" else dist.is_gloo_available())
         text += "" if is_fine else f": this torch has no {backend}: install a build that has it"
@@ -213,7 +213,9 @@ def _needs(config: SortedConfig, target: Target) -> list[Finding]:
         )
     except SortedRLError as error:
         return [Finding(name="estimate", text=str(error), is_fine=False)]
+    placement = [Finding(name="placement", text=estimate.placement_text)] if estimate.placement_text else []
     return [
+        *placement,
         Finding(name="memory", text=estimate.memory_text, is_fine=estimate.fits),
         Finding(name="time", text=estimate.time_text),
     ]

@@ -10,7 +10,6 @@ Guarantees: no weights are read; parts do not overlap, and totals are their sums
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,9 +17,10 @@ from typing import Any
 
 from sortedrl.config import SortedConfig
 from sortedrl.config.placement import Cluster, Demand, plan_placement
-from sortedrl.errors import ConfigError, ModelError
+from sortedrl.errors import ConfigError
 from sortedrl.run.device_memory import device_needs, dry_rank_memory, gib, needs_text
 from sortedrl.run.memory_formulas import FLOAT, HALF, Memory, engine_memory, estimate_memory
+from sortedrl.run.model_shapes import read_shape
 from sortedrl.run.placements import (
     NODE_GPUS,
     learner_cost,
@@ -36,7 +36,6 @@ from sortedrl.simulate.costs import (
     ModelShape,
     RooflineCost,
     load_hardware,
-    load_model_shape,
     preset_names,
 )
 from sortedrl.simulate.fit import fit_runs
@@ -66,47 +65,6 @@ class Duration:
     @property
     def total_s(self) -> float:
         return self.cycle_s * self.num_updates + self.eval_s * self.num_evals
-
-
-def read_shape(path: str, folder: Path) -> ModelShape:
-    """A model's shape from its config.json; without the folder, from a preset with its name."""
-    if (folder / "config.json").is_file():
-        return _shape_of(folder)
-    name = Path(path).name.lower()
-    for preset in preset_names("models"):
-        if name.startswith(preset) or name.replace("meta-", "").startswith(preset):
-            return replace(load_model_shape(preset), bytes_per_value=FLOAT)
-    known = ", ".join(preset_names("models"))
-    raise ModelError(f"the shape of model {path!r} is unknown: give a folder with a config.json, or one of {known}")
-
-
-def _shape_of(folder: Path) -> ModelShape:
-    """Build the model on the meta device, where tensors have shapes but no data, and read its shape."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    try:
-        config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        with torch.device("meta"):
-            module: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ModelError(f"{folder}/config.json cannot be read: {why}") from error
-    text = config.get_text_config()
-    heads = text.num_attention_heads
-    return ModelShape(
-        params=sum(parameter.numel() for parameter in module.parameters()),
-        layers=text.num_hidden_layers,
-        heads=heads,
-        kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
-        bytes_per_value=FLOAT,
-        hidden=text.hidden_size,
-        intermediate=text.intermediate_size,
-        vocab=text.vocab_size,
-        model_type=text.model_type,
-        is_tied=bool(config.tie_word_embeddings),
-    )
 
 
 def estimate_time(config: SortedConfig, cost: CostModel, length: int, learner: CostModel | None = None) -> Duration:

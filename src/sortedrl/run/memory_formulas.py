@@ -18,10 +18,9 @@ from sortedrl.errors import ModelError, first_line
 from sortedrl.external.hub import find_cached, shown
 from sortedrl.learner.dry_run import MicroShape, RankMemory
 from sortedrl.learner.logprobs import KEPT_ELEMENTS, PIECE_ELEMENTS, WHOLE_ELEMENTS
+from sortedrl.run.model_shapes import FLOAT, HALF
 from sortedrl.simulate.costs import ModelShape
 
-FLOAT = 4  # bytes per value in the learner and in the local engine
-HALF = 2  # bytes per value in an engine on accelerators
 COMMON_RANK = 16  # assumed for adapters on the hub that are not here yet
 LOGIT_COPIES = 3  # logits, their log-softmax, and its exponential or the gradient
 GIB = 2**30

@@ -11,7 +11,8 @@ first of all.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -20,9 +21,12 @@ from rich.table import Table
 from sortedrl.config import SortedConfig
 from sortedrl.config.placement import Cluster, Demand, Mode, Placement, plan_placement
 from sortedrl.errors import ConfigError
+from sortedrl.ledger.atomic_file import atomic_file
+from sortedrl.run.builders.parts import model_path_here
 from sortedrl.run.device_memory import DeviceNeed, device_needs, gib
 from sortedrl.run.memory_formulas import engine_memory, formula_rank_memory, has_lora
-from sortedrl.simulate.costs import Hardware, ModelShape, RooflineCost
+from sortedrl.run.model_shapes import HALF, read_shape
+from sortedrl.simulate.costs import Hardware, ModelShape, RooflineCost, load_hardware
 
 MAX_DEVICES = 1024  # no larger cluster is proposed
 TYPICAL_SHARE = 0.25  # mean length of answers, as a share of the token budget, for comparing speeds
@@ -88,6 +92,26 @@ def propose_placements(
             continue
         options.append(weigh(placed, placement, shape, hardware))
     return sorted(options, key=lambda o: (not o.fits, o.cycle_s if o.fits else o.worst.total))
+
+
+def placements_of(config: SortedConfig, hardware: str, num_devices: int) -> list[PlacementOption]:
+    """The placements of a configuration on GPUs by the name of their preset."""
+    if hardware == "cpu":
+        raise ConfigError("a placement is about GPUs: give --hardware h100, a100 or rtx4090")
+    folder = model_path_here(config) or Path(config.model.path)
+    shape = replace(read_shape(config.model.path, folder), bytes_per_value=HALF)
+    return propose_placements(config, shape, load_hardware(hardware), num_devices)
+
+
+def write_placement(options: list[PlacementOption], path: Path) -> None:
+    """Write the configuration with the first placement to a file."""
+    if not options or not options[0].fits:
+        raise ConfigError("no placement fits, so there is no configuration to write: leave out --out, or add devices")
+    try:
+        with atomic_file(path) as file:
+            file.write(options[0].config.to_toml())
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}; choose another file with --out") from None
 
 
 def _candidates(config: SortedConfig, shape: ModelShape, cluster: Cluster) -> Iterator[tuple[Mode, int, int, int]]:

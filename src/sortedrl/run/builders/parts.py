@@ -97,6 +97,7 @@ def build_parts(
     """
     check_trackers(config.track.trackers)
     check_gpus(config)
+    config = config.in_older_keys()
     torch.set_num_threads(config.run.threads)
     torch.manual_seed(config.run.seed)
     given = {"task": task, "model": model}
@@ -245,7 +246,7 @@ def build_model(config: SortedConfig, model: Any, adapters: Adapters, checkpoint
     if isinstance(model, Path):
         folder, commit = check_model_folder(model), commit_of(model)
         check_window(config, folder)
-        model, _ = load_model(folder)
+        model, _ = load_model(folder, dtype=base_dtype(config, adapters))
     elif checkpoint is not None and not has_adapters:
         model.load_state_dict(load_model(checkpoint)[0].state_dict())
     if adapters.is_wanted:
@@ -257,6 +258,15 @@ def build_model(config: SortedConfig, model: Any, adapters: Adapters, checkpoint
     if checkpoint is not None and has_adapters:
         check_base(model, checkpoint)
     return model
+
+
+def base_dtype(config: SortedConfig, adapters: Adapters) -> torch.dtype:
+    """The format in which weights are loaded: float32 if they are trained, the configured one if they are frozen."""
+    if config.lora.base_dtype == "float32":
+        return torch.float32
+    if not adapters.is_wanted:
+        raise ConfigError("lora.base_dtype = bfloat16 is for frozen weights: set lora.rank too, or remove it")
+    return torch.bfloat16
 
 
 def check_window(config: SortedConfig, folder: Path) -> None:
