@@ -92,12 +92,14 @@ OTHER_VALUES: dict[str, tuple[Any, str]] = {
     "vllm_importance_sampling_correction": (False, "learner.importance"),
     "vllm_importance_sampling_clip_max": (4.0, "learner.importance_cap"),
     "vllm_importance_sampling_cap": (4.0, "learner.importance_cap"),
+    "vllm_importance_sampling_clip_min": (0.25, "learner.importance_low"),
 }
 # Fields that act only together with others.
 CONTEXT: dict[str, dict[str, Any]] = {
     "eval_steps": {"eval_strategy": "steps"},
     "num_generations_eval": {"eval_strategy": "steps"},
     "vllm_importance_sampling_mode": {"use_vllm": True},
+    "vllm_importance_sampling_clip_min": {"use_vllm": True, "vllm_importance_sampling_mode": "token_mask"},
     **{
         f"vllm_importance_sampling_{name}": {"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate"}
         for name in ("correction", "clip_max", "cap")
@@ -157,6 +159,17 @@ def test_a_script_of_trl_trains_here(tmp_path: Path, caplog: pytest.LogCaptureFi
 
 
 # ---- without TRL ----------------------------------------------------------------------------------------------------
+
+
+def test_masks_of_trl_are_converted() -> None:
+    masked = GRPOConfig(use_vllm=True, vllm_importance_sampling_mode="sequence_mask", vllm_importance_sampling_cap=3.0)
+    learner = from_trl(masked)[0].learner
+    assert (learner.importance, learner.importance_cap, learner.importance_mask) == ("sequence", "none", "sequence")
+    assert (learner.importance_low, learner.importance_high) == (0, 3)
+    band = {"vllm_importance_sampling_clip_min": 0.5, "vllm_importance_sampling_clip_max": None}
+    learner = from_trl(GRPOConfig(use_vllm=True, vllm_importance_sampling_mode="token_mask", **band))[0].learner
+    assert (learner.importance, learner.importance_mask, learner.importance_low) == ("token", "token", 0.5)
+    assert learner.importance_high > 1e38
 
 
 def test_batches_and_steps_are_converted_to_samples() -> None:

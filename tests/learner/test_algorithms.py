@@ -291,18 +291,35 @@ def test_kl_in_the_reward_by_hand() -> None:
 def test_gae_by_hand() -> None:
     # Values 1, 2, 4 and reward 3 at the end; gamma 1/2, lambda 1/2.
     # Errors: -1 at the end; 0 + 2 - 2 = 0; 0 + 1 - 1 = 0. Advantages: -1; 0 - 1/4; 0 - 1/16.
-    found = gae(torch.tensor([0.0, 0.0, 3.0]), torch.tensor([1.0, 2.0, 4.0]), gamma=0.5, lam=0.5)
+    found = gae(torch.tensor([0.0, 0.0, 3.0]), torch.tensor([1.0, 2.0, 4.0]), [3], gamma=0.5, lam=0.5)
     assert found.tolist() == pytest.approx([-1 / 16, -1 / 4, -1])
     # With lambda 1 the advantage is the return less the value.
-    found = gae(torch.tensor([1.0, 0.0, 3.0]), torch.tensor([1.0, 2.0, 4.0]), gamma=1.0, lam=1.0)
+    found = gae(torch.tensor([1.0, 0.0, 3.0]), torch.tensor([1.0, 2.0, 4.0]), [3], gamma=1.0, lam=1.0)
     assert found.tolist() == pytest.approx([3, 1, -1])
 
 
+def test_gae_of_many_answers_is_that_of_each() -> None:
+    """Against the definition, one token after the other."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = [1, 2, 3, 64, 5, 300, 17]
+    rewards_a, values_a = torch.randn(2, sum(lengths), generator=generator)
+    for gamma, lam in ((1.0, 0.95), (0.9, 1.0), (1.0, 1.0), (0.5, 0.0)):
+        expected: list[float] = []
+        for rewards_t, values_t in zip(rewards_a.split(lengths), values_a.split(lengths), strict=True):
+            rewards, values = rewards_t.tolist(), [*values_t.tolist(), 0.0]
+            following, estimates = 0.0, []
+            for t in range(len(rewards) - 1, -1, -1):
+                following = rewards[t] + gamma * values[t + 1] - values[t] + gamma * lam * following
+                estimates.append(following)
+            expected += estimates[::-1]
+        found = gae(rewards_a, values_a, lengths, gamma=gamma, lam=lam)
+        assert found.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
 def test_whitening_is_over_all_tokens() -> None:
-    found = whitened({4: torch.tensor([1.0, 3.0]), 2: torch.tensor([5.0, 7.0])})
-    assert found[4].tolist() == pytest.approx([-3 / math.sqrt(5), -1 / math.sqrt(5)], rel=1e-5)
-    assert found[2].tolist() == pytest.approx([1 / math.sqrt(5), 3 / math.sqrt(5)], rel=1e-5)
-    assert whitened({0: torch.tensor([2.0, 2.0])})[0].tolist() == [0, 0]
+    found = whitened(torch.tensor([1.0, 3.0, 5.0, 7.0]))
+    assert found.tolist() == pytest.approx([share / math.sqrt(5) for share in (-3, -1, 1, 3)], rel=1e-5)
+    assert whitened(torch.tensor([2.0, 2.0])).tolist() == [0, 0]
 
 
 def test_value_loss_by_hand() -> None:

@@ -11,8 +11,9 @@ from transformers import CohereConfig, CohereForCausalLM
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXAttention
 
 from sortedrl.learner import logprobs
-from sortedrl.learner.logprobs import LogprobScorer
+from sortedrl.learner.logprobs import LogprobScorer, PieceSizes
 from sortedrl.learner.pack import pack, packed_attention
+from sortedrl.learner.precision import pass_precision
 from sortedrl.learner.torch import TorchLearner
 from tests.support.learners import Settings, assert_same, caught_gradients, make_batch, make_model
 from tests.support.packed_samples import MIXED, SHAPE, samples_of
@@ -49,7 +50,7 @@ def test_values_and_gradients_are_those_of_the_whole(
     for is_ours in (True, False):
         if is_ours:
             values = logprobs._LogprobsInPieces.apply(
-                inputs["hidden"], inputs["weight"], bias, targets, 1 / temperature
+                inputs["hidden"], inputs["weight"], bias, targets, 1 / temperature, torch.float32, PieceSizes.on_cpu()
             )
         else:
             values = plain_scores(inputs["hidden"], inputs["weight"], bias, targets, temperature)
@@ -65,7 +66,9 @@ def test_values_and_gradients_are_those_of_the_whole(
 @pytest.mark.usefixtures("in_pieces")
 def test_kept_pieces_are_used_up_and_computed_again_for_a_second_backward() -> None:
     hidden, weight = (torch.randn(shape, requires_grad=True) for shape in ((13, 8), (23, 8)))
-    logprobs_a, _ = logprobs._LogprobsInPieces.apply(hidden, weight, None, torch.arange(13), 1.0)
+    logprobs_a, _ = logprobs._LogprobsInPieces.apply(
+        hidden, weight, None, torch.arange(13), 1.0, torch.float32, PieceSizes.on_cpu()
+    )
     node = logprobs_a.grad_fn
     assert len(node.kept) == 7  # all pieces
     first = torch.autograd.grad(logprobs_a.sum(), (hidden, weight), retain_graph=True)
@@ -206,3 +209,25 @@ def test_recomputed_activations_give_the_same_update_without_dropout(monkeypatch
         assert not any(module.training for module in model.modules())
     assert num_calls == [2, 4]  # two layers, each once more for its gradient
     assert_same(gradients[1], gradients[0], 1e-6)
+
+
+@pytest.mark.parametrize("is_in_pieces", [False, True])
+def test_the_output_layer_in_float32(is_in_pieces: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within a pass in bfloat16, logits are the product of the hidden states and the weights in float32."""
+    if is_in_pieces:
+        monkeypatch.setattr(logprobs, "WHOLE_ELEMENTS", 0)
+    model = make_model()
+    (micro,) = pack(make_batch(model).samples, range(8), 1000)
+    seen: list[Tensor] = []
+    model.lm_head.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0][0]))
+    found: list[Tensor] = []
+    for is_fp32 in (True, False):
+        with packed_attention(model), pass_precision("bfloat16", model):
+            found.append(LogprobScorer(1.0, is_fp32=is_fp32).score(model, micro).logprobs_a)
+    table = nn.functional.linear(seen[0].float(), model.lm_head.weight).log_softmax(-1)
+    expected = table.gather(1, micro.targets_a[:, None])[:, 0]
+    torch.testing.assert_close(found[0], expected, rtol=1e-6, atol=1e-6)
+    assert float((found[1] - expected).abs().max()) > 1e-4
+    found[0].sum().backward()
+    assert model.lm_head.weight.grad.dtype == torch.float32
+    assert "forward" not in model.lm_head.__dict__

@@ -18,6 +18,7 @@ from sortedrl.learner.loss import (
     divergence,
     entropy_bonus,
     importance_weights,
+    outside_band,
     policy_loss,
 )
 
@@ -203,3 +204,38 @@ def test_unmoved_policy_gives_the_reinforce_gradient() -> None:
     torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-7)
     assert moved.ratio_a.tolist() == pytest.approx([1] * 7, abs=1e-6)
     assert not moved.is_clipped_a.any()
+
+
+@pytest.mark.parametrize(
+    ("level", "expected"),
+    [
+        # Ratios of sample 0: 2 and 8, product 16, geometric mean 4. Of sample 1: 1/4 and 4, product and mean 1.
+        ("token", [False, True, True, False]),
+        ("sequence", [True, False, True, False]),
+        ("geometric", [False, False, False, False]),
+    ],
+)
+def test_masks_by_hand(level: Any, expected: list[bool]) -> None:
+    log_ratio_a = torch.tensor([2.0, 0.25, 8.0, 4.0]).log()
+    found = outside_band(log_ratio_a, torch.tensor([0, 1, 0, 1]), level=level, low=0.5, high=5.0)
+    assert found.tolist() == expected
+
+
+def test_a_masked_token_has_no_gradient_and_counts_in_the_mean() -> None:
+    # IcePop: behaviour 1/2; at the start of the update ratios 1.2 and 0.4, of which the second is masked.
+    objective = replace(PLAIN, importance="token", importance_cap="none", importance_mask="token")
+    old_a = torch.tensor([0.6, 0.2]).log()
+    loss, gradients, moved = surrogate([1.2, 0.4], [1.0, 2.0], objective, old_a=old_a)
+    assert loss == pytest.approx(-1.2 * 1.0 / 2, rel=1e-5)
+    assert gradients == pytest.approx([-0.6, 0], rel=1e-5)
+    assert moved.is_masked_a is not None
+    assert moved.is_masked_a.tolist() == [False, True]
+    assert moved.drift_a.exp().tolist() == pytest.approx([1.2, 0.4], rel=1e-5)
+
+
+def test_a_mask_without_weights_keeps_the_ratio_to_the_behaviour_policy() -> None:
+    objective = replace(PLAIN, importance_mask="token")
+    drift_a = torch.tensor([1.0, 6.0]).log()
+    loss, _, moved = surrogate([1.1, 1.1], [1.0, 1.0], objective, drift_a=drift_a)
+    assert moved.ratio_a.tolist() == pytest.approx([1.1, 1.1], rel=1e-5)
+    assert loss == pytest.approx(-1.1 / 2, rel=1e-5)

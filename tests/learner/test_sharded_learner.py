@@ -176,6 +176,18 @@ def test_more_ranks_than_processors() -> None:
     check_room(SortedConfig(learner={"ranks": 2, "rank_cpus": 0.25}, engine={"replicas": 2, "replica_cpus": 0.25}))
 
 
+def test_ranks_have_the_device_that_was_asked_for() -> None:
+    from sortedrl.run.builders.learner import check_rank_device
+
+    with pytest.raises(ConfigError, match=r"device = cuda, but learner.rank_gpus = 0 .* set learner.rank_gpus = 1"):
+        check_rank_device(SortedConfig(learner={"ranks": 2, "device": "cuda"}))
+    with pytest.raises(ConfigError, match="device = cpu does not use"):
+        check_rank_device(SortedConfig(learner={"ranks": 2, "device": "cpu", "rank_gpus": 1.0}))
+    check_rank_device(SortedConfig(learner={"ranks": 2, "rank_gpus": 1.0}))
+    with pytest.raises(ConfigError, match=r"learner\.device"):
+        SortedConfig(learner={"device": "gpu"})
+
+
 @pytest.mark.slow
 def test_a_rank_that_hangs(cluster: None) -> None:
     learner, ranks = start_ranks(make_model(), timeout_s=HANG_TIMEOUT_S)

@@ -53,6 +53,11 @@ class Settings:
     micro_tokens: int = 16384
     recompute: bool = False
     dtype: str = "auto"
+    device: str = "auto"
+    fp32_head: bool = False
+    importance_mask: str = "none"
+    importance_low: float = 0.5
+    importance_high: float = 5.0
 
 
 def make_model(seed: int = 0) -> Any:

@@ -1,4 +1,4 @@
-"""Updates that one process and two ranks both compute, for test_ranks.py, and the function that each rank runs."""
+"""Updates that one process and several ranks both compute, for test_ranks.py, and the function that each rank runs."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from sortedrl.learner.algorithms import ALGORITHMS
 from sortedrl.learner.sharded.rank import RankLearner
 from sortedrl.learner.sharded.shards import shard_like, skeleton_of, weights_of
 from sortedrl.learner.torch import TorchLearner
@@ -24,6 +25,7 @@ from tests.support.learners import Settings, make_batch, make_model
 NUM_RANKS = 2
 NUM_UPDATES = 5
 SAVED_AFTER = 2
+SHORT_OF_MEMORY = ("short", "short-ppo")  # cases in which one rank runs out of memory
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -36,7 +38,7 @@ class RankCase:
 
 
 CASES = {
-    # Micro-batches of 24 tokens make seven passes for two ranks, so one rank repeats a pass.
+    # Micro-batches of 24 tokens: some ranks have fewer of them, and make a pass without effect.
     "sgd": RankCase(settings=Settings(micro_tokens=24, lr=0.1), is_sgd=True),
     "clipped": RankCase(
         settings=Settings(micro_tokens=24, lr=0.1, grad_clip=0.05, loss_mean="sequence"), is_sgd=True, num_updates=2
@@ -51,15 +53,58 @@ CASES = {
         is_skeleton=True,
         num_updates=3,
     ),
+    "short": RankCase(settings=Settings(micro_tokens=100, lr=0.1), is_sgd=True, num_updates=2),
+    "short-ppo": RankCase(
+        settings=Settings(micro_tokens=100, lr=0.1, algorithm="ppo", kl_coef=0.1), is_sgd=True, num_updates=1
+    ),
     "adapters": RankCase(
         settings=Settings(micro_tokens=24, lr=1.0), is_sgd=True, is_skeleton=True, is_adapted=True, num_updates=2
     ),
 }
+_LOW = Settings(micro_tokens=40, lr=0.1, dtype="bfloat16")
+LOW_CASES = {
+    "bf16": RankCase(settings=replace(_LOW, recompute=True), is_sgd=True, is_skeleton=True),
+    "bf16-ppo-kl": RankCase(
+        settings=replace(_LOW, algorithm="ppo", kl_coef=0.1, importance="token", fp32_head=True),
+        is_sgd=True,
+        num_updates=2,
+    ),
+    "bf16-adapters": RankCase(
+        settings=replace(_LOW, algorithm="grpo", kl_coef=0.1, lr=1.0),
+        is_sgd=True,
+        is_skeleton=True,
+        is_adapted=True,
+        num_updates=2,
+    ),
+}
+# Every algorithm, in full and with adapters; with a KL penalty, recomputed activations and the head in float32 in turn.
+ALL_LOW_CASES = {
+    f"bf16-{name}-{kind}": RankCase(
+        settings=replace(
+            _LOW,
+            algorithm=name,
+            clip_low=None,
+            clip_high=None,
+            lr=1.0 if kind == "adapters" else 0.1,
+            kl_coef=0.1 if number % 2 else 0.0,
+            recompute=number % 3 == 0,
+            fp32_head=number % 4 == 1,
+            importance=("none", "token", "sequence")[number % 3],
+        ),
+        is_sgd=True,
+        is_skeleton=True,
+        is_adapted=kind == "adapters",
+        num_updates=2,
+    )
+    for kind in ("full", "adapters")
+    for number, name in enumerate(ALGORITHMS)
+}
+EVERY_CASE = CASES | LOW_CASES | ALL_LOW_CASES
 
 
 def model_of(name: str) -> Any:
     model = make_model()
-    if CASES[name].is_adapted:
+    if EVERY_CASE[name].is_adapted:
         from peft import LoraConfig, get_peft_model
 
         model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
@@ -84,8 +129,8 @@ def run_updates(learner: TorchLearner, first: int, last: int) -> list[dict[str, 
 
 
 def rank_learner(name: str) -> RankLearner:
-    case, model = CASES[name], model_of(name)
-    mesh = init_device_mesh("cpu", (NUM_RANKS,))
+    case, model = EVERY_CASE[name], model_of(name)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     weights = weights_of(model) if case.is_skeleton else None
     learner = RankLearner(
         skeleton_of(model) if case.is_skeleton else model, case.settings, temperature=1.0, mesh=mesh, weights=weights
@@ -116,13 +161,15 @@ def read_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any], list[di
     return load_file(folder / "weights.safetensors"), state, saved["metrics"]
 
 
-def run_rank(rank: int, folder: Path) -> None:
-    """Run all cases as one of two ranks; writes each final state and each half-way state into `folder`."""
+def run_rank(rank: int, folder: Path, size: int, names: tuple[str, ...]) -> None:
+    """Run cases as one of `size` ranks; writes each final state and each half-way state into `folder`."""
     torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), NUM_RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=120))
-    for name, case in CASES.items():
-        learner = rank_learner(name)
+    store = dist.FileStore(str(folder / "store"), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=120))
+    for name in names:
+        case, learner = EVERY_CASE[name], rank_learner(name)
+        if name in SHORT_OF_MEMORY and rank == 1:
+            run_out_of_memory(learner)
         metrics = run_updates(learner, 0, min(SAVED_AFTER, case.num_updates))
         save_state(folder / f"{name}-half", learner, metrics)
         metrics += run_updates(learner, len(metrics), case.num_updates)
@@ -135,6 +182,26 @@ def run_rank(rank: int, folder: Path) -> None:
             save_state(folder / f"{name}-taken", learner, [])
             save_state(folder / f"{name}-gone-on", learner, run_updates(learner, SAVED_AFTER, case.num_updates))
     dist.destroy_process_group()
+
+
+def run_out_of_memory(learner: RankLearner) -> None:
+    """Let the second layer run out of memory for micro-batches of more than 30 tokens, once forward, once backward."""
+    layer = learner.model.get_submodule("model.layers.1.mlp")
+    failures = ["forward", "backward"]
+
+    def fail(when: str, num_tokens: int) -> None:
+        if num_tokens > 30 and when in failures:
+            failures.remove(when)
+            raise torch.OutOfMemoryError(f"CUDA out of memory ({when})")
+
+    def forward(_module: Any, inputs: tuple[Tensor, ...]) -> None:
+        fail("forward", inputs[0].shape[1])
+
+    def backward(_module: Any, gradients: tuple[Tensor, ...]) -> None:
+        fail("backward", gradients[0].shape[1])
+
+    layer.register_forward_pre_hook(forward)
+    layer.register_full_backward_pre_hook(backward)
 
 
 @torch.no_grad()

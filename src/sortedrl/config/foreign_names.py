@@ -202,6 +202,19 @@ NEIGHBOURS: tuple[Neighbour, ...] = (
         "algorithm.rollout_correction.rollout_is_threshold",
         "vllm_is_truncated_threshold algo.advantage.is_correction_threshold",
     ),
+    _row(
+        "learner.importance_mask",
+        "",
+        "algorithm.rollout_correction.rollout_rs",
+        "",
+        "none, token, sequence or geometric",
+    ),
+    _row(
+        "learner.importance_low",
+        "vllm_importance_sampling_clip_min",
+        "algorithm.rollout_correction.rollout_rs_threshold_lower",
+    ),
+    _row("learner.importance_high", "", "algorithm.rollout_correction.rollout_rs_threshold"),
     _row("learner.gamma", "", "algorithm.gamma", "gamma algo.advantage.gamma"),
     _row("learner.gae_lambda", "", "algorithm.lam", "lambd algo.advantage.lambd"),
     _row("learner.value_clip", "", "critic.cliprange_value", "value_clip critic.value_clip"),
@@ -290,8 +303,7 @@ _IGNORED_BECAUSE: Mapping[str, str] = MappingProxyType(
             greater_is_better ref_model_mixup_alpha ref_model_sync_steps entropy_coef_min entropy_coef_max
             entropy_coef_delta entropy_target sapo_temperature_neg sapo_temperature_pos vespo_k_pos
             vespo_lambda_pos vespo_k_neg vespo_lambda_neg vllm_server_base_url vllm_server_host vllm_server_port
-            trackio_space_id trackio_bucket_id trackio_static_space_id optim_args
-            vllm_importance_sampling_clip_min""",
+            trackio_space_id trackio_bucket_id trackio_static_space_id optim_args""",
     }
 )
 IGNORED = frozenset(name for names in _IGNORED_BECAUSE.values() for name in names.split())

@@ -335,6 +335,14 @@ class LearnerSection(Section):
     ratio alone corrects them)."""
     importance_cap: Annotated[float, Field(gt=0, le=_MAX_FLOAT32)] | Literal["none"] = 2.0
     """Largest importance weight. `none` sets no limit: unbiased, with high variance."""
+    importance_mask: Literal["none", "token", "sequence", "geometric"] = "none"
+    """Leave out tokens whose probability in the trainer and in the engine differs too much: those whose ratio is below
+    `importance_low` or above `importance_high` (`token`, as IcePop), or all tokens of a sample whose product of ratios
+    (`sequence`, as MIS) or geometric mean (`geometric`) is."""
+    importance_low: float = Field(default=0.5, ge=0, lt=1)
+    """`importance_mask`: smallest ratio that is learned from."""
+    importance_high: float = Field(default=5.0, gt=1, le=_MAX_FLOAT32)
+    """`importance_mask`: largest ratio that is learned from."""
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the KL penalty towards the initial model. 0 turns it off."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -355,6 +363,9 @@ class LearnerSection(Section):
     """`ppo`: largest change of a predicted value in one update."""
     critic_lr: float | None = Field(default=None, gt=0)
     """`ppo`: peak learning rate of the value head. Unset: `lr`."""
+    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:[0-9]{1,3})?)$")
+    """Where updates run: `cpu`, `cuda`, `cuda:1`, or `auto` (a GPU if there is one). Learner processes (`ranks`) use
+    the GPUs of `rank_gpus`."""
     ranks: Int = Field(default=1, ge=1)
     """Number of learner processes (FSDP2 over Ray actors) that share weights and updates. 1: train in this process."""
     own_process: bool | None = None
@@ -380,6 +391,9 @@ class LearnerSection(Section):
     """Number format of the matrix products of forward and backward passes: `float32`, `bfloat16` or `auto`. `auto` uses
     bfloat16 on GPUs that support it, and for 10 million parameters or more on CPUs that are fast at it, otherwise
     float32. Weights, gradients, optimizer state, log-probs and losses are float32."""
+    fp32_head: bool = False
+    """Compute the output layer (logits) in float32 when `dtype` is bfloat16: log-probs are closer to those of an engine
+    that does so too, at the price of a slower output layer."""
 
 
 class EvalSection(Section):

@@ -22,6 +22,7 @@ from sortedrl.redact import redact
 
 _LOSS_MEANS = {"grpo": "sequence", "dapo": "token", "bnpo": "token", "dr_grpo": "constant"}
 _ALGORITHMS = {"group": "grpo", "none": "dr_grpo", "batch": "reinforce++-baseline", "True": "grpo", "False": "dr_grpo"}
+_NO_LIMIT = 3e38  # of a ratio: about the largest number of float32
 _LR_FINAL = {"linear": 0.0, "constant": 1.0, "constant_with_warmup": 1.0}
 _ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf")
 _TRACKERS = ("tensorboard", "wandb")
@@ -198,16 +199,23 @@ def _objective(reader: _Reader) -> dict[str, Any]:
 
 
 def _importance(reader: _Reader) -> dict[str, Any]:
-    """TRL weights or masks the tokens of vLLM by default; of its modes, those that truncate weights exist here too."""
+    """TRL weights the tokens of vLLM by default, and limits the weights: it truncates them or masks tokens."""
     if not (reader.get("use_vllm") and reader.get("vllm_importance_sampling_correction", True)):
         return {}
     mode = reader.text("vllm_importance_sampling_mode", "token_truncate")
     level, _, kind = mode.partition("_")
-    if level not in ("token", "sequence") or kind != "truncate":
-        reader.notes.append(f"vllm_importance_sampling_mode={mode!r} (no token is masked; see learner.importance)")
+    if level not in ("token", "sequence") or kind not in ("truncate", "mask"):
+        reader.notes.append(f"vllm_importance_sampling_mode={mode!r} (see learner.importance)")
         return {}
     cap = reader.get("vllm_importance_sampling_clip_max") or reader.get("vllm_importance_sampling_cap", "none")
-    return {"importance": level, "importance_cap": cap}
+    floor = reader.get("vllm_importance_sampling_clip_min") or 0.0
+    if kind == "truncate":
+        if floor:
+            reader.notes.append(f"vllm_importance_sampling_clip_min={floor:g} (weights have no lower limit)")
+        return {"importance": level, "importance_cap": cap}
+    high = _NO_LIMIT if cap in (None, "none") else cap
+    band = {"importance_mask": level, "importance_low": floor, "importance_high": high}
+    return {"importance": level, "importance_cap": "none", **band}
 
 
 def _optimizer(reader: _Reader) -> dict[str, Any]:

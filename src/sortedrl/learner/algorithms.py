@@ -32,6 +32,7 @@ _Level = Literal["token", "sequence"]
 Mean = Literal["token", "sequence", "constant"]
 _Overlong = Literal["keep", "mask", "shape"]
 _Importance = Literal["none", "token", "sequence"]
+MaskLevel = Literal["token", "sequence", "geometric"]
 Estimator = Literal["k1", "k2", "k3"]
 _FlatGroups = Literal["keep", "zero", "replace"]
 
@@ -123,6 +124,9 @@ class Objective:
     overlong_buffer: float = 0.2
     importance: _Importance = "none"
     importance_cap: float | Literal["none"] = 2.0
+    importance_mask: MaskLevel | Literal["none"] = "none"
+    importance_low: float = 0.5
+    importance_high: float = 5.0
     kl_coef: float = 0.0
     kl_estimator: Estimator = "k3"
     kl_in: Literal["loss", "reward"] = "loss"
@@ -136,6 +140,11 @@ class Objective:
     @property
     def weight_cap(self) -> float | None:
         return None if self.importance_cap == "none" else self.importance_cap
+
+    @property
+    def needs_start_logprobs(self) -> bool:
+        """Whether log-probs are computed at the start of the update, to compare them with those of sampling."""
+        return self.importance != "none" or self.importance_mask != "none"
 
     @property
     def has_reference(self) -> bool:

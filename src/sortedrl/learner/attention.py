@@ -24,6 +24,7 @@ from torch.nn import functional
 from transformers import AttentionInterface
 
 from sortedrl.errors import ModelError
+from sortedrl.learner.device import to_device
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -75,12 +76,12 @@ def make_layout(rows: Sequence[np.ndarray], num_tokens: int, device: torch.devic
         shapes.append((stop - start, length))
         start = stop
     return Layout(
-        padded_p=torch.from_numpy(np.concatenate(padded)).to(device),
-        in_padded_n=torch.from_numpy(in_padded).to(device),
+        padded_p=to_device(np.concatenate(padded), device),
+        in_padded_n=to_device(in_padded, device),
         shapes=tuple(shapes),
-        unpadded_t=torch.from_numpy(np.concatenate(ordered)).to(device),
-        in_unpadded_n=torch.from_numpy(in_unpadded).to(device),
-        edges=torch.from_numpy(edges.astype(np.int32)).to(device),
+        unpadded_t=to_device(np.concatenate(ordered), device),
+        in_unpadded_n=to_device(in_unpadded, device),
+        edges=to_device(edges.astype(np.int32), device),
     )
 
 

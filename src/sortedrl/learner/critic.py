@@ -4,19 +4,21 @@
 pass that computes log-probs gives values too. It starts at 0, so in the first update the advantages are the rewards.
 Its gradients also reach the model, weighted by `learner.value_coef`.
 
-Shapes: a answer tokens, t tokens of one sample, h hidden size.
+Shapes: a answer tokens, h hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from sortedrl.errors import ModelError
+from sortedrl.learner.device import to_device
 
 _EPSILON = 1e-6
 
@@ -53,27 +55,28 @@ class Critic(nn.Module):
         self._hidden_ah = inputs[0][0]
 
 
-def gae(rewards_t: Tensor, values_t: Tensor, *, gamma: float, lam: float) -> Tensor:
-    """Generalised advantage estimates of one answer. The value after its last token is 0."""
-    advantages_t = torch.zeros_like(values_t)
-    following = next_value = 0.0
-    rewards, values = rewards_t.tolist(), values_t.tolist()
-    for t in range(len(values) - 1, -1, -1):
-        following = rewards[t] + gamma * next_value - values[t] + gamma * lam * following
-        next_value = values[t]
-        advantages_t[t] = following
-    return advantages_t
+def gae(rewards_a: Tensor, values_a: Tensor, lengths: Sequence[int], *, gamma: float, lam: float) -> Tensor:
+    """Generalised advantage estimates of answers that lie end to end. The value after an answer's last token is 0.
+
+    An estimate is the sum of the errors that follow it, each discounted by its distance. The sums grow by doubling:
+    from those over 1 error to those over 2, 4 and so on, for all tokens at once. Summed in float64.
+    """
+    left_a = to_device(np.concatenate([np.arange(length)[::-1] for length in lengths]), values_a.device)
+    rewards_a, values_a, dtype = rewards_a.double(), values_a.double(), values_a.dtype
+    next_a = torch.where(left_a > 0, values_a.roll(-1), 0.0)
+    advantages_a = rewards_a + gamma * next_a - values_a
+    step = 1
+    while step < max(lengths):
+        later_a = torch.where(left_a >= step, advantages_a.roll(-step), 0.0)
+        advantages_a = advantages_a + (gamma * lam) ** step * later_a
+        step *= 2
+    return advantages_a.to(dtype)
 
 
-def whitened(advantages: Mapping[int, Tensor]) -> dict[int, Tensor]:
+def whitened(advantages_a: Tensor) -> Tensor:
     """Advantages minus their mean, in standard deviations, over all tokens; all 0 if they do not differ."""
-    if not advantages:
-        return {}
-    all_a = torch.cat(list(advantages.values()))
-    std = all_a.std(correction=0)
-    if std < _EPSILON:
-        return {index: torch.zeros_like(values_t) for index, values_t in advantages.items()}
-    return {index: (values_t - all_a.mean()) / (std + _EPSILON) for index, values_t in advantages.items()}
+    std = advantages_a.std(correction=0)
+    return torch.where(std < _EPSILON, 0.0, (advantages_a - advantages_a.mean()) / (std + _EPSILON))
 
 
 def value_loss(values_a: Tensor, old_a: Tensor, returns_a: Tensor, *, clip: float) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sortedrl.errors import LearnerError
 from sortedrl.learner.base import UpdateResult
+from sortedrl.learner.device import to_host
 
 _REMEDY = "lower learner.lr, and resume from the last checkpoint"
 
@@ -47,7 +48,8 @@ def check_weights(
         return
     # The extremes of a tensor are finite only if all its values are, and finding them needs no further memory.
     extremes = [torch.stack(tensor.aminmax()).float() for _, tensor in trained if tensor.numel()]
-    if bool(torch.stack([pair.to(extremes[0].device) for pair in extremes]).isfinite().all()):
+    joined = torch.stack([pair.to(extremes[0].device) for pair in extremes])
+    if bool(to_host([joined])[0].isfinite().all()):
         return
-    broken = next(name for name, tensor in trained if not bool(tensor.isfinite().all()))
+    broken = next(name for name, tensor in trained if not bool(to_host([tensor])[0].isfinite().all()))
     raise LearnerError(f"{what} are not finite ({broken}): {remedy}")

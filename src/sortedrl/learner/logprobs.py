@@ -1,10 +1,11 @@
 """Log-probs and entropy of packed answers, without holding the logits of all tokens at once.
 
 `learner/torch.py` and `sft.py` call `LogprobScorer.score` on each micro-batch. If the logits would be large, the
-model's output layer runs on pieces of a few hundred tokens. The log-probs of the first pieces are kept for the backward
-pass, up to a fixed size; for the other pieces two numbers per token are kept, and the backward pass computes the logits
-again. The model is called as usual, with the forward of its output layer replaced during the call, so hooks on the
-model and on the layer (of adapters, a critic, sharded weights) still run.
+model's output layer runs on pieces of the tokens: on a CPU a few hundred, whose logits fit into its cache, on a GPU
+thousands, a fixed share of its memory. The log-probs of the first pieces are kept for the backward pass, up to a fixed
+size; for the other pieces two numbers per token are kept, and the backward pass computes the logits again. The model is
+called as usual, with the forward of its output layer replaced during the call, so hooks on the model and on the layer
+(of adapters, a critic, sharded weights) still run.
 
 Guarantees: values and gradients, also those of the output layer's weights, equal those computed from all logits at
 once. Small logits are computed at once, bit by bit as in `loss.py`. So are those of a model whose output layer is not a
@@ -16,7 +17,7 @@ Shapes: n packed tokens, a answer tokens, r answer tokens of a piece, h hidden s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -25,12 +26,38 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from sortedrl.learner.device import memory_of
 from sortedrl.learner.loss import answer_logprobs, entropy_bonus
 from sortedrl.learner.pack import MicroBatch, packed_logits
 
 WHOLE_ELEMENTS = 1 << 22  # logits up to this size are computed at once
 PIECE_ELEMENTS = 1 << 22  # larger ones are computed in pieces of about this size
 KEPT_ELEMENTS = 1 << 26  # this many, 256 MB, are kept for the backward pass; the rest is computed again
+BYTES_PER_ELEMENT = 256  # on a GPU, a piece has one element for so many bytes of memory: 2,055 tokens of 152,064 words
+#                          on 80 GB. Logits and log-probs of a piece take 8 bytes per element, 3 % of the memory.
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class PieceSizes:
+    """How many logits are computed at once, in elements."""
+
+    whole: int  # up to this size, all of a micro-batch
+    piece: int
+    kept: int  # for the backward pass
+
+    @classmethod
+    def on_cpu(cls) -> PieceSizes:
+        return cls(whole=WHOLE_ELEMENTS, piece=PIECE_ELEMENTS, kept=KEPT_ELEMENTS)
+
+    @classmethod
+    def on_gpu(cls, memory_bytes: int) -> PieceSizes:
+        piece = max(memory_bytes // BYTES_PER_ELEMENT, PIECE_ELEMENTS)
+        return cls(whole=WHOLE_ELEMENTS, piece=piece, kept=piece)
+
+    @classmethod
+    def on(cls, device: torch.device) -> PieceSizes:
+        memory = memory_of(device)
+        return cls.on_cpu() if memory is None else cls.on_gpu(memory)
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -40,37 +67,47 @@ class Scores:
 
 
 class LogprobScorer:
-    """`temperature` is the sampling temperature. 0 is greedy sampling; its log-probs are those of temperature 1."""
+    """`temperature` is the sampling temperature. 0 is greedy sampling; its log-probs are those of temperature 1.
 
-    def __init__(self, temperature: float) -> None:
+    `is_fp32` computes the output layer in float32, whatever the precision of the pass. `sizes` replace those that fit
+    the device.
+    """
+
+    def __init__(self, temperature: float, *, is_fp32: bool = False, sizes: PieceSizes | None = None) -> None:
         self._temperature = temperature
+        self._is_fp32 = is_fp32
+        self._sizes = sizes
         self._changes_logits = False  # whether the model changes what its output layer returns; seen at the first call
 
     def score(self, model: Any, micro: MicroBatch, *, has_entropy_gradient: bool = False) -> Scores:
         """Score the answer tokens. Call it, and the backward pass, within `packed_attention(model)`."""
         output_layer = model.get_output_embeddings()
         is_linear = isinstance(output_layer, nn.Linear)
-        if is_linear and not self._changes_logits and _num_logits(output_layer, micro) > WHOLE_ELEMENTS:
-            scores = self._score_in_pieces(model, output_layer, micro, has_entropy_gradient)
+        sizes = self._sizes or PieceSizes.on(micro.targets_a.device)
+        if is_linear and not self._changes_logits and _num_logits(output_layer, micro) > sizes.whole:
+            scores = self._score_in_pieces(model, output_layer, micro, has_entropy_gradient, sizes)
             if scores is not None:
                 return scores
             self._changes_logits = True
-        logits_av = packed_logits(model, micro)
+        is_replaced = self._is_fp32 and is_linear
+        with _replaced_forward(output_layer, _fp32_forward(output_layer)) if is_replaced else nullcontext():
+            logits_av = packed_logits(model, micro)
         logprobs_a, entropy = answer_logprobs(logits_av, micro.targets_a, self._temperature)
         if has_entropy_gradient:
             entropy = entropy_bonus(logits_av, self._temperature)
         return Scores(logprobs_a=logprobs_a, entropy=entropy)
 
     def _score_in_pieces(
-        self, model: Any, output_layer: nn.Linear, micro: MicroBatch, has_entropy_gradient: bool
+        self, model: Any, output_layer: nn.Linear, micro: MicroBatch, has_entropy_gradient: bool, sizes: PieceSizes
     ) -> Scores | None:
         """The scores, or None if the model changes what its output layer returns."""
         scale = 1.0 if self._temperature in (0.0, 1.0) else 1 / self._temperature
         returned: list[Tensor] = []
 
         def forward(hidden_ah: Tensor) -> Tensor:
+            dtype = torch.float32 if self._is_fp32 else _product_dtype(hidden_ah)
             logprobs_a, entropy_a = _LogprobsInPieces.apply(
-                hidden_ah[0], output_layer.weight, output_layer.bias, micro.targets_a, scale
+                hidden_ah[0], output_layer.weight, output_layer.bias, micro.targets_a, scale, dtype, sizes
             )
             if not has_entropy_gradient:
                 entropy_a = entropy_a.detach()
@@ -79,7 +116,7 @@ class LogprobScorer:
 
         with _replaced_forward(output_layer, forward):
             output_a2 = packed_logits(model, micro)
-        if output_a2.data_ptr() != returned[0].data_ptr() or output_a2.dtype != returned[0].dtype:
+        if not _is_same(output_a2, returned[0][0]):
             return None
         entropy = output_a2[:, 1].sum()
         return Scores(logprobs_a=output_a2[:, 0], entropy=entropy if has_entropy_gradient else entropy.detach())
@@ -87,6 +124,33 @@ class LogprobScorer:
 
 def _num_logits(output_layer: nn.Linear, micro: MicroBatch) -> int:
     return micro.targets_a.numel() * output_layer.out_features
+
+
+def _is_same(found_a2: Tensor, returned_a2: Tensor) -> bool:
+    """Whether the model passed on what its output layer returned."""
+    same_memory = found_a2.untyped_storage()._cdata == returned_a2.untyped_storage()._cdata
+    return same_memory and found_a2.dtype == returned_a2.dtype and found_a2.shape == returned_a2.shape
+
+
+def _product_dtype(hidden_ah: Tensor) -> torch.dtype:
+    device = hidden_ah.device.type
+    is_autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if is_autocast else hidden_ah.dtype
+
+
+def _fp32_forward(output_layer: nn.Linear) -> Callable[[Tensor], Tensor]:
+    """The forward of an output layer in float32, whatever autocast says."""
+
+    def forward(hidden_ah: Tensor) -> Tensor:
+        bias_v = None if output_layer.bias is None else output_layer.bias.float()
+        with _no_autocast(hidden_ah.device.type):
+            return functional.linear(hidden_ah.float(), output_layer.weight.float(), bias_v)
+
+    return forward
+
+
+def _no_autocast(device: str) -> AbstractContextManager[object]:
+    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
 
 
 @contextmanager
@@ -108,17 +172,23 @@ class _LogprobsInPieces(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_ah: Tensor, weight_vh: Tensor, bias_v: Tensor | None, targets_a: Tensor, scale: float
+        ctx: Any,
+        hidden_ah: Tensor,
+        weight_vh: Tensor,
+        bias_v: Tensor | None,
+        targets_a: Tensor,
+        scale: float,
+        dtype: torch.dtype,
+        sizes: PieceSizes,
     ) -> tuple[Tensor, Tensor]:
-        device = hidden_ah.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_ah.dtype
         logprobs_a, entropy_a = (hidden_ah.new_empty(len(hidden_ah), dtype=torch.float32) for _ in range(2))
         kept: list[Tensor] = []
-        room = KEPT_ELEMENTS if ctx.needs_input_grad[0] else -1  # nothing is kept in a pass without gradients
-        with torch.autocast(device, enabled=False):
+        room = sizes.kept if ctx.needs_input_grad[0] else -1  # nothing is kept in a pass without gradients
+        pieces = _pieces(len(hidden_ah), len(weight_vh), sizes.piece)
+        with _no_autocast(hidden_ah.device.type):
             lower_vh = weight_vh.to(dtype)
             logprobs_of = _make_logprobs(hidden_ah, lower_vh, bias_v, scale, dtype)
-            for piece in _pieces(len(hidden_ah), len(weight_vh)):
+            for piece in pieces:
                 logprobs_rv = logprobs_of(piece)
                 logprobs_a[piece] = logprobs_rv.gather(1, targets_a[piece, None])[:, 0]
                 entropy_a[piece] = -logprobs_rv.exp().mul_(logprobs_rv).sum(-1)
@@ -126,7 +196,7 @@ class _LogprobsInPieces(torch.autograd.Function):
                 if room >= 0:
                     kept.append(logprobs_rv)
         ctx.save_for_backward(hidden_ah, weight_vh, bias_v, targets_a, entropy_a)
-        ctx.scale, ctx.dtype, ctx.kept, ctx.lower_vh = scale, dtype, kept, lower_vh
+        ctx.scale, ctx.dtype, ctx.kept, ctx.lower_vh, ctx.pieces = scale, dtype, kept, lower_vh, pieces
         ctx.set_materialize_grads(False)
         return logprobs_a, entropy_a
 
@@ -143,7 +213,7 @@ class _LogprobsInPieces(torch.autograd.Function):
         lower_vh = ctx.lower_vh
         logprobs_of = _make_logprobs(hidden_ah, lower_vh, bias_v, scale, dtype)
         kept, ctx.kept = ctx.kept[::-1], []  # overwritten below, and freed piece by piece
-        for piece in _pieces(len(hidden_ah), len(weight_vh)):
+        for piece in ctx.pieces:
             by_logits_rv = _by_logits(
                 kept.pop() if kept else logprobs_of(piece),
                 targets_a[piece],
@@ -165,8 +235,7 @@ class _LogprobsInPieces(torch.autograd.Function):
             by_hidden_ah,
             None if by_weight_vh is None else by_weight_vh.to(weight_vh.dtype),
             None if by_bias_v is None else by_bias_v.to(bias_v.dtype),
-            None,
-            None,
+            *(None, None, None, None),
         )
 
 
@@ -199,11 +268,11 @@ def _make_logprobs(
     return logprobs_of
 
 
-def _pieces(num_tokens: int, vocabulary: int) -> list[slice]:
+def _pieces(num_tokens: int, vocabulary: int, elements: int) -> list[slice]:
     """Divide the tokens into slices of about equal size.
 
-    The logits of a slice have at most `PIECE_ELEMENTS` elements, unless a single token has more.
+    The logits of a slice have at most `elements` elements, unless a single token has more.
     """
-    num_pieces = -(-num_tokens // max(PIECE_ELEMENTS // vocabulary, 1))
+    num_pieces = -(-num_tokens // max(elements // vocabulary, 1))
     edges = [num_tokens * number // num_pieces for number in range(num_pieces + 1)]
     return [slice(start, stop) for start, stop in pairwise(edges)]

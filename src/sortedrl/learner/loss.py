@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sortedrl.errors import LearnerError
-from sortedrl.learner.algorithms import Objective
+from sortedrl.learner.algorithms import MaskLevel, Objective
 
 _MAX_LOG_RATIO = 20.0  # keeps exp finite; tokens beyond it get no gradient
 _MAX_LOG_WEIGHT = 80.0  # exp of more overflows float32, so weights without a cap stay finite
@@ -33,6 +33,7 @@ class TokenInputs:
     advantages_a: Tensor
     staleness_a: Tensor
     old_a: Tensor | None = None  # log-probs at the start of the update; None: the ratio is to `behaviour_a`
+    drift_a: Tensor | None = None  # log-probs at the start of the update minus `behaviour_a`, where they are known
     reference_a: Tensor | None = None  # log-probs of the reference model, for the KL penalty
     scale_a: Tensor | None = None  # the token's weight in the mean; None: 1
     values_a: Tensor | None = None  # the critic's values at the start of the update
@@ -46,6 +47,8 @@ class PolicyRatios:
     ratio_a: Tensor  # the ratio that the loss clips
     is_clipped_a: Tensor
     log_ratio_a: Tensor  # to the behaviour policy, token by token
+    drift_a: Tensor  # the same at the start of the update; before the first step both are equal
+    is_masked_a: Tensor | None = None  # tokens that `learner.importance_mask` leaves out
 
 
 def answer_logprobs(logits_av: Tensor, targets_a: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -89,6 +92,13 @@ def policy_loss(
         drift_a = tokens.old_a - tokens.behaviour_a
         weight_a = importance_weights(drift_a, tokens.sample_a, level=objective.importance, cap=objective.weight_cap)
         loss_a = loss_a * weight_a
+    start_a = logprobs_a.detach() if tokens.old_a is None else tokens.old_a
+    drift_a = start_a - tokens.behaviour_a if tokens.drift_a is None else tokens.drift_a
+    is_masked_a = None
+    if objective.importance_mask != "none":
+        low, high = objective.importance_low, objective.importance_high
+        is_masked_a = outside_band(drift_a, tokens.sample_a, level=objective.importance_mask, low=low, high=high)
+        loss_a = torch.where(is_masked_a, 0.0, loss_a)
     if objective.has_loss_kl:
         assert tokens.reference_a is not None, "a KL penalty needs reference_a, the log-probs of the reference model"
         penalty_a = divergence(logprobs_a, tokens.reference_a, objective.kl_estimator)
@@ -100,7 +110,13 @@ def policy_loss(
         clipped_a = ratio_a.clamp(1 - objective.clip_low, 1 + objective.clip_high)
         is_clipped_a = clipped_a * tokens.advantages_a < ratio_a * tokens.advantages_a
         behaviour_log_ratio_a = (logprobs_a - tokens.behaviour_a).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-    ratios = PolicyRatios(ratio_a=ratio_a.detach(), is_clipped_a=is_clipped_a, log_ratio_a=behaviour_log_ratio_a)
+    ratios = PolicyRatios(
+        ratio_a=ratio_a.detach(),
+        is_clipped_a=is_clipped_a,
+        log_ratio_a=behaviour_log_ratio_a,
+        drift_a=drift_a.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO),
+        is_masked_a=is_masked_a,
+    )
     return loss_a.sum() / divisor, ratios
 
 
@@ -125,6 +141,19 @@ def importance_weights(
     return weight_a if cap is None else weight_a.clamp(max=cap)
 
 
+@torch.no_grad()
+def outside_band(log_ratio_a: Tensor, sample_a: Tensor, *, level: MaskLevel, low: float, high: float) -> Tensor:
+    """Which tokens have a ratio below `low` or above `high`: then engine and trainer disagree too much to learn.
+
+    Level "token" asks for each token's own ratio (IcePop). Level "sequence" asks for the product of its sample's ratios
+    (sequence-level masked importance sampling), "geometric" for their geometric mean: whole samples are left out.
+    """
+    if level != "token":
+        log_ratio_a = (_sample_sum if level == "sequence" else _sample_mean)(log_ratio_a, sample_a)
+    ratio_a = log_ratio_a.clamp(max=_MAX_LOG_WEIGHT).exp()
+    return (ratio_a < low) | (ratio_a > high)
+
+
 def divergence(logprobs_a: Tensor, reference_a: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
     """Per-token estimates of KL(policy, reference) at tokens that the policy sampled."""
     log_ratio_a = (logprobs_a - reference_a).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
@@ -139,8 +168,11 @@ def divergence(logprobs_a: Tensor, reference_a: Tensor, estimator: Literal["k1",
 
 def _sample_sum(values_a: Tensor, sample_a: Tensor) -> Tensor:
     """For each token, the sum over all tokens of its sample."""
-    samples_s, position_a = sample_a.unique(return_inverse=True)
-    return values_a.new_zeros(samples_s.numel()).index_add(0, position_a, values_a)[position_a]
+    # `unique` would number the samples too, but the host would wait to know how many there are.
+    ordered_a, order_a = sample_a.sort(stable=True)
+    is_next_a = torch.cat((ordered_a.new_zeros(1), (ordered_a.diff() != 0).long()))[: len(ordered_a)]
+    position_a = torch.empty_like(order_a).scatter_(0, order_a, is_next_a.cumsum(0))
+    return values_a.new_zeros(len(values_a)).index_add(0, position_a, values_a)[position_a]
 
 
 def _sample_mean(values_a: Tensor, sample_a: Tensor) -> Tensor:

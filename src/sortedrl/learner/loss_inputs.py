@@ -15,12 +15,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sortedrl.learner.advantage import flat_groups, is_truncated, overlong_penalty, reward_of
 from sortedrl.learner.algorithms import Mean, Objective
 from sortedrl.learner.critic import gae, whitened
+from sortedrl.learner.device import to_device, to_host
 from sortedrl.learner.loss import TokenInputs, divergence
 from sortedrl.learner.pack import MicroBatch
 from sortedrl.records import Batch, Sample
@@ -47,12 +49,22 @@ def shaped_rewards(samples: Sequence[Sample], objective: Objective) -> list[floa
 
 def kl_penalties(samples: Sequence[Sample], objective: Objective, reference: PerToken) -> dict[int, Tensor]:
     """What KL to the reference model takes from the reward, estimated with the behaviour policy's log-probs."""
-    penalties: dict[int, Tensor] = {}
-    for index, reference_t in reference.items():
-        sampled = [value for s in samples[index].segments if not s.is_masked for value in s.logprobs]
-        behaviour_t = torch.tensor(sampled, device=reference_t.device)
-        penalties[index] = objective.kl_coef * divergence(behaviour_t, reference_t, objective.kl_estimator)
-    return penalties
+    if not reference:
+        return {}
+    reference_a = torch.cat(list(reference.values()))
+    sampled = [s.logprobs for index in reference for s in samples[index].segments if not s.is_masked]
+    behaviour_a = to_device(np.concatenate(sampled).astype(np.float32), reference_a.device)
+    penalties_a = objective.kl_coef * divergence(behaviour_a, reference_a, objective.kl_estimator)
+    return dict(zip(reference, penalties_a.split([len(part_t) for part_t in reference.values()]), strict=True))
+
+
+def less_penalties(rewards: Sequence[float], penalties: PerToken) -> list[float]:
+    """The samples' rewards minus the penalties of their tokens."""
+    if not penalties:
+        return list(rewards)
+    (sums_s,) = to_host([torch.stack([penalty_t.sum() for penalty_t in penalties.values()])])
+    sums = dict(zip(penalties, sums_s.tolist(), strict=True))
+    return [reward - sums[index] if index in sums else reward for index, reward in enumerate(rewards)]
 
 
 def split_by_sample(micro: MicroBatch, values_a: Tensor) -> PerToken:
@@ -70,7 +82,8 @@ class LossInputs:
     learns_from_all: bool = False  # samples whose advantage is 0 give a gradient too
     loss_mean: Mean = "token"
     token_advantages: PerToken | None = None  # from the critic; they replace `advantages`
-    old: PerToken | None = None  # log-probs at the start of the update
+    start: PerToken | None = None  # log-probs at the start of the update, where the objective needs them
+    has_old: bool = False  # the clipped ratio is to `start`, and importance weights bring the rest
     reference: PerToken | None = None  # log-probs of the reference model
     values: PerToken | None = None  # the critic's values at the start of the update
     returns: PerToken | None = None
@@ -88,6 +101,7 @@ class LossInputs:
             is_filtered=[False] * len(samples) if objective.flat_groups == "keep" else flat_groups(samples),
             learns_from_all=objective.learns_from_all,
             loss_mean=objective.loss_mean,
+            has_old=objective.importance != "none",
             reference=reference if objective.has_loss_kl else None,
         )
 
@@ -96,14 +110,19 @@ class LossInputs:
 
         A sample's reward comes with its last token; KL penalties come with each token.
         """
-        advantages: dict[int, Tensor] = {}
-        for index, values_t in values.items():
-            rewards_t = -penalties[index] if index in penalties else torch.zeros_like(values_t)
-            rewards_t[-1] += rewards[index]
-            advantages[index] = gae(rewards_t, values_t, gamma=objective.gamma, lam=objective.gae_lambda)
-        self.values = values
-        self.returns = {index: advantages[index] + values[index] for index in values}
-        self.token_advantages = whitened(advantages)
+        self.values, self.returns, self.token_advantages = values, {}, {}
+        if not values:
+            return
+        lengths, values_a = [len(values_t) for values_t in values.values()], torch.cat(list(values.values()))
+        rewards_a = torch.zeros_like(values_a)
+        if penalties:
+            rewards_a = rewards_a - torch.cat([penalties[index] for index in values])
+        last_s = to_device(np.cumsum(lengths) - 1, values_a.device)
+        reward_s = to_device(np.array([rewards[index] for index in values], dtype=np.float32), values_a.device)
+        rewards_a = rewards_a.index_add(0, last_s, reward_s)
+        advantages_a = gae(rewards_a, values_a, lengths, gamma=objective.gamma, lam=objective.gae_lambda)
+        self.returns = dict(zip(values, (advantages_a + values_a).split(lengths), strict=True))
+        self.token_advantages = dict(zip(values, whitened(advantages_a).split(lengths), strict=True))
 
     def learned(self, indices: Iterable[int]) -> list[int]:
         """Those of the samples that give a gradient."""
@@ -135,10 +154,9 @@ class LossInputs:
     def tokens(self, micro: MicroBatch) -> TokenInputs:
         """The inputs of the loss at the answer tokens of a micro-batch."""
         device = micro.targets_a.device
-        lengths = torch.tensor(micro.lengths, device=device)
 
         def repeated(per_sample: Sequence[float]) -> Tensor:
-            return torch.tensor(per_sample, dtype=torch.float32, device=device).repeat_interleave(lengths)
+            return to_device(np.repeat(np.array(per_sample, dtype=np.float32), micro.lengths), device)
 
         def joined(values: PerToken | None) -> Tensor | None:
             return None if values is None else torch.cat([values[index] for index in micro.indices])
@@ -146,21 +164,21 @@ class LossInputs:
         advantages_a = joined(self.token_advantages)
         if advantages_a is None:
             advantages_a = repeated([self.advantages[index] for index in micro.indices])
+        start_a = joined(self.start)
         return TokenInputs(
             sample_a=micro.sample_a,
             behaviour_a=micro.behaviour_a,
             advantages_a=advantages_a,
-            staleness_a=torch.tensor(self._staleness(micro.indices), device=device),
-            old_a=joined(self.old),
+            staleness_a=to_device(self._staleness(micro.indices), device),
+            old_a=start_a if self.has_old else None,
+            drift_a=None if start_a is None else start_a - micro.behaviour_a,
             reference_a=joined(self.reference),
             scale_a=repeated([1 / length for length in micro.lengths]) if self.loss_mean == "sequence" else None,
             values_a=joined(self.values),
             returns_a=joined(self.returns),
         )
 
-    def _staleness(self, indices: Sequence[int]) -> list[int]:
-        ages: list[int] = []
-        for index in indices:
-            for segment in (s for s in self.samples[index].segments if not s.is_masked):
-                ages += [self.version - segment.version] * len(segment.tokens)
-        return ages
+    def _staleness(self, indices: Sequence[int]) -> np.ndarray:
+        sampled = [s for index in indices for s in self.samples[index].segments if not s.is_masked]
+        ages = np.array([self.version - segment.version for segment in sampled], dtype=np.int64)
+        return np.repeat(ages, [len(segment.tokens) for segment in sampled])

@@ -9,8 +9,13 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
+
+from sortedrl.errors import first_line
+from sortedrl.learner.pack import MicroBatch
 
 # Messages of plain RuntimeErrors that CPU allocators, or libraries that could not allocate, raise.
 _MESSAGES = ("can't allocate memory", "Cannot allocate memory", "out of memory", "bad_alloc", "ALLOC_FAILED")
@@ -24,6 +29,26 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(message in str(error) for message in _MESSAGES)
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Shortage:
+    """A micro-batch that did not fit in memory."""
+
+    num_tokens: int
+    num_samples: int
+    reason: str
+
+
+def try_pass(run: Callable[[MicroBatch], None], micro: MicroBatch) -> Shortage | None:
+    """Run a pass. If memory runs out, say so; the failed pass is then no longer held by a traceback."""
+    try:
+        run(micro)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return Shortage(num_tokens=micro.num_tokens, num_samples=micro.num_samples, reason=first_line(error))
+    return None
 
 
 def keep_freed_blocks() -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from sortedrl.errors import DataError, ModelError
 from sortedrl.learner.attention import Layout, make_layout, packed_attention
+from sortedrl.learner.device import to_device, to_host
 from sortedrl.learner.llama import can_use_compiled_layers, llama_hidden_states, llama_of
 from sortedrl.records import Prompt, Sample, Segment
 
@@ -55,7 +56,7 @@ class MicroBatch:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class _PromptGroup:
+class PromptGroup:
     """Samples that share one packed prompt, by their indices in the batch."""
 
     prompt: tuple[int, ...]
@@ -70,10 +71,15 @@ def pack(
 
     A sample longer than that gets a micro-batch for itself. Samples without sampled tokens are left out.
     """
-    bins: list[list[_PromptGroup]] = []
+    groups = prompt_groups(samples, indices, micro_tokens)
+    return [lay_out(samples, members, device) for members in first_fit(groups, micro_tokens)]
+
+
+def first_fit(groups: Iterable[PromptGroup], micro_tokens: int) -> list[list[PromptGroup]]:
+    """Collect groups into micro-batches: each goes into the first that has room, the longest first."""
+    bins: list[list[PromptGroup]] = []
     room: list[int] = []
-    groups = _prompt_groups(samples, indices, micro_tokens)
-    for group in sorted(groups, key=lambda group: -group.num_tokens):  # first fit, longest first
+    for group in sorted(groups, key=lambda group: -group.num_tokens):
         chosen = next((i for i, free in enumerate(room) if group.num_tokens <= free), None)
         if chosen is None:
             chosen = len(bins)
@@ -81,10 +87,10 @@ def pack(
             room.append(micro_tokens)
         bins[chosen].append(group)
         room[chosen] -= group.num_tokens
-    return [_make_micro_batch(samples, groups, device) for groups in bins]
+    return bins
 
 
-def _prompt_groups(samples: Sequence[Sample], indices: Iterable[int], micro_tokens: int) -> list[_PromptGroup]:
+def prompt_groups(samples: Sequence[Sample], indices: Iterable[int], micro_tokens: int) -> list[PromptGroup]:
     """Group samples by prompt. No group exceeds the token budget, unless it is a single sample."""
     by_prompt: dict[tuple[int, ...], list[int]] = {}
     for index in indices:
@@ -94,24 +100,23 @@ def _prompt_groups(samples: Sequence[Sample], indices: Iterable[int], micro_toke
         if not sample.prompt.tokens:
             raise DataError(f"prompt {sample.prompt.id!r} has no tokens: give it at least a begin-of-text token")
         by_prompt.setdefault(sample.prompt.tokens, []).append(index)
-    groups: list[_PromptGroup] = []
+    groups: list[PromptGroup] = []
     for prompt, siblings in by_prompt.items():
         kept: list[int] = []
         size = len(prompt)
         for index in siblings:
             length = samples[index].num_tokens - 1  # the last token predicts nothing
             if kept and size + length > micro_tokens:
-                groups.append(_PromptGroup(prompt=prompt, indices=kept, num_tokens=size))
+                groups.append(PromptGroup(prompt=prompt, indices=kept, num_tokens=size))
                 kept, size = [], len(prompt)
             kept.append(index)
             size += length
-        groups.append(_PromptGroup(prompt=prompt, indices=kept, num_tokens=size))
+        groups.append(PromptGroup(prompt=prompt, indices=kept, num_tokens=size))
     return groups
 
 
-def _make_micro_batch(
-    samples: Sequence[Sample], groups: Sequence[_PromptGroup], device: torch.device | str
-) -> MicroBatch:
+def lay_out(samples: Sequence[Sample], groups: Sequence[PromptGroup], device: torch.device | str) -> MicroBatch:
+    """The micro-batch of some groups of samples, on the device."""
     tokens: list[int] = []
     targets: list[int] = []
     behaviour: list[float] = []
@@ -139,13 +144,13 @@ def _make_micro_batch(
     return MicroBatch(
         indices=indices,
         lengths=lengths,
-        tokens_n=torch.tensor(tokens, device=device),
-        positions_n=torch.from_numpy(np.concatenate(positions)).to(device),
+        tokens_n=to_device(torch.tensor(tokens), device),
+        positions_n=to_device(np.concatenate(positions), device),
         layout=make_layout(rows, len(tokens), device),
-        predictor_a=torch.from_numpy(np.concatenate(predictors)).to(device),
-        targets_a=torch.tensor(targets, device=device),
-        behaviour_a=torch.tensor(behaviour, dtype=torch.float32, device=device),
-        sample_a=torch.from_numpy(np.repeat(np.array(indices, dtype=np.int64), lengths)).to(device),
+        predictor_a=to_device(np.concatenate(predictors), device),
+        targets_a=to_device(torch.tensor(targets), device),
+        behaviour_a=to_device(torch.tensor(behaviour, dtype=torch.float32), device),
+        sample_a=to_device(np.repeat(np.array(indices, dtype=np.int64), lengths), device),
     )
 
 
@@ -200,7 +205,7 @@ def check_packing(model: Any) -> None:
         ) from error
     finally:
         model.train(was_training)
-    error = float((packed_av - alone_av).abs().max() / alone_av.abs().max())
+    error = float(to_host([(packed_av - alone_av).abs().max() / alone_av.abs().max()])[0])
     if error > (_FLOAT32_TOLERANCE if model.dtype == torch.float32 else _HALF_PRECISION_TOLERANCE):
         raise ModelError(
             f"{name} mixes samples that are packed in one row, because a layer other than attention looks at several "
@@ -210,5 +215,5 @@ def check_packing(model: Any) -> None:
 
 def _logits_alone(model: Any, sample: Sample) -> Tensor:
     """Logits at the answer positions of one sample, [a, vocabulary]."""
-    tokens = torch.tensor([[*sample.prompt.tokens, *sample.tokens]], device=model.device)
+    tokens = to_device(torch.tensor([[*sample.prompt.tokens, *sample.tokens]]), model.device)
     return model(tokens, use_cache=False).logits[0, len(sample.prompt.tokens) - 1 : -1].float()

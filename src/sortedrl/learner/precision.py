@@ -1,7 +1,9 @@
 """The precision of the learner's passes. Weights, gradients and optimizer state are always float32.
 
 `learner/torch.py` opens `pass_precision` around every pass. With bfloat16, torch's autocast computes matrix products in
-that format from float32 weights; norms, log-probs and losses stay in float32.
+that format from float32 weights; norms, log-probs and losses stay in float32. Its cache is off: it would hold a copy of
+all weights until the end of the pass, also of layers that are computed again for the gradient. Sharded weights are
+gathered in bfloat16 instead (`sharded/shards.py`), and nothing is cast in a pass.
 """
 
 from __future__ import annotations
@@ -17,16 +19,23 @@ _LARGE_PARAMETERS = 10_000_000  # in smaller models, conversions take the time t
 
 
 def pass_precision(dtype: Dtype, model: Any) -> AbstractContextManager[object]:
-    """The context for one pass of the model.
+    """The context for one pass of the model."""
+    device: torch.device = model.device
+    if product_dtype(dtype, model, device) == torch.float32:
+        return nullcontext()
+    return torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
+
+
+def product_dtype(dtype: Dtype, model: Any, device: torch.device) -> torch.dtype:
+    """The format of matrix products on a device.
 
     `auto` is bfloat16 where the processor multiplies it faster than float32: on GPUs that have it, and for large models
     on CPUs that have it.
     """
-    device: torch.device = model.device
     if dtype == "auto":
         is_worth_it = device.type == "cuda" or is_large(model)
         dtype = "bfloat16" if is_worth_it and has_fast_bfloat16(device) else "float32"
-    return torch.autocast(device.type, torch.bfloat16) if dtype == "bfloat16" else nullcontext()
+    return torch.bfloat16 if dtype == "bfloat16" else torch.float32
 
 
 def is_large(model: Any) -> bool:

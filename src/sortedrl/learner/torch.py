@@ -1,5 +1,7 @@
 """The learner on PyTorch: turns a batch into advantages, packed micro-batches, gradients and AdamW steps.
 
+It moves the model to `learner.device`, and the reference model, the critic and every batch with it (`device.py`).
+
 The controller calls `start`. Without overlap the update is finished when `start` returns. With overlap a worker thread
 runs it while engines continue, and `source` returns snapshots, so that engines never sample from half-updated weights.
 
@@ -17,9 +19,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from sortedrl.learner.advantage import AdvantageEstimator
 from sortedrl.learner.algorithms import advantage_function_of, needs_more_siblings, objective_of
 from sortedrl.learner.base import UpdateResult
 from sortedrl.learner.critic import Critic, value_loss
+from sortedrl.learner.device import choose_device, to_host
 from sortedrl.learner.finite_weights import check_update
 from sortedrl.learner.logprobs import LogprobScorer, Scores
 from sortedrl.learner.loss import divergence, policy_loss
@@ -40,17 +43,25 @@ from sortedrl.learner.loss_inputs import (
     LossInputs,
     PerToken,
     kl_penalties,
+    less_penalties,
     mini_batches,
     shaped_rewards,
     split_by_sample,
 )
-from sortedrl.learner.memory import collect_and_release, is_out_of_memory, keep_freed_blocks, release_free_memory
+from sortedrl.learner.memory import (
+    Shortage,
+    collect_and_release,
+    is_out_of_memory,
+    keep_freed_blocks,
+    release_free_memory,
+    try_pass,
+)
 from sortedrl.learner.nonfinite_dump import try_to_save
 from sortedrl.learner.optimizer import LearnerSettings, learning_rate, make_optimizer
 from sortedrl.learner.pack import MicroBatch, check_packing, pack, packed_attention
 from sortedrl.learner.precision import pass_precision
 from sortedrl.learner.reference import Reference
-from sortedrl.learner.update_metrics import StepMetrics, UpdateMetrics
+from sortedrl.learner.update_metrics import StepMetrics, TokenFigures, UpdateMetrics
 from sortedrl.learner.update_runner import UpdateRunner
 from sortedrl.records import Batch, Sample
 from sortedrl.weights import ModuleWeights
@@ -65,6 +76,8 @@ class TorchLearner:
 
     `temperature` is the sampling temperature. If a batch stops the run, it is saved in `inspect_dir`.
     """
+
+    _memory_remedy = "lower engine.max_new_tokens, or use a smaller model or a larger machine"
 
     def __init__(
         self,
@@ -81,13 +94,14 @@ class TorchLearner:
                 f"learner.group_size is {settings.group_size}, but {name_of(settings.algorithm)} compares siblings: "
                 "set it to 2 or more, or use reinforce++"
             )
-        self._check_model(model)
-        keep_freed_blocks()
         self.model = model
         self.settings = settings
+        self.device = self._choose_device()
+        self._place_model()
+        keep_freed_blocks()
         self.temperature = temperature
         self.inspect_dir = inspect_dir
-        self._scorer = LogprobScorer(temperature)
+        self._scorer = LogprobScorer(temperature, is_fp32=settings.fp32_head)
         chosen = getattr(settings, "advantage", None)
         self.advantages = AdvantageEstimator(
             *advantage_function_of(self.objective.algorithm, settings.group_size, settings.advantage_scope, chosen)
@@ -172,11 +186,20 @@ class TorchLearner:
         if self._has_overlap:
             self._source = self._live.snapshot()
 
-    def _check_model(self, model: Any) -> None:
-        check_packing(model)
+    def _choose_device(self) -> torch.device:
+        return choose_device(self.settings.device, self.model)
+
+    def _place_model(self) -> None:
+        """Move the model to the device, before reference and critic are made from it."""
+        self.model.to(self.device)
+        check_packing(self.model)
 
     def _place_weights(self) -> None:
         """A hook for learners that move the weights elsewhere before the optimizer is made."""
+
+    def _precision(self) -> AbstractContextManager[object]:
+        """The context for one pass."""
+        return pass_precision(self.settings.dtype, self.model)
 
     def _parameters(self) -> dict[str, torch.nn.Parameter]:
         """All parameters of the model and the critic, by name."""
@@ -235,6 +258,7 @@ class TorchLearner:
                 self._step(batch, inputs, indices, totals)
         self.num_steps += totals.num_steps
         self.num_skipped += totals.num_skipped
+        totals.tokens = self._all_tokens(totals.tokens)
         num_tokens = float(sum(sample.num_tokens for sample in batch.samples))
         is_degenerate = any(value for name, value in metrics.items() if name.startswith("degenerate_all"))
         metrics |= {
@@ -246,6 +270,10 @@ class TorchLearner:
         }
         return UpdateResult(optimizer_steps=totals.num_steps, metrics=metrics)
 
+    def _all_tokens(self, tokens: list[TokenFigures]) -> list[TokenFigures]:
+        """The tokens that the update's metrics are about; a hook for learners that computed a share of them."""
+        return tokens
+
     def _prepare(self, batch: Batch) -> tuple[LossInputs, dict[str, float]]:
         """Compute the loss inputs that stay fixed during the update, before any weight moves; with metrics."""
         objective, samples = self.objective, batch.samples
@@ -253,12 +281,11 @@ class TorchLearner:
         rewards = shaped_rewards(samples, objective)
         penalties = kl_penalties(samples, objective, reference) if objective.kl_in == "reward" and reference else {}
         if self.critic is None:
-            rewards = [r - float(penalties[i].sum()) if i in penalties else r for i, r in enumerate(rewards)]
+            rewards = less_penalties(rewards, penalties)
         advantages, metrics = self.advantages.estimate(samples, rewards)
         inputs = LossInputs.of(batch, objective, advantages, reference)
-        if self.critic is not None or objective.importance != "none":
-            old, values = self._score(self.model, samples, inputs.learned(range(len(samples))))
-            inputs.old = old if objective.importance != "none" else None
+        if self.critic is not None or objective.needs_start_logprobs:
+            inputs.start, values = self._score(self.model, samples, inputs.learned(range(len(samples))))
             if self.critic is not None:
                 inputs.add_values(objective, values, rewards, penalties)
         metrics["masked_samples"] = float(sum(inputs.is_masked))
@@ -279,20 +306,23 @@ class TorchLearner:
         logprobs: dict[int, Tensor] = {}
         values: dict[int, Tensor] = {}
 
+        def idle(micro: MicroBatch) -> None:
+            self._forward(module, micro, has_values=is_policy)
+
         def score(micro: MicroBatch) -> None:
             scores, values_a = self._forward(module, micro, has_values=is_policy)
             logprobs.update(split_by_sample(micro, scores.logprobs_a))
             if values_a is not None:
                 values.update(split_by_sample(micro, values_a))
 
-        self._run_micro_batches(samples, indices, score, begin=logprobs.clear)
+        self._run_micro_batches(samples, indices, score, begin=logprobs.clear, idle=idle)
         return logprobs, values
 
     def _forward(self, module: Any, micro: MicroBatch, *, has_values: bool) -> tuple[Scores, Tensor | None]:
         """Scores of a micro-batch's answer tokens under a module; and the critic's values, if they are asked for."""
         critic = self.critic if has_values else None
         with critic.capturing() if critic is not None else nullcontext():
-            with pass_precision(self.settings.dtype, self.model):
+            with self._precision():
                 scores = self._scorer.score(module, micro, has_entropy_gradient=self.objective.entropy_coef > 0)
             return scores, critic.values() if critic is not None else None
 
@@ -304,11 +334,12 @@ class TorchLearner:
         step = self._gradients(inputs, indices, learned)
         totals.num_computed += step.num_computed
         norm = self._clip_gradients()
-        loss_value, norm_value = torch.stack((step.loss, norm.to(step.loss.dtype))).tolist()
+        (figures,) = to_host([torch.stack((step.loss, norm.to(step.loss.dtype), *step.sums.values()))])
+        loss_value, norm_value, *sums = figures.tolist()
         if math.isfinite(loss_value) and math.isfinite(norm_value):
             self._move_weights()
             self._skipped_in_row = 0
-            totals.add(loss_value, norm_value, step)
+            totals.add(loss_value, norm_value, sums, step)
         else:
             totals.num_skipped += 1
             self._count_skipped(batch, inputs, f"loss {loss_value}, gradient norm {norm_value}")
@@ -320,17 +351,17 @@ class TorchLearner:
     def _gradients(self, inputs: LossInputs, indices: range, learned: Sequence[int]) -> StepMetrics:
         """Compute a mini-batch's gradients into the parameters; `learned` are the samples that give one."""
         divisor, num_tokens = inputs.divisor(indices), inputs.num_tokens(indices)
-        step = StepMetrics.zeros(self.model.device)
+        step = StepMetrics.zeros(self.device)
 
         def begin() -> None:
             nonlocal step
             self.optimizer.zero_grad()
-            step = StepMetrics.zeros(self.model.device)
+            step = StepMetrics.zeros(self.device)
 
         def backward(micro: MicroBatch) -> None:
             self._backward(micro, inputs, divisor, num_tokens, step)
 
-        self._run_micro_batches(inputs.samples, learned, backward, begin=begin)
+        self._run_micro_batches(inputs.samples, learned, backward, begin=begin, idle=self._idle_backward)
         return step
 
     def _run_micro_batches(
@@ -340,49 +371,53 @@ class TorchLearner:
         run: Callable[[MicroBatch], None],
         *,
         begin: Callable[[], None],
+        idle: Callable[[MicroBatch], None],
     ) -> None:
         """Call `run` on micro-batches that hold the samples at `indices`.
 
-        If memory runs out, start over with smaller micro-batches. `begin` is called before each attempt.
+        If memory runs out, start over with smaller micro-batches. `begin` is called before each attempt. `idle` makes a
+        pass without any effect, for learners whose processes must make equally many.
         """
         while True:
             begin()
-            size = num_samples = 0
-            try:
-                for micro in self._micro_batches(samples, indices):
-                    size, num_samples = micro.num_tokens, micro.num_samples
-                    run(micro)
+            shortage = self._attempt(samples, indices, run, idle)
+            if shortage is None:
                 return
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                reason = first_line(error)
-                failure = self._out_of_memory(size, num_samples, reason)
-                if failure is not None:
-                    raise failure from error
-            # Outside of the except clause, because the traceback keeps the graph of the failed pass alive.
-            self._micro_tokens = size // 2
+            if shortage.num_samples == 1:
+                raise LearnerError(
+                    f"an update does not fit in memory even one sample at a time ({shortage.num_tokens} tokens: "
+                    f"{shortage.reason}): {self._memory_remedy}"
+                )
+            self._micro_tokens = shortage.num_tokens // 2
             collect_and_release()
             log.warning(
                 "out of memory in a micro-batch of %d samples, %d tokens (%s): continuing with learner.micro_tokens = "
                 "%d, which changes no result; set it in the configuration to save the failed attempt",
-                num_samples,
-                size,
-                reason,
+                shortage.num_samples,
+                shortage.num_tokens,
+                shortage.reason,
                 self._micro_tokens,
             )
 
-    def _micro_batches(self, samples: Sequence[Sample], indices: Sequence[int]) -> Iterable[MicroBatch]:
-        return pack(samples, indices, self._micro_tokens, self.model.device)
+    def _attempt(
+        self,
+        samples: Sequence[Sample],
+        indices: Sequence[int],
+        run: Callable[[MicroBatch], None],
+        idle: Callable[[MicroBatch], None],
+    ) -> Shortage | None:
+        """Run all micro-batches; returns the one that did not fit in memory, if any."""
+        for micro in pack(samples, indices, self._micro_tokens, self.device):
+            shortage = try_pass(run, micro)
+            if shortage is not None:
+                return shortage
+        return None
 
-    def _out_of_memory(self, size: int, num_samples: int, reason: str) -> LearnerError | None:
-        """The error to raise after a micro-batch did not fit in memory, or None to try smaller ones."""
-        if num_samples > 1:
-            return None
-        return LearnerError(
-            f"an update does not fit in memory even one sample at a time ({size} tokens: {reason}): "
-            "lower engine.max_new_tokens, or use a smaller model or a larger machine"
-        )
+    def _idle_backward(self, micro: MicroBatch) -> None:
+        """A pass of the model and its gradient, which is 0."""
+        scores, values_a = self._forward(self.model, micro, has_values=True)
+        total = scores.logprobs_a.sum() + scores.entropy
+        (0.0 * (total if values_a is None else total + values_a.sum())).backward()
 
     def _backward(
         self, micro: MicroBatch, inputs: LossInputs, divisor: float, num_tokens: float, step: StepMetrics

@@ -1,23 +1,50 @@
 """Metrics of an update: summed per step next to its gradients, then over all steps of the update.
 
-`learner/torch.py` fills them and returns `UpdateMetrics.metrics` to the controller. Guarantees: steps that were not
-taken count in no mean, and every metric is a finite number.
+`learner/torch.py` fills them and returns `UpdateMetrics.metrics` to the controller. Figures of single tokens stay on
+the device until the end of the update. Guarantees: steps that were not taken count in no mean, and every metric is a
+finite number.
+
+Mismatch is how far the learner's log-probs, before the first step, are from those that the engine recorded under the
+same version: tokens of older versions do not count.
 
 Shapes: a answer tokens.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from sortedrl.learner.device import to_host
 from sortedrl.learner.loss import PolicyRatios, TokenInputs
 
-_MEANS = ("ratio_mean", "clip_fraction", "kl_behaviour", "kl_behaviour_k1", "entropy")  # over tokens, always reported
+MEANS = ("ratio_mean", "clip_fraction", "kl_behaviour", "kl_behaviour_k1", "entropy")  # over tokens, always reported
 _QUANTILES = {"ratio_p05": 0.05, "ratio_p50": 0.5, "ratio_p95": 0.95}
+
+
+_STEP = 1 << 32  # more than a batch has samples
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class TokenFigures:
+    """What metrics need to know of single tokens. A sample's tokens are all in one of these."""
+
+    sample_a: Tensor
+    staleness_a: Tensor
+    ratio_a: Tensor  # the ratio that is clipped
+    log_ratio_a: Tensor  # to the behaviour policy
+    drift_a: Tensor  # the same at the start of the update; not a number where it is not known
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.sample_a, self.staleness_a, self.ratio_a, self.log_ratio_a, self.drift_a)
+
+
+_COLUMNS = tuple(field.name for field in fields(TokenFigures))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -28,7 +55,8 @@ class StepMetrics:
     sums: dict[str, Tensor] = field(default_factory=dict)  # over tokens
     num_learned: int = 0  # answer tokens with a gradient
     num_computed: int = 0  # packed tokens that went through the model
-    micro_batches: list[tuple[TokenInputs, PolicyRatios]] = field(default_factory=list)
+    has_start: bool = False  # drift is known in every step, because log-probs were computed at the update's start
+    tokens: list[TokenFigures] = field(default_factory=list)  # one per micro-batch
 
     @classmethod
     def zeros(cls, device: torch.device) -> StepMetrics:
@@ -44,11 +72,22 @@ class StepMetrics:
             "kl_behaviour_k1": -log_ratio_a.sum(),
             **sums,
         }
+        if ratios.is_masked_a is not None:
+            all_sums["mask_fraction"] = ratios.is_masked_a.sum().float()
         self.loss += loss
         for name, value in all_sums.items():
             self.sums[name] = self.sums[name] + value if name in self.sums else value
         self.num_learned += ratio_a.numel()
-        self.micro_batches.append((tokens, ratios))
+        self.has_start = tokens.drift_a is not None
+        self.tokens.append(
+            TokenFigures(
+                sample_a=tokens.sample_a,
+                staleness_a=tokens.staleness_a,
+                ratio_a=ratio_a,
+                log_ratio_a=log_ratio_a,
+                drift_a=ratios.drift_a,
+            )
+        )
 
 
 class UpdateMetrics:
@@ -61,26 +100,22 @@ class UpdateMetrics:
         self._num_learned = 0
         self._loss = 0.0
         self._grad_norm = 0.0
-        self._sums: dict[str, float] = dict.fromkeys(_MEANS, 0.0)
-        self._ratios: list[np.ndarray] = []
-        self._log_ratios: list[np.ndarray] = []
-        self._staleness: list[np.ndarray] = []
-        self._log_weights: list[np.ndarray] = []  # per sample: the sum of its tokens' log-ratios
+        self._sums: dict[str, float] = dict.fromkeys(MEANS, 0.0)
+        self.tokens: list[TokenFigures] = []  # of all steps; samples are numbered anew in each step
 
-    def add(self, loss: float, grad_norm: float, step: StepMetrics) -> None:
+    def add(self, loss: float, grad_norm: float, sums: Sequence[float], step: StepMetrics) -> None:
+        """Add a step that was taken. `sums` are the values of `step.sums`."""
+        for figures in step.tokens:
+            # Without log-probs from the start of the update, only the first step sees weights that have not moved.
+            is_known = step.has_start or self.num_steps == 0
+            drift_a = figures.drift_a if is_known else torch.full_like(figures.drift_a, math.nan)
+            self.tokens.append(replace(figures, sample_a=figures.sample_a + _STEP * self.num_steps, drift_a=drift_a))
         self.num_steps += 1
         self._loss += loss
         self._grad_norm += grad_norm
         self._num_learned += step.num_learned
-        for name, value in zip(step.sums, torch.stack(list(step.sums.values())).tolist(), strict=True):
+        for name, value in zip(step.sums, sums, strict=True):
             self._sums[name] = self._sums.get(name, 0.0) + value
-        for tokens, ratios in step.micro_batches:
-            log_ratios = ratios.log_ratio_a.cpu().numpy().astype(np.float64)
-            _, sample_of_token = np.unique(tokens.sample_a.cpu().numpy(), return_inverse=True)
-            self._ratios.append(ratios.ratio_a.cpu().numpy())
-            self._log_ratios.append(log_ratios)
-            self._staleness.append(tokens.staleness_a.cpu().numpy())
-            self._log_weights.append(np.bincount(sample_of_token, weights=log_ratios))
 
     def metrics(self) -> dict[str, float]:
         steps, learned = max(self.num_steps, 1), max(self._num_learned, 1)
@@ -91,18 +126,39 @@ class UpdateMetrics:
             "learned_tokens": float(self._num_learned),
             "computed_tokens": float(self.num_computed),
             **{name: total / learned for name, total in self._sums.items()},
-            **(self._distributions() if self._num_learned else {}),
+            **(_distributions(self.tokens) if self._num_learned else {}),
         }
 
-    def _distributions(self) -> dict[str, float]:
-        """Quantiles of the clipped ratio, KL to the behaviour policy by staleness, and the effective sample share."""
-        ratios, log_ratios, staleness = map(np.concatenate, (self._ratios, self._log_ratios, self._staleness))
-        metrics = dict(zip(_QUANTILES, np.quantile(ratios, list(_QUANTILES.values())).tolist(), strict=True))
-        k3 = np.expm1(log_ratios) - log_ratios
-        for age in np.unique(staleness).tolist():
-            metrics[f"kl_behaviour_staleness_{age}"] = float(k3[staleness == age].mean())
-        metrics["effective_sample_share"] = effective_share(np.concatenate(self._log_weights))
-        return metrics
+
+def _distributions(tokens: Sequence[TokenFigures]) -> dict[str, float]:
+    """Quantiles of the clipped ratio, KL to the behaviour policy by staleness, effective sample share, mismatch."""
+    on_host = to_host([tensor for figures in tokens for tensor in figures.tensors()])
+    columns = [[tensor.numpy() for tensor in on_host[first :: len(_COLUMNS)]] for first in range(len(_COLUMNS))]
+    samples, all_staleness, all_ratios, all_log_ratios, all_drifts = columns
+    log_weights: list[np.ndarray] = []  # per sample: the sum of its tokens' log-ratios
+    for sample_a, log_ratio_a in zip(samples, all_log_ratios, strict=True):
+        _, sample_of_token = np.unique(sample_a, return_inverse=True)
+        log_weights.append(np.bincount(sample_of_token, weights=log_ratio_a.astype(np.float64)))
+    staleness, log_ratios = np.concatenate(all_staleness), np.concatenate(all_log_ratios).astype(np.float64)
+    quantiles = np.quantile(np.concatenate(all_ratios), list(_QUANTILES.values())).tolist()
+    metrics = dict(zip(_QUANTILES, quantiles, strict=True))
+    k3 = np.expm1(log_ratios) - log_ratios
+    for age in np.unique(staleness).tolist():
+        metrics[f"kl_behaviour_staleness_{age}"] = float(k3[staleness == age].mean())
+    metrics["effective_sample_share"] = effective_share(np.concatenate(log_weights))
+    return metrics | mismatch(np.concatenate(all_drifts).astype(np.float64)[staleness == 0])
+
+
+def mismatch(drifts: np.ndarray) -> dict[str, float]:
+    """How far apart engine and trainer are on tokens of the same weights; empty if that is known of no token."""
+    known = drifts[~np.isnan(drifts)]
+    if not known.size:
+        return {}
+    return {
+        "mismatch_mean": float(np.abs(known).mean()),
+        "mismatch_max": float(np.abs(known).max()),
+        "mismatch_kl": float((np.expm1(known) - known).mean()),
+    }
 
 
 def effective_share(log_weights: np.ndarray) -> float:

@@ -1,14 +1,16 @@
 """One rank of a sharded learner: a `TorchLearner` that computes its share of each batch.
 
-`ray_ranks.py` runs one per process. Every rank gets the whole batch, makes the same loss inputs from it and splits it
-into the same micro-batches, of which it computes its share. Weights, gradients and optimizer state are sharded
-(`shards.py`).
+`ray_ranks.py` runs one per process. Every rank gets the whole batch, makes the same loss inputs from it and plans the
+same micro-batches (`balance.py`), of which it lays out and computes its share. Weights, gradients and optimizer state
+are sharded (`shards.py`).
 
 Guarantees:
 - an update gives the loss and metrics that one process would give, and the same weights up to rounding;
-- all ranks run the same number of passes, because each pass exchanges weights between them. A rank with too few
-  micro-batches repeats one of another rank, with a gradient of 0;
+- all ranks run the same number of passes, because each pass exchanges weights between them. A rank without a
+  micro-batch makes a pass of one token, with a gradient of 0;
 - all ranks take the same decisions, because these depend only on values that were summed over the ranks;
+- if one rank runs out of memory, it catches up with the others (`exchange.py`), and all start over with smaller
+  micro-batches, before any weight moves;
 - the saved state is that of one process, so a run can resume with any number of ranks or in one process.
 
 Shapes: a sampled answer tokens, f metrics.
@@ -16,33 +18,40 @@ Shapes: a sampled answer tokens, f metrics.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import fields, replace
+from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from sortedrl.errors import LearnerError
+from sortedrl.learner.attention import packed_attention
 from sortedrl.learner.base import UpdateResult
-from sortedrl.learner.loss import PolicyRatios, TokenInputs
+from sortedrl.learner.device import to_device, to_host
 from sortedrl.learner.loss_inputs import LossInputs, PerToken
+from sortedrl.learner.memory import Shortage, collect_and_release, try_pass
 from sortedrl.learner.optimizer import LearnerSettings
-from sortedrl.learner.pack import MicroBatch, pack
-from sortedrl.learner.sharded.shards import META, full_tensor, shard_like, shard_model
+from sortedrl.learner.pack import MicroBatch, lay_out, prompt_groups
+from sortedrl.learner.precision import product_dtype
+from sortedrl.learner.sharded.balance import attention_weight, plan_rounds
+from sortedrl.learner.sharded.exchange import Exchange
+from sortedrl.learner.sharded.shards import META, Sharding, full_tensor, shard_like, shard_model
 from sortedrl.learner.torch import TorchLearner
-from sortedrl.learner.update_metrics import StepMetrics
-from sortedrl.records import Batch, Sample
+from sortedrl.learner.update_metrics import MEANS, StepMetrics, TokenFigures
+from sortedrl.records import Batch, Prompt, Sample, Segment
 from sortedrl.weights import array_of
-
-_SLACK = 1.1  # micro-batches may exceed an even share of the tokens by this factor, since samples are not split
 
 
 class RankLearner(TorchLearner):
     """`weights` are the weights to fill a skeleton model with (see `shards.py`)."""
+
+    _memory_remedy = "lower engine.max_new_tokens, raise learner.ranks, or set learner.recompute, and resume"
 
     def __init__(
         self,
@@ -56,9 +65,18 @@ class RankLearner(TorchLearner):
         self._mesh = mesh
         self._weights = weights
         self._group = mesh.get_group()
-        self._is_repeat = False  # whether the current micro-batch belongs to another rank
+        self._exchange = Exchange()
+        self._attention = attention_weight(model)
         super().__init__(model, settings, temperature=temperature)
         self._weights = None
+        if self.reference is not None and len(self._roots) == 1 + (self.critic is not None):
+            self._make_first_pass()
+
+    @torch.no_grad()
+    def _make_first_pass(self) -> None:
+        """FSDP2 sees at the first pass what is trained. The reference pass of a model with adapters trains nothing."""
+        with packed_attention(self.model):
+            self._forward(self.model, _tiny(self.device), has_values=False)
 
     def trained_weights(self) -> dict[str, Any]:
         """The full trainable weights as arrays. Every rank must call it; only rank 0 gets them."""
@@ -88,51 +106,86 @@ class RankLearner(TorchLearner):
             tensors[path] = shard_like(value, known[name]) if name in known else value
         super().load_state_dict({**state, "optimizer": tensors})
 
-    def _check_model(self, model: Any) -> None:
-        """`ShardedLearner` has checked the model before it is sharded."""
+    def _choose_device(self) -> torch.device:
+        is_cuda = self._mesh.device_type == "cuda"
+        return torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device(self._mesh.device_type)
+
+    def _place_model(self) -> None:
+        """Nothing yet: the model may have no weights. `ShardedLearner` has checked it."""
+
+    def _precision(self) -> AbstractContextManager[object]:
+        return nullcontext()  # the weights are gathered in the format of the pass
 
     def _check_update(self, batch: Batch, result: UpdateResult) -> None:
         """`ShardedLearner` checks the whole weights: a rank that raises alone would leave the others waiting."""
 
     def _place_weights(self) -> None:
-        shard_model(self.model, self._mesh, self._weights)
+        dtype = product_dtype(self.settings.dtype, self.model, self.device)
+        sharding = Sharding(mesh=self._mesh, dtype=dtype, is_head_fp32=self.settings.fp32_head, exchange=self._exchange)
+        shard_model(self.model, sharding, self._weights)
+        self._roots: list[Any] = [self.model]
         if self.reference is not None:
             with self.reference.module() as module:
                 if module is not self.model:
-                    shard_model(module, self._mesh, self._weights)
+                    shard_model(module, sharding, self._weights)
+                    self._roots.append(module)
         if self.critic is not None:
             if self.critic.head.weight.device == META:
                 self.critic.to_empty(device="cpu")
                 nn.init.zeros_(self.critic.head.weight)
                 nn.init.zeros_(self.critic.head.bias)
-            shard_model(self.critic.head, self._mesh)
+            shard_model(self.critic.head, replace(sharding, dtype=torch.float32))  # its input is float32
+            self._roots.append(self.critic.head)
 
-    def _micro_batches(self, samples: Sequence[Sample], indices: Sequence[int]) -> Iterator[MicroBatch]:
-        """This rank's share of the micro-batches. All ranks get the same number of them."""
-        size = self._mesh.size()
-        micros = split_evenly(samples, indices, self._micro_tokens, size, self.model.device)
-        for first in range(0, len(micros), size):
-            number = first + self._mesh.get_rank()
-            self._is_repeat = number >= len(micros)
-            yield micros[min(number, len(micros) - 1)]
+    def _attempt(
+        self,
+        samples: Sequence[Sample],
+        indices: Sequence[int],
+        run: Callable[[MicroBatch], None],
+        idle: Callable[[MicroBatch], None],
+    ) -> Shortage | None:
+        """Run this rank's share of the micro-batches. All ranks return a shortage if one of them has one."""
+        shortage: Shortage | None = None
+        for plans in plan_rounds(samples, indices, self._micro_tokens, self._mesh.size(), self._attention):
+            own = plans[self._mesh.get_rank()]
+            self._exchange.begin_pass()
+            if own is None or shortage is not None:  # after a shortage, what is computed is discarded
+                idle(_tiny(self.device))
+                continue
+            shortage = try_pass(run, lay_out(samples, own.groups, self.device))
+            if shortage is not None:
+                self._catch_up(idle)
+        return self._agree(shortage)
 
-    def _out_of_memory(self, size: int, num_samples: int, reason: str) -> LearnerError:
-        """Always an error: the other ranks are exchanging weights with this one, so it cannot try again alone."""
-        return LearnerError(
-            f"a micro-batch of {size} tokens does not fit in memory ({reason}): lower learner.micro_tokens, or raise "
-            "learner.ranks, and resume"
-        )
+    def _catch_up(self, idle: Callable[[MicroBatch], None]) -> None:
+        """Finish the pass that failed, so that the other ranks can finish theirs."""
+        for root in self._roots:
+            with suppress(AttributeError):  # a root that has made no pass has nothing to reset, and says so like this
+                root.reset_iter_state()
+        collect_and_release()
+        with self._exchange.catching_up():
+            idle(_tiny(self.device))
 
-    def _backward(
-        self, micro: MicroBatch, inputs: LossInputs, divisor: float, num_tokens: float, step: StepMetrics
-    ) -> None:
-        if not self._is_repeat:
-            super()._backward(micro, inputs, divisor, num_tokens, step)
-            return
-        repeated = StepMetrics.zeros(self.model.device)
-        super()._backward(micro, inputs, math.inf, math.inf, repeated)  # dividing by infinity makes the gradient 0
-        for name, value in repeated.sums.items():  # all ranks must sum the same names, even a rank without samples
-            step.sums.setdefault(name, torch.zeros_like(value))
+    def _agree(self, own: Shortage | None) -> Shortage | None:
+        """A shortage that all ranks know: that of the largest micro-batch; a single sample comes before others."""
+        found = [0, 0] if own is None else [int(own.num_samples == 1), own.num_tokens]
+        found_2 = to_device(torch.tensor(found), self.device)
+        dist.all_reduce(found_2, dist.ReduceOp.MAX, group=self._group)
+        is_single, num_tokens = to_host([found_2])[0].tolist()
+        if num_tokens == 0:
+            return None
+        reason = "on another rank" if own is None else own.reason
+        return Shortage(num_tokens=num_tokens, num_samples=1 if is_single else 2, reason=reason)
+
+    def _sum_names(self) -> list[str]:
+        """What every rank sums over tokens, also a rank that computed none."""
+        objective = self.objective
+        return [
+            *MEANS,
+            *(["kl_reference"] if objective.has_loss_kl else []),
+            *(["value_loss"] if self.critic is not None else []),
+            *(["mask_fraction"] if objective.importance_mask != "none" else []),
+        ]
 
     def _gradients(self, inputs: LossInputs, indices: range, learned: Sequence[int]) -> StepMetrics:
         return self._sum_over_ranks(super()._gradients(inputs, indices, learned))
@@ -154,73 +207,61 @@ class RankLearner(TorchLearner):
     def _gather_samples(self, samples: Sequence[Sample], indices: Sequence[int], own: PerToken) -> PerToken:
         """Values at the tokens of the samples at `indices`, from the ranks that computed them."""
         lengths = [samples[index].num_sampled for index in indices]
-        both = torch.zeros(2, sum(lengths), device=self.model.device)  # the sums, and how many ranks added to them
-        for index, part in zip(indices, both.split(lengths, dim=1), strict=True):
-            if index in own:
-                part[0], part[1] = own[index], 1.0
-        dist.all_reduce(both, group=self._group)
-        return dict(zip(indices, (both[0] / both[1]).split(lengths), strict=True))
+        mine = [index for index in indices if index in own]
+        if mine:
+            starts = dict(zip(indices, accumulate([0, *lengths]), strict=False))
+            places = np.concatenate([np.arange(samples[i].num_sampled) + starts[i] for i in mine])
+            values_a = torch.cat([own[index] for index in mine]).float()
+            total_a = values_a.new_zeros(sum(lengths)).index_copy(0, to_device(places, self.device), values_a)
+        else:
+            total_a = torch.zeros(sum(lengths), device=self.device)
+        dist.all_reduce(total_a, group=self._group)  # a sample's tokens are all on one rank, and 0 elsewhere
+        return dict(zip(indices, total_a.split(lengths), strict=True))
 
     def _sum_over_ranks(self, step: StepMetrics) -> StepMetrics:
-        names = sorted(step.sums)
-        own = [step.loss, *(step.sums[name] for name in names)]
-        counts = torch.tensor([step.num_learned, step.num_computed], dtype=torch.float64, device=self.model.device)
+        names = self._sum_names()
+        zero = torch.zeros((), device=self.device)
+        own = [step.loss, *(step.sums.get(name, zero) for name in names)]
+        counts = to_device(torch.tensor([step.num_learned, step.num_computed], dtype=torch.float64), self.device)
         total_f = torch.cat([torch.stack([value.double() for value in own]), counts])
         dist.all_reduce(total_f, group=self._group)
-        num_learned, num_computed = (int(count) for count in total_f[-2:].tolist())
+        num_learned, num_computed = (int(count) for count in to_host([total_f[-2:]])[0].tolist())
         return StepMetrics(
             loss=total_f[0].to(step.loss.dtype),
             sums=dict(zip(names, total_f[1:-2].float().unbind(), strict=True)),
             num_learned=num_learned,
             num_computed=num_computed,
-            micro_batches=self._gather_tokens(step),
+            has_start=self.critic is not None or self.objective.needs_start_logprobs,
+            tokens=step.tokens,
         )
 
-    def _gather_tokens(self, step: StepMetrics) -> list[tuple[TokenInputs, PolicyRatios]]:
+    def _all_tokens(self, tokens: list[TokenFigures]) -> list[TokenFigures]:
         """The tokens of all ranks, as if they were one micro-batch."""
-        rows = [
-            (t.sample_a, t.behaviour_a, t.advantages_a, t.staleness_a, r.ratio_a, r.is_clipped_a, r.log_ratio_a)
-            for t, r in step.micro_batches
-        ]
-        columns = [torch.cat([value.double() for value in column]) for column in zip(*rows, strict=True)]
-        own = torch.stack(columns) if columns else torch.zeros(7, 0, dtype=torch.float64, device=self.model.device)
-        sample_a, behaviour_a, advantages_a, staleness_a, ratio_a, is_clipped_a, log_ratio_a = self._gather_columns(own)
-        tokens = TokenInputs(
-            sample_a=sample_a.long(),
-            behaviour_a=behaviour_a.float(),
-            advantages_a=advantages_a.float(),
-            staleness_a=staleness_a.long(),
-        )
-        ratios = PolicyRatios(
-            ratio_a=ratio_a.float(), is_clipped_a=is_clipped_a.bool(), log_ratio_a=log_ratio_a.float()
-        )
-        return [(tokens, ratios)]
+        names = [field.name for field in fields(TokenFigures)]
+        if tokens:
+            columns = zip(*(figures.tensors() for figures in tokens), strict=True)
+            own = torch.stack([torch.cat(column).double() for column in columns])
+        else:
+            own = torch.zeros(len(names), 0, dtype=torch.float64, device=self.device)
+        gathered = dict(zip(names, self._gather_columns(own), strict=True))
+        kinds = {"sample_a": torch.int64, "staleness_a": torch.int64}
+        return [TokenFigures(**{name: value.to(kinds.get(name, torch.float32)) for name, value in gathered.items()})]
 
     def _gather_columns(self, own: Tensor) -> Tensor:
         """The columns of all ranks side by side; ranks may have different numbers of them."""
-        width = torch.tensor([own.shape[1]], device=own.device)
+        width = to_device(torch.tensor([own.shape[1]]), own.device)
         widths = [torch.zeros_like(width) for _ in range(self._mesh.size())]
         dist.all_gather(widths, width, group=self._group)
-        sizes = [int(size) for size in widths]
+        sizes = [int(size) for size in to_host([torch.cat(widths)])[0].tolist()]
         padded = nn.functional.pad(own, (0, max(sizes) - own.shape[1])).contiguous()
         blocks = [torch.empty_like(padded) for _ in sizes]
         dist.all_gather(blocks, padded, group=self._group)
         return torch.cat([block[:, :size] for block, size in zip(blocks, sizes, strict=True)], dim=1)
 
 
-def split_evenly(
-    samples: Sequence[Sample], indices: Sequence[int], micro_tokens: int, num_ranks: int, device: torch.device | str
-) -> list[MicroBatch]:
-    """Micro-batches, the largest first, to be computed in rounds of one per rank.
-
-    Of the split by `micro_tokens` and a finer split into even shares, it returns the one that takes less time.
-    """
-    coarse = pack(samples, indices, micro_tokens, device)
-    if not coarse:
-        return []
-    num_rounds = -(-len(coarse) // num_ranks)
-    share = math.ceil(sum(micro.num_tokens for micro in coarse) / (num_rounds * num_ranks) * _SLACK)
-    fine = pack(samples, indices, min(share, micro_tokens), device)
-    splits = [sorted(micros, key=lambda micro: -micro.num_tokens) for micros in (coarse, fine)]
-    # A round takes as long as its largest micro-batch, which is its first.
-    return min(splits, key=lambda micros: sum(micro.num_tokens for micro in micros[::num_ranks]))
+def _tiny(device: torch.device) -> MicroBatch:
+    """A micro-batch of one token, for passes whose result is not used."""
+    segment = Segment(version=0, tokens=[0], logprobs=[0.0])
+    prompt = Prompt(id="idle", tokens=(0,), content="")
+    sample = Sample(id=0, prompt=prompt, index=0, epoch=0, cohort=0, seed=0, budget=1, segments=[segment])
+    return lay_out([sample], prompt_groups([sample], [0], 1), device)

@@ -4,21 +4,27 @@ Each parameter is split by rows, and gathered layer by layer where it is compute
 the model without its weights and is cheap to send. Each rank fills it layer by layer and keeps only its own rows. The
 ranks of a machine read the weights from one shared place, so no rank ever holds the whole model. Gradients are summed
 over the ranks and never averaged, because losses are already divided by numbers of the whole mini-batch.
+
+Embedding and output layer are gathered on their own, like a layer, so that no rank holds them through the whole pass;
+tied ones together. With bfloat16, weights are gathered and computed in that format; each rank keeps its rows in
+float32, and gradients are summed in float32.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from sortedrl.errors import ConfigError, ModelError
+from sortedrl.learner.sharded.exchange import Exchange
 from sortedrl.weights import array_of, tensor_of
 
 META = torch.device("meta")
@@ -46,20 +52,42 @@ def weights_of(model: nn.Module) -> dict[str, Any]:
     return {name: array_of(parameter) for name, parameter in model.named_parameters()}
 
 
-def shard_model(model: nn.Module, mesh: DeviceMesh, weights: Mapping[str, Any] | None = None) -> None:
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Sharding:
+    """How models are sharded: over which ranks, and in which format weights are gathered."""
+
+    mesh: DeviceMesh
+    dtype: torch.dtype = torch.float32
+    is_head_fp32: bool = False  # the output layer is gathered in float32 all the same
+    exchange: Exchange | None = None
+
+    def policy(self, *, is_head: bool = False) -> MixedPrecisionPolicy:
+        if self.dtype == torch.float32:
+            return MixedPrecisionPolicy()
+        dtype = torch.float32 if is_head and self.is_head_fp32 else self.dtype
+        return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+
+
+def shard_model(model: nn.Module, sharding: Sharding, weights: Mapping[str, Any] | None = None) -> None:
     """Shard a model in place, so that this rank keeps its rows only. `weights` fill a skeleton, by name."""
-    for name, block in _blocks(model):
+    head = _end_of(model, "get_output_embeddings")
+    for group in [*([block] for block in _blocks(model)), *_ends(model)]:
         if weights is not None:
-            _fill(block, weights, f"{name}.")
-        fully_shard(block, mesh=mesh, reshard_after_forward=True)
+            _fill(group, weights)
+        modules = [module for _, module in group]
+        policy = sharding.policy(is_head=head is not None and any(module is head for module in modules))
+        shared: Any = modules if len(modules) > 1 else modules[0]
+        fully_shard(shared, mesh=sharding.mesh, reshard_after_forward=True, mp_policy=policy)
     if weights is not None:
-        _fill(model, weights, "")
+        _fill([("", model)], weights)
     # The root is resharded after a pass too: otherwise its parameters would stay gathered, and be read as such.
-    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    fully_shard(model, mesh=sharding.mesh, reshard_after_forward=True, mp_policy=sharding.policy())
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it reduces
+            if sharding.exchange is not None:
+                sharding.exchange.attach(module)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
@@ -85,16 +113,36 @@ def _blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
+def _end_of(model: nn.Module, getter: str) -> nn.Module | None:
+    """The embedding or the output layer of a model; None if it has none, as a critic."""
+    get = getattr(model, getter, None)
+    return None if get is None else get()
+
+
+def _ends(model: nn.Module) -> list[list[tuple[str, nn.Module]]]:
+    """Embedding and output layer, to be gathered on their own; in one group if they share weights."""
+    names = {id(module): name for name, module in model.named_modules()}
+    getters = ("get_input_embeddings", "get_output_embeddings")
+    found = [module for getter in getters if (module := _end_of(model, getter)) is not None and id(module) in names]
+    if len(found) == 2 and found[0] is found[1]:
+        found = found[:1]
+    ends = [(names[id(module)], module) for module in found]
+    owned = [{id(parameter) for parameter in module.parameters()} for module in found]
+    is_tied = len(owned) == 2 and bool(owned[0] & owned[1])
+    return [ends] if is_tied else [[end] for end in ends]
+
+
 @torch.no_grad()
-def _fill(module: nn.Module, weights: Mapping[str, Any], prefix: str) -> None:
+def _fill(modules: Sequence[tuple[str, nn.Module]], weights: Mapping[str, Any]) -> None:
     """Give its weights to every parameter that has no memory; tied parameters stay tied."""
     filled: dict[int, nn.Parameter] = {}
-    for part_name, part in module.named_modules():
+    parts = [(f"{name}.{part}".strip("."), found) for name, module in modules for part, found in module.named_modules()]
+    for part_name, part in parts:
         for key, parameter in list(part.named_parameters(recurse=False, remove_duplicate=False)):
             if parameter.device != META:
                 continue
             if id(parameter) not in filled:
-                name = f"{prefix}{part_name}.{key}" if part_name else f"{prefix}{key}"
+                name = f"{part_name}.{key}" if part_name else key
                 if name not in weights:
                     raise ModelError(
                         f"there are no weights for {name}: send those of the model that the skeleton was made from"

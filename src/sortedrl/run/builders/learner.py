@@ -38,6 +38,7 @@ def build_learner(config: SortedConfig, model: Any) -> RunLearner:
         )
         return ForkedLearner(learner) if is_apart else learner
     check_torch()
+    check_rank_device(config)
     check_room(config)
     is_ours = connect(config.engine.cluster or None, run_dir=config.run_dir)
     check_gpus(config)
@@ -58,6 +59,21 @@ def build_learner(config: SortedConfig, model: Any) -> RunLearner:
     except BaseException:
         ranks.close()
         raise
+
+
+def check_rank_device(config: SortedConfig) -> None:
+    """Refuse a `learner.device` that learner processes do not get: Ray shows them the GPUs of `rank_gpus` only."""
+    settings = config.learner
+    if settings.device.startswith("cuda") and settings.rank_gpus == 0:
+        raise ConfigError(
+            f"learner.device = {settings.device}, but learner.rank_gpus = 0 gives the {settings.ranks} learner "
+            "processes no GPU: set learner.rank_gpus = 1"
+        )
+    if settings.device == "cpu" and settings.rank_gpus > 0:
+        raise ConfigError(
+            f"learner.rank_gpus = {settings.rank_gpus:g} gives GPUs to learner processes that learner.device = cpu "
+            "does not use: remove one of them"
+        )
 
 
 def has_own_process(config: SortedConfig, model: Any) -> bool:

@@ -66,10 +66,22 @@ FIGURES = (
     ),
     LearnerFigure(
         name="mismatch",
-        metric="kl_behaviour_staleness_0",
+        metric="mismatch_kl",
         title="mismatch of engine and trainer",
-        caption="The same KL on tokens that the current version wrote: both should give them the same probability. "
-        "With several inner steps it also contains the steps before.",
+        caption="The same KL on tokens that the current version wrote, before the update's first step: both should "
+        "give them the same probability.",
+    ),
+    LearnerFigure(
+        name="mismatch-log-ratio",
+        metric="mismatch_mean",
+        title="mismatch of log-probs",
+        caption="On the same tokens. Line: mean of the absolute difference. Dotted: the largest.",
+    ),
+    LearnerFigure(
+        name="masked",
+        metric="mask_fraction",
+        title="share of masked tokens",
+        caption="Tokens that learner.importance_mask leaves out.",
     ),
     LearnerFigure(name="lr", metric="lr", title="learning rate"),
     LearnerFigure(name="truncated", metric="truncated_fraction", title="share of truncated answers"),
@@ -88,8 +100,9 @@ _SHOWN_ELSEWHERE = frozenset(
     {figure.metric for figure in FIGURES}
     | {"reward_mean", "reward_std", "advantage_mean", "advantage_max", "zero_advantage_fraction", "num_tokens"}
     | {"learned_tokens", "computed_tokens", "masked_samples", "filtered_samples", "skipped_steps", "kl_behaviour_k1"}
-    | {"ratio_p05", "ratio_p50", "ratio_p95"}
+    | {"ratio_p05", "ratio_p50", "ratio_p95", "mismatch_max"}
 )
+_EDGES = {"ratio": ("ratio_p05", "ratio_p95"), "mismatch-log-ratio": ("mismatch_max",)}  # by chart
 _QUIET_PREFIXES = ("degenerate_", "kl_behaviour_staleness_")
 
 
@@ -115,9 +128,8 @@ def _metric_chart(runs: Sequence[RunView], figure: LearnerFigure) -> Chart | Non
     drawn: list[Trace] = []
     for run in runs:
         _add_curve(drawn, run, _of_metric(figure.metric))
-        if figure.name == "ratio":
-            for metric in ("ratio_p05", "ratio_p95"):
-                _add_curve(drawn, run, _of_metric(metric), is_edge=True)
+        for metric in _EDGES.get(figure.name, ()):
+            _add_curve(drawn, run, _of_metric(metric), is_edge=True)
     if not drawn:
         return None
     return _chart(drawn, f"learner-{figure.name}", figure.title, figure.caption)
