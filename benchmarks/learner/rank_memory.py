@@ -38,7 +38,7 @@ def measure(name: str, hardware: str) -> dict[str, Any]:
     shape = replace(read_shape(config.model.path, here), bytes_per_value=2)
     device_bytes = int(load_hardware(hardware).memory)
     start = time.process_time()
-    whole = dry_rank_memory(config, here, shape, device_bytes=device_bytes, layers=None)
+    whole = dry_rank_memory(config, here, shape, device_bytes=device_bytes, is_whole=True)
     whole_s = time.process_time() - start
     start = time.process_time()
     quick = dry_rank_memory(config, here, shape, device_bytes=device_bytes)

@@ -93,7 +93,7 @@ class Demand:
             has_rank_actors=config.has_rank_actors,
             is_vllm=config.engine.kind == "vllm",
             is_served_elsewhere=bool(config.engine.address),
-            learner_uses_gpu=getattr(config.learner, "device", "auto") != "cpu",
+            learner_uses_gpu=config.learner.device != "cpu",
             has_overlap=bool(config.knobs.overlap),
         )
 

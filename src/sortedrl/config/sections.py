@@ -133,7 +133,8 @@ class LoraSection(Section):
     revision: str = ""
     """Revision of `path` on the hub: a branch, a tag or a commit. Empty: its main branch."""
     base_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Number format of the frozen base weights. `bfloat16` halves their memory; adapters stay float32."""
+    """Number format of the frozen base weights: `float32`, or `bfloat16`, which halves their memory. Adapters are
+    float32."""
     merge: bool = False
     """`vllm`: publish base weights and adapters merged into one model. By default only the adapters are sent if vLLM
     can load them."""

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sortedrl.errors import LearnerError
-from sortedrl.learner.lora import LoraSettings, peft_config_of
+from sortedrl.learner.logprobs import LogprobScorer, PieceSizes
+from sortedrl.learner.lora import LoraSettings, import_peft, peft_config_of
 from sortedrl.learner.optimizer import LearnerSettings
 from sortedrl.learner.pack import pack, packed_attention
 from sortedrl.learner.sharded.rank import RankLearner
@@ -94,15 +96,16 @@ def measure_update(
 ) -> RankMemory:
     """The memory of one of `num_ranks` ranks; None: of a learner in one process, which is not sharded.
 
-    `model_config` is a configuration of transformers. `layers` replaces its depth: a model of fewer layers is measured
-    at two depths, and extended to its own.
+    `model_config` is a configuration of transformers. `device_bytes` is the memory of the GPU, which the pieces of
+    logits follow. `layers`: measure models of so many layers and of one more, and extend the difference to full depth.
     """
-    depth = model_config.num_hidden_layers
-    if layers is None:
-        return _largest(_measure(model_config, settings, micro, num_ranks, lora))
-    low, high = (
-        _measure(_with_layers(model_config, n), settings, micro, num_ranks, lora) for n in (layers, layers + 1)
+    measure = partial(
+        _measure, settings=settings, micro=micro, num_ranks=num_ranks, lora=lora, device_bytes=device_bytes
     )
+    depth = model_config.num_hidden_layers
+    if layers is None or layers + 1 >= depth:
+        return _largest(measure(model_config))
+    low, high = (measure(_with_layers(model_config, number)) for number in (layers, layers + 1))
     # Each phase grows with its own slope, so the phase with the peak may be another one at full depth.
     return _largest([_extended(a, b, depth - layers) for a, b in zip(low, high, strict=True)])
 
@@ -125,16 +128,19 @@ def _with_layers(model_config: Any, layers: int) -> Any:
 
 def _measure(
     model_config: Any,
+    *,
     settings: LearnerSettings,
     micro: MicroShape,
     num_ranks: int | None,
     lora: LoraSettings | None,
+    device_bytes: int,
 ) -> list[RankMemory]:
     """The memory at the peak of the forward pass, and at that of the backward pass."""
-    bare = _bare_model(model_config)  # before tensors are fake, which have no meta device
+    bare = _bare_model(model_config, lora)  # before tensors are fake, which have no meta device
     with _fake_ranks(num_ranks) as mesh, FakeTensorMode(allow_non_fake_inputs=True), _quiet():
-        model = _fake_model(bare, lora)
-        learner = _OneDevice(model, settings, mesh) if mesh is None else _OneRank(model, settings, mesh)
+        model = _fake_model(bare)
+        learner = _OneDevice(model, settings) if mesh is None else _OneRank(model, settings, mesh)
+        learner.size_pieces(device_bytes)
         samples = micro.samples
         (packed,) = pack(samples, range(len(samples)), micro.num_tokens)
         trained = [parameter for parameter in learner.parameters if parameter.requires_grad]
@@ -163,11 +169,11 @@ def _measure(
 class _OneDevice(TorchLearner):
     """A learner in one process, with what a dry run calls."""
 
-    def __init__(self, model: Any, settings: LearnerSettings, mesh: None) -> None:
+    def __init__(self, model: Any, settings: LearnerSettings) -> None:
         super().__init__(model, settings, temperature=1.0)
 
-    def _check_model(self, model: Any) -> None:
-        """A dry run has no values to compare."""
+    def _place_model(self) -> None:
+        """The model is where it shall be, and a dry run has no values to check."""
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -176,6 +182,11 @@ class _OneDevice(TorchLearner):
     @property
     def reference_tensors(self) -> list[Tensor]:
         return [] if self.reference is None else list(self.reference.tensors().values())
+
+    def size_pieces(self, device_bytes: int) -> None:
+        """Compute the output layer in pieces as a GPU with so much memory does."""
+        sizes = PieceSizes.on_gpu(device_bytes)
+        self._scorer = LogprobScorer(1.0, is_fp32=self.settings.fp32_head, sizes=sizes)
 
     def forward(self, packed: Any) -> Tensor:
         """A loss of every answer token's log-prob, and of the critic's values if there is one."""
@@ -191,25 +202,24 @@ class _OneRank(RankLearner):
 
     parameters = _OneDevice.parameters
     reference_tensors = _OneDevice.reference_tensors
+    size_pieces = _OneDevice.size_pieces
     forward = _OneDevice.forward
 
 
-def _bare_model(model_config: Any) -> Any:
+def _bare_model(model_config: Any, lora: LoraSettings | None) -> Any:
+    """The model with its adapters, without memory."""
     from transformers import AutoModelForCausalLM
 
+    dtype = torch.float32 if lora is None else getattr(torch, lora.base_dtype)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(model_config, dtype=torch.float32, trust_remote_code=False)
+        model: Any = AutoModelForCausalLM.from_config(model_config, dtype=dtype, trust_remote_code=False)
+        peft_config = None if lora is None else peft_config_of(lora)
+        return model if peft_config is None else import_peft().get_peft_model(model, peft_config)
 
 
-def _fake_model(bare: Any, lora: LoraSettings | None) -> Any:
+def _fake_model(bare: Any) -> Any:
+    """The same on a device, for use among fake tensors."""
     model = bare.to_empty(device="cpu")
-    if lora is not None:
-        model = model.to(getattr(torch, lora.base_dtype))
-    peft_config = None if lora is None else peft_config_of(lora)
-    if peft_config is not None:
-        from peft import get_peft_model
-
-        model = get_peft_model(model, peft_config)
     # Compiled layers of the CPU need data; they leave models with hooks to torch.
     for module in model.modules():
         module.register_forward_pre_hook(_do_nothing)

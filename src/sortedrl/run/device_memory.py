@@ -43,13 +43,12 @@ def device_needs(
     has_engine = {device: placement.engine_on(device) is not None for device in placement.devices}
     has_rank = {device: placement.rank_on(device) is not None for device in placement.devices}
     kinds = sorted({(has_rank[device], has_engine[device]) for device in placement.devices}, reverse=True)
-    wire = wire_bytes(config, shape)
     return [
-        _need(config, rank if is_rank else None, engine if is_engine else None, wire) for is_rank, is_engine in kinds
+        _need(config, rank if is_rank else None, engine if is_engine else None, shape) for is_rank, is_engine in kinds
     ]
 
 
-def _need(config: SortedConfig, rank: RankMemory | None, engine: EngineMemory | None, wire: int) -> DeviceNeed:
+def _need(config: SortedConfig, rank: RankMemory | None, engine: EngineMemory | None, shape: ModelShape) -> DeviceNeed:
     sleeps, offloads = has_sleep(config), has_offload(config)
     owners = " and ".join(name for name, part in (("rank", rank), ("engine", engine)) if part is not None)
     num_processes = (rank is not None) + (engine is not None and config.has_engine_pool)
@@ -70,14 +69,18 @@ def _need(config: SortedConfig, rank: RankMemory | None, engine: EngineMemory | 
     published.pop("engine_work", None)
     if sleeps:
         published.pop("kv_cache", None)
-    phases["publication"] = {**published, "wire_buffers": wire, **context}
+    phases["publication"] = {
+        **published,
+        "wire_buffers": wire_bytes(config, shape, is_sender=rank is not None),
+        **context,
+    }
     phase, parts = max(phases.items(), key=lambda item: sum(item[1].values()))
     return DeviceNeed(owners=owners, phase=phase, parts={name: size for name, size in parts.items() if size})
 
 
 def has_sleep(config: SortedConfig) -> bool:
     """Whether an engine frees its memory while the learner on the same GPU updates."""
-    return False
+    return bool(getattr(config.engine, "sleep_during_updates", False))
 
 
 def has_offload(config: SortedConfig) -> bool:
@@ -86,9 +89,9 @@ def has_offload(config: SortedConfig) -> bool:
 
 
 def dry_rank_memory(
-    config: SortedConfig, folder: Path, shape: ModelShape, *, device_bytes: int, layers: int | None = DRY_LAYERS
+    config: SortedConfig, folder: Path, shape: ModelShape, *, device_bytes: int, is_whole: bool = False
 ) -> RankMemory:
-    """The learner's memory on one GPU by a dry run; `layers` None: at full depth, which takes longer."""
+    """The learner's memory on one GPU by a dry run. `is_whole`: at full depth, which takes longer."""
     settings = config.learner
     if settings.dtype == "auto":  # on a GPU
         settings = settings.model_copy(update={"dtype": "bfloat16"})
@@ -99,7 +102,7 @@ def dry_rank_memory(
         num_ranks=config.num_ranks if config.has_rank_actors else None,
         lora=adapters_of(config),
         device_bytes=device_bytes,
-        layers=layers,
+        layers=None if is_whole else DRY_LAYERS,
     )
 
 

@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from sortedrl.config import SortedConfig
-from sortedrl.config.needs import check_extras
+from sortedrl.config.needs import check_extras, needed_extras
 from sortedrl.engine.vllm.core import check_installed, vllm_version
 from sortedrl.errors import DataError, EngineError, SortedRLError
 from sortedrl.external.extras import MODULES, extra_message, has_extra
@@ -136,21 +136,33 @@ def _configuration(path: Path, target: Target) -> list[Finding]:
             check_extras(config, skip={"vllm"})  # `_model` checks its version too
         except SortedRLError as error:
             return [*findings, Finding(name="needed extras", text=str(error), is_fine=False)]
-    from sortedrl.run.builders.parts import build_task
-
-    try:
-        build_task(config)
-    except DataError as error:
-        if target.hardware is None:
-            return [*findings, Finding(name="task", text=str(error), is_fine=False)]
-        text = f"{config.task.path}: not on this machine, so not checked"
-        findings.append(Finding(name="task", text=text, is_here=False))
-    except SortedRLError as error:
-        return [*findings, Finding(name="task", text=str(error), is_fine=False)]
+    task = _task(config, target)
+    findings += [] if task is None else [task]
+    if task is not None and not task.is_fine:
+        return findings
     needs = [*_ranks(config, target), *_needs(config, target)]
     if any(not need.is_fine for need in needs):  # do not load a model that does not fit
         return [*findings, *needs]
     return [*findings, _model(config, target), *needs]
+
+
+def _task(config: SortedConfig, target: Target) -> Finding | None:
+    """What is wrong with the task. What only this machine lacks is no fault if another one is planned."""
+    from sortedrl.run.builders.parts import build_task
+
+    missing = [extra for extra in needed_extras(config) if not has_extra(extra)]
+    if target.hardware is not None and missing:
+        text = f"not checked, because the extras {', '.join(missing)} are not installed here"
+        return Finding(name="task", text=text, is_here=False)
+    try:
+        build_task(config)
+    except DataError as error:
+        if target.hardware is None:
+            return Finding(name="task", text=str(error), is_fine=False)
+        return Finding(name="task", text=f"{config.task.path}: not on this machine, so not checked", is_here=False)
+    except SortedRLError as error:
+        return Finding(name="task", text=str(error), is_fine=False)
+    return None
 
 
 def _model(config: SortedConfig, target: Target) -> Finding:
@@ -213,7 +225,8 @@ def _needs(config: SortedConfig, target: Target) -> list[Finding]:
         )
     except SortedRLError as error:
         return [Finding(name="estimate", text=str(error), is_fine=False)]
-    placement = [Finding(name="placement", text=estimate.placement_text)] if estimate.placement_text else []
+    text = estimate.placement_text
+    placement = [Finding(name="placement", text=text, is_fine=estimate.is_placed)] if text else []
     return [
         *placement,
         Finding(name="memory", text=estimate.memory_text, is_fine=estimate.fits),

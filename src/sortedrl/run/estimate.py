@@ -18,9 +18,10 @@ from typing import Any
 from sortedrl.config import SortedConfig
 from sortedrl.config.placement import Cluster, Demand, plan_placement
 from sortedrl.errors import ConfigError
+from sortedrl.external.extras import has_extra
 from sortedrl.run.device_memory import device_needs, dry_rank_memory, gib, needs_text
-from sortedrl.run.memory_formulas import FLOAT, HALF, Memory, engine_memory, estimate_memory
-from sortedrl.run.model_shapes import read_shape
+from sortedrl.run.memory_formulas import Memory, engine_memory, estimate_memory, formula_rank_memory, has_lora
+from sortedrl.run.model_shapes import FLOAT, HALF, read_shape
 from sortedrl.run.placements import (
     NODE_GPUS,
     learner_cost,
@@ -126,7 +127,8 @@ class RunEstimate:
 
     fits: bool
     memory_text: str
-    placement_text: str  # on GPUs: who gets which
+    placement_text: str  # on GPUs: who gets which, or why nobody can
+    is_placed: bool
     shortest: Duration
     longest: Duration
     source: str  # what the times are based on
@@ -194,6 +196,7 @@ def estimate_run(
         fits=memory.total <= room and memory.of_rank <= room,
         memory_text=_memory_text(memory, room, where),
         placement_text="",
+        is_placed=True,
         shortest=estimate_time(config, cost, short),
         longest=estimate_time(config, cost, long),
         source=source,
@@ -236,7 +239,7 @@ def _estimate_on_gpus(
     config: SortedConfig, folder: Path, shape: ModelShape, there: Accelerators, from_run: Path | None
 ) -> RunEstimate:
     """Memory device by device under the placement; time by the rooflines of engines and ranks."""
-    fits, memory_text, placement_text = judge_memory(config, folder, shape, there)
+    fits, is_placed, memory_text, placement_text = judge_memory(config, folder, shape, there)
     engines, ranks = placed_cost(config, shape, there.hardware), learner_cost(config, shape, there.hardware)
     source = f"the roofline of {there}"
     cost: CostModel = engines
@@ -249,29 +252,34 @@ def _estimate_on_gpus(
         fits=fits,
         memory_text=memory_text,
         placement_text=placement_text,
+        is_placed=is_placed,
         shortest=estimate_time(config, cost, short, learner),
         longest=estimate_time(config, cost, long, learner),
         source=source,
     )
 
 
-def judge_memory(config: SortedConfig, folder: Path, shape: ModelShape, there: Accelerators) -> tuple[bool, str, str]:
-    """Whether every GPU has room for what it would hold, a text about it, and the placement in words."""
-    cluster = Cluster.of(
-        there.count, min(config.placement.gpus_per_node if config.placement.mode else NODE_GPUS, there.count)
-    )
+def judge_memory(
+    config: SortedConfig, folder: Path, shape: ModelShape, there: Accelerators
+) -> tuple[bool, bool, str, str]:
+    """Whether every GPU has room for what it would hold, and whether it can be placed; the memory and the placement."""
+    gpus_per_node = config.placement.gpus_per_node if config.placement.mode else NODE_GPUS
     try:
-        placement = plan_placement(Demand.of(config), cluster)
+        placement = plan_placement(Demand.of(config), Cluster.of(there.count, min(gpus_per_node, there.count)))
     except ConfigError as error:
-        return False, _closest(config, shape, there), f"{error}"
-    rank = dry_rank_memory(config, folder, shape, device_bytes=int(there.hardware.memory))
+        return False, False, _closest(config, shape, there), str(error)
+    device_bytes = int(there.hardware.memory)
+    if has_lora(config) and not has_extra("lora"):  # a dry run makes the adapters
+        rank = formula_rank_memory(config, shape, device_bytes)
+    else:
+        rank = dry_rank_memory(config, folder, shape, device_bytes=device_bytes)
     needs = device_needs(config, placement, rank, engine_memory(config, shape), shape)
     fits = all(need.total <= there.room for need in needs)
-    text = f"of {gib(there.room)} on each of {there}: {needs_text(needs)}"
+    text = f"of {gib(there.room)} on each of {there}: {needs_text(needs) or 'nothing'}"
     if not fits:
         fitting = what_would_fit(config, shape, there.hardware, there.name, there.count)
         text = f"{text}; this does not fit. What would: {fitting}"
-    return fits, text, str(placement)
+    return fits, True, text, str(placement)
 
 
 def _closest(config: SortedConfig, shape: ModelShape, there: Accelerators) -> str:

@@ -17,7 +17,7 @@ from sortedrl.config.sections import LoraSection
 from sortedrl.errors import ModelError, first_line
 from sortedrl.external.hub import find_cached, shown
 from sortedrl.learner.dry_run import MicroShape, RankMemory
-from sortedrl.learner.logprobs import KEPT_ELEMENTS, PIECE_ELEMENTS, WHOLE_ELEMENTS
+from sortedrl.learner.logprobs import KEPT_ELEMENTS, PIECE_ELEMENTS, WHOLE_ELEMENTS, PieceSizes
 from sortedrl.run.model_shapes import FLOAT, HALF
 from sortedrl.simulate.costs import ModelShape
 
@@ -170,8 +170,70 @@ def micro_shape(config: SortedConfig) -> MicroShape:
 
 
 def formula_rank_memory(config: SortedConfig, model: ModelShape, device_bytes: int) -> RankMemory:
-    """The learner on one GPU at the peak of an update, as `learner/dry_run.py` measures it, by formulas."""
-    raise NotImplementedError
+    """The learner on one GPU at the peak of an update in bfloat16, as `learner/dry_run.py` measures it, by formulas.
+
+    The peak comes at the output layer, or in the first layer of the backward pass, where both the gradient of the
+    output layer and a whole layer are there.
+    """
+    is_sharded = config.has_rank_actors
+    ranks = config.num_ranks if is_sharded else 1
+    trained, adapters = num_trained(config, model), adapters_of(config)
+    weights = int(model.params) * FLOAT
+    if adapters is not None:
+        weights = int(model.params) * (HALF if adapters.base_dtype == "bfloat16" else FLOAT) + trained * FLOAT
+    layer, head = _layer_moment(config, model), _head_moment(config, model, device_bytes)
+    output = 2 * HALF * model.vocab * model.hidden  # as a whole: gathered, and its buffer
+    layer_gathers = 2 * HALF * _layer_params(model) + output if is_sharded else 0
+    head_gathers = output if is_sharded else 0
+    is_layer = layer + layer_gathers >= head + head_gathers
+    return RankMemory(
+        weights=weights // ranks,
+        reference=weights // ranks if config.learner.kl_coef > 0 and adapters is None else 0,
+        gradients=trained * FLOAT // ranks,
+        optimizer=2 * trained * FLOAT // ranks,
+        activations=layer if is_layer else head,
+        gathers=layer_gathers if is_layer else head_gathers,
+    )
+
+
+def _kept_bytes(config: SortedConfig, model: ModelShape) -> int:
+    """Activations that all layers keep for the backward pass: their inputs only, or everything."""
+    tokens, q, kv = micro_shape(config).num_tokens, model.heads * model.head_dim, model.kv_heads * model.head_dim
+    if config.learner.recompute:
+        return tokens * model.layers * model.hidden * _stream_bytes(config)
+    return int(tokens * model.layers * (7.5 * model.hidden + 3 * q + 3 * kv + 4 * model.intermediate) * HALF)
+
+
+def _stream_bytes(config: SortedConfig) -> int:
+    """Bytes of a value between layers: bfloat16, except where autocast computes from float32 weights."""
+    is_half = config.has_rank_actors or (has_lora(config) and config.lora.base_dtype == "bfloat16")
+    return HALF if is_half else FLOAT
+
+
+def _layer_moment(config: SortedConfig, model: ModelShape) -> int:
+    """Activations while the gradient of a layer is computed, with what it has computed again."""
+    if not config.learner.recompute:
+        return _kept_bytes(config, model)
+    tokens, q, kv = micro_shape(config).num_tokens, model.heads * model.head_dim, model.kv_heads * model.head_dim
+    wide = 9.25 if _stream_bytes(config) == HALF else 14.5
+    working = tokens * (6 * model.intermediate + wide * model.hidden + 3 * q + 2 * kv) * HALF
+    return _kept_bytes(config, model) + int(working) + model.hidden * model.intermediate * HALF
+
+
+def _head_moment(config: SortedConfig, model: ModelShape, device_bytes: int) -> int:
+    """Activations while log-probs or their gradients are computed, piece by piece, and the output layer's gradient."""
+    micro = micro_shape(config)
+    num_answers = sum(sample.num_tokens for sample in micro.samples)
+    logits = num_answers * model.vocab
+    piece = min(logits, PieceSizes.on_gpu(device_bytes).piece) if logits > WHOLE_ELEMENTS else logits
+    gradient = 0 if has_lora(config) else model.vocab * model.hidden * (FLOAT + HALF)
+    # Of a piece: logits in bfloat16 and float32, log-probs, and those that are kept.
+    return _kept_bytes(config, model) + 14 * piece + 5 * micro.num_tokens * model.hidden * HALF + gradient
+
+
+def _layer_params(model: ModelShape) -> int:
+    q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    return model.hidden * (2 * q + 2 * kv + 3 * model.intermediate)
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -187,10 +249,10 @@ class EngineMemory:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
-def wire_bytes(config: SortedConfig, shape: ModelShape) -> int:
-    """Buffers of a publication on each side: two buckets, and the largest parameter as it is gathered and cast."""
+def wire_bytes(config: SortedConfig, shape: ModelShape, *, is_sender: bool) -> int:
+    """Buffers of a publication: two buckets, and where shards are sent the largest parameter, gathered and cast."""
     largest = shape.vocab * shape.hidden * (FLOAT + HALF)
-    return min(2 * BUCKET, int(shape.params) * HALF) + (largest if config.has_rank_actors else 0)
+    return min(2 * BUCKET, int(shape.params) * HALF) + (largest if is_sender and config.has_rank_actors else 0)
 
 
 def engine_memory(config: SortedConfig, shape: ModelShape) -> EngineMemory:
