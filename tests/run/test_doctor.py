@@ -83,7 +83,8 @@ def test_8B_in_full_does_not_fit_a_card_of_24_GB(tmp_path: Path, few_layers: Non
     assert "What would: " in found["memory"].text
 
 
-def test_the_recipe_for_one_accelerator_fits_it(few_layers: None) -> None:
+@pytest.mark.slow
+def test_the_recipe_for_one_accelerator_fits_it() -> None:
     found = by_name(examine(shipped_path("scale-1gpu"), Target(hardware="h100")))
     assert found["memory"].is_fine, found["memory"].text
 

@@ -11,6 +11,7 @@ one machine; what cannot be placed raises one line that names the keys to change
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Literal
 
 from sortedrl.errors import ConfigError
@@ -203,7 +204,7 @@ def _plan_separate(demand: Demand, cluster: Cluster) -> Placement:
             "raise placement.nodes"
         )
     ranks = devices[len(devices) - demand.num_ranks :]
-    engines = _pack(demand.num_engines, width, [device for device in devices if device not in set(ranks)])
+    engines = _pack(demand.num_engines, width, devices[: len(devices) - demand.num_ranks])
     if len(engines) < demand.num_engines:  # the ranks cut a machine badly: let them take what engines leave over
         engines = _pack(demand.num_engines, width, devices)
         taken = {device for engine in engines for device in engine}
@@ -237,8 +238,8 @@ def _plan_colocated(demand: Demand, cluster: Cluster) -> Placement:
 def _pack(count: int, width: int, free: list[Device]) -> list[tuple[Device, ...]]:
     """Up to `count` groups of `width` free devices, each group on one machine, in the order of the devices."""
     groups: list[tuple[Device, ...]] = []
-    for node in sorted({device.node for device in free}):
-        there = [device for device in free if device.node == node]
+    for _, on_node in groupby(free, key=lambda device: device.node):
+        there = list(on_node)
         groups += [tuple(there[i : i + width]) for i in range(0, len(there) - width + 1, width)]
     return groups[:count]
 
@@ -276,7 +277,8 @@ def _plan_by_reservations(demand: Demand, cluster: Cluster) -> Placement:
     else:
         ranks = devices[:1] if demand.learner_uses_gpu else []
     if demand.has_engine_actors:
-        free = [device for device in devices if device not in set(ranks)]
+        owned = set(ranks)
+        free = [device for device in devices if device not in owned]
         engines = _pack(demand.num_engines, demand.tensor_parallel, free) if engine_gpus else []
     else:
         uses_gpu = demand.is_vllm and not demand.is_served_elsewhere

@@ -40,9 +40,8 @@ def device_needs(
     config: SortedConfig, placement: Placement, rank: RankMemory, engine: EngineMemory, shape: ModelShape
 ) -> list[DeviceNeed]:
     """What GPUs need: one entry for each combination of owners that the placement has."""
-    has_engine = {device: placement.engine_on(device) is not None for device in placement.devices}
-    has_rank = {device: placement.rank_on(device) is not None for device in placement.devices}
-    kinds = sorted({(has_rank[device], has_engine[device]) for device in placement.devices}, reverse=True)
+    ranks, engines = set(placement.ranks), {device for devices in placement.engines for device in devices}
+    kinds = sorted({(device in ranks, device in engines) for device in placement.devices}, reverse=True)
     return [
         _need(config, rank if is_rank else None, engine if is_engine else None, shape) for is_rank, is_engine in kinds
     ]
