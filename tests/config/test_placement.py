@@ -109,6 +109,7 @@ def test_machines_are_filled_up_to_a_number_of_devices() -> None:
         ({"mode": "separate"}, {"engine": {"address": "http://127.0.0.1:1"}}, "a server with GPUs of its own"),
         ({"mode": "separate"}, {"engine": {"replica_gpus": 2}}, "remove engine.replica_gpus"),
         ({"mode": "separate"}, {"learner": {"rank_gpus": 2}}, "a rank has one GPU"),
+        ({}, {"learner": {"offload": True, "ranks": 2}}, "learner.offload is for a learner in one process"),
         ({"engines": 3}, {"engine": {"replicas": 2}}, "placement.engines 3 and engine.replicas 2 are two names"),
         ({"ranks": 3}, {"learner": {"ranks": 2}}, "placement.ranks 3 and learner.ranks 2 are two names"),
         ({"tensor_parallel": 2}, {"engine": {"kind": "local"}}, "engine.tensor_parallel 2 needs engine.kind = vllm"),

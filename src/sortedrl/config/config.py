@@ -82,6 +82,7 @@ CHANGEABLE = frozenset(
         "reward.on_error",
         "learner.micro_tokens",
         "learner.recompute",
+        "learner.offload",
         "learner.lr",
         "learner.lr_final",
         "learner.warmup_samples",

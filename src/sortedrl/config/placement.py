@@ -143,6 +143,11 @@ def check_placement(config: SortedConfig) -> None:
         raise ConfigError(
             f"engine.tensor_parallel {config.tensor_parallel} needs engine.kind = vllm: set it, or remove the key"
         )
+    if config.learner.offload and (config.has_rank_actors or config.knobs.overlap):
+        raise ConfigError(
+            "learner.offload is for a learner in one process that takes turns with the engine: remove it, or set "
+            "learner.ranks = 1 and a strategy without schedule.overlap"
+        )
     if config.placement.mode is not None:
         plan_placement(Demand.of(config), cluster_of(config))
 

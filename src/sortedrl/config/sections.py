@@ -388,6 +388,9 @@ class LearnerSection(Section):
     """Largest number of tokens in one forward and backward pass. It changes memory and speed, not the update."""
     recompute: bool = False
     """Activation checkpointing: store only the input of each layer and recompute the rest for the gradient."""
+    offload: bool = False
+    """Keep weights and optimizer state in host memory between updates, for an engine that shares the learner's GPU
+    (`placement.mode = "colocated"` on one GPU)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Number format of the matrix products of forward and backward passes: `float32`, `bfloat16` or `auto`. `auto` uses
     bfloat16 on GPUs that support it, and for 10 million parameters or more on CPUs that are fast at it, otherwise

@@ -84,7 +84,7 @@ def has_sleep(config: SortedConfig) -> bool:
 
 def has_offload(config: SortedConfig) -> bool:
     """Whether the learner leaves its GPU while an engine on the same GPU decodes."""
-    return False
+    return config.learner.offload
 
 
 def dry_rank_memory(
