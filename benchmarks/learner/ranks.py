@@ -1,17 +1,19 @@
 """Sharded ranks against one process: are losses and weights equal after the same updates, and what does a rank cost?
 
-    python -m benchmarks.learner.ranks [--ranks 2] [--updates 5] [--hidden 256] [--json]
+    python -m benchmarks.learner.ranks [--ranks 2] [--updates 5] [--hidden 256] [--dtype float32] [--json]
 
 The ranks of the sharded learner communicate over gloo, each in a process with one thread, without Ray. The optimizer is
 plain SGD: Adam divides by small numbers and would enlarge differences between gradients. At the end one process loads
 the state of the ranks, and new ranks load it too; weights and moments must be equal. Times are CPU seconds per update
-without the first. With gloo a rank also uses CPU time while it waits for another rank.
+without the first. With gloo a rank also uses CPU time while it waits for another rank. In bfloat16, ranks and one
+process round at other places: both are compared with one process in float32, weights relative to how far they moved.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import tempfile
 import time
 from datetime import timedelta
@@ -31,6 +33,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.record import make_parser, save
 from sortedrl.config import SortedConfig
+from sortedrl.config.sections import LearnerSection
 from sortedrl.learner.sharded.rank import RankLearner
 from sortedrl.learner.sharded.shards import skeleton_of, weights_of
 from sortedrl.learner.torch import TorchLearner
@@ -39,7 +42,11 @@ from sortedrl.weights import tensor_of
 
 VOCABULARY, LAYERS, SAMPLES, GROUP = 1024, 4, 32, 4
 GOAL = 1e-5  # largest relative difference of losses and weights
-SETTINGS = SortedConfig(learner={"micro_tokens": 2048, "lr": 0.05, "group_size": GROUP, "grad_clip": 1.0}).learner
+
+
+def settings_of(dtype: str) -> LearnerSection:
+    values = {"micro_tokens": 2048, "lr": 0.05, "group_size": GROUP, "grad_clip": 1.0, "dtype": dtype}
+    return SortedConfig(learner=values).learner
 
 
 def make_model(hidden: int) -> Any:
@@ -109,7 +116,8 @@ def run_rank(rank: int, args: argparse.Namespace, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=args.ranks, timeout=timedelta(seconds=600))
     mesh, model = init_device_mesh("cpu", (args.ranks,)), make_model(args.hidden)
     skeleton, arrays = skeleton_of(model), weights_of(model)
-    learner = RankLearner(skeleton, SETTINGS, temperature=1.0, mesh=mesh, weights=arrays)
+    settings = settings_of(args.dtype)
+    learner = RankLearner(skeleton, settings, temperature=1.0, mesh=mesh, weights=arrays)
     found = {**train(learner, args.updates), "held_bytes": held_bytes(learner)}
     write(folder / "ranks", rank, whole(learner), learner.state_dict(), found)
     dist.barrier()
@@ -117,7 +125,7 @@ def run_rank(rank: int, args: argparse.Namespace, folder: Path) -> None:
     state = read_state(folder / "ranks")
     again = RankLearner(
         skeleton_of(model),
-        SETTINGS,
+        settings,
         temperature=1.0,
         mesh=mesh,
         weights=weights_of(filled(model, load_file(folder / "ranks" / "weights.safetensors"))),
@@ -157,14 +165,15 @@ def apart(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    one = TorchLearner(make_model(args.hidden), SETTINGS, temperature=1.0)
+    settings = settings_of(args.dtype)
+    one = TorchLearner(make_model(args.hidden), settings, temperature=1.0)
     alone = train(one, args.updates)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         spawn(run_rank, args=(args, folder), nprocs=args.ranks)
         found = json.loads((folder / "ranks" / "state.json").read_text(encoding="utf-8"))
         weights, state = load_file(folder / "ranks" / "weights.safetensors"), read_state(folder / "ranks")
-        taken = TorchLearner(filled(make_model(args.hidden), weights), SETTINGS, temperature=1.0)
+        taken = TorchLearner(filled(make_model(args.hidden), weights), settings, temperature=1.0)
         taken.load_state_dict(state)
         back = load_file(folder / "back" / "weights.safetensors"), read_state(folder / "back")["optimizer"]
         moments = state["optimizer"]
@@ -174,6 +183,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "ranks": args.ranks,
         "updates": args.updates,
+        "dtype": args.dtype,
+        **(rounding(args, weights, found["losses"], one, alone["losses"]) if args.dtype == "bfloat16" else {}),
         "parameters": sum(parameter.numel() for parameter in one.model.parameters()),
         "loss_apart": max(abs(ours - theirs) / abs(theirs) for ours, theirs in pairs),
         "weights_apart": apart(weights, {name: p.detach() for name, p in one.model.named_parameters()}),
@@ -184,6 +195,27 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "cpu_ratio": found["cpu_s"] / alone["cpu_s"],
         "goal": GOAL,
     }
+
+
+def rounding(
+    args: argparse.Namespace, weights: dict[str, Tensor], losses: list[float], one: TorchLearner, of_one: list[float]
+) -> dict[str, float]:
+    """How far ranks and one process, both in bfloat16, are from one process in float32."""
+    exact = TorchLearner(make_model(args.hidden), settings_of("float32"), temperature=1.0)
+    start = {name: value.detach().clone() for name, value in exact.model.named_parameters()}
+    exact_losses = train(exact, args.updates)["losses"]
+    end = {name: value.detach() for name, value in exact.model.named_parameters()}
+    moved = distance(end, start)
+    return {
+        "loss_rounding_ranks": max(abs(a - b) for a, b in zip(losses, exact_losses, strict=True)),
+        "loss_rounding_one": max(abs(a - b) for a, b in zip(of_one, exact_losses, strict=True)),
+        "weights_rounding_ranks": distance(weights, end) / moved,
+        "weights_rounding_one": distance({k: p.detach() for k, p in one.model.named_parameters()}, end) / moved,
+    }
+
+
+def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    return math.sqrt(sum(float((value - theirs[name]).square().sum()) for name, value in ours.items()))
 
 
 def table(record: dict[str, Any]) -> Table:
@@ -197,6 +229,7 @@ def table(record: dict[str, Any]) -> Table:
         "state_apart_in_ranks",
         "held_share",
         "cpu_ratio",
+        *(name for name in record if "_rounding_" in name),
     ):
         shown.add_row(name, f"{record[name]:.3g}")
     return shown
@@ -207,12 +240,13 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--updates", type=int, default=5)
     parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     args = parser.parse_args()
     torch.set_num_threads(1)
     console = Console(stderr=True)
     with console.status("training in one process, then in ranks"):
         record = measure(args)
-    save("ranks", record)
+    save("ranks" if args.dtype == "float32" else f"ranks-{args.dtype}", record)
     if args.json:
         print(json.dumps(record))
     else:

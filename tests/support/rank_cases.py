@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from sortedrl.learner.algorithms import ALGORITHMS
+from sortedrl.learner.pack import MicroBatch
 from sortedrl.learner.sharded.rank import RankLearner
 from sortedrl.learner.sharded.shards import shard_like, skeleton_of, weights_of
 from sortedrl.learner.torch import TorchLearner
@@ -63,7 +64,7 @@ CASES = {
 }
 _LOW = Settings(micro_tokens=40, lr=0.1, dtype="bfloat16")
 LOW_CASES = {
-    "bf16": RankCase(settings=replace(_LOW, recompute=True), is_sgd=True, is_skeleton=True),
+    "bf16": RankCase(settings=replace(_LOW, recompute=True), is_sgd=True, is_skeleton=True, num_updates=2),
     "bf16-ppo-kl": RankCase(
         settings=replace(_LOW, algorithm="ppo", kl_coef=0.1, importance="token", fp32_head=True),
         is_sgd=True,
@@ -77,6 +78,7 @@ LOW_CASES = {
         num_updates=2,
     ),
 }
+FIVE_LOW_UPDATES = {"bf16-five": replace(LOW_CASES["bf16"], num_updates=NUM_UPDATES)}
 # Every algorithm, in full and with adapters; with a KL penalty, recomputed activations and the head in float32 in turn.
 ALL_LOW_CASES = {
     f"bf16-{name}-{kind}": RankCase(
@@ -99,7 +101,7 @@ ALL_LOW_CASES = {
     for kind in ("full", "adapters")
     for number, name in enumerate(ALGORITHMS)
 }
-EVERY_CASE = CASES | LOW_CASES | ALL_LOW_CASES
+EVERY_CASE = CASES | LOW_CASES | FIVE_LOW_UPDATES | ALL_LOW_CASES
 
 
 def model_of(name: str) -> Any:
@@ -185,23 +187,22 @@ def run_rank(rank: int, folder: Path, size: int, names: tuple[str, ...]) -> None
 
 
 def run_out_of_memory(learner: RankLearner) -> None:
-    """Let the second layer run out of memory for micro-batches of more than 30 tokens, once forward, once backward."""
-    layer = learner.model.get_submodule("model.layers.1.mlp")
-    failures = ["forward", "backward"]
+    """Let the second layer run out of memory for micro-batches of several samples, once forward and once backward."""
+    layer, forward = learner.model.get_submodule("model.layers.1.mlp"), learner._forward
+    failures, num_samples = ["forward", "backward"], 0
 
-    def fail(when: str, num_tokens: int) -> None:
-        if num_tokens > 30 and when in failures:
-            failures.remove(when)
-            raise torch.OutOfMemoryError(f"CUDA out of memory ({when})")
+    def spy(module: Any, micro: MicroBatch, **options: Any) -> Any:
+        nonlocal num_samples
+        num_samples = micro.num_samples
+        return forward(module, micro, **options)
 
-    def forward(_module: Any, inputs: tuple[Tensor, ...]) -> None:
-        fail("forward", inputs[0].shape[1])
+    def fail(when: str) -> None:
+        if num_samples > 1 and failures[:1] == [when]:
+            raise torch.OutOfMemoryError(f"CUDA out of memory ({failures.pop(0)})")
 
-    def backward(_module: Any, gradients: tuple[Tensor, ...]) -> None:
-        fail("backward", gradients[0].shape[1])
-
-    layer.register_forward_pre_hook(forward)
-    layer.register_full_backward_pre_hook(backward)
+    learner._forward = spy
+    layer.register_forward_pre_hook(lambda *_: fail("forward"))
+    layer.register_full_backward_pre_hook(lambda *_: fail("backward"))
 
 
 @torch.no_grad()

@@ -69,6 +69,7 @@ CHANGEABLE = frozenset(
         "engine.replica_cpus",
         "engine.replica_gpus",
         "engine.health_s",
+        "learner.device",
         "learner.ranks",
         "learner.own_process",
         "learner.rank_cpus",

@@ -335,7 +335,11 @@ class TorchLearner:
             if values_a is not None:
                 values.update(split_by_sample(micro, values_a))
 
-        self._run_micro_batches(samples, indices, score, begin=logprobs.clear, idle=idle)
+        def begin() -> None:
+            logprobs.clear()
+            values.clear()
+
+        self._run_micro_batches(samples, indices, score, begin=begin, idle=idle)
         return logprobs, values
 
     def _forward(self, module: Any, micro: MicroBatch, *, has_values: bool) -> tuple[Scores, Tensor | None]:

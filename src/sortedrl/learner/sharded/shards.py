@@ -31,8 +31,9 @@ META = torch.device("meta")
 
 
 def check_torch() -> None:
-    """Raise ConfigError if this torch cannot sum gradients over gloo."""
-    if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
+    """Raise ConfigError if this torch cannot sum gradients over gloo, or go on after a pass that failed."""
+    needed = ("set_force_sum_reduction_for_comms", "set_custom_all_gather", "reset_iter_state")
+    if not all(hasattr(FSDPModule, name) for name in needed):
         raise ConfigError(
             f"learner.ranks needs a newer torch than {torch.__version__}: upgrade torch, or set learner.ranks = 1"
         )
