@@ -62,6 +62,16 @@ def test_phases_of_shared_GPUs_by_hand() -> None:
     assert needs(one) == {"rank and engine": ("update", 191 + 237 + CONTEXT)}
 
 
+def test_turns_on_one_GPU_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = config({"mode": "colocated", "gpus_per_node": 1}, learner={"offload": True})
+    small = replace(RANK, activations=0, gathers=0)
+    # The learner leaves the GPU to the engine, which keeps its memory in an update unless it sleeps.
+    assert needs(one, rank=small) == {"rank and engine": ("update", 41 + 237 + CONTEXT)}
+    monkeypatch.setattr("sortedrl.run.device_memory.has_sleep", lambda config: True)
+    assert needs(one, rank=small) == {"rank and engine": ("rollout", 237 + CONTEXT)}
+    assert needs(one, rank=replace(RANK, activations=300)) == {"rank and engine": ("update", 391 + CONTEXT)}
+
+
 def test_an_engine_by_hand() -> None:
     wide = config(
         {"mode": "separate", "tensor_parallel": 2},

@@ -64,7 +64,7 @@ def _need(config: SortedConfig, rank: RankMemory | None, engine: EngineMemory | 
     in_rollout = {} if offloads else kept
     if engine is not None:
         phases["rollout"] = {**in_rollout, **awake, **context}
-    published = {**kept, **awake}
+    published = {**in_rollout, **awake}
     published.pop("engine_work", None)
     if sleeps:
         published.pop("kv_cache", None)

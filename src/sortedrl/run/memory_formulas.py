@@ -251,6 +251,8 @@ class EngineMemory:
 
 def wire_bytes(config: SortedConfig, shape: ModelShape, *, is_sender: bool) -> int:
     """Buffers of a publication: two buckets, and where shards are sent the largest parameter, gathered and cast."""
+    if has_lora(config) and not config.lora.merge:  # adapters alone
+        return min(2 * BUCKET, num_trained(config, shape) * HALF)
     largest = shape.vocab * shape.hidden * (FLOAT + HALF)
     return min(2 * BUCKET, int(shape.params) * HALF) + (largest if is_sender and config.has_rank_actors else 0)
 
