@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from benchmarks.learner.rank_memory import LIMIT_GIB, measure
+from sortedrl.cli import app
 from sortedrl.config import SortedConfig
 from sortedrl.config.placement import Demand, cluster_of, plan_placement
 from sortedrl.errors import ConfigError
@@ -127,6 +130,9 @@ def test_placements_are_proposed(tmp_path: Path) -> None:
     assert speeds == sorted(speeds)
     assert {option.config.placement.mode for option in options} == {"colocated", "separate"}
     assert all(len(option.placement.devices) <= 8 for option in options)
+    assert options[0].config.placement.mode == "colocated"  # without overlap, separate GPUs wait for each other
+    assert any(option.config.placement.mode == "separate" and option.fits for option in options)
+    assert all(option.worst.total <= option.room for option in options if option.fits)
     write_placement(options, tmp_path / "run.toml")
     written = SortedConfig.load(tmp_path / "run.toml")
     assert (written.num_engines, written.num_ranks) == (options[0].config.num_engines, options[0].config.num_ranks)
@@ -134,6 +140,9 @@ def test_placements_are_proposed(tmp_path: Path) -> None:
     assert not any(option.fits for option in small)
     with pytest.raises(ConfigError, match="no placement fits"):
         write_placement(small, tmp_path / "other.toml")
+    shown = CliRunner().invoke(app, ["plan", "--config", "kk-llama3-8b", "--devices", "8", "--json"])
+    assert [option["fits"] for option in json.loads(shown.stdout)["placements"]] == [o.fits for o in options]
+    assert "colocated" in CliRunner().invoke(app, ["plan", "--config", "kk-llama3-8b"]).stdout
     with pytest.raises(ConfigError, match="a placement is about GPUs"):
         placements_of(recipe, "cpu", 1)
 

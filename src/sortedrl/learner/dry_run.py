@@ -175,6 +175,9 @@ class _OneDevice(TorchLearner):
     def _place_model(self) -> None:
         """The model is where it shall be, and a dry run has no values to check."""
 
+    def _make_offload(self) -> None:
+        """An update is measured, in which everything is on the device."""
+
     @property
     def parameters(self) -> list[nn.Parameter]:
         return list(self._parameters().values())

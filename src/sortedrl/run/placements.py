@@ -21,15 +21,17 @@ from rich.table import Table
 from sortedrl.config import SortedConfig
 from sortedrl.config.placement import Cluster, Demand, Mode, Placement, plan_placement
 from sortedrl.errors import ConfigError
+from sortedrl.learner.dry_run import RankMemory
 from sortedrl.ledger.atomic_file import atomic_file
 from sortedrl.run.builders.parts import model_path_here
 from sortedrl.run.device_memory import DeviceNeed, device_needs, gib
-from sortedrl.run.memory_formulas import engine_memory, formula_rank_memory, has_lora
+from sortedrl.run.memory_formulas import GIB, engine_memory, formula_rank_memory, has_lora
 from sortedrl.run.model_shapes import HALF, read_shape
 from sortedrl.simulate.costs import Hardware, ModelShape, RooflineCost, load_hardware
 
 MAX_DEVICES = 1024  # no larger cluster is proposed
 TYPICAL_SHARE = 0.25  # mean length of answers, as a share of the token budget, for comparing speeds
+LEAST_ANSWERS = 4  # of full length that the KV cache of an engine must hold
 NODE_GPUS = 8  # GPUs of a machine, unless the configuration says otherwise
 
 
@@ -62,6 +64,7 @@ class PlacementOption:
     def as_dict(self) -> dict[str, Any]:
         return {
             **self.settings,
+            "kv_gb": self.config.engine.kv_gb,
             "fits": self.fits,
             "peak_gib": round(self.worst.total / 2**30, 2),
             "phase": self.worst.phase,
@@ -149,18 +152,38 @@ def with_placement(config: SortedConfig, **placement: Any) -> SortedConfig:
 
 
 def weigh(config: SortedConfig, placement: Placement, shape: ModelShape, hardware: Hardware) -> PlacementOption:
-    """Memory by formulas, and seconds by the roofline."""
-    rank, engine = formula_rank_memory(config, shape, int(hardware.memory)), engine_memory(config, shape)
+    """Memory by formulas, with the KV cache that the rest leaves; and seconds by the roofline."""
+    room = int(hardware.memory * hardware.memory_share)
+    rank = formula_rank_memory(config, shape, int(hardware.memory))
+    config = _with_cache(config, placement, rank, shape, room)
+    engine = engine_memory(config, shape)
     needs = device_needs(config, placement, rank, engine, shape)
     length = max(int(config.engine.max_new_tokens * TYPICAL_SHARE), 1)
+    per_answer = (config.task.max_prompt_tokens // 2 + length) * shape.kv_bytes / config.tensor_parallel
+    slots = min(config.engine.slots, max(int(engine.kv_cache / per_answer), 1)) * config.num_engines
+    cost, batch = placed_cost(config, shape, hardware), config.schedule.update_batch
     return PlacementOption(
         config=config,
         placement=placement,
         worst=max(needs, key=lambda need: need.total),
-        room=int(hardware.memory * hardware.memory_share),
-        rollout_s=rollout_s(config, placed_cost(config, shape, hardware), config.schedule.update_batch, length),
+        room=room,
+        rollout_s=rollout_s(config, cost, batch, length, slots),
         update_s=learner_cost(config, shape, hardware).update_s(update_tokens(config, length)),
     )
+
+
+def _with_cache(
+    config: SortedConfig, placement: Placement, rank: RankMemory, shape: ModelShape, room: int
+) -> SortedConfig:
+    """The configuration with a KV cache for all slots at full length, or with what fits; never for too few answers."""
+    tree = config.tree()
+    tree["engine"].pop("kv_gb", None)
+    whole = engine_memory(SortedConfig(**tree), shape)
+    needs = device_needs(config, placement, rank, replace(whole, kv_cache=0), shape)
+    left = room - max(need.total for need in needs if "engine" in need.owners)
+    least = whole.kv_cache * LEAST_ANSWERS // config.engine.slots
+    cache = max(min(left, whole.kv_cache), least)
+    return config.replaced(engine={"kv_gb": max(int(cache / GIB * 10) / 10, 0.1)})
 
 
 def placed_cost(config: SortedConfig, shape: ModelShape, hardware: Hardware) -> RooflineCost:
@@ -181,11 +204,11 @@ def update_tokens(config: SortedConfig, length: int) -> int:
     return batch * length + batch // config.learner.group_size * prompt
 
 
-def rollout_s(config: SortedConfig, cost: Any, num_samples: int, length: int) -> float:
-    """Seconds in which all slots together make so many answers of `length` tokens."""
+def rollout_s(config: SortedConfig, cost: Any, num_samples: int, length: int, slots: int | None = None) -> float:
+    """Seconds in which all slots together, or so many of them, make answers of `length` tokens."""
     if not num_samples:
         return 0.0
-    prompt, slots = config.task.max_prompt_tokens // 2, min(config.slots, num_samples)
+    prompt, slots = config.task.max_prompt_tokens // 2, min(slots or config.slots, num_samples)
     rounds, num_prompts = num_samples / slots, max(1, slots // config.learner.group_size)
     return rounds * (cost.decode_s(slots, slots * prompt, length) + cost.prefill_s([prompt] * num_prompts))
 

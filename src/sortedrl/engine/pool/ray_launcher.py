@@ -185,7 +185,8 @@ class RayEngineLauncher:
         self._spare: Any = None
         self._spare_ready: Future[None] | None = None
         shape: dict[str, Any] = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": CALLS_AT_ONCE}
-        self._actor_class = ray.remote(_EngineActor).options(num_cpus=num_cpus, num_gpus=num_gpus, **shape)
+        self._options: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus, **shape}
+        self._actor_class = ray.remote(_EngineActor).options(**self._options)
         self._spare_class = ray.remote(_EngineActor).options(num_cpus=0, **shape)
 
     def launch(self, index: int) -> RayEngine:
@@ -197,7 +198,7 @@ class RayEngineLauncher:
             return self._actor_class.remote(self._threads, self._imports)
         place = self._places[index]
         there = NodeAffinitySchedulingStrategy(place.node, soft=False)
-        actor_class: Any = self._actor_class.options(scheduling_strategy=there)
+        actor_class: Any = ray.remote(_EngineActor).options(**self._options, scheduling_strategy=there)
         return actor_class.remote(self._threads, self._imports, visible_devices=place.visible_devices)
 
     def prepare_spare(self) -> None:
