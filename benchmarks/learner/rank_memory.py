@@ -42,7 +42,7 @@ def measure(name: str, hardware: str) -> dict[str, Any]:
     whole_s = time.process_time() - start
     start = time.process_time()
     quick = dry_rank_memory(config, here, shape, device_bytes=device_bytes)
-    record = {
+    record: dict[str, Any] = {
         "config": config.run.name,
         "model": config.model.path,
         "ranks": config.num_ranks,
@@ -60,8 +60,8 @@ def measure(name: str, hardware: str) -> dict[str, Any]:
         needs = device_needs(config, placement, whole, engine_memory(config, shape), shape)
         worst = max(needs, key=lambda need: need.total)
         record["gpu_gib"] = worst.total / GIB
-        record["gpu"] = {"owners": worst.owners, "phase": worst.phase}
-        record["gpu"]["parts"] = {part: size / GIB for part, size in worst.parts.items()}
+        parts = {part: size / GIB for part, size in worst.parts.items()}
+        record["gpu"] = {"owners": worst.owners, "phase": worst.phase, "parts": parts}
     return record
 
 

@@ -552,10 +552,10 @@ def _forget_defining_knobs(tree: dict[str, Any], strategy: Any) -> None:
 
 def _forget_other_name(tree: dict[str, Any], keys: list[str]) -> None:
     """Remove the other name of a key that is set later: the last setting counts."""
-    both = {**SAME_KEYS, **{theirs: ours for ours, theirs in SAME_KEYS.items()}}
-    section, key = both.get(tuple(keys), ("", ""))  # pyright: ignore[reportArgumentType]
-    if isinstance(values := tree.get(section), dict):
-        values.pop(key, None)
+    for ours, theirs in SAME_KEYS.items():
+        for name, (section, key) in ((ours, theirs), (theirs, ours)):
+            if keys == list(name) and isinstance(values := tree.get(section), dict):
+                values.pop(key, None)
 
 
 def _forget_model_values(tree: dict[str, Any], path: object) -> None:

@@ -283,7 +283,7 @@ class _Tracker(TorchDispatchMode):
         self.peaks: list[dict[str, int]] = []
         self._known = known
         self._live: dict[int, tuple[Any, int, str]] = {}
-        self._now = dict.fromkeys(_PARTS, 0)
+        self._now: dict[str, int] = dict.fromkeys(_PARTS, 0)
         self._resize: Callable[..., Any] = torch.UntypedStorage.resize_
         self.begin_phase()
 
@@ -296,12 +296,12 @@ class _Tracker(TorchDispatchMode):
             self._count(storage, "gathers")
             return resized
 
-        torch.UntypedStorage.resize_ = resize
+        setattr(torch.UntypedStorage, "resize_", resize)  # noqa: B010  (torch declares it as a method)
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        torch.UntypedStorage.resize_ = self._resize
+        setattr(torch.UntypedStorage, "resize_", self._resize)  # noqa: B010
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
