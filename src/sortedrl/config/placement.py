@@ -122,9 +122,7 @@ class Placement:
     def __str__(self) -> str:
         engines, ranks = len(self.engines), len(self.ranks)
         width = len(self.engines[0]) if self.engines else 0
-        parts = (
-            f"{engines} {'engine' if engines == 1 else 'engines'} x {width} GPUs" if width > 1 else f"{engines} engines"
-        )
+        parts = f"{engines} {'engine' if engines == 1 else 'engines'}" + (f" x {width} GPUs" if width > 1 else "")
         where = "on the same GPUs as" if self.mode == "colocated" else "and"
         return f"{parts} {where} {ranks} {'rank' if ranks == 1 else 'ranks'}"
 

@@ -150,7 +150,7 @@ def _task(config: SortedConfig, target: Target) -> Finding | None:
     """What is wrong with the task. What only this machine lacks is no fault if another one is planned."""
     from sortedrl.run.builders.parts import build_task
 
-    missing = [extra for extra in needed_extras(config) if not has_extra(extra)]
+    missing = [extra for extra in needed_extras(config) if extra in ("data", "gym", "math") and not has_extra(extra)]
     if target.hardware is not None and missing:
         text = f"not checked, because the extras {', '.join(missing)} are not installed here"
         return Finding(name="task", text=text, is_here=False)
