@@ -282,7 +282,7 @@ class SortedTrainer:
     def _start_status(self) -> AbstractContextManager[object]:
         """A status line for parts that take long to start."""
         slow = ["vLLM"] if self.config.engine.kind == "vllm" else []
-        slow += ["the learner's ranks"] if self.config.learner.ranks > 1 else []
+        slow += ["the learner's ranks"] if self.config.has_rank_actors else []
         return self.console.status(f"starting {' and '.join(slow)}") if slow and not self.quiet else nullcontext()
 
     def _make_callbacks(self, callbacks: Sequence[Any]) -> CallbackSink:

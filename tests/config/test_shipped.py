@@ -161,5 +161,5 @@ def test_every_shipped_configuration_says_what_it_is_and_needs(name: str) -> Non
 
 def test_needs_in_one_line() -> None:
     assert describe("quickstart").needs == "nothing else"
-    assert describe("scale-1gpu").needs == "extras lora, vllm; 1 x h100; models/Llama-3.1-8B-Instruct"
-    assert describe("math-qwen2.5-32b").extras == ["data", "math", "vllm"]
+    assert describe("scale-1gpu").needs == "extras lora, vllm; 1 x h100; models/Qwen2.5-7B-Instruct"
+    assert describe("math-qwen2.5-32b").extras == ["data", "math", "ray", "vllm"]

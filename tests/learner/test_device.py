@@ -134,3 +134,23 @@ def test_values_come_back_as_they_are() -> None:
     for value, back in zip(values, found, strict=True):
         assert back.dtype == value.dtype
         np.testing.assert_array_equal(back.numpy(), value.numpy())
+
+
+@pytest.mark.usefixtures("fused_everywhere")
+def test_an_offloaded_learner_is_on_the_host_between_updates() -> None:
+    settings, batch = CASES["plain"], make_batch(make_model(), off_policy=0.1)
+    with FakeDevice():
+        stays = TorchLearner(make_model(), settings, temperature=1.0)
+        for _ in range(2):
+            stays.start(batch).result()
+        expected = to_host([value.detach() for value in stays.model.parameters()])
+        learner = TorchLearner(make_model(), replace(settings, offload=True), temperature=1.0)
+        parameters = list(learner.model.parameters())
+        for _ in range(2):
+            assert not any(isinstance(value.data, DeviceTensor) for value in parameters)
+            learner.start(batch).result()
+        states = [value for state in learner.optimizer.state.values() for value in state.values()]
+        assert not any(isinstance(value, DeviceTensor) for value in states)
+        assert list(map(id, learner.model.parameters())) == list(map(id, parameters))
+    for ours, theirs in zip(learner.model.parameters(), expected, strict=True):
+        torch.testing.assert_close(ours.detach(), theirs, rtol=0, atol=0)

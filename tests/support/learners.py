@@ -52,6 +52,7 @@ class Settings:
     inner_epochs: int = 1
     micro_tokens: int = 16384
     recompute: bool = False
+    offload: bool = False
     dtype: str = "auto"
     device: str = "auto"
     fp32_head: bool = False

@@ -133,7 +133,7 @@ def answer_decoder(run: Path) -> Callable[[list[int]], str] | None:
 def doctor(
     config: OptionalConfigPath = None,
     hardware: Annotated[
-        str | None, typer.Option(help="Estimate for h100, a100 or cpu instead of this machine.")
+        str | None, typer.Option(help="Estimate for h100, a100, rtx4090 or cpu instead of this machine.")
     ] = None,
     devices: Annotated[int, typer.Option(min=1, help="Number of devices to estimate for.")] = 1,
     from_run: Annotated[
@@ -141,7 +141,10 @@ def doctor(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check this machine and CONFIG, and estimate the memory and time that a run will need."""
+    """Check this machine and CONFIG, and estimate the memory and time that a run will need.
+
+    On GPUs, memory is counted device by device under the placement, by a dry run of the learner without weights.
+    """
     from sortedrl.run.doctor import Target, examine, findings_table
 
     findings = examine(config, Target(hardware=hardware, devices=devices, from_run=from_run))

@@ -12,8 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from sortedrl.cli.app import AsJson, app, err, stdout_console
 from sortedrl.errors import ConfigError
 
-HardwareOption = Annotated[str, typer.Option(help="h100, a100 or cpu; for roofline.")]
-ModelOption = Annotated[str, typer.Option(help="llama-3.1-8b, qwen2.5-32b or smollm2-135m; for roofline.")]
+HardwareOption = Annotated[str, typer.Option(help="h100, a100, rtx4090 or cpu; for roofline.")]
+ModelOption = Annotated[str, typer.Option(help="llama-3.1-8b, qwen2.5-7b, qwen2.5-32b or smollm2-135m; for roofline.")]
 TensorParallelOption = Annotated[int, typer.Option(min=1, help="Devices per replica.")]
 ReplicasOption = Annotated[int, typer.Option(min=1, help="Number of engines, each with --slots; the load is balanced.")]
 CapOption = Annotated[int | None, typer.Option(help="Token budget of an answer.")]
@@ -135,9 +135,19 @@ def plan(
     candidates: Annotated[int, typer.Option(min=1, help="Number of settings to try.")] = 48,
     seed: SeedOption = 0,
     out: Annotated[Path | None, typer.Option(help="Write the recommendation as a configuration.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="Propose placements of this configuration on GPUs, instead of schedules.")
+    ] = None,
+    devices: Annotated[int, typer.Option(min=1, help="Number of GPUs, for --config.")] = 8,
     as_json: AsJson = False,
 ) -> None:
-    """Search by simulation for settings that train fast with little staleness."""
+    """Search by simulation for settings that train fast with little staleness.
+
+    With --config, propose which GPUs engines and learner get, by memory and speed.
+    """
+    if config is not None:
+        _plan_placements(config, hardware, devices, out, as_json)
+        return
     from sortedrl.simulate.plan import PlanQuestion, propose
 
     if from_logs is not None and trace is not None:
@@ -177,3 +187,20 @@ def plan(
     stdout_console().print(proposal.table())
     for line in [*proposal.advice(), *([f"configuration: {out}"] if out else [])]:
         err.print(line, highlight=False, soft_wrap=True)
+
+
+def _plan_placements(path: Path, hardware: str, devices: int, out: Path | None, as_json: bool) -> None:
+    """Show the placements of a configuration on some GPUs; `out` gets the configuration with the first."""
+    from sortedrl.config import SortedConfig
+    from sortedrl.run.placements import placements_of, placements_table, write_placement
+
+    config = SortedConfig.load(path)
+    options = placements_of(config, hardware, devices)
+    if out is not None:
+        write_placement(options, out)
+    if as_json:
+        print(json.dumps({"placements": [option.as_dict() for option in options]}))
+        return
+    stdout_console().print(placements_table(options, f"{config.run.name} on {devices} x {hardware}"))
+    if out is not None:
+        err.print(f"configuration: {out}", highlight=False, soft_wrap=True)

@@ -19,6 +19,7 @@ import tomli_w
 from pydantic import ValidationError, model_validator
 
 from sortedrl.config.overrides import parse_override, parse_toml, put
+from sortedrl.config.placement import SAME_KEYS, check_placement
 from sortedrl.config.plug_points import POINTS, STRATEGY, TRACKER, own_schedule, preset_of
 from sortedrl.config.sections import (
     CheckpointSection,
@@ -27,6 +28,7 @@ from sortedrl.config.sections import (
     LearnerSection,
     LoraSection,
     ModelSection,
+    PlacementSection,
     RewardSection,
     RunSection,
     ScheduleSection,
@@ -86,6 +88,7 @@ CHANGEABLE = frozenset(
         "reward.on_error",
         "learner.micro_tokens",
         "learner.recompute",
+        "learner.offload",
         "learner.lr",
         "learner.lr_final",
         "learner.warmup_samples",
@@ -100,6 +103,7 @@ CHANGEABLE = frozenset(
         "track.to",
         "track.project",
         "track.mode",
+        *(f"placement.{key}" for key in PlacementSection.model_fields),  # their meaning is in the keys that they name
         *(f"sft.{key}" for key in SftSection.model_fields),  # training does not read them
     }
 )
@@ -133,6 +137,7 @@ class SortedConfig(Section):
     lora: LoraSection = LoraSection()
     schedule: ScheduleSection = ScheduleSection()
     engine: EngineSection = EngineSection()
+    placement: PlacementSection = PlacementSection()
     reward: RewardSection = RewardSection()
     learner: LearnerSection = LearnerSection()
     eval: EvalSection = EvalSection()
@@ -172,6 +177,7 @@ class SortedConfig(Section):
                 "raise it, or set learner.group_size = 1 with learner.algorithm = reinforce++"
             )
         check_strategy(name_of(self.schedule.strategy), self.knobs)
+        check_placement(self)
         if self.engine.kind == "vllm" and self.engine.dtype == "int16":
             raise ValueError("engine.dtype = int16 needs engine.kind = local: for vllm set auto, float32 or bfloat16")
         if self.knobs.flat_extra and self.knobs.harvest == HarvestRule.DRAIN:
@@ -226,7 +232,57 @@ class SortedConfig(Section):
     @property
     def slots(self) -> int:
         """Number of sequences that run at once, over all engines."""
-        return self.engine.slots * self.engine.replicas
+        return self.engine.slots * self.num_engines
+
+    @property
+    def num_engines(self) -> int:
+        return self.engine.replicas if self.placement.engines is None else self.placement.engines
+
+    @property
+    def tensor_parallel(self) -> int:
+        """GPUs of each engine."""
+        chosen = self.placement.tensor_parallel
+        return self.engine.tensor_parallel if chosen is None else chosen
+
+    @property
+    def num_ranks(self) -> int:
+        return self.learner.ranks if self.placement.ranks is None else self.placement.ranks
+
+    @property
+    def has_rank_actors(self) -> bool:
+        """Whether the learner runs in Ray actors. A single one does if it has a GPU of its own."""
+        return self.num_ranks > 1 or self.placement.mode == "separate"
+
+    @property
+    def has_engine_pool(self) -> bool:
+        """Whether the engines run outside of this process, also a single one."""
+        engine = self.engine
+        is_placed = self.placement.mode is not None and self.has_rank_actors
+        return self.num_engines > 1 or engine.own_process or bool(engine.cluster) or is_placed
+
+    @property
+    def engine_gpus(self) -> float:
+        """GPUs that Ray reserves for each engine. Colocated engines use those that are reserved for ranks."""
+        match self.placement.mode:
+            case None:
+                return self.engine.replica_gpus
+            case "separate":
+                return float(self.tensor_parallel)
+            case "colocated":
+                return 0.0
+
+    @property
+    def rank_gpus(self) -> float:
+        """GPUs that Ray reserves for each rank."""
+        return self.learner.rank_gpus if self.placement.mode is None else 1.0
+
+    def in_older_keys(self) -> SortedConfig:
+        """The same configuration with its placement in the older keys too, for all code that reads those."""
+        if self.placement == PlacementSection():
+            return self
+        engine = {"replicas": self.num_engines, "tensor_parallel": self.tensor_parallel}
+        engine |= {"replica_gpus": self.engine_gpus, "own_process": self.engine.own_process or self.has_engine_pool}
+        return self.replaced(engine=engine, learner={"ranks": self.num_ranks, "rank_gpus": self.rank_gpus})
 
     @property
     def is_grouped(self) -> bool:
@@ -259,6 +315,7 @@ class SortedConfig(Section):
         if model is not None:
             _forget_model_values(tree, model)
         for keys, value in parsed:
+            _forget_other_name(tree, keys)
             put(tree, keys, [value] if isinstance(value, str) and _takes_list(keys) else value)
         _take_objects(tree, given)
         return cls(**tree)
@@ -358,6 +415,9 @@ class SortedConfig(Section):
             if name != "strategy":
                 value = getattr(knobs, name)
                 tree["schedule"][name] = "none" if value is None else value
+        for (ours, key), (theirs, other) in SAME_KEYS.items():  # one name is enough, and older versions know this one
+            if tree[ours][key] is not None:
+                tree[theirs][other], tree[ours][key] = tree[ours][key], None
         return tree
 
     def to_toml(self) -> str:
@@ -493,6 +553,14 @@ def _forget_defining_knobs(tree: dict[str, Any], strategy: Any) -> None:
             return  # the configuration's own checks report it
         for knob in preset:
             schedule.pop(knob, None)
+
+
+def _forget_other_name(tree: dict[str, Any], keys: list[str]) -> None:
+    """Remove the other name of a key that is set later: the last setting counts."""
+    for ours, theirs in SAME_KEYS.items():
+        for name, (section, key) in ((ours, theirs), (theirs, ours)):
+            if keys == list(name) and isinstance(values := tree.get(section), dict):
+                values.pop(key, None)
 
 
 def _forget_model_values(tree: dict[str, Any], path: object) -> None:

@@ -340,7 +340,7 @@ NO_EQUIVALENT: Mapping[str, str] = MappingProxyType(
         "repetition_penalty": "",
         "vllm_mode": "vLLM runs in this process, or as a server of engine.port or engine.address",
         "vllm_structured_outputs_regex": "",
-        "vllm_tensor_parallel_size": "engine.replicas starts several engines",
+        "vllm_tensor_parallel_size": "engine.tensor_parallel splits an engine over GPUs",
         "delta": "",
         "multi_objective_aggregation": "rewards are summed with reward.weights",
         "sync_ref_model": "",

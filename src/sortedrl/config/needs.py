@@ -31,14 +31,16 @@ def needed_extras(config: SortedConfig) -> dict[str, str]:
         needs["vllm"] = "engine.kind = vllm"
     if engine.own_process and engine.kind != "local":
         needs["ray"] = f"engine.own_process = true with engine.kind = {name_of(engine.kind)}"
+    if config.placement.mode is not None and config.has_rank_actors:
+        needs["ray"] = f"placement.mode = {config.placement.mode}"
     if engine.own_process and engine.replica_gpus:
         needs["ray"] = f"engine.replica_gpus = {engine.replica_gpus:g}"
     if engine.cluster:
         needs["ray"] = f"engine.cluster = {engine.cluster}"
-    if engine.replicas > 1:
-        needs["ray"] = f"engine.replicas = {engine.replicas}"
-    if config.learner.ranks > 1:
-        needs["ray"] = f"learner.ranks = {config.learner.ranks}"
+    if config.num_engines > 1:
+        needs["ray"] = f"engine.replicas = {config.num_engines}"
+    if config.num_ranks > 1:
+        needs["ray"] = f"learner.ranks = {config.num_ranks}"
     if config.lora.rank or config.lora.path:
         needs["lora"] = f"lora.rank = {config.lora.rank}" if config.lora.rank else f"lora.path = {config.lora.path}"
     if extra := SHIPPED_MODELS.get(config.model.path):

@@ -132,6 +132,9 @@ class LoraSection(Section):
     their own rank, alpha and target modules."""
     revision: str = ""
     """Revision of `path` on the hub: a branch, a tag or a commit. Empty: its main branch."""
+    base_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Number format of the frozen base weights: `float32`, or `bfloat16`, which halves their memory. Adapters are
+    float32."""
     merge: bool = False
     """`vllm`: publish base weights and adapters merged into one model. By default only the adapters are sent if vLLM
     can load them."""
@@ -273,6 +276,24 @@ class EngineSection(Section):
     """Seconds without a sign of life after which an engine of a pool is replaced."""
 
 
+class PlacementSection(Section):
+    """Which GPUs engines and learner get (see docs/guides/placement.md)."""
+
+    mode: Literal["colocated", "separate"] | None = None
+    """`separate`: engines and learner own different GPUs. `colocated`: they share GPUs and take turns. Unset: Ray
+    places them by `engine.replica_gpus` and `learner.rank_gpus`."""
+    engines: Int | None = Field(default=None, ge=1)
+    """Number of engines; another name of `engine.replicas`."""
+    tensor_parallel: Int | None = Field(default=None, ge=1)
+    """GPUs of each engine; another name of `engine.tensor_parallel`."""
+    ranks: Int | None = Field(default=None, ge=1)
+    """Number of learner processes, each with one GPU; another name of `learner.ranks`."""
+    nodes: Int = Field(default=1, ge=1)
+    """Number of machines. More than one need `engine.cluster`."""
+    gpus_per_node: Int = Field(default=8, ge=1)
+    """Number of GPUs of each machine."""
+
+
 class RewardSection(Section):
     timeout_s: float = Field(default=10.0, gt=0, le=_MAX_SECONDS)
     """Time limit of one reward function call, in seconds."""
@@ -394,6 +415,9 @@ class LearnerSection(Section):
     """Largest number of tokens in one forward and backward pass. It changes memory and speed, not the update."""
     recompute: bool = False
     """Activation checkpointing: store only the input of each layer and recompute the rest for the gradient."""
+    offload: bool = False
+    """Keep weights and optimizer state in host memory between updates, for an engine that shares the learner's GPU
+    (`placement.mode = "colocated"` on one GPU)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Number format of the matrix products of forward and backward passes: `float32`, `bfloat16` or `auto`. `auto` uses
     bfloat16 on GPUs that support it, and for 10 million parameters or more on CPUs that are fast at it, otherwise

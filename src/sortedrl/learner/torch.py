@@ -57,6 +57,7 @@ from sortedrl.learner.memory import (
     try_pass,
 )
 from sortedrl.learner.nonfinite_dump import try_to_save
+from sortedrl.learner.offload import Offload
 from sortedrl.learner.optimizer import LearnerSettings, learning_rate, make_optimizer
 from sortedrl.learner.pack import MicroBatch, check_packing, pack, packed_attention
 from sortedrl.learner.precision import pass_precision
@@ -121,6 +122,9 @@ class TorchLearner:
         self._has_overlap = overlap
         self._source = self._live.snapshot() if overlap else self._live
         self._runner = UpdateRunner(overlap=overlap)
+        self._offload = self._make_offload()
+        if self._offload is not None:
+            self._offload.leave()
 
     @property
     def source(self) -> ModuleWeights:
@@ -194,6 +198,18 @@ class TorchLearner:
         self.model.to(self.device)
         check_packing(self.model)
 
+    def _make_offload(self) -> Offload | None:
+        """What moves the learner off its device between updates, if the settings ask for it."""
+        if not self.settings.offload:
+            return None
+        modules: list[torch.nn.Module] = [self.model]
+        if self.critic is not None:
+            modules.append(self.critic)
+        if self.reference is not None:
+            with self.reference.module() as module:
+                modules.append(module)  # of a peft model, the model itself
+        return Offload(modules, self.optimizer, self.device)
+
     def _place_weights(self) -> None:
         """A hook for learners that move the weights elsewhere before the optimizer is made."""
 
@@ -228,6 +244,8 @@ class TorchLearner:
 
     def _update(self, batch: Batch) -> UpdateResult:
         """Train on the batch, with the model set up for training and restored afterwards."""
+        if self._offload is not None:
+            self._offload.bring_back()
         was_training = self.model.training
         self.model.eval()  # with dropout, log-probs would differ from those at sampling
         for module in self.model.modules():
@@ -239,6 +257,8 @@ class TorchLearner:
         finally:
             self.model.train(was_training)
             self.optimizer.zero_grad()
+            if self._offload is not None:
+                self._offload.leave()
         self._check_update(batch, result)
         self._renew_snapshot()
         return result

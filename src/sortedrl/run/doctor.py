@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from sortedrl.config import SortedConfig
-from sortedrl.config.needs import check_extras
+from sortedrl.config.needs import check_extras, needed_extras
 from sortedrl.engine.vllm.core import check_installed, vllm_version
 from sortedrl.errors import DataError, EngineError, SortedRLError
 from sortedrl.external.extras import MODULES, extra_message, has_extra
@@ -136,21 +136,33 @@ def _configuration(path: Path, target: Target) -> list[Finding]:
             check_extras(config, skip={"vllm"})  # `_model` checks its version too
         except SortedRLError as error:
             return [*findings, Finding(name="needed extras", text=str(error), is_fine=False)]
-    from sortedrl.run.builders.parts import build_task
-
-    try:
-        build_task(config)
-    except DataError as error:
-        if target.hardware is None:
-            return [*findings, Finding(name="task", text=str(error), is_fine=False)]
-        text = f"{config.task.path}: not on this machine, so not checked"
-        findings.append(Finding(name="task", text=text, is_here=False))
-    except SortedRLError as error:
-        return [*findings, Finding(name="task", text=str(error), is_fine=False)]
+    task = _task(config, target)
+    findings += [] if task is None else [task]
+    if task is not None and not task.is_fine:
+        return findings
     needs = [*_ranks(config, target), *_needs(config, target)]
     if any(not need.is_fine for need in needs):  # do not load a model that does not fit
         return [*findings, *needs]
     return [*findings, _model(config, target), *needs]
+
+
+def _task(config: SortedConfig, target: Target) -> Finding | None:
+    """What is wrong with the task. What only this machine lacks is no fault if another one is planned."""
+    from sortedrl.run.builders.parts import build_task
+
+    missing = [extra for extra in needed_extras(config) if extra in ("data", "gym", "math") and not has_extra(extra)]
+    if target.hardware is not None and missing:
+        text = f"not checked, because the extras {', '.join(missing)} are not installed here"
+        return Finding(name="task", text=text, is_here=False)
+    try:
+        build_task(config)
+    except DataError as error:
+        if target.hardware is None:
+            return Finding(name="task", text=str(error), is_fine=False)
+        return Finding(name="task", text=f"{config.task.path}: not on this machine, so not checked", is_here=False)
+    except SortedRLError as error:
+        return Finding(name="task", text=str(error), is_fine=False)
+    return None
 
 
 def _model(config: SortedConfig, target: Target) -> Finding:
@@ -182,16 +194,16 @@ def _model(config: SortedConfig, target: Target) -> Finding:
 
 def _ranks(config: SortedConfig, target: Target) -> list[Finding]:
     """Whether the libraries for a learner with several ranks are there; no finding for one rank."""
-    if config.learner.ranks == 1:
+    if not config.has_rank_actors:
         return []
     import torch.distributed as dist
 
-    backend = "nccl" if config.learner.rank_gpus else "gloo"
-    text = f"{config.learner.ranks}, over {backend}"
-    if importlib.util.find_spec("ray") is None:
-        text, is_fine = f"{text}: Ray is missing: pip install 'sortedrl[ray]'", False
-    elif target.hardware is not None:
+    backend = "nccl" if config.rank_gpus else "gloo"
+    text = f"{config.num_ranks}, over {backend}"
+    if target.hardware is not None:
         is_fine = True  # another machine is planned
+    elif importlib.util.find_spec("ray") is None:
+        text, is_fine = f"{text}: Ray is missing: pip install 'sortedrl[ray]'", False
     else:
         is_fine = dist.is_available() and (dist.is_nccl_available() if backend == "nccl" else dist.is_gloo_available())
         text += "" if is_fine else f": this torch has no {backend}: install a build that has it"
@@ -213,7 +225,10 @@ def _needs(config: SortedConfig, target: Target) -> list[Finding]:
         )
     except SortedRLError as error:
         return [Finding(name="estimate", text=str(error), is_fine=False)]
+    text = estimate.placement_text
+    placement = [Finding(name="placement", text=text, is_fine=estimate.is_placed)] if text else []
     return [
+        *placement,
         Finding(name="memory", text=estimate.memory_text, is_fine=estimate.fits),
         Finding(name="time", text=estimate.time_text),
     ]

@@ -10,66 +10,41 @@ Guarantees: no weights are read; parts do not overlap, and totals are their sums
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from sortedrl.config import SortedConfig
-from sortedrl.errors import ModelError, first_line
-from sortedrl.external.hub import find_cached, shown
-from sortedrl.learner.logprobs import KEPT_ELEMENTS, PIECE_ELEMENTS, WHOLE_ELEMENTS
+from sortedrl.config.placement import Cluster, Demand, plan_placement
+from sortedrl.errors import ConfigError
+from sortedrl.external.extras import has_extra
+from sortedrl.run.device_memory import device_needs, dry_rank_memory, gib, needs_text
+from sortedrl.run.memory_formulas import Memory, engine_memory, estimate_memory, formula_rank_memory, has_lora
+from sortedrl.run.model_shapes import FLOAT, HALF, read_shape
+from sortedrl.run.placements import (
+    NODE_GPUS,
+    learner_cost,
+    placed_cost,
+    propose_placements,
+    rollout_s,
+    update_tokens,
+    what_would_fit,
+)
 from sortedrl.simulate.costs import (
     CostModel,
     Hardware,
     ModelShape,
     RooflineCost,
     load_hardware,
-    load_model_shape,
     preset_names,
 )
 from sortedrl.simulate.fit import fit_runs
 
-FLOAT = 4  # bytes per value in the learner and in the local engine
-HALF = 2  # bytes per value in an engine on accelerators
 SHORT_SHARE = 1 / 16  # mean length of answers at the low end of the time range, as a share of the token budget
 # Factors on the roofline's time. It is off by about two for small models; at the high end, other programs run too.
 FACTORS = (0.5, 3.0)
 START_S = (3.0, 30.0)  # at both ends: imports, loading the model, the report
-COMMON_RANK = 16  # assumed for adapters on the hub that are not here yet
-LOGIT_COPIES = 3  # logits, their log-softmax, and its exponential or the gradient
-
-
-@dataclass(slots=True, kw_only=True, frozen=True)
-class Memory:
-    """Bytes by part at the peak of an update; rollout needs less. The learner's parts are sums over all ranks."""
-
-    weights: int
-    engine_copy: int  # the engine's own copy of the weights
-    reference: int
-    gradients: int
-    optimizer: int
-    kv_cache: int
-    activations: int
-    logits: int
-    gathered: int = 0  # several ranks: the current layer as a whole, and its gradients
-    driver: int = 0  # several ranks: the model in the main process, and the trained weights sent to it
-    ranks: int = 1
-
-    @property
-    def parts(self) -> dict[str, int]:
-        return {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "ranks"}
-
-    @property
-    def of_rank(self) -> int:
-        """Bytes of one rank: its shard of the parameters and states, and its own micro-batches."""
-        sharded = self.weights + self.reference + self.gradients + self.optimizer
-        return (sharded + self.activations + self.logits + self.gathered) // self.ranks
-
-    @property
-    def total(self) -> int:
-        return sum(self.parts.values())
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -93,135 +68,12 @@ class Duration:
         return self.cycle_s * self.num_updates + self.eval_s * self.num_evals
 
 
-def read_shape(path: str, folder: Path) -> ModelShape:
-    """A model's shape from its config.json; without the folder, from a preset with its name."""
-    if (folder / "config.json").is_file():
-        return _shape_of(folder)
-    name = Path(path).name.lower()
-    for preset in preset_names("models"):
-        if name.startswith(preset) or name.replace("meta-", "").startswith(preset):
-            return replace(load_model_shape(preset), bytes_per_value=FLOAT)
-    known = ", ".join(preset_names("models"))
-    raise ModelError(f"the shape of model {path!r} is unknown: give a folder with a config.json, or one of {known}")
+def estimate_time(config: SortedConfig, cost: CostModel, length: int, learner: CostModel | None = None) -> Duration:
+    """The time with every slot busy, which is a lower bound for answers of this length on this hardware.
 
-
-def _shape_of(folder: Path) -> ModelShape:
-    """Build the model on the meta device, where tensors have shapes but no data, and read its shape."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    try:
-        config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        with torch.device("meta"):
-            module: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ModelError(f"{folder}/config.json cannot be read: {why}") from error
-    text = config.get_text_config()
-    heads = text.num_attention_heads
-    return ModelShape(
-        params=sum(parameter.numel() for parameter in module.parameters()),
-        layers=text.num_hidden_layers,
-        heads=heads,
-        kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
-        bytes_per_value=FLOAT,
-        hidden=text.hidden_size,
-        intermediate=text.intermediate_size,
-        vocab=text.vocab_size,
-    )
-
-
-def estimate_memory(config: SortedConfig, model: ModelShape) -> Memory:
-    """Count the memory of learner and engine. The learner trains in float32; each engine has a copy of the weights.
-
-    `model.bytes_per_value` applies to the engine's weights and KV cache.
+    `learner` gives the cost of updates if they run elsewhere.
     """
-    weights = int(model.params) * FLOAT
-    has_adapters = bool(config.lora.rank or config.lora.path)
-    trained = _adapter_params(config, model) if has_adapters else int(model.params)
-    window, ranks = config.task.max_prompt_tokens + config.engine.max_new_tokens, config.learner.ranks
-    # A micro-batch has at most `micro_tokens` tokens, unless a single sample is longer, and at most the rank's samples.
-    share = -(-config.schedule.update_batch // ranks)
-    micro = max(min(config.learner.micro_tokens, share * window), window)
-    # With LoRA, the model without its adapters is the reference.
-    has_reference = config.learner.kl_coef > 0 and not has_adapters
-    return Memory(
-        weights=weights,
-        engine_copy=int(model.weight_bytes) * config.engine.replicas,
-        reference=weights if has_reference else 0,
-        gradients=trained * FLOAT,
-        optimizer=2 * trained * FLOAT,
-        kv_cache=int(config.slots * window * model.kv_bytes),
-        activations=ranks * _activation_bytes(model, micro, is_recomputed=config.learner.recompute),
-        logits=ranks * _logit_bytes(micro * model.vocab),
-        gathered=ranks * 2 * weights // model.layers if ranks > 1 else 0,
-        driver=2 * weights if ranks > 1 and not config.learner.rank_gpus else 0,  # with GPUs, host memory
-        ranks=ranks,
-    )
-
-
-def _logit_bytes(size: int) -> int:
-    """Bytes that the logits of a micro-batch take at once: the current piece, and what is kept of the others."""
-    kept = min(size, KEPT_ELEMENTS) if size > WHOLE_ELEMENTS else 0
-    return (LOGIT_COPIES * min(size, PIECE_ELEMENTS) + kept) * FLOAT
-
-
-def activation_bytes(model: ModelShape) -> int:
-    """Bytes that all Llama blocks keep for the backward pass of one token.
-
-    Hidden size: input, normalised input and output of both norms. Query heads: before and after the rotation, and the
-    attention output. Key-value heads: keys before and after the rotation, and values. Feed-forward size: gate, its
-    activation, up, and the product.
-    """
-    per_block = (
-        6 * model.hidden
-        + 3 * model.heads * model.head_dim
-        + 3 * model.kv_heads * model.head_dim
-        + 4 * model.intermediate
-    )
-    return model.layers * per_block * FLOAT
-
-
-def _activation_bytes(model: ModelShape, num_tokens: int, *, is_recomputed: bool) -> int:
-    """Bytes of a micro-batch's activations; with recomputation, only each layer's input and one whole layer."""
-    if not is_recomputed:
-        return num_tokens * activation_bytes(model)
-    return num_tokens * (model.layers * model.hidden * FLOAT + activation_bytes(model) // model.layers)
-
-
-def _adapter_params(config: SortedConfig, model: ModelShape) -> int:
-    """Parameters of LoRA: two low-rank matrices for each chosen linear layer; by default all seven of a block."""
-    q, kv, h, f = model.heads * model.head_dim, model.kv_heads * model.head_dim, model.hidden, model.intermediate
-    num_sides = {
-        "q_proj": h + q,
-        "k_proj": h + kv,
-        "v_proj": h + kv,
-        "o_proj": q + h,
-        "gate_proj": h + f,
-        "up_proj": h + f,
-        "down_proj": f + h,
-    }
-    rank, modules = _adapter_shape(config)
-    return model.layers * rank * sum(num_sides.get(name, h + f) for name in modules or tuple(num_sides))
-
-
-def _adapter_shape(config: SortedConfig) -> tuple[int, tuple[str, ...]]:
-    """Rank and target modules: the configured ones, or those of the adapters in `lora.path` if they are here."""
-    folder = find_cached(config.lora.path, config.lora.revision) if config.lora.path else None
-    if folder is None:
-        return config.lora.rank or COMMON_RANK, config.lora.target_modules
-    try:
-        saved = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-        modules = saved["target_modules"]
-        return int(saved["r"]), tuple(modules) if isinstance(modules, list) else ()
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"the adapters in {shown(folder)} cannot be read: {first_line(error)}") from error
-
-
-def estimate_time(config: SortedConfig, cost: CostModel, length: int) -> Duration:
-    """The time with every slot busy, which is a lower bound for answers of this length on this hardware."""
-    prompt, batch = config.task.max_prompt_tokens // 2, config.schedule.update_batch
+    batch = config.schedule.update_batch
     num_updates = -(-config.run.samples // batch)
     num_evals = 0
     if config.eval.prompts:
@@ -229,23 +81,13 @@ def estimate_time(config: SortedConfig, cost: CostModel, length: int) -> Duratio
         num_evals = 2 + (max(0, (config.run.samples - 1) // every) if every else 0)
     return Duration(
         length=length,
-        rollout_s=_rollout_s(config, cost, batch, prompt, length),
-        # Siblings share their prompt, both in the update and in the prefill.
-        update_s=cost.update_s(batch * length + batch // config.learner.group_size * prompt)
-        * config.learner.inner_epochs,
+        rollout_s=rollout_s(config, cost, batch, length),
+        update_s=(learner or cost).update_s(update_tokens(config, length)) * config.learner.inner_epochs,
         publish_s=cost.publish_s(),
         num_updates=num_updates,
-        eval_s=_rollout_s(config, cost, config.eval.prompts * (config.eval.samples + 1), prompt, length),
+        eval_s=rollout_s(config, cost, config.eval.prompts * (config.eval.samples + 1), length),
         num_evals=num_evals,
     )
-
-
-def _rollout_s(config: SortedConfig, cost: CostModel, num_samples: int, prompt: int, length: int) -> float:
-    if not num_samples:
-        return 0.0
-    slots = min(config.engine.slots, num_samples)
-    rounds, num_prompts = num_samples / slots, max(1, slots // config.learner.group_size)
-    return rounds * (cost.decode_s(slots, slots * prompt, length) + cost.prefill_s([prompt] * num_prompts))
 
 
 def _measure_hardware(cpu: Hardware, threads: int) -> Hardware:
@@ -283,28 +125,13 @@ def _measure_hardware(cpu: Hardware, threads: int) -> Hardware:
 class RunEstimate:
     """Memory and time of a run, with the texts that `sortedrl doctor` shows."""
 
-    memory: Memory
-    room: int  # bytes available
-    room_of_rank: int  # bytes available to one rank
-    where: str
+    fits: bool
+    memory_text: str
+    placement_text: str  # on GPUs: who gets which, or why nobody can
+    is_placed: bool
     shortest: Duration
     longest: Duration
     source: str  # what the times are based on
-
-    @property
-    def fits(self) -> bool:
-        return self.memory.total <= self.room and self.memory.of_rank <= self.room_of_rank
-
-    @property
-    def memory_text(self) -> str:
-        parts = ", ".join(
-            f"{name.replace('_', ' ')} {_bytes(size)}" for name, size in self.memory.parts.items() if size
-        )
-        total = f"about {_bytes(self.memory.total)} of {_bytes(self.room)} on {self.where}: {parts}"
-        if self.memory.ranks > 1:
-            total += f"; each of {self.memory.ranks} ranks {_bytes(self.memory.of_rank)} of {_bytes(self.room_of_rank)}"
-        remedy = "lower learner.micro_tokens or engine.slots, set lora.rank, or use more devices"
-        return total if self.fits else f"{total}; this does not fit: {remedy}"
 
     @property
     def seconds(self) -> tuple[float, float]:
@@ -326,14 +153,32 @@ class RunEstimate:
         )
 
 
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Accelerators:
+    """The GPUs that a run is planned for."""
+
+    name: str
+    hardware: Hardware
+    count: int
+
+    @property
+    def room(self) -> int:
+        """Bytes that one of them offers; the rest is lost to fragmentation and other programs."""
+        return int(self.hardware.memory * self.hardware.memory_share)
+
+    def __str__(self) -> str:
+        return f"{self.count} x {self.name}"
+
+
 def estimate_run(
     config: SortedConfig, folder: Path, *, hardware: str | None, devices: int, from_run: Path | None
 ) -> RunEstimate:
     """Estimate for `devices` of some hardware, or for this machine; `from_run` gives the times of an earlier run."""
     shape = read_shape(config.model.path, folder)
-    on_accelerators = hardware is not None and hardware != "cpu"
-    shape = replace(shape, bytes_per_value=HALF if on_accelerators else FLOAT)
-    room_of_rank: int | None = None
+    there = _accelerators(hardware, devices)
+    if there is not None:
+        return _estimate_on_gpus(config, folder, replace(shape, bytes_per_value=HALF), there, from_run)
+    shape = replace(shape, bytes_per_value=FLOAT)
     if hardware is None:
         room, where = _machine_memory(), "this machine"
         kind = _measure_hardware(load_hardware("cpu"), config.run.threads)
@@ -341,22 +186,113 @@ def estimate_run(
     else:
         kind = load_hardware(hardware)
         room, where = int(kind.memory * kind.memory_share * devices), f"{devices} x {hardware}"
-        if on_accelerators and config.learner.ranks > 1:
-            room_of_rank = int(room / devices * max(config.learner.rank_gpus, 1))
         source = f"the roofline of {where}"
     cost: CostModel = RooflineCost(hardware=kind, model=shape, tensor_parallel=devices)
     if from_run is not None:
         cost, source = fit_runs([from_run]).cost, f"what {from_run} took"
-    budget = config.engine.max_new_tokens
+    memory = estimate_memory(config, shape)
+    short, long = _lengths(config)
     return RunEstimate(
-        memory=estimate_memory(config, shape),
-        room=room,
-        room_of_rank=room if room_of_rank is None else room_of_rank,
-        where=where,
-        shortest=estimate_time(config, cost, max(1, int(budget * SHORT_SHARE))),
-        longest=estimate_time(config, cost, budget),
+        fits=memory.total <= room and memory.of_rank <= room,
+        memory_text=_memory_text(memory, room, where),
+        placement_text="",
+        is_placed=True,
+        shortest=estimate_time(config, cost, short),
+        longest=estimate_time(config, cost, long),
         source=source,
     )
+
+
+def _lengths(config: SortedConfig) -> tuple[int, int]:
+    """The mean lengths of answers at both ends of the time range."""
+    budget = config.engine.max_new_tokens
+    return max(1, int(budget * SHORT_SHARE)), budget
+
+
+def _memory_text(memory: Memory, room: int, where: str) -> str:
+    parts = ", ".join(f"{name.replace('_', ' ')} {_bytes(size)}" for name, size in memory.parts.items() if size)
+    total = f"about {_bytes(memory.total)} of {_bytes(room)} on {where}: {parts}"
+    if memory.ranks > 1:
+        total += f"; each of {memory.ranks} ranks {_bytes(memory.of_rank)} of {_bytes(room)}"
+    remedy = "lower learner.micro_tokens or engine.slots, set lora.rank, or use more devices"
+    is_fine = memory.total <= room and memory.of_rank <= room
+    return total if is_fine else f"{total}; this does not fit: {remedy}"
+
+
+def _accelerators(hardware: str | None, devices: int) -> Accelerators | None:
+    """The GPUs that are asked for, or those of this machine; None if there are none."""
+    if hardware is not None:
+        return (
+            None if hardware == "cpu" else Accelerators(name=hardware, hardware=load_hardware(hardware), count=devices)
+        )
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    name = torch.cuda.get_device_name(0)
+    known = (preset for preset in preset_names("hardware") if preset in name.lower().replace(" ", ""))
+    kind = replace(load_hardware(next(known, "a100")), memory=float(torch.cuda.mem_get_info()[1]))
+    return Accelerators(name=name, hardware=kind, count=torch.cuda.device_count())
+
+
+def _estimate_on_gpus(
+    config: SortedConfig, folder: Path, shape: ModelShape, there: Accelerators, from_run: Path | None
+) -> RunEstimate:
+    """Memory device by device under the placement; time by the rooflines of engines and ranks."""
+    fits, is_placed, memory_text, placement_text = judge_memory(config, folder, shape, there)
+    engines, ranks = placed_cost(config, shape, there.hardware), learner_cost(config, shape, there.hardware)
+    source = f"the roofline of {there}"
+    cost: CostModel = engines
+    learner: CostModel = ranks
+    if from_run is not None:
+        cost = learner = fit_runs([from_run]).cost
+        source = f"what {from_run} took"
+    short, long = _lengths(config)
+    return RunEstimate(
+        fits=fits,
+        memory_text=memory_text,
+        placement_text=placement_text,
+        is_placed=is_placed,
+        shortest=estimate_time(config, cost, short, learner),
+        longest=estimate_time(config, cost, long, learner),
+        source=source,
+    )
+
+
+def judge_memory(
+    config: SortedConfig, folder: Path, shape: ModelShape, there: Accelerators
+) -> tuple[bool, bool, str, str]:
+    """Whether every GPU has room for what it would hold, and whether it can be placed; the memory and the placement."""
+    gpus_per_node = config.placement.gpus_per_node if config.placement.mode else NODE_GPUS
+    try:
+        placement = plan_placement(Demand.of(config), Cluster.of(there.count, min(gpus_per_node, there.count)))
+    except ConfigError as error:
+        return False, False, _closest(config, shape, there), str(error)
+    device_bytes = int(there.hardware.memory)
+    if has_lora(config) and not has_extra("lora"):  # a dry run makes the adapters
+        rank = formula_rank_memory(config, shape, device_bytes)
+    else:
+        rank = dry_rank_memory(config, folder, shape, device_bytes=device_bytes)
+    needs = device_needs(config, placement, rank, engine_memory(config, shape), shape)
+    fits = all(need.total <= there.room for need in needs)
+    text = f"of {gib(there.room)} on each of {there}: {needs_text(needs) or 'nothing'}"
+    if not fits:
+        fitting = what_would_fit(config, shape, there.hardware, there.name, there.count)
+        text = f"{text}; this does not fit. What would: {fitting}"
+    return fits, True, text, str(placement)
+
+
+def _closest(config: SortedConfig, shape: ModelShape, there: Accelerators) -> str:
+    """What to say where the placement itself is impossible: whether another one would fit these GPUs."""
+    fitting = what_would_fit(config, shape, there.hardware, there.name, there.count)
+    options = propose_placements(config, shape, there.hardware, there.count)
+    if options and not options[0].fits:
+        need = needs_text([options[0].worst])
+        return (
+            f"of {gib(there.room)} on each of {there}, even {options[0]} needs {need}; this does not fit. "
+            f"What would: {fitting}"
+        )
+    return f"{there} do not have the configured placement. What would fit: {fitting}"
 
 
 def _machine_memory() -> int:

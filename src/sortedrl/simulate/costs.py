@@ -57,9 +57,11 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     bytes_per_value: float
-    hidden: int = 0  # this and the next are only for the memory estimate in run/estimate.py
+    hidden: int = 0  # this and the following are only for estimates of memory (run/estimate.py, run/device_memory.py)
     intermediate: int = 0
     vocab: int = 0
+    model_type: str = "llama"  # of transformers
+    is_tied: bool = False  # the output layer is the embedding
 
     @property
     def weight_bytes(self) -> float:

@@ -26,10 +26,11 @@ from typing import Any
 import ray
 from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from sortedrl.engine.base import Engine, EngineStats, InFlight, Request
 from sortedrl.engine.pool.actor_loop import ActorLoop, Report
+from sortedrl.engine.pool.actor_place import ActorPlace
 from sortedrl.engine.pool.ray_placement import EngineBundles
 from sortedrl.errors import EngineError
 from sortedrl.weights import AdapterArrays, arrays_of, load_arrays
@@ -67,11 +68,16 @@ def _import_nicely(name: str, niceness: int) -> None:
 
 
 class _EngineActor:
-    """Runs in the actor's process. `niceness` applies to the imports."""
+    """Runs in the actor's process. `niceness` applies to the imports.
 
-    def __init__(self, threads: int, imports: Sequence[str], niceness: int = 0) -> None:
+    `visible_devices`: the GPUs of an actor for which Ray reserves none, because it shares them.
+    """
+
+    def __init__(self, threads: int, imports: Sequence[str], niceness: int = 0, visible_devices: str = "") -> None:
         # Set before the imports. Ray's runtime_env would start a new process instead of one that Ray keeps ready.
         os.environ["OMP_NUM_THREADS"] = str(threads)
+        if visible_devices:
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices
         self._threads = threads
         self._model: Any = None
         self._imports = _Imports(imports, niceness)
@@ -176,6 +182,7 @@ class RayEngineLauncher:
     `has_adapters`: engines have the base model, and publications bring adapters alone.
     `has_spare`: keep a spare actor. It reserves no CPU, neither while it waits nor as an engine, and Ray places it
     anywhere: use it on one machine without accelerators, not on a cluster.
+    `places`: machine and GPUs of each engine; empty: Ray chooses them by `num_gpus`.
     """
 
     def __init__(
@@ -189,9 +196,11 @@ class RayEngineLauncher:
         place: EngineBundles | None = None,
         has_adapters: bool = False,
         has_spare: bool = False,
+        places: Sequence[ActorPlace] = (),
         on_close: Callable[[], None] | None = None,
     ) -> None:
         self._make_engine = make_engine
+        self._places = places
         self._threads = threads
         self._imports = imports
         self._place = place
@@ -202,12 +211,13 @@ class RayEngineLauncher:
         self._spare_ready: Future[None] | None = None
         shape: dict[str, Any] = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": CALLS_AT_ONCE}
         self._shape = shape
-        self._actor_class = ray.remote(_EngineActor).options(num_cpus=num_cpus, num_gpus=num_gpus, **shape)
+        self._options: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus, **shape}
+        self._actor_class = ray.remote(_EngineActor).options(**self._options)
         self._spare_class = ray.remote(_EngineActor).options(num_cpus=0, **shape)
 
     def launch(self, index: int) -> RayEngine:
         group = None if self._place is None else placement_group(list(self._place.bundles), strategy="PACK")
-        actor: Any = self._take_spare() or self._placed_class(group).remote(self._threads, self._imports)
+        actor: Any = self._take_spare() or self._start(index, group)
         return RayEngine(actor, actor.open.remote(self._make_engine, actor.hurry.remote()).future(), group)
 
     def _placed_class(self, group: Any) -> Any:
@@ -223,6 +233,14 @@ class RayEngineLauncher:
                 group, placement_group_bundle_index=0, placement_group_capture_child_tasks=True
             ),
         )
+
+    def _start(self, index: int, group: Any) -> Any:
+        if not self._places:
+            return self._placed_class(group).remote(self._threads, self._imports)
+        place = self._places[index]
+        there = NodeAffinitySchedulingStrategy(place.node, soft=False)
+        actor_class: Any = ray.remote(_EngineActor).options(**self._options, scheduling_strategy=there)
+        return actor_class.remote(self._threads, self._imports, visible_devices=place.visible_devices)
 
     def prepare_spare(self) -> None:
         if self._has_spare and self._spare is None:

@@ -223,7 +223,20 @@ class SimEngine:
                 num_verified += verified.cached
             end, fails = self._end(request, length, bool(events))
             running = RunningAttempt(
-                *(request, progress, order, length, steps, decode_s, length, num_marks, end, fails, self.version, events)
+                *(
+                    request,
+                    progress,
+                    order,
+                    length,
+                    steps,
+                    decode_s,
+                    length,
+                    num_marks,
+                    end,
+                    fails,
+                    self.version,
+                    events,
+                )
             )
             if events:
                 self._with_events.append(running)

@@ -38,6 +38,11 @@ class Ranks(Protocol):
         """Call a method on every rank and return their results by rank. Raises if a rank raises."""
         ...
 
+    @property
+    def gpus(self) -> list[tuple[str, int]]:
+        """The machine and the GPU of each rank that has one."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -75,6 +80,11 @@ class ShardedLearner:
     @property
     def source(self) -> ModuleWeights:
         return self._source
+
+    @property
+    def gpus(self) -> list[tuple[str, int]]:
+        """The machine and the GPU of each rank that has one, for engines that share them."""
+        return self._ranks.gpus
 
     def skip(self, sample: int, attempt: int) -> None:
         """Leave this attempt of a sample out of its update. A later attempt of the sample counts again."""

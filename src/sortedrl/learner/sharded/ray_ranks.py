@@ -54,6 +54,11 @@ class _RankActor:
         """The address of the rank's machine, and its process id."""
         return ray.util.get_node_ip_address(), os.getpid()
 
+    def gpu(self) -> tuple[str, int] | None:
+        """Ray's id of the rank's machine, and the rank's GPU there; None without a GPU."""
+        found = ray.get_gpu_ids()
+        return (ray.get_runtime_context().get_node_id(), int(found[0])) if found else None
+
     def listen(self, host: str) -> int:
         """Open the port at which the ranks meet; only rank 0 does."""
         if self._rank != 0:
@@ -156,6 +161,11 @@ class RayRanks:
     def locations(self) -> list[tuple[str, int]]:
         """The address of the machine and the process id of each rank."""
         return self._locations
+
+    @property
+    def gpus(self) -> list[tuple[str, int]]:
+        """Ray's id of the machine, and the GPU there, of each rank that has one."""
+        return [gpu for gpu in self.call("gpu") if gpu is not None]
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         if self._failure is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from sortedrl.engine.local.decoder_choice import EXACT_DTYPES, choose_dtype
 from sortedrl.engine.local.engine import LocalEngine
 from sortedrl.engine.local.module_decoder import Geometry, check_supported
 from sortedrl.engine.local.speculation import DraftMode
+from sortedrl.engine.pool.actor_place import ActorPlace
 from sortedrl.engine.pool.child_launcher import ChildLauncher
 from sortedrl.engine.pool.member import EngineLauncher
 from sortedrl.engine.pool.pool import TAKE_S, Pool
@@ -33,6 +34,7 @@ from sortedrl.engine.vllm.runner_choice import RunnerWishes
 from sortedrl.engine.watchdog import Watchdog
 from sortedrl.errors import ConfigError, EngineError
 from sortedrl.external.plugins import name_of
+from sortedrl.run.builders.machines import check_gpus
 from sortedrl.schedule import Fate, Knobs
 from sortedrl.weights import ModuleWeights, arrays_of, base_copy, is_adapted, load_arrays
 
@@ -53,10 +55,12 @@ def build_engine(
     decode: Callable[[list[int]], str] | None = None,
     *,
     source: ModuleWeights | None = None,
+    places: Sequence[ActorPlace] = (),
 ) -> Engine:
     """The configured engine behind a watchdog. `decode` turns tokens into text, to search it for stop strings.
 
     `source`: the learner's weights, for engines that fetch them from where they are; without it those of `model`.
+    `places`: the GPUs of each engine that shares them with ranks of the learner.
     """
     needs_replay = Fate.REPLAY in (knobs.interrupted, knobs.on_bound)
     length = config.task.max_prompt_tokens + config.engine.max_new_tokens
@@ -79,9 +83,10 @@ def build_engine(
         case "vllm" if has_members:
             dtype = next(model.parameters()).dtype
             dtype = dtype if config.engine.dtype == "auto" else getattr(torch, config.engine.dtype)
-            check_replay(config, is_exact=may_replay_exactly(config, dtype, has_gpu=config.engine.replica_gpus > 0))
-            engine = build_vllm_pool(config, model, source or ModuleWeights(model), dtype=dtype, max_length=length)
-            if needs_replay and config.engine.replica_gpus:
+            check_replay(config, is_exact=may_replay_exactly(config, dtype, has_gpu=config.engine_gpus > 0))
+            source = source or ModuleWeights(model)
+            engine = build_vllm_pool(config, model, source, dtype=dtype, max_length=length, places=places)
+            if needs_replay and config.engine_gpus:
                 probe(engine, config, model, length)
         case "local" if has_members:
             is_here = not config.engine.cluster and not torch.cuda.is_available()
@@ -164,13 +169,13 @@ def _merge_reason(config: SortedConfig, model: Any) -> str | None:
 
 
 def is_pool(config: SortedConfig) -> bool:
-    return config.engine.replicas > 1 or config.engine.own_process or bool(config.engine.cluster)
+    return config.has_engine_pool
 
 
 def is_child(config: SortedConfig) -> bool:
     """Whether the engine is a child process of this one. All other engines outside of this process are Ray actors."""
     settings = config.engine
-    is_alone = settings.replicas == 1 and not settings.cluster and not settings.replica_gpus
+    is_alone = config.num_engines == 1 and not settings.cluster and not config.engine_gpus
     return is_alone and settings.kind == "local" and settings.own_process
 
 
@@ -210,10 +215,10 @@ def probe(engine: VllmEngine | Pool, config: SortedConfig, model: Any, max_lengt
 def check_processors(config: SortedConfig) -> None:
     """Refuse a pool of more engines than this machine has processors for: Ray would wait for them forever."""
     settings = config.engine
-    needed, there = settings.replicas * settings.replica_cpus, os.cpu_count() or 1
+    needed, there = config.num_engines * settings.replica_cpus, os.cpu_count() or 1
     if not settings.cluster and not is_connected() and needed > there:
         raise ConfigError(
-            f"engine.replicas {settings.replicas} with engine.replica_cpus {settings.replica_cpus:g} need {needed:g} "
+            f"engine.replicas {config.num_engines} with engine.replica_cpus {settings.replica_cpus:g} need {needed:g} "
             f"processors, and this machine has {there}: lower one of them, or name a cluster"
         )
 
@@ -307,7 +312,7 @@ def vllm_settings(config: SortedConfig) -> dict[str, Any]:
     return {
         "kv_bytes": kv_bytes,
         "memory_share": settings.memory_share,
-        "tensor_parallel": settings.tensor_parallel,
+        "tensor_parallel": config.tensor_parallel,
         "transfer": settings.transfer,
         "limit_s": settings.watchdog_s / 2,
         "start_s": settings.start_s,
@@ -335,9 +340,15 @@ def _private_copy(model: Any) -> Any:
 
 
 def build_pool(
-    config: SortedConfig, model: Any, make: Callable[..., tuple[Engine, Any]], *, dtype: torch.dtype, max_length: int
+    config: SortedConfig,
+    model: Any,
+    make: Callable[..., tuple[Engine, Any]],
+    *,
+    dtype: torch.dtype,
+    max_length: int,
+    places: Sequence[ActorPlace] = (),
 ) -> Engine:
-    """A pool of `engine.replicas` engines made by `make`, with the weights of `model` as version 0."""
+    """A pool of engines made by `make`, with the weights of `model` as version 0."""
     settings = config.engine
     common = {"slots": settings.slots, "max_length": max_length}
     if is_child(config):
@@ -347,10 +358,11 @@ def build_pool(
     else:
         weights_dtype = next(model.parameters()).dtype
         described = model.config.to_dict()
-        launcher = ray_members(config, partial(make, described, weights_dtype=weights_dtype, dtype=dtype, **common))
+        make_engine = partial(make, described, weights_dtype=weights_dtype, dtype=dtype, **common)
+        launcher = ray_members(config, make_engine, places=places)
     pool = Pool(
         launcher,
-        size=settings.replicas,
+        size=config.num_engines,
         slots=settings.slots,
         exact_replay=dtype in EXACT_DTYPES or is_invariant_pool(config),
         noise=SCHEME,
@@ -367,11 +379,17 @@ def build_pool(
 def is_invariant_pool(config: SortedConfig) -> bool:
     """Whether engines of a pool compute independently of their batches, as far as the configuration tells."""
     settings = config.engine
-    return settings.kind == "vllm" and settings.replica_gpus > 0 and settings.batch_invariant != "off"
+    return settings.kind == "vllm" and config.engine_gpus > 0 and settings.batch_invariant != "off"
 
 
 def build_vllm_pool(
-    config: SortedConfig, model: Any, source: ModuleWeights, *, dtype: torch.dtype, max_length: int
+    config: SortedConfig,
+    model: Any,
+    source: ModuleWeights,
+    *,
+    dtype: torch.dtype,
+    max_length: int,
+    places: Sequence[ActorPlace] = (),
 ) -> Pool:
     """A pool of vLLM engines, which receive weights from where the learner holds them, unless by file."""
     settings = config.engine
@@ -379,8 +397,8 @@ def build_vllm_pool(
     is_ours = connect(settings.cluster or None, run_dir=config.run_dir)
     from sortedrl.engine.pool.ray_placement import choose_bundles, gpus_by_node
 
-    place, num_gpus = None, max(settings.replica_gpus, float(settings.tensor_parallel))
-    if settings.replica_gpus and settings.tensor_parallel > 1:
+    place, num_gpus = None, max(config.engine_gpus, float(config.tensor_parallel))
+    if config.engine_gpus and config.tensor_parallel > 1 and not places:
         place = choose_bundles(int(num_gpus), settings.replica_cpus, gpus_by_node())
     common = {"slots": settings.slots, "max_length": max_length, "dtype": dtype, "stream_s": TAKE_S}
     options = {**vllm_settings(config), "transfer": transfer, "is_spread": place is not None and place.is_spread}
@@ -399,13 +417,13 @@ def build_vllm_pool(
         route = WeightLink(
             backend=transfer,
             dtype=dtype,
-            num_workers=settings.tensor_parallel,
+            num_workers=config.tensor_parallel,
             limit_s=settings.publish_s,
             is_local=not settings.cluster,
         )
     pool = Pool(
-        ray_members(config, make, place=place, has_adapters=is_adapted(model), is_ours=is_ours),
-        size=settings.replicas,
+        ray_members(config, make, place=place, places=places, has_adapters=is_adapted(model), is_ours=is_ours),
+        size=config.num_engines,
         slots=settings.slots,
         exact_replay=dtype in EXACT_DTYPES or is_invariant_pool(config),
         noise=SCHEME,
@@ -430,8 +448,9 @@ def pool_transfer(config: SortedConfig) -> str:
         )
     if settings.transfer != "auto":
         return settings.transfer
-    has_learner_gpus = config.learner.rank_gpus > 0 if config.learner.ranks > 1 else torch.cuda.is_available()
-    return "nccl" if settings.replica_gpus >= 1 and has_learner_gpus else "gloo"
+    has_learner_gpus = config.rank_gpus > 0 if config.has_rank_actors else torch.cuda.is_available()
+    is_shared = config.placement.mode == "colocated"  # NCCL refuses two processes on one GPU
+    return "nccl" if config.engine_gpus >= 1 and has_learner_gpus and not is_shared else "gloo"
 
 
 def child_members(config: SortedConfig, engine: dict[str, Any]) -> EngineLauncher:
@@ -444,23 +463,26 @@ def ray_members(
     make_engine: Callable[[], tuple[Engine, Any]],
     *,
     place: Any = None,
+    places: Sequence[ActorPlace] = (),
     has_adapters: bool = False,
     is_ours: bool = False,
 ) -> EngineLauncher:
     """Launches engines in Ray actors. `is_ours`: the caller has just connected to Ray, and closes it with the pool."""
     settings = config.engine
     is_ours = connect(settings.cluster or None, run_dir=config.run_dir) or is_ours
+    check_gpus(config)
     from sortedrl.engine.pool.ray_launcher import RayEngineLauncher  # imports Ray's actors, so only after `connect`
 
     return RayEngineLauncher(
         make_engine,
         num_cpus=settings.replica_cpus,
-        num_gpus=settings.replica_gpus,
+        num_gpus=config.engine_gpus,
         threads=config.run.threads,
         imports=IMPORTS,
         place=place,
+        places=places,
         has_adapters=has_adapters,
-        has_spare=settings.kind == "local" and not settings.cluster and not settings.replica_gpus,
+        has_spare=settings.kind == "local" and not settings.cluster and not config.engine_gpus,
         on_close=disconnect if is_ours else None,
     )
 

@@ -19,6 +19,7 @@ from sortedrl.learner.forked import ForkedLearner
 from sortedrl.learner.sharded.learner import ShardedLearner
 from sortedrl.learner.sharded.shards import check_torch
 from sortedrl.learner.unscored import SkippingLearner
+from sortedrl.run.builders.machines import check_gpus
 
 RunLearner = SkippingLearner | ForkedLearner | ShardedLearner
 
@@ -29,7 +30,7 @@ def build_learner(config: SortedConfig, model: Any) -> RunLearner:
     """The configured learner. It saves batches whose steps are not finite in the run directory."""
     settings, overlap = config.learner, config.knobs.overlap
     temperature = config.engine.temperature or 1.0
-    if settings.ranks == 1:
+    if not config.has_rank_actors:
         is_apart = has_own_process(config, model)
         in_thread = overlap and not is_apart
         learner = SkippingLearner(
@@ -40,12 +41,13 @@ def build_learner(config: SortedConfig, model: Any) -> RunLearner:
     check_rank_device(config)
     check_room(config)
     is_ours = connect(config.engine.cluster or None, run_dir=config.run_dir)
+    check_gpus(config)
     from sortedrl.learner.sharded.ray_ranks import RayRanks  # imports Ray's actors, so only after `connect`
 
     ranks = RayRanks(
-        settings.ranks,
+        config.num_ranks,
         num_cpus=settings.rank_cpus,
-        num_gpus=settings.rank_gpus,
+        num_gpus=config.rank_gpus,
         threads=config.run.threads,
         timeout_s=settings.rank_timeout_s,
         on_close=disconnect if is_ours else None,
@@ -113,8 +115,8 @@ def check_room(config: SortedConfig) -> None:
     if config.engine.cluster:
         return  # a cluster may grow
     settings, engine = config.learner, config.engine
-    of_engines = engine.replicas * engine.replica_cpus if engine.replicas > 1 else 0.0
-    needed, there = settings.ranks * settings.rank_cpus + of_engines, os.cpu_count() or 1
+    of_engines = config.num_engines * engine.replica_cpus if config.num_engines > 1 else 0.0
+    needed, there = config.num_ranks * settings.rank_cpus + of_engines, os.cpu_count() or 1
     if needed > there:
         raise ConfigError(
             f"learner.ranks and engine.replicas ask for {needed:g} processors and this machine has {there}: lower "

@@ -30,12 +30,14 @@ from sortedrl.learner.lora import (
     restore_adapters,
 )
 from sortedrl.learner.model import check_model_folder, load_tokenizer, read_window
+from sortedrl.learner.sharded.learner import ShardedLearner
 from sortedrl.learner.smollm2 import smollm2_path
 from sortedrl.records import Prompt
 from sortedrl.reward.pool import RewardPool
 from sortedrl.run.builders.engine import build_engine, build_sampling, engine_model
 from sortedrl.run.builders.generation import fill_from_model
 from sortedrl.run.builders.learner import RunLearner, build_learner
+from sortedrl.run.builders.machines import check_gpus, engine_places
 from sortedrl.run.builders.task import build_task
 from sortedrl.run.builders.trackers import check_trackers
 from sortedrl.run.checkpoint_folder import load_model, load_state
@@ -94,6 +96,8 @@ def build_parts(
     in place of all weights; the configuration must not ask for adapters too.
     """
     check_trackers(config.track.trackers)
+    check_gpus(config)
+    config = config.in_older_keys()
     torch.set_num_threads(config.run.threads)
     torch.manual_seed(config.run.seed)
     given = {"task": task, "model": model}
@@ -116,7 +120,10 @@ def build_parts(
     learner = build_learner(config, model)
     try:
         weights = engine_model(config, model, learner.source)
-        engine = build_engine(config, weights, config.knobs, decode=tokenizer.decode, source=learner.source)
+        places = engine_places(config, learner.gpus) if isinstance(learner, ShardedLearner) else []
+        engine = build_engine(
+            config, weights, config.knobs, decode=tokenizer.decode, source=learner.source, places=places
+        )
     except BaseException:
         learner.close()
         raise
@@ -241,7 +248,7 @@ def build_model(config: SortedConfig, model: Any, adapters: Adapters, checkpoint
     if isinstance(model, Path):
         folder, commit = check_model_folder(model), commit_of(model)
         check_window(config, folder)
-        model, _ = load_model(folder)
+        model, _ = load_model(folder, dtype=base_dtype(config, adapters))
     elif checkpoint is not None and not has_adapters:
         model.load_state_dict(load_model(checkpoint)[0].state_dict())
     if adapters.is_wanted:
@@ -253,6 +260,15 @@ def build_model(config: SortedConfig, model: Any, adapters: Adapters, checkpoint
     if checkpoint is not None and has_adapters:
         check_base(model, checkpoint)
     return model
+
+
+def base_dtype(config: SortedConfig, adapters: Adapters) -> torch.dtype:
+    """The format in which weights are loaded: float32 if they are trained, the configured one if they are frozen."""
+    if config.lora.base_dtype == "float32":
+        return torch.float32
+    if not adapters.is_wanted:
+        raise ConfigError("lora.base_dtype = bfloat16 is for frozen weights: set lora.rank too, or remove it")
+    return torch.bfloat16
 
 
 def check_window(config: SortedConfig, folder: Path) -> None:
