@@ -176,6 +176,9 @@ class ScheduleSection(Section):
     restart_noise: Literal["seeded", "fresh"] | None = None
     """Sampling noise of a restarted answer: `seeded` repeats the sample's noise, `fresh` draws new noise, which
     favours short answers."""
+    open_trajectories: Bound = None
+    """With an environment: number of trajectories that may be begun and not complete, in slots, in tools or waiting.
+    More than `engine.slots` keeps slots busy while tools work. Unset: no bound."""
     exact_batch: bool | None = None
     """Take exactly U samples for each update, except perhaps the last of a run. Without it, an update without overlap
     takes every answer that is ready. Other trainers need it (see docs/guides/other_trainers.md)."""

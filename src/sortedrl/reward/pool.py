@@ -27,13 +27,13 @@ from typing import Any, Literal, Self
 
 from sortedrl.errors import RewardError
 from sortedrl.reward.caller import (
-    MEMORY_BYTES,
     ProcessCaller,
     RewardCaller,
     RewardFunction,
     ThreadCaller,
     find_function,
 )
+from sortedrl.reward.process import MEMORY_BYTES
 from sortedrl.reward.worker import CallFailed, FailureKind
 
 _GATHER = 8  # answers for which a call is made at once
