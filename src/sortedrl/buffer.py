@@ -245,7 +245,7 @@ class Buffer:
         sample.state, sample.finish_reason, self.finished[number] = FINISHED, reason, sample
         self.attempt_version.pop(number, None)
 
-    def call(self, sample: Sample) -> None:
+    def call(self, sample: Sample, num_calls: int) -> None:
         """FINISHED -> CALLING: the turn that ended calls tools."""
         assert sample.finish_reason == FinishReason.STOP, f"sample {sample.id} calls tools after {sample.finish_reason}"
         self._move(sample, CALLING, self.finished, self.calling)

@@ -90,6 +90,7 @@ class TurnLoop:
         self._emit = emit
         self._past: dict[int, dict[int, PastTurn]] = {sample: dict(turns) for sample, turns in (past or {}).items()}
         self._open: dict[int, _Open] = {}
+        self._dropped: dict[int, Turn] = {}  # turns whose samples started over while they were worked on, by serial
         self._serial = 0
         self.counts: Counter[str] = Counter()  # turns, calls, failed, repeated, lost, cut by the turn limit
 
@@ -109,7 +110,7 @@ class TurnLoop:
         if sample.num_turns >= self._max_turns:
             self.counts["cut"] += 1
             return False
-        self._buffer.call(sample)
+        self._buffer.call(sample, len(calls))
         self._submit(sample, calls)
         return True
 
@@ -118,7 +119,8 @@ class TurnLoop:
         for result in self._runner.poll(timeout):
             opened = self._open.get(result.sample)
             if opened is None or opened.turn.serial != result.serial:
-                continue  # the sample started over meanwhile
+                self._ignore(result)
+                continue
             del self._open[result.sample]
             sample = self._buffer.calling[result.sample]
             if self._apply(sample, opened, result):
@@ -129,6 +131,7 @@ class TurnLoop:
         opened = self._open.pop(sample.id, None)
         self._past.pop(sample.id, None)
         if opened is not None:
+            self._dropped[opened.turn.serial] = opened.turn
             self._tell(sample, opened, "dropped")
 
     def row_turn(self, sample: Sample) -> Turn:
@@ -208,6 +211,15 @@ class TurnLoop:
         if result.state is not None:
             records[-1] = replace(records[-1], state=json.dumps(result.state))
         self._buffer.record_calls(sample, turn.number, records)
+
+    def _ignore(self, result: TurnResult) -> None:
+        """Record the calls of a turn whose sample started over meanwhile."""
+        turn = self._dropped.pop(result.serial)
+        self.counts["ignored"] += len(result.results)
+        sample = self._buffer.samples.get(result.sample)
+        if sample is not None and result.results:
+            made = [_record(call, r) for call, r in zip(turn.calls, result.results, strict=True)]
+            self._buffer.record_calls(sample, turn.number, [replace(record, error="ignored") for record in made])
 
     def _exceeds(self, sample: Sample) -> bool:
         bound, buffer = self._knobs.max_staleness, self._buffer
