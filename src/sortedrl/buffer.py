@@ -247,6 +247,7 @@ class Buffer:
 
     def call(self, sample: Sample, num_calls: int) -> None:
         """FINISHED -> CALLING: the turn that ended calls tools."""
+        assert sample.state is FINISHED, f"sample {sample.id} cannot call tools while {sample.state}"
         assert sample.finish_reason == FinishReason.STOP, f"sample {sample.id} calls tools after {sample.finish_reason}"
         self._move(sample, CALLING, self.finished, self.calling)
         sample.finish_reason = sample.reward = None
@@ -272,6 +273,7 @@ class Buffer:
 
     def give_up(self, sample: Sample) -> int:
         """RUNNING -> FINISHED with an empty answer, after too many failures; returns the number of discarded tokens."""
+        assert sample.state is RUNNING, f"sample {sample.id} cannot be given up while {sample.state}"
         Buffer.finish(self, sample, FinishReason.FAILED)
         sample.num_failures += 1
         sample.reward = None
@@ -284,6 +286,7 @@ class Buffer:
         """
         end = sample.num_tokens + len(tokens)
         assert tokens, f"sample {sample.id} is fed nothing"
+        assert sample.state in (CALLING, FINISHED), f"sample {sample.id} cannot be fed while {sample.state}"
         is_over = sample.state is not CALLING and sample.finish_reason != FinishReason.STOP
         assert not is_over, f"sample {sample.id} is fed after {sample.finish_reason}"
         assert end < sample.budget, f"sample {sample.id} is fed beyond its budget of {sample.budget}"

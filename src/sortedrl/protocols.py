@@ -51,8 +51,11 @@ class Turns(Protocol):
         """Give the turns of a restored buffer to their environments again."""
         ...
 
-    def take(self, sample: Sample) -> bool:
-        """Give a turn that just ended to its environment; False if the answer is complete and needs a score."""
+    def take(self, sample: Sample, *, must_verify: bool = False) -> bool:
+        """Give a turn that just ended to its environment; False if the answer is complete and needs a score.
+
+        `must_verify`: a replay must check its tokens before they can be trained.
+        """
         ...
 
     def collect(self, timeout: float) -> Sequence[Sample]:

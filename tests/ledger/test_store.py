@@ -603,8 +603,8 @@ def edit(path: Path, *statements: str) -> None:
 
 def test_another_schema_version_is_refused(tmp_path: Path) -> None:
     path, _ = closed_ledger(tmp_path)
-    edit(path, "UPDATE meta SET value = '2' WHERE key = 'schema_version'")
-    with pytest.raises(LedgerError, match="schema version 2, this sortedrl knows 1"):
+    edit(path, "UPDATE meta SET value = '3' WHERE key = 'schema_version'")
+    with pytest.raises(LedgerError, match="schema version 3, this sortedrl knows 2"):
         Store.open(path)
 
 

@@ -42,6 +42,7 @@ def drawn_knobs(
         explicit["on_bound"] = draw(st.sampled_from([None, "replay", "restart", "wait"]))
         explicit["interrupted"] = draw(st.sampled_from([None, None, "resume", "replay", "restart"]))
         explicit["overlap"] = draw(st.sampled_from([None, None, True]))
+    explicit["max_unverified"] = draw(st.sampled_from([None, 1, 2, "none", "none"]))
     if exact:
         explicit["exact_batch"] = True
     explicit["open_trajectories"] = open_trajectories

@@ -173,6 +173,10 @@ class ScheduleSection(Section):
     `longest-expected-first` starts long answers early, `tail-last` puts them off to the end of their cohort."""
     overlap: bool | None = None
     """Continue rollout while the learner updates."""
+    max_unverified: Bound = None
+    """With `replay`, how many updates an unfinished answer may go through before it is verified: 0 verifies it after
+    each, `none` once, when it is complete. Until then it goes on without a prefill, over the cache that it has. It
+    needs an engine that keeps its KV cache when weights change; others verify after each."""
     restart_noise: Literal["seeded", "fresh"] | None = None
     """Sampling noise of a restarted answer: `seeded` repeats the sample's noise, `fresh` draws new noise, which
     favours short answers."""
@@ -264,6 +268,30 @@ class RewardSection(Section):
     on_error: Literal["zero", "skip", "stop"] = "zero"
     """When an answer cannot be scored: `zero` gives it reward 0, `skip` also excludes it from training, `stop` stops
     the run."""
+
+
+class EnvironmentSection(Section):
+    """Tools that the model may call between its turns (see docs/guides/tools.md)."""
+
+    factory: Plug = "none"
+    """Class of environments as `module:Class`, of the shape of TRL's `environment_factory`. `none`: no tools, or those
+    that the task brings."""
+    run_in: Literal["auto", "process", "thread"] = "auto"
+    """Where tools run: in worker processes, or in threads of the trainer. `auto`: in processes if another process can
+    import the class."""
+    workers: int = Field(default=2, strict=True, ge=1, le=_MAX_PROCESSES)
+    """Number of worker processes or threads. Each calls one tool at a time."""
+    timeout_s: float = Field(default=10.0, gt=0, le=_MAX_SECONDS)
+    """Time limit of one tool call, in seconds. A call that takes longer is fed back as an error."""
+    memory_mb: int = Field(default=2048, strict=True, ge=64, le=2**40)
+    """Memory limit of each worker process, in MiB."""
+    max_output_chars: Int = Field(default=2000, ge=1)
+    """Longest text of a tool that is fed back. The rest is cut."""
+    max_turns: Int = Field(default=8, ge=1)
+    """Most turns of a trajectory that may call tools. After that it is scored as it is."""
+    keep_env: tuple[str, ...] = ()
+    """Names of further environment variables that tools need. Worker processes get the usual ones and none that look
+    like secrets."""
 
 
 class LearnerSection(Section):

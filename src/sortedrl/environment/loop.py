@@ -64,6 +64,7 @@ class _Open:
 
     turn: Turn
     began: float
+    must_verify: bool  # its tokens were sampled over a cache of older weights
 
 
 class TurnLoop:
@@ -101,9 +102,10 @@ class TurnLoop:
     def resume(self) -> None:
         for sample in list(self._buffer.calling.values()):
             if sample.id not in self._open:
-                self._submit(sample, self._dialect.calls(sample))
+                must_verify = self._knobs.goes_on_unverified  # perhaps not, but nobody remembers
+                self._submit(sample, self._dialect.calls(sample), must_verify)
 
-    def take(self, sample: Sample) -> bool:
+    def take(self, sample: Sample, *, must_verify: bool = False) -> bool:
         calls = self._dialect.calls(sample)
         if not calls:
             return False
@@ -111,7 +113,7 @@ class TurnLoop:
             self.counts["cut"] += 1
             return False
         self._buffer.call(sample, len(calls))
-        self._submit(sample, calls)
+        self._submit(sample, calls, must_verify)
         return True
 
     def collect(self, timeout: float) -> list[Sample]:
@@ -145,9 +147,9 @@ class TurnLoop:
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
-    def _submit(self, sample: Sample, calls: Sequence[ToolCall]) -> None:
+    def _submit(self, sample: Sample, calls: Sequence[ToolCall], must_verify: bool) -> None:
         turn = self._turn(sample, calls)
-        self._open[sample.id] = _Open(turn=turn, began=self._clock.now())
+        self._open[sample.id] = _Open(turn=turn, began=self._clock.now(), must_verify=must_verify)
         self._emit(ToolsCalled(self._clock.now(), sample.id, sample.attempt, turn.number, len(calls)))
         self._runner.submit(turn)
 
@@ -187,15 +189,14 @@ class TurnLoop:
             reason = FinishReason.STOP if result.is_over or not fed else FinishReason.LENGTH
             self._tell(sample, opened, "complete", result)
             self._buffer.finish(sample, reason)
-            if self._exceeds(sample):
-                self._requeue(sample, self._knobs.on_bound)
+            fate = self._fate(sample, opened)
+            if self._exceeds(sample) or (fate == Fate.REPLAY and self._knobs.goes_on_unverified):
+                self._requeue(sample, fate)
                 return False
             return True
-        is_old = sample.segments[-1].version != self._buffer.version
         self._buffer.feed(sample, fed)
         self._tell(sample, opened, "fed", result, len(fed))
-        fate = self._knobs.on_bound if self._exceeds(sample) else self._knobs.interrupted
-        if is_old and fate != Fate.RESUME:
+        if (fate := self._fate(sample, opened)) != Fate.RESUME:
             self._requeue(sample, fate)
         return False
 
@@ -220,6 +221,14 @@ class TurnLoop:
         if sample is not None and result.results:
             made = [_record(call, r) for call, r in zip(turn.calls, result.results, strict=True)]
             self._buffer.record_calls(sample, turn.number, [replace(record, error="ignored") for record in made])
+
+    def _fate(self, sample: Sample, opened: _Open) -> Fate:
+        """How a sample goes on whose environment is done; it holds older tokens if weights were published meanwhile."""
+        if sample.staleness(self._buffer.version) == 0:
+            return Fate.REPLAY if opened.must_verify else Fate.RESUME
+        if self._exceeds(sample):
+            return self._knobs.on_bound
+        return Fate.REPLAY if opened.must_verify else self._knobs.interrupted
 
     def _exceeds(self, sample: Sample) -> bool:
         bound, buffer = self._knobs.max_staleness, self._buffer

@@ -125,6 +125,7 @@ def _parse_knobs(chosen: dict[str, Any]) -> dict[str, Any]:
         "lookahead": _bound,
         "max_staleness": _bound,
         "open_trajectories": _bound,
+        "max_unverified": _bound,
     }
     for name, value in chosen.items():
         try:
