@@ -175,6 +175,7 @@ def test_what_is_read_back(tmp_path: Path) -> None:
     assert {state: list(held) for state, held in restored.in_state.items()} == {
         State.PENDING: [3, 4, 5],
         State.RUNNING: [],
+        State.CALLING: [],
         State.FINISHED: [],
         State.SCORED: [2],
     }

@@ -348,7 +348,7 @@ def test_without_groups_each_sample_is_ready_by_itself() -> None:
     assert buffer.num_ready == 1
     bring(buffer, samples[1], State.FINISHED)
     assert buffer.num_ready_soon == 1
-    assert buffer.counts() == {"pending": 0, "running": 0, "finished": 1, "scored": 1, "trained": 0}
+    assert buffer.counts() == {"pending": 0, "running": 0, "calling": 0, "finished": 1, "scored": 1, "trained": 0}
 
 
 def test_expected_length_learns_from_siblings_and_earlier_epochs() -> None:

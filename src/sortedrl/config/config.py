@@ -23,6 +23,7 @@ from sortedrl.config.plug_points import POINTS, STRATEGY, TRACKER, own_schedule,
 from sortedrl.config.sections import (
     CheckpointSection,
     EngineSection,
+    EnvironmentSection,
     EvalSection,
     LearnerSection,
     LoraSection,
@@ -78,6 +79,11 @@ CHANGEABLE = frozenset(
         "reward.memory_mb",
         "reward.keep_env",
         "reward.on_error",
+        "environment.run_in",
+        "environment.workers",
+        "environment.timeout_s",
+        "environment.memory_mb",
+        "environment.keep_env",
         "learner.micro_tokens",
         "learner.recompute",
         "learner.lr",
@@ -128,6 +134,7 @@ class SortedConfig(Section):
     schedule: ScheduleSection = ScheduleSection()
     engine: EngineSection = EngineSection()
     reward: RewardSection = RewardSection()
+    environment: EnvironmentSection = EnvironmentSection()
     learner: LearnerSection = LearnerSection()
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()

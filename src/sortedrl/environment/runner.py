@@ -112,6 +112,7 @@ class EnvironmentRunner:
         self.errors: Counter[str] = Counter()  # failed calls by tool and kind
         self._timeout_s = timeout_s
         self._done: SimpleQueue[TurnResult | BaseException] = SimpleQueue()
+        self._rewards: SimpleQueue[TurnResult | BaseException] = SimpleQueue()
         self._num_waiting = 0
         self._is_closed = False
         found = find_function(spec.factory, 0)
@@ -161,14 +162,21 @@ class EnvironmentRunner:
 
     def poll(self, timeout: float) -> list[TurnResult]:
         """The turns that are over, waiting up to `timeout` seconds for the first if any is under way."""
+        return self._take(self._done, timeout)
+
+    def poll_rewards(self, timeout: float) -> list[TurnResult]:
+        """The same for turns that asked for a reward."""
+        return self._take(self._rewards, timeout)
+
+    def _take(self, done: SimpleQueue[TurnResult | BaseException], timeout: float) -> list[TurnResult]:
         found: list[TurnResult | BaseException] = []
         if timeout > 0 and self._num_waiting:
             try:
-                found.append(self._done.get(timeout=timeout))
+                found.append(done.get(timeout=timeout))
             except Empty:
                 return []
-        while not self._done.empty():
-            found.append(self._done.get())
+        while not done.empty():
+            found.append(done.get())
         for result in found:
             if isinstance(result, BaseException):
                 raise result
@@ -201,10 +209,12 @@ class EnvironmentRunner:
                 else:
                     began = time.monotonic()
                     result = self._work(channel, job)
-                    self._done.put(replace(result, seconds=time.monotonic() - began))
+                    done = self._rewards if job.asks_reward else self._done
+                    done.put(replace(result, seconds=time.monotonic() - began))
         except BaseException as error:  # `poll` raises it: otherwise the run would wait for ever
             if not self._is_closed:
                 self._done.put(error)
+                self._rewards.put(error)
         finally:
             channel.close()
 

@@ -108,7 +108,8 @@ def _arguments(function: Callable[..., Any], rows: Sequence[Row]) -> dict[str, A
     arguments: dict[str, Any] = {name: [row[2].get(name) for row in rows] for name in sorted(names)}
     arguments["prompts"] = [row[0] for row in rows]
     arguments["completions"] = [
-        row[1] if isinstance(row[0], str) else [{"role": "assistant", "content": row[1]}] for row in rows
+        row[1] if isinstance(row[0], str) or isinstance(row[1], list) else [{"role": "assistant", "content": row[1]}]
+        for row in rows
     ]
     if all(len(row) > 4 for row in rows):
         arguments["completion_ids"] = [list(row[3]) for row in rows]
