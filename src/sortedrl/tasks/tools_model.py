@@ -24,10 +24,32 @@ if TYPE_CHECKING:
 
 STEPS = 1500  # the shipped checkpoint was made with these and seed 0
 _PATIENT_EXAMPLES = 12_000  # from a teacher that never gives up; after them come those of one that often does
-_GIVE_UP = 0.45
-_MAX_POSITIONS = 256
+_GIVE_UP = 0.6
+_MAX_POSITIONS = 1024
 _WORDS = ("?", "answer", "done", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 _CALL_WORDS = ('{"name":', '"lookup",', '"arguments":', '{"who":')
+
+
+# Messages in the words of the vocabulary, so that rows may also be chats, here and in other trainers.
+_CHAT_TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %} <tool_response> {{ m.content }} </tool_response>"
+    "{% elif m.role == 'assistant' %} {{ m.content }}{% for call in m.tool_calls or [] %} <tool_call> "
+    "{{ call.function | tojson }} </tool_call>{% endfor %} <eos>{% else %} {{ m.content }}{% endif %}{% endfor %}"
+)
+_RESPONSE_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor_pattern": r"(\?|</tool_response>)",
+    "fields": {
+        "tool_calls": {
+            "open": "<tool_call>",
+            "close_pattern": r"</tool_call>\s*",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close_pattern": r"<eos>\s*", "content": "text"},
+    },
+}
 
 
 def tools_tiny_path() -> Path:
@@ -39,6 +61,13 @@ def vocabulary() -> list[str]:
     """Every word of the task. A name that ends a call (`"Ann"}}`) is one word."""
     ends = [f'"{name}"}}}}' for name in NAMES]
     return [PAD, EOS, UNK, *_WORDS, *_CALL_WORDS, *NUMBERS, *NAMES, *ends]
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = make_word_tokenizer(vocabulary(), max_positions=_MAX_POSITIONS)
+    tokenizer.chat_template = _CHAT_TEMPLATE
+    tokenizer.response_template = _RESPONSE_TEMPLATE
+    return tokenizer
 
 
 def demonstrations(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Iterator[tuple[list[int], list[int]]]:
@@ -59,8 +88,7 @@ def rebuild(out_dir: Path | str, *, seed: int = 0, steps: int = STEPS, on_step: 
     """Train tools-tiny from scratch. The defaults give the shipped checkpoint."""
     from sortedrl.learner.sft import cold_start
 
-    words = vocabulary()
-    tokenizer = make_word_tokenizer(words, max_positions=_MAX_POSITIONS)
+    words, tokenizer = vocabulary(), make_tokenizer()
     return cold_start(
         out_dir,
         model=make_word_model(seed, words, max_positions=_MAX_POSITIONS),
