@@ -130,8 +130,10 @@ class Dialect:
         if self._tokenizer.chat_template is None:
             return  # rows of messages are refused with their own message
         try:
-            fed = self._suffix([{"role": "tool", "name": self._spec.tool_names[0], "content": "found it"}])
-            told = "found" in self._tokenizer.decode(fed)
+            message = {"role": "tool", "name": self._spec.tool_names[0], "content": "found it"}
+            self._suffix([message])
+            asked = {"role": "user", "content": "."}
+            told = "found it" in self._tokenizer.apply_chat_template([asked, message], tokenize=False)
         except Exception as error:  # templates raise errors of many kinds
             raise ConfigError(
                 f"the tokenizer's chat template cannot tell a tool's result ({first_line(error)[:160]}): use a model "
