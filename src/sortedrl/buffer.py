@@ -294,7 +294,8 @@ class Buffer:
         sample.finish_reason = sample.reward = None
         self._wait(sample)
         self.fed[sample.id] = sample
-        sample.segments.append(Segment(self.version, list(tokens), [0.0] * len(tokens), 0.0, True))
+        fed: Any = tokens if isinstance(tokens, bytes) else list(tokens)  # a simulation's tokens are zero bytes
+        sample.segments.append(Segment(self.version, fed, [0.0] * len(tokens), 0.0, True))
         sample.mode, sample.held = RESUME, end
         sample.known_length = max(sample.known_length, end)
 
