@@ -124,7 +124,8 @@ def calls_since(folder: Path, start: int) -> tuple[list[tuple[str, str]], int]:
 
 def storm(folder: Path, kills: int, kind: str, samples: int, seed: int) -> dict[str, Any]:
     rng, totals, place = random.Random(seed), Counter[str](), 0
-    build_parts(make_trainer(folder, kind, samples).config.replaced(task={"name": "tools"})).close()  # imports
+    warm = make_trainer(folder, kind, samples).config.replaced(task={"name": "tools"}, environment={"factory": "none"})
+    build_parts(warm).close()  # imports everything that a child needs
     kept: set[tuple[str, str]] = set()
     resume = False
     while True:

@@ -140,6 +140,7 @@ def plan(
     samples: Annotated[int | None, typer.Option(help="Number of answers; at most 32 updates are simulated.")] = None,
     cap: CapOption = None,
     column: ColumnOption = "length",
+    tools: Annotated[str | None, typer.Option(help="As for simulate; the plan then bounds open trajectories.")] = None,
     candidates: Annotated[int, typer.Option(min=1, help="Number of settings to try.")] = 48,
     seed: SeedOption = 0,
     out: Annotated[Path | None, typer.Option(help="Write the recommendation as a configuration.")] = None,
@@ -170,6 +171,7 @@ def plan(
         column=column,
         candidates=candidates,
         seed=seed,
+        tools=tools,
     )
     columns = (TextColumn("simulating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=err, disable=as_json, transient=True) as progress:
