@@ -502,9 +502,8 @@ def _workload(
     cost = fitted.cost if fitted is not None else None
     if cost is None:
         cost = load_cost("roofline", hardware=question.hardware, model=question.model, **shape)
-    return Workload(trace=trace, cost=cost, seed=question.seed, tools=question.tools, **chosen), [
-        trace.note
-    ] if trace.note else []
+    workload = Workload(trace=trace, cost=cost, seed=question.seed, tools=question.tools, **chosen)
+    return workload, [trace.note] if trace.note else []
 
 
 def _row(point: Point, plan: Plan) -> list[str]:
