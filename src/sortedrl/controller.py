@@ -214,6 +214,8 @@ class Controller:
         num_interrupted = 0 if self.knobs.overlap else self.pause_rollout()
         progress = self.buffer.num_trained / self.settings.total_samples
         samples = tuple(self.buffer.take(chosen))
+        for sample in samples if self.turns is not None else ():
+            self.turns.forget(sample.id)  # type: ignore[union-attr]
         batch = Batch(
             update=self.buffer.num_updates - 1, version=self.buffer.version, samples=samples, progress=progress
         )

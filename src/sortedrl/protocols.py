@@ -66,6 +66,10 @@ class Turns(Protocol):
         """Ignore what the environment of a sample will return, because the sample starts over."""
         ...
 
+    def forget(self, sample: int) -> None:
+        """The sample is trained: its environment is no longer needed."""
+        ...
+
 
 class EvaluationHook(Protocol):
     """An evaluation between two updates, while no training sample runs."""

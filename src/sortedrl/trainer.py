@@ -466,6 +466,9 @@ class SortedTrainer:
         if parts.rewards.errors:
             counts = ", ".join(f"{name} {count}" for name, count in parts.rewards.errors.most_common())
             log.warning("answers that could not be scored, by reward function and kind of error: %s", counts)
+        if parts.environment is not None and parts.environment.runner.errors:
+            counts = ", ".join(f"{name} {count}" for name, count in parts.environment.runner.errors.most_common())
+            log.warning("tool calls that failed and were told to the model, by tool and kind of error: %s", counts)
         if parts.rewards.failure is not None:
             raise parts.rewards.failure
         if self.callbacks is not None and self.callbacks.error is not None:
