@@ -30,7 +30,8 @@ from sortedrl.run.checkpoint_folder import Checkpoints
 from sortedrl.trainer import SortedTrainer
 
 NAMES = ("Ann", "Bob", "Cid", "Dan", "Eve", "Fay")
-LONGEST_S = 3.0  # a process lives at most so long after its first checkpoint
+LONGEST_S = 0.5  # a process lives at most so long after its first checkpoint
+PATIENCE_S = 300.0  # a process that writes no checkpoint within this time hangs
 
 
 class Ring:
@@ -115,6 +116,12 @@ def kept_turns(folder: Path) -> set[tuple[str, str]]:
     return {(key, str(turn)) for key, count in found.items() for turn in range(count)}
 
 
+def newest(folder: Path) -> str:
+    """Name of the newest checkpoint folder, complete or not."""
+    found = sorted(path.name for path in (folder / "storm" / "checkpoints").glob("*") if path.is_dir())
+    return found[-1] if found else ""
+
+
 def calls_since(folder: Path, start: int) -> tuple[list[tuple[str, str]], int]:
     path = folder / "calls"
     data = path.read_bytes()[start:] if path.exists() else b""
@@ -132,9 +139,11 @@ def storm(folder: Path, kills: int, kind: str, samples: int, seed: int) -> dict[
         child = start_child(folder, kind, samples, resume=resume)
         resume = True
         is_last = totals["kills"] >= kills
-        deadline = time.monotonic() + (3600.0 if is_last else rng.uniform(0.2, LONGEST_S))
+        before, deadline = newest(folder), time.monotonic() + (3600.0 if is_last else PATIENCE_S)
         while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline:
-            time.sleep(0.01)
+            if not is_last and newest(folder) != before:  # the run has got on: kill it a little later
+                before, deadline = newest(folder), min(deadline, time.monotonic() + rng.uniform(0, LONGEST_S))
+            time.sleep(0.005)
         if not ended[0]:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
