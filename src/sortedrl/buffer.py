@@ -15,10 +15,21 @@ from dataclasses import asdict
 from typing import Any
 
 from sortedrl.lengths import LengthEstimator
-from sortedrl.records import Cohort, FinishReason, Group, Mode, Sample, Segment, State, Unit, sample_from_dict
+from sortedrl.records import (
+    CallRecord,
+    Cohort,
+    FinishReason,
+    Group,
+    Mode,
+    Sample,
+    Segment,
+    State,
+    Unit,
+    sample_from_dict,
+)
 
 # Module names, because Python 3.11 looks up enum members ten times as slowly, and every sample needs some.
-PENDING, RUNNING, FINISHED, SCORED, TRAINED = State
+PENDING, RUNNING, CALLING, FINISHED, SCORED, TRAINED = State
 FRESH, RESUME = Mode.FRESH, Mode.RESUME
 _COUNTERS = ("version", "num_updates", "num_trained", "num_loaded", "next_cohort")  # saved by `state_dict`
 
@@ -33,18 +44,20 @@ class Buffer:
         self.is_updating = False  # a batch was taken, and its weights are not published yet
         self.num_trained = 0
         self.num_loaded = 0
-        self.num_started = 0  # attempts started since the last batch was taken
+        self.num_started = 0  # attempts started since the last batch was taken, without those that go on after a tool
         self.samples: dict[int, Sample] = {}  # in load order
         self.cohorts: dict[int, Cohort] = {}  # with samples left, oldest first
-        self.pending: dict[int, Sample] = {}  # each sample is in exactly one of these four
+        self.pending: dict[int, Sample] = {}  # each sample is in exactly one of these five
         self.running: dict[int, Sample] = {}
+        self.calling: dict[int, Sample] = {}
         self.finished: dict[int, Sample] = {}
         self.scored: dict[int, Sample] = {}
-        held = (self.pending, self.running, self.finished, self.scored)
+        held = (self.pending, self.running, self.calling, self.finished, self.scored)
         self.in_state: dict[State, dict[int, Sample]] = dict(zip(State, held, strict=False))  # in the order of states
         self.unstarted: dict[int, Sample] = {}  # pending samples that never ran, in load order
         self.waiting: dict[int, Sample] = {}  # pending samples that ran before, with or without tokens
         self.unverified: dict[int, Sample] = {}  # of these, complete answers that a replay must verify
+        self.fed: dict[int, Sample] = {}  # of these, those that came back from their environment, first come first
         self.groups: dict[tuple[int, str], Group] = {}  # siblings, if they are trained together
         self._ready_groups: dict[tuple[int, str], Group] = {}
         # Groups (or single samples) that could be trained now, and how many samples they hold.
@@ -63,7 +76,7 @@ class Buffer:
     @property
     def num_in_work(self) -> int:
         """Samples that are not scored yet."""
-        return len(self.pending) + len(self.running) + len(self.finished)
+        return len(self.pending) + len(self.running) + len(self.calling) + len(self.finished)
 
     def num_counted(self, flat_extra: int) -> int:
         """The number of ready samples that count towards the size of an update batch.
@@ -83,6 +96,12 @@ class Buffer:
         groups = {sample.group: self.groups[sample.group] for sample in self.finished.values()}
         complete = (FINISHED, SCORED)
         return sum(len(group.samples) for group in groups.values() if all(s.state in complete for s in group.samples))
+
+    @property
+    def num_open(self) -> int:
+        """Trajectories that are begun and not complete: in a slot, with their environment, or waiting with tokens."""
+        waiting = sum(1 for s in self.waiting.values() if s.segments and s.finish_reason is None)
+        return len(self.running) + len(self.calling) + waiting
 
     def group_of(self, sample: Sample) -> Unit:
         """The unit that is trained with a sample: the group of its siblings, or the sample alone."""
@@ -145,9 +164,10 @@ class Buffer:
         else:
             del self.waiting[number]
             self.unverified.pop(number, None)
+        is_next_turn = self.fed.pop(number, None) is not None
         sample.attempt += 1
         self.attempt_version[number] = self.version
-        self.num_started += 1
+        self.num_started += not is_next_turn
 
     def find(self, sample_id: int, attempt: int) -> Sample | None:
         """The running sample of an event, or None if that attempt is over."""
@@ -218,12 +238,22 @@ class Buffer:
             sample.known_length = end
 
     def finish(self, sample: Sample, reason: FinishReason) -> None:
-        """RUNNING -> FINISHED."""
+        """RUNNING -> FINISHED; also CALLING -> FINISHED, if the trajectory ends with its last call."""
         number = sample.id
-        found = self.running.pop(number, None)
+        found = (self.calling if sample.state is CALLING else self.running).pop(number, None)
         assert found is sample, f"sample {number} cannot finish while {sample.state}"
         sample.state, sample.finish_reason, self.finished[number] = FINISHED, reason, sample
-        del self.attempt_version[number]
+        self.attempt_version.pop(number, None)
+
+    def call(self, sample: Sample, num_calls: int) -> None:
+        """FINISHED -> CALLING: the turn that ended calls tools."""
+        assert sample.state is FINISHED, f"sample {sample.id} cannot call tools while {sample.state}"
+        assert sample.finish_reason == FinishReason.STOP, f"sample {sample.id} calls tools after {sample.finish_reason}"
+        self._move(sample, CALLING, self.finished, self.calling)
+        sample.finish_reason = sample.reward = None
+
+    def record_calls(self, sample: Sample, turn: int, calls: Sequence[CallRecord]) -> None:
+        """Note the calls of a turn. A buffer in memory keeps nothing of them."""
 
     def interrupt(self, sample: Sample) -> None:
         """RUNNING -> PENDING; the tokens stay until `requeue` decides about them."""
@@ -243,24 +273,29 @@ class Buffer:
 
     def give_up(self, sample: Sample) -> int:
         """RUNNING -> FINISHED with an empty answer, after too many failures; returns the number of discarded tokens."""
+        assert sample.state is RUNNING, f"sample {sample.id} cannot be given up while {sample.state}"
         Buffer.finish(self, sample, FinishReason.FAILED)
         sample.num_failures += 1
         sample.reward = None
         return sample.clear()
 
     def feed(self, sample: Sample, tokens: Sequence[int]) -> None:
-        """FINISHED -> PENDING: a turn ended. Inject `tokens`, such as a tool's output; then the answer continues.
+        """CALLING or FINISHED -> PENDING: a turn ended. Inject `tokens`, such as a tool's output; the answer continues.
 
         Injected tokens are masked and count against the budget. They must leave room for at least one more token.
         """
         end = sample.num_tokens + len(tokens)
         assert tokens, f"sample {sample.id} is fed nothing"
-        assert sample.finish_reason == FinishReason.STOP, f"sample {sample.id} is fed after {sample.finish_reason}"
+        assert sample.state in (CALLING, FINISHED), f"sample {sample.id} cannot be fed while {sample.state}"
+        is_over = sample.state is not CALLING and sample.finish_reason != FinishReason.STOP
+        assert not is_over, f"sample {sample.id} is fed after {sample.finish_reason}"
         assert end < sample.budget, f"sample {sample.id} is fed beyond its budget of {sample.budget}"
-        self._move(sample, PENDING, self.finished, self.pending)
+        self._move(sample, PENDING, self.calling if sample.state is CALLING else self.finished, self.pending)
         sample.finish_reason = sample.reward = None
         self._wait(sample)
-        sample.segments.append(Segment(self.version, list(tokens), [0.0] * len(tokens), 0.0, True))
+        self.fed[sample.id] = sample
+        fed: Any = tokens if isinstance(tokens, bytes) else list(tokens)  # a simulation's tokens are zero bytes
+        sample.segments.append(Segment(self.version, fed, [0.0] * len(tokens), 0.0, True))
         sample.mode, sample.held = RESUME, end
         sample.known_length = max(sample.known_length, end)
 
@@ -286,12 +321,14 @@ class Buffer:
     def requeue(self, sample: Sample, mode: Mode) -> int:
         """PENDING, FINISHED or SCORED -> PENDING, to continue as `mode`; returns the number of discarded tokens.
 
-        A complete answer keeps its reward, in case a replay changes none of its tokens.
+        A sample that is CALLING can only start over. A complete answer keeps its reward, in case a replay changes none
+        of its tokens.
         """
         if sample.state is SCORED:
             self._unready(sample)
         if sample.state != PENDING:
-            assert sample.state in (FINISHED, SCORED), f"sample {sample.id} cannot go back from {sample.state}"
+            is_allowed = sample.state in (FINISHED, SCORED) or (sample.state is CALLING and mode == FRESH)
+            assert is_allowed, f"sample {sample.id} cannot go back from {sample.state}"
             self._move(sample, PENDING, self.in_state[sample.state], self.pending)
         sample.mode = mode
         if mode == FRESH:
@@ -299,6 +336,7 @@ class Buffer:
         self._wait(sample)
         if mode != FRESH:
             return 0
+        self.fed.pop(sample.id, None)
         sample.num_restarts += 1
         return sample.clear()
 

@@ -4,11 +4,11 @@
                      ^                                     |
                      +---- requeue <-- publish <-- learner <-- harvest
 
-It asks the schedule what to do, and it alone changes the buffer, the engine and the learner. It runs in one thread and
-waits in three places: in `engine.poll` while samples run, in `scorer.poll` when only scores are missing, and for the
-result of an update. (An engine in another process also makes it wait for the answer to a call.) With `overlap` it waits
-for the update only when there is nothing else to do. All times come from the clock that is passed in, so a simulation
-runs this same code on virtual time.
+It asks the schedule what to do, and it alone changes the buffer (with `turns`, its part for tools), the engine and the
+learner. It runs in one thread and waits in three places: in `engine.poll` while samples run, in `scorer.poll` or
+`turns.collect` when only scores or tools are missing, and for the result of an update. (An engine in another process
+also makes it wait for the answer to a call.) With `overlap` it waits for the update only when there is nothing else to
+do. All times come from the clock that is passed in, so a simulation runs this same code on virtual time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sortedrl.engine import base as engine_events
 from sortedrl.engine.base import Engine, InFlight, Request, Sampling, SleepingEngine, Span
 from sortedrl.errors import EngineError
 from sortedrl.learner.base import Learner, Update, UpdateResult
-from sortedrl.protocols import CheckpointHook, EvaluationHook, Score, Scorer
+from sortedrl.protocols import CheckpointHook, EvaluationHook, Score, Scorer, Turns
 from sortedrl.records import Batch, FinishReason, Mode, Sample, Segment, State, restart_seed
 from sortedrl.schedule import Fate, Knobs, RestartNoise, Schedule, is_provisional
 from sortedrl.telemetry import events
@@ -33,11 +33,13 @@ from sortedrl.telemetry.batch_event import EngineAccount, batch_taken
 from sortedrl.telemetry.events import Emit
 
 IDLE_POLL_S = 0.05  # longest wait for one source of news while another one may have some
+TOOL_POLL_S = 0.005  # longest wait for the engine while a tool may return and a slot is free
 STOP_POLL_S = 0.5  # longest wait before a request to stop is noticed
 MIN_TOLD_WAIT_S = 1e-4  # shorter waits for scores are not worth an event
 MAX_FAILED_UPDATES = 3  # updates in a row without one good answer before the run stops
 # Module names, because Python 3.11 looks up enum members slowly.
-FRESH, FAILED, FINISHED = Mode.FRESH, FinishReason.FAILED, State.FINISHED
+FRESH, FAILED, STOP, FINISHED = Mode.FRESH, FinishReason.FAILED, FinishReason.STOP, State.FINISHED
+CALLING = State.CALLING
 _SAVED = ("began", "update_s", "publish_s", "save_s", "num_failed_updates")  # the loop's own state in a checkpoint
 
 
@@ -57,6 +59,7 @@ class LoopParts:
     checkpoints: CheckpointHook | None = None
     schedule: Schedule = sorted_schedule
     on_update: Callable[[UpdateResult], None] | None = None
+    turns: Turns | None = None
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -95,6 +98,7 @@ class Controller:
         self.buffer = buffer
         self.engine, self.learner, self.scorer = parts.engine, parts.learner, parts.scorer
         self.load_samples, self.schedule = parts.load_samples, parts.schedule
+        self.turns = parts.turns
         self.evaluation, self.checkpoints, self.on_update = parts.evaluation, parts.checkpoints, parts.on_update
         assert not (settings.colocated and settings.knobs.overlap), "a sleeping engine cannot decode during updates"
         self.settings = settings
@@ -124,6 +128,8 @@ class Controller:
         self.account = EngineAccount(self.engine)
         for sample in self.buffer.finished.values():
             self.ask_score(sample)  # a restored buffer may hold answers that no scorer works on
+        if self.turns is not None:
+            self.turns.resume()
         while self.has_data or self.buffer.samples or self.update is not None:
             self.load()
             self.admit()
@@ -200,6 +206,8 @@ class Controller:
         buffer = self.buffer
         if buffer.running:
             self.apply_events(self.engine.poll(self.poll_timeout()))
+        if self.turns is not None and self.turns.num_calling:
+            self.collect_turns(self.turns)
         while True:
             scores = self.poll_scores(self.score_timeout())
             for score in scores:
@@ -217,6 +225,8 @@ class Controller:
         num_interrupted = 0 if self.knobs.overlap else self.pause_rollout()
         progress = self.buffer.num_trained / self.settings.total_samples
         samples = tuple(self.buffer.take(chosen))
+        for sample in samples if self.turns is not None else ():
+            self.turns.forget(sample.id)  # type: ignore[union-attr]
         batch = Batch(
             update=self.buffer.num_updates - 1, version=self.buffer.version, samples=samples, progress=progress
         )
@@ -234,7 +244,7 @@ class Controller:
 
     def settle(self) -> None:
         """When the update is done: publish its weights and decide how waiting samples continue."""
-        if self.update is None or (self.knobs.overlap and self.buffer.num_running and not self.update.done()):
+        if self.update is None or (self.knobs.overlap and self.is_rolling_out and not self.update.done()):
             return
         result = self.update.result()
         self.update = None
@@ -263,6 +273,8 @@ class Controller:
         if self.buffer.num_running and (is_evaluation or is_checkpoint):
             self.apply_events(self.engine.interrupt())
         for sample, fate in self.schedule.decide_fates(self.buffer, self.knobs):
+            if self.turns is not None and sample.state is CALLING:
+                self.turns.drop(sample)
             discarded = self.buffer.requeue(sample, fate.mode)
             self.emit(events.SampleRequeued(self.clock.now(), sample.id, fate, discarded))
         if evaluation is not None and is_evaluation:
@@ -278,7 +290,27 @@ class Controller:
         """How long the engine may work before the loop looks for other news: the end of an update, or scores."""
         if self.update is not None:
             return self.settings.update_poll_s
+        if self.buffer.calling and self.buffer.num_running < self.slots:
+            return TOOL_POLL_S
         return IDLE_POLL_S if self.buffer.finished else STOP_POLL_S
+
+    # ---- tools ------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_rolling_out(self) -> bool:
+        """Whether a slot or an environment works, so that an update need not be waited for."""
+        return bool(self.buffer.running or self.buffer.calling)
+
+    def collect_turns(self, turns: Turns) -> None:
+        """Take what environments returned; wait for it if nothing else is under way."""
+        idle = not (self.buffer.running or self.buffer.finished)
+        if idle and self.update is not None:
+            timeout = self.settings.update_poll_s
+        else:
+            timeout = IDLE_POLL_S if idle else 0.0
+        for sample in turns.collect(timeout):
+            self.score_finished(sample, is_same=False)
+            self.last_finish = self.clock.now()
 
     # ---- scores -----------------------------------------------------------------------------------------------------
 
@@ -330,7 +362,7 @@ class Controller:
         A batch that lacks only scores waits a short time for them. So quick rewards never depend on timing, and slow
         ones cost each answer at most `score_grace_s`.
         """
-        idle = 0.0 if self.buffer.running or self.update else IDLE_POLL_S
+        idle = 0.0 if self.is_rolling_out or self.update else IDLE_POLL_S
         if not self.lacks_only_scores():
             return idle
         return max(idle, self.last_finish + self.settings.score_grace_s - self.clock.now())
@@ -407,11 +439,15 @@ class Controller:
                 case engine_events.Finished():  # first, because it is the most frequent in a simulation
                     if event.segments:
                         extend(sample, event.segments, start=event.start)
+                    reason = sample.finish_reason or event.reason
                     is_same = sample.finish_reason is not None  # a replay has changed no token
                     must_verify = is_late and is_provisional(buffer, self.knobs, sample, buffer.version)
-                    finish(sample, event.reason)
+                    finish(sample, reason)
                     if follows:
-                        self.tell_end(sample, event.reason, now)
+                        self.tell_end(sample, reason, now)
+                    is_turn = self.turns is not None and reason is STOP and not is_same
+                    if is_turn and self.turns.take(sample, must_verify=must_verify):  # type: ignore[union-attr]
+                        continue
                     self.score_finished(sample, is_same=is_same)
                     self.last_finish = now
                     if must_verify:

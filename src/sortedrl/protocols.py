@@ -36,6 +36,41 @@ class Scorer(Protocol):
     def poll(self, timeout: float) -> Sequence[Score]: ...
 
 
+class Turns(Protocol):
+    """Gives turns that end with tool calls to their environments, and feeds what these return (`environment/loop.py`).
+
+    It changes the buffer by itself. A run without tools has none.
+    """
+
+    @property
+    def num_calling(self) -> int:
+        """Samples whose environments work."""
+        ...
+
+    def resume(self) -> None:
+        """Give the turns of a restored buffer to their environments again."""
+        ...
+
+    def take(self, sample: Sample, *, must_verify: bool = False) -> bool:
+        """Give a turn that just ended to its environment; False if the answer is complete and needs a score.
+
+        `must_verify`: a replay must check its tokens before they can be trained.
+        """
+        ...
+
+    def collect(self, timeout: float) -> Sequence[Sample]:
+        """Feed what has returned, waiting up to `timeout` for the first; returns samples that are complete by it."""
+        ...
+
+    def drop(self, sample: Sample) -> None:
+        """Ignore what the environment of a sample will return, because the sample starts over."""
+        ...
+
+    def forget(self, sample: int) -> None:
+        """The sample is trained: its environment is no longer needed."""
+        ...
+
+
 class EvaluationHook(Protocol):
     """An evaluation between two updates, while no training sample runs."""
 

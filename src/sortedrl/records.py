@@ -21,6 +21,7 @@ class State(StrEnum):
 
     PENDING = "pending"  # waits for a slot; may hold tokens of an interrupted attempt
     RUNNING = "running"  # holds a slot
+    CALLING = "calling"  # a turn ended, and its environment works on the tool calls; holds no slot
     FINISHED = "finished"  # the answer is complete, its reward is not known yet
     SCORED = "scored"  # can be trained, once its siblings can
     TRAINED = "trained"  # final
@@ -96,6 +97,20 @@ class Segment:
         return parts
 
 
+@dataclass(slots=True, kw_only=True, frozen=True)
+class CallRecord:
+    """A tool call and what is known of its result, for the ledger."""
+
+    tool: str
+    arguments: str  # JSON
+    digest: str  # of the text that was fed
+    num_chars: int  # of that text
+    error: str  # empty, or the kind of failure
+    seconds: float
+    is_repeated: bool = False  # made again to bring a state back; nothing was fed
+    state: str | None = None  # the environment's snapshot after the turn as JSON, with its last call
+
+
 @dataclass(slots=True)
 class Sample:
     """One answer to a prompt, from loading to training."""
@@ -168,6 +183,12 @@ class Sample:
     @property
     def num_sampled(self) -> int:
         return sum(len(segment.tokens) for segment in self.segments if not segment.is_masked)
+
+    @property
+    def num_turns(self) -> int:
+        """Number of turns that were fed a result: the runs of masked tokens."""
+        flags = [segment.is_masked for segment in self.segments]
+        return sum(is_masked and not (place and flags[place - 1]) for place, is_masked in enumerate(flags))
 
     def masked(self, start: int, stop: int) -> list[range]:
         """Ranges of masked tokens between two positions, relative to `start`."""

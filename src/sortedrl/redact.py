@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from sortedrl.reward.caller import looks_secret
+from sortedrl.reward.process import looks_secret
 from sortedrl.reward.worker import printable
 
 REDACTED = "<redacted>"

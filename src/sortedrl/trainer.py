@@ -20,9 +20,10 @@ from rich.markup import escape
 
 from sortedrl.clock import WallClock
 from sortedrl.config import SortedConfig
-from sortedrl.config.plug_points import ADVANTAGE, ALGORITHM, ENGINE, TASK, TRACKER
+from sortedrl.config.plug_points import ADVANTAGE, ALGORITHM, ENGINE, ENVIRONMENT, TASK, TRACKER
 from sortedrl.config.trl_args import from_trl, is_trl_args
 from sortedrl.engine.base import EngineStats
+from sortedrl.environment.scorer import no_reward
 from sortedrl.errors import ConfigError, RunDirError, SortedRLError
 from sortedrl.ledger.atomic_file import atomic_file
 from sortedrl.ledger.run_lock import RunLock
@@ -66,6 +67,8 @@ class SortedTrainer:
     `callbacks` are transformers' `TrainerCallback`s. `peft_config` is one of peft's, to train adapters in place of all
     weights. Every event of the run also goes to each of `sinks`.
 
+    `environment_factory` is a class of environments with tools, as TRL takes it (docs/guides/tools.md).
+
     `engine`, `algorithm`, `advantage`, `strategy`, `task` and `trackers` are objects of your own, or names as in the
     configuration; they replace the configured ones (docs/reference/plug_points.md). A run with such an object can be
     resumed from Python only, with the object given again.
@@ -88,6 +91,7 @@ class SortedTrainer:
         strategy: Any = None,
         task: Any = None,
         trackers: Sequence[Any] | None = None,
+        environment_factory: Any = None,
         sinks: Sequence[Sink] = (),
         console: Console | None = None,
         quiet: bool = False,
@@ -105,6 +109,7 @@ class SortedTrainer:
             ADVANTAGE: advantage,
             TASK: task,
             TRACKER: None if trackers is None else tuple(trackers),
+            ENVIRONMENT: environment_factory,
         }
         config = config if strategy is None else config.with_strategy(strategy)
         self.config = config = config.with_objects(
@@ -112,6 +117,8 @@ class SortedTrainer:
         )
         self.model = model
         self.tokenizer = processing_class
+        if reward_funcs is None and train_dataset is not None and environment_factory is not None:
+            reward_funcs = no_reward  # the environment gives the reward
         self.task = _dataset_task(reward_funcs, train_dataset, eval_dataset)
         self.sinks = sinks
         self.console = console or Console(stderr=True)
@@ -460,6 +467,9 @@ class SortedTrainer:
         if parts.rewards.errors:
             counts = ", ".join(f"{name} {count}" for name, count in parts.rewards.errors.most_common())
             log.warning("answers that could not be scored, by reward function and kind of error: %s", counts)
+        if parts.environment is not None and parts.environment.runner.errors:
+            counts = ", ".join(f"{name} {count}" for name, count in parts.environment.runner.errors.most_common())
+            log.warning("tool calls that failed and were told to the model, by tool and kind of error: %s", counts)
         if parts.rewards.failure is not None:
             raise parts.rewards.failure
         if self.callbacks is not None and self.callbacks.error is not None:

@@ -24,6 +24,7 @@ def run(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: str) -> None:
         ("quickstart.py", "engine steps"),
         ("own_reward.py", "over 64 samples"),
         ("own_dataset/train.py", "held-out reward"),
+        ("own_tools.py", "lost: 0"),
         pytest.param(
             "lora.py",
             "adapters:",

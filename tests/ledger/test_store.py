@@ -175,6 +175,7 @@ def test_what_is_read_back(tmp_path: Path) -> None:
     assert {state: list(held) for state, held in restored.in_state.items()} == {
         State.PENDING: [3, 4, 5],
         State.RUNNING: [],
+        State.CALLING: [],
         State.FINISHED: [],
         State.SCORED: [2],
     }
@@ -601,10 +602,26 @@ def edit(path: Path, *statements: str) -> None:
     connection.close()
 
 
+def test_a_ledger_of_the_first_schema_version_is_read_and_upgraded(tmp_path: Path) -> None:
+    path, _ = closed_ledger(tmp_path)
+    edit(path, "DROP TABLE calls")
+    edit(path, "UPDATE meta SET value = '1' WHERE key = 'schema_version'")
+    with Ledger(path) as ledger:
+        before = verify(ledger)
+        assert (before.violations, ledger.has_calls, ledger.seq) == ([], False, before.counts["rows"])
+    store = Store.open(path)
+    restored = store.restore().state_dict()
+    store.begin_lineage()
+    store.close()
+    with Ledger(path) as ledger:
+        assert (verify(ledger).violations, ledger.has_calls, ledger.meta["schema_version"]) == ([], True, "2")
+    assert restored["num_loaded"] == before.counts["samples"]
+
+
 def test_another_schema_version_is_refused(tmp_path: Path) -> None:
     path, _ = closed_ledger(tmp_path)
-    edit(path, "UPDATE meta SET value = '2' WHERE key = 'schema_version'")
-    with pytest.raises(LedgerError, match="schema version 2, this sortedrl knows 1"):
+    edit(path, "UPDATE meta SET value = '3' WHERE key = 'schema_version'")
+    with pytest.raises(LedgerError, match="schema version 3, this sortedrl knows 2"):
         Store.open(path)
 
 

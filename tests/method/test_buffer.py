@@ -44,6 +44,10 @@ def write(
 
 def bring(buffer: Buffer, sample: Sample, state: State, tokens: list[int] | None = None) -> None:
     """Bring a sample into a state by the shortest way."""
+    if state == State.CALLING:
+        bring(buffer, sample, State.FINISHED, tokens)
+        buffer.call(sample, 1)
+        return
     path = [State.PENDING, State.RUNNING, State.FINISHED, State.SCORED, State.TRAINED]
     steps: list[Callable[[], object]] = [
         lambda: (buffer.start(sample), write(buffer, sample, tokens or [4, 5, 6])),
@@ -62,6 +66,8 @@ VERBS: dict[str, Callable[[Buffer, Sample], object]] = {
     "answer complete": lambda buffer, sample: buffer.finish(sample, FinishReason.LENGTH),
     "interrupted": lambda buffer, sample: buffer.interrupt(sample),
     "attempt failed": lambda buffer, sample: buffer.fail(sample),
+    "tools called": lambda buffer, sample: buffer.call(sample, 1),
+    "fed": lambda buffer, sample: buffer.feed(sample, [9]),
     "failed too often": lambda buffer, sample: buffer.give_up(sample),
     "in a batch": lambda buffer, sample: buffer.take([sample]),
     "fate resume": lambda buffer, sample: buffer.requeue(sample, Mode.RESUME),
@@ -71,15 +77,18 @@ VERBS: dict[str, Callable[[Buffer, Sample], object]] = {
 ALLOWED: dict[str, dict[State, State]] = {
     "admitted": {State.PENDING: State.RUNNING},
     "tokens arrive": {State.RUNNING: State.RUNNING},
-    "answer complete": {State.RUNNING: State.FINISHED},
+    "answer complete": {State.RUNNING: State.FINISHED, State.CALLING: State.FINISHED},
+    "tools called": {State.FINISHED: State.CALLING},
+    "fed": {State.FINISHED: State.PENDING, State.CALLING: State.PENDING},
     "interrupted": {State.RUNNING: State.PENDING},
     "attempt failed": {State.RUNNING: State.PENDING},
     "failed too often": {State.RUNNING: State.FINISHED},
     "in a batch": {State.SCORED: State.TRAINED},
     **{
         fate: dict.fromkeys((State.PENDING, State.FINISHED, State.SCORED), State.PENDING)
-        for fate in ("fate resume", "fate replay", "fate restart")
+        for fate in ("fate resume", "fate replay")
     },
+    "fate restart": dict.fromkeys((State.PENDING, State.CALLING, State.FINISHED, State.SCORED), State.PENDING),
 }
 
 
@@ -339,7 +348,7 @@ def test_without_groups_each_sample_is_ready_by_itself() -> None:
     assert buffer.num_ready == 1
     bring(buffer, samples[1], State.FINISHED)
     assert buffer.num_ready_soon == 1
-    assert buffer.counts() == {"pending": 0, "running": 0, "finished": 1, "scored": 1, "trained": 0}
+    assert buffer.counts() == {"pending": 0, "running": 0, "calling": 0, "finished": 1, "scored": 1, "trained": 0}
 
 
 def test_expected_length_learns_from_siblings_and_earlier_epochs() -> None:

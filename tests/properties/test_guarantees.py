@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sortedrl.engine.base import Request
 from sortedrl.errors import ConfigError
 from sortedrl.records import FinishReason, Sample
-from sortedrl.schedule import Admission, Fate, HarvestRule, Order, Strategy, resolve_knobs
+from sortedrl.schedule import Admission, Fate, HarvestRule, Knobs, Order, Strategy, resolve_knobs
 from sortedrl.telemetry import events
 from tests.support.scripted_runs import ScriptedPolicy, ScriptedRun, scripted_run, uniform
 
@@ -24,8 +24,9 @@ MORE = settings(MANY, max_examples=1000)
 
 
 @st.composite
-def runs(draw: st.DrawFn, strategy: Strategy, exact: bool = False) -> ScriptedRun:
-    siblings = draw(st.sampled_from([1, 1, 2, 3]))
+def drawn_knobs(
+    draw: st.DrawFn, strategy: Strategy, siblings: int, *, exact: bool = False, open_trajectories: int | None = None
+) -> Knobs:
     update_batch = siblings * draw(st.integers(1, 4))
     explicit = {
         "cohort_batches": draw(st.sampled_from([None, 1, 2, 3])),
@@ -44,10 +45,17 @@ def runs(draw: st.DrawFn, strategy: Strategy, exact: bool = False) -> ScriptedRu
     explicit["max_unverified"] = draw(st.sampled_from([None, 1, 2, "none", "none"]))
     if exact:
         explicit["exact_batch"] = True
+    explicit["open_trajectories"] = open_trajectories
     try:
-        knobs = resolve_knobs(strategy, update_batch, **explicit)
+        return resolve_knobs(strategy, update_batch, **explicit)
     except ConfigError:
-        knobs = resolve_knobs(strategy, update_batch, **{**explicit, "on_bound": "restart"})
+        return resolve_knobs(strategy, update_batch, **{**explicit, "on_bound": "restart"})
+
+
+@st.composite
+def runs(draw: st.DrawFn, strategy: Strategy, exact: bool = False) -> ScriptedRun:
+    siblings = draw(st.sampled_from([1, 1, 2, 3]))
+    knobs: Knobs = draw(drawn_knobs(strategy, siblings, exact=exact))
     failure_rate, seed = draw(st.sampled_from([0.0, 0.0, 0.2])), draw(st.integers(0, 10**6))
 
     def fails(request: Request) -> int | None:

@@ -22,9 +22,10 @@ import psutil
 import pytest
 
 from sortedrl.errors import RewardError
-from sortedrl.reward.caller import clean_environment, find_function
+from sortedrl.reward.caller import find_function
 from sortedrl.reward.output import WorkerOutput
 from sortedrl.reward.pool import RewardPool, RewardScore
+from sortedrl.reward.process import clean_environment
 from sortedrl.reward.worker import CallFailed, FailureKind, call_reward, printable, serve
 
 # What a user's module of reward functions may hold; most behave by what the answer says.

@@ -367,4 +367,4 @@ def test_import_object_walks_to_nested_names() -> None:
 
 
 def test_every_point_has_its_own_group_and_argument() -> None:
-    assert len({point.group for point in POINTS}) == len({point.argument for point in POINTS}) == len(POINTS) == 6
+    assert len({point.group for point in POINTS}) == len({point.argument for point in POINTS}) == len(POINTS) == 7

@@ -13,6 +13,7 @@ from sortedrl.clock import VirtualClock
 from sortedrl.controller import Controller, LoopParts, LoopSettings
 from sortedrl.engine.base import Request, Sampling
 from sortedrl.engine.sim.engine import SimEngine
+from sortedrl.protocols import Turns
 from sortedrl.records import Batch, Prompt, Sample, sample_seed
 from sortedrl.schedule import Knobs
 from sortedrl.simulate.run import SimUpdate
@@ -139,6 +140,7 @@ def scripted_run(
     run_seed: int = 0,
     seed_of: Callable[[int], int] | None = None,
     fails: Callable[[Request], int | None] = lambda request: None,
+    make_turns: Callable[[Buffer, VirtualClock, Callable[[Event], None]], Turns] | None = None,
     **settings: Any,
 ) -> ScriptedRun:
     """Build a run of `num_samples`; `siblings` of them share a prompt. `settings` are further `LoopSettings`."""
@@ -160,9 +162,12 @@ def scripted_run(
             )
         return samples
 
+    buffer = Buffer(grouped=grouped)
+    turns = None if make_turns is None else make_turns(buffer, clock, events.append)
+    scorer = DelayedScorer(lag=score_lag)
     controller = Controller(
-        Buffer(grouped=grouped),
-        LoopParts(engine=engine, learner=learner, scorer=DelayedScorer(lag=score_lag), load_samples=load_samples),
+        buffer,
+        LoopParts(engine=engine, learner=learner, scorer=scorer, load_samples=load_samples, turns=turns),
         LoopSettings(knobs=knobs, total_samples=num_samples, sampling=Sampling(), **settings),
         clock=clock,
         emit=events.append,

@@ -1,4 +1,4 @@
-"""The command `sft`: supervised fine-tuning, and rebuilding the embedded model knights-tiny."""
+"""The command `sft`: supervised fine-tuning, and rebuilding the embedded models knights-tiny and tools-tiny."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def sft(
         typer.Argument(
             metavar="CONFIG|OUT",
             help="Configuration to fine-tune as: a shipped name or a file that ends in .toml. Or a folder to rebuild "
-            "knights-tiny in.",
+            "an embedded model in.",
             autocompletion=complete_config,
         ),
     ],
@@ -35,8 +35,11 @@ def sft(
         Path | None, typer.Option(help="Folder for the fine-tuned model. Default: sft in the run directory.")
     ] = None,
     rebuild_tiny: Annotated[
-        bool, typer.Option("--rebuild-tiny", help="Rebuild knights-tiny even if OUT names a configuration.")
+        bool, typer.Option("--rebuild-tiny", help="Rebuild an embedded model even if OUT names a configuration.")
     ] = False,
+    model: Annotated[
+        str, typer.Option(help="Embedded model to rebuild in OUT: knights-tiny or tools-tiny.")
+    ] = "knights-tiny",
     seed: Annotated[int | None, typer.Option(help="Seed. Default: that of CONFIG, or 0.")] = None,
     steps: Annotated[
         int | None, typer.Option(min=1, help="Number of batches. Default: that of CONFIG, or of the shipped model.")
@@ -57,7 +60,9 @@ def sft(
         )
     if seed is not None:
         SortedConfig(run={"seed": seed})  # refuses a seed that is out of range
-    _rebuild_tiny(target, seed or 0, steps, as_json)
+    if model not in ("knights-tiny", "tools-tiny"):
+        raise ConfigError(f"--model {model!r:.80} is not an embedded model: choose knights-tiny or tools-tiny")
+    _rebuild_tiny(target, model, seed or 0, steps, as_json)
 
 
 def _fine_tune(config: SortedConfig, out: Path | None, as_json: bool) -> None:
@@ -75,10 +80,13 @@ def _fine_tune(config: SortedConfig, out: Path | None, as_json: bool) -> None:
     _print_result(folder, result, as_json)
 
 
-def _rebuild_tiny(folder: Path, seed: int, steps: int | None, as_json: bool) -> None:
+def _rebuild_tiny(folder: Path, model: str, seed: int, steps: int | None, as_json: bool) -> None:
     import torch
 
-    from sortedrl.tasks.tiny import STEPS, rebuild
+    if model == "tools-tiny":
+        from sortedrl.tasks.tools_model import STEPS, rebuild
+    else:
+        from sortedrl.tasks.tiny import STEPS, rebuild
 
     torch.set_num_threads(1)
     with _progress_bar(as_json) as progress:

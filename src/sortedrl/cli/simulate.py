@@ -62,6 +62,12 @@ def simulate(
     drafts: Annotated[
         float, typer.Option(min=1, help="Tokens that a pass with 7 draft tokens gives; for roofline. 1: no drafts.")
     ] = 1.0,
+    tools: Annotated[
+        str | None, typer.Option(help="Turns in tools: mean number x mean seconds, as in '3 x 20'. Default: none.")
+    ] = None,
+    open_trajectories: Annotated[
+        str | None, typer.Option(help="Most trajectories begun and not complete; slots: as if tools held their slots.")
+    ] = None,
     html: Annotated[Path | None, typer.Option(help="Write an HTML page that shows the slots in use over time.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -70,6 +76,7 @@ def simulate(
 
     knobs = {"cohort_batches": cohort_batches, "admission": admission, "restart_noise": restart_noise}
     given = {"lookahead": lookahead, "max_staleness": max_staleness, "max_unverified": max_unverified}
+    given["open_trajectories"] = str(slots) if open_trajectories == "slots" else open_trajectories
     bounds = {name: _parse_bound(text) for name, text in given.items()}
     question = SimulationQuestion(
         trace=trace,
@@ -92,6 +99,7 @@ def simulate(
         cap=cap,
         column=column,
         draft_tokens=drafts,
+        tools=tools,
     )
     answer = compare_strategies(question, page=html)
     for note in answer.notes:
@@ -132,6 +140,7 @@ def plan(
     samples: Annotated[int | None, typer.Option(help="Number of answers; at most 32 updates are simulated.")] = None,
     cap: CapOption = None,
     column: ColumnOption = "length",
+    tools: Annotated[str | None, typer.Option(help="As for simulate; the plan then bounds open trajectories.")] = None,
     candidates: Annotated[int, typer.Option(min=1, help="Number of settings to try.")] = 48,
     seed: SeedOption = 0,
     out: Annotated[Path | None, typer.Option(help="Write the recommendation as a configuration.")] = None,
@@ -172,6 +181,7 @@ def plan(
         column=column,
         candidates=candidates,
         seed=seed,
+        tools=tools,
     )
     columns = (TextColumn("simulating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=err, disable=as_json, transient=True) as progress:

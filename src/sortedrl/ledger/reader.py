@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from sortedrl.errors import LedgerError
-from sortedrl.ledger.schema import APPLICATION_ID, BUSY_S, FIRST_NOISE, JOURNAL, SCHEMA_VERSION
+from sortedrl.ledger.schema import APPLICATION_ID, BUSY_S, FIRST_NOISE, JOURNAL, READABLE, SCHEMA_VERSION
 from sortedrl.records import State
 
 FILE_NAME = "ledger.sqlite"
@@ -32,6 +32,7 @@ STATE_AFTER: Mapping[str, State] = {
     "interrupt": State.PENDING,
     "fail": State.PENDING,
     "give-up": State.FINISHED,
+    "call": State.CALLING,
     "feed": State.PENDING,
     "score": State.SCORED,
     "requeue": State.PENDING,
@@ -186,9 +187,15 @@ class Ledger:
         return self.meta.get("noise", FIRST_NOISE)
 
     @property
+    def has_calls(self) -> bool:
+        """Whether the file has a table of tool calls; older ones have none."""
+        return self.meta.get("schema_version") != "1"
+
+    @property
     def seq(self) -> int:
         """Number of the last row."""
-        return max(self.one(f"SELECT coalesce(max(seq), 0) FROM {table}") for table in JOURNAL)  # noqa: S608  # ours
+        tables = [table for table in JOURNAL if table != "calls" or self.has_calls]
+        return max(self.one(f"SELECT coalesce(max(seq), 0) FROM {table}") for table in tables)  # noqa: S608  # ours
 
     @property
     def first_version(self) -> int:
@@ -260,7 +267,7 @@ class Ledger:
             raise LedgerError(f"{self.path} is a database but no ledger: give a run directory")
         self.meta: dict[str, str] = dict(self.rows("SELECT key, value FROM meta"))
         found = self.meta.get("schema_version")
-        if found != str(SCHEMA_VERSION):
+        if found not in READABLE:
             raise LedgerError(
                 f"{self.path} has schema version {found!r}, this sortedrl reads {SCHEMA_VERSION}: use the version "
                 "that wrote it"

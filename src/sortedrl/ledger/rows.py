@@ -164,6 +164,8 @@ def _apply_step(buffer: Buffer, sample: Sample, step: str, value: Any) -> None:
             Buffer.start(buffer, sample)
         case "finish":
             Buffer.finish(buffer, sample, FinishReason(value))
+        case "call":
+            Buffer.call(buffer, sample, value)
         case "interrupt":
             Buffer.interrupt(buffer, sample)
         case "cut":

@@ -6,7 +6,9 @@ them: `verify.py` does.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,9 @@ UNION ALL
 SELECT seq, 'tokens', attempt, start, verified, version, num_tokens, tokens, logprobs FROM segments WHERE sample = ?1
 UNION ALL SELECT seq, 'train', NULL, number, reward, version, staleness, NULL, NULL FROM trained WHERE sample = ?1
 ORDER BY seq
+"""
+_CALLS = """
+SELECT seq, attempt, tool, arguments, digest, num_chars, error, seconds, repeated FROM calls WHERE sample = ?1
 """
 
 
@@ -78,8 +83,13 @@ def read_history(ledger: Ledger, sample: int) -> SampleHistory:
     )
     builder = _HistoryBuilder(ledger, history)
     builder.add(loaded, "load", 0, note=f"cohort {cohort}")
+    calls = list(ledger.rows(_CALLS, sample)) if ledger.has_calls else []
     for row in ledger.rows(_ROWS, sample):
+        while calls and calls[0][0] < row[0]:
+            builder.add_call(*calls.pop(0))
         builder.add_row(*row)
+    for call in calls:
+        builder.add_call(*call)
     history.runs, history.tokens = builder.answer.runs, builder.tokens
     history.logprobs, history.is_fed = builder.logprobs, builder.is_fed
     return history
@@ -109,6 +119,25 @@ class _HistoryBuilder:
                 self.history.state = State.TRAINED
             case _:
                 self._add_step(seq, step, value)
+
+    def add_call(
+        self,
+        seq: int,
+        attempt: int,
+        tool: str,
+        arguments: str,
+        digest: str,
+        num_chars: int,
+        error: str,
+        seconds: float,
+        repeated: int,
+    ) -> None:
+        made = f"{tool}({arguments})"
+        if repeated:
+            self.add(seq, "repeat", attempt, note=made)
+        else:
+            found = error or f"{num_chars:,} characters, {digest[:12]}"
+            self.add(seq, "tool", attempt, note=f"{made}: {found}, {seconds:.3g} s")
 
     def add(self, seq: int, step: str, attempt: int, **what: Any) -> None:
         what.setdefault("version", self.ledger.version_at(seq))
@@ -146,6 +175,7 @@ class _HistoryBuilder:
             None if logprobs is None else self._unpack(seq, logprobs, num_tokens, "<f4"),
             num_tokens,
             version,
+            verified,
         )
         last, gained = self.history.moments[-1], num_tokens - verified
         is_more = (last.step, last.attempt, last.version) == ("tokens", self.attempt, version)
@@ -155,13 +185,21 @@ class _HistoryBuilder:
             self.add(seq, "tokens", self.attempt, version=version, gained=gained, kept=verified, thrown=thrown)
 
     def _put(
-        self, start: int, tokens: list[int] | None, logprobs: list[float] | None, num_tokens: int, version: int
+        self,
+        start: int,
+        tokens: list[int] | None,
+        logprobs: list[float] | None,
+        num_tokens: int,
+        version: int,
+        verified: int = 0,
     ) -> None:
         self.answer.put(start, num_tokens, version)
         self.tokens = _with(self.tokens, start, tokens)
         self.logprobs = _with(self.logprobs, start, logprobs)
         moments = self.history.moments
-        self.is_fed[start:] = [bool(moments) and moments[-1].step == "feed"] * num_tokens
+        is_feed = bool(moments) and moments[-1].step == "feed"
+        kept = [] if is_feed else self.is_fed[start : start + verified]  # what a replay verifies stays as it is
+        self.is_fed[start:] = [*kept, *[is_feed] * (num_tokens - len(kept))]
 
     def _unpack(self, seq: int, blob: bytes, num_tokens: int, kind: str) -> list[Any]:
         if len(blob) != 4 * num_tokens:
@@ -170,6 +208,15 @@ class _HistoryBuilder:
                 "`sortedrl ledger --verify` lists all faults"
             )
         return np.frombuffer(blob, kind).tolist()
+
+
+def conversation(history: SampleHistory, decode: Callable[[list[int]], str]) -> list[tuple[str, str]]:
+    """The answer as turns: ("model", text) for what the model wrote, ("tool", text) for what it was fed."""
+    turns: list[tuple[str, str]] = []
+    for is_fed, places in groupby(range(len(history.tokens or ())), key=lambda place: history.is_fed[place]):
+        tokens = [(history.tokens or [])[place] for place in places]
+        turns.append(("tool" if is_fed else "model", decode(tokens)))
+    return turns
 
 
 def _with(values: list[Any] | None, start: int, added: list[Any] | None) -> list[Any] | None:

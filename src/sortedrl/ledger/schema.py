@@ -15,7 +15,8 @@ from pathlib import Path
 
 from sortedrl.errors import DamagedLedgerError, LedgerError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+READABLE = ("1", "2")  # 1: without the table of tool calls, which a writer adds
 FIRST_NOISE = "gumbel-splitmix64-v1"  # drew the tokens of a ledger or checkpoint that names no noise scheme
 APPLICATION_ID = 0x73726C67  # "srlg": tells a ledger from other programs' databases
 MIN_SQLITE = (3, 37)  # the first with STRICT tables
@@ -65,9 +66,9 @@ CREATE TABLE steps (
     seq INTEGER PRIMARY KEY,
     sample INTEGER NOT NULL,
     attempt INTEGER NOT NULL,  -- the one that the step begins, ends or judges
-    step TEXT NOT NULL,  -- start, finish, interrupt, fail, give-up, feed, score, requeue; cut: its process ended
-    value ANY  -- of finish: the reason; of feed: how many tokens, which the next row holds; of score: the reward
-        -- (null: not a number); of requeue: the mode
+    step TEXT NOT NULL,  -- start, finish, interrupt, fail, give-up, call, feed, score, requeue; cut: its process ended
+    value ANY  -- of finish: the reason; of call: how many tool calls the turn has; of feed: how many tokens, which the
+        -- next row holds; of score: the reward (null: not a number); of requeue: the mode
 ) STRICT;
 CREATE TABLE segments (  -- a row for each delivery of tokens; the first `verified` repeat what stood there
     seq INTEGER PRIMARY KEY,
@@ -118,7 +119,25 @@ CREATE TABLE IF NOT EXISTS changes (  -- settings that differ from those of the 
     PRIMARY KEY (lineage, key)
 ) STRICT;
 """
-SCHEMA += CHANGES
+CALLS = """
+CREATE TABLE IF NOT EXISTS calls (  -- a row for each tool call, when its turn has returned
+    seq INTEGER PRIMARY KEY,
+    sample INTEGER NOT NULL,
+    attempt INTEGER NOT NULL,  -- the one that wrote the call
+    turn INTEGER NOT NULL,  -- turns with tools before it, from 0
+    idx INTEGER NOT NULL,  -- among the calls of the turn, from 0; of a repeated call: -1
+    tool TEXT NOT NULL,
+    arguments TEXT NOT NULL,  -- JSON
+    digest TEXT NOT NULL,  -- blake2b of 16 bytes over the text that was fed, in hex
+    num_chars INTEGER NOT NULL,
+    error TEXT NOT NULL,  -- empty, the kind of failure, or "ignored": its sample had started over
+    seconds REAL NOT NULL,
+    repeated INTEGER NOT NULL,  -- 1: a call of a kept turn, made again to bring a state back
+    state TEXT  -- JSON; of the last call of a turn: the environment's snapshot after it
+) STRICT;
+CREATE INDEX IF NOT EXISTS calls_by_sample ON calls (sample);
+"""
+SCHEMA += CHANGES + CALLS
 
 # The tables numbered by seq, with their number of columns.
 JOURNAL = {
@@ -130,6 +149,7 @@ JOURNAL = {
     "updates": 4,
     "trained": 7,
     "versions": 3,
+    "calls": 13,
 }
 INSERT = {table: f"INSERT INTO {table} VALUES ({', '.join('?' * width)})" for table, width in JOURNAL.items()}  # noqa: S608
 
@@ -174,7 +194,7 @@ def open_file(path: Path) -> sqlite3.Connection:
             if application != APPLICATION_ID:
                 raise damaged(path, "it is a database but no ledger")
             version = read_meta(path, connection)["schema_version"]
-            if version != str(SCHEMA_VERSION):
+            if version not in READABLE:
                 raise LedgerError(
                     f"ledger {path} has schema version {version}, this sortedrl knows {SCHEMA_VERSION}: use the "
                     "version that wrote it"
@@ -182,9 +202,18 @@ def open_file(path: Path) -> sqlite3.Connection:
             use_wal(path, connection)
             connection.execute("BEGIN IMMEDIATE")  # fail now, not hours later, if the file is locked or read-only
             connection.execute("ROLLBACK")
+            if version != str(SCHEMA_VERSION):
+                upgrade(connection)
             _check_whole(path, connection)
             connection.execute(CHANGES)
     return connection
+
+
+def upgrade(connection: sqlite3.Connection) -> None:
+    """Bring a file of an older schema version to this one. Rows stay as they are."""
+    connection.executescript(
+        f"BEGIN IMMEDIATE; {CALLS} UPDATE meta SET value = '{SCHEMA_VERSION}' WHERE key = 'schema_version'; COMMIT"  # noqa: S608  # ours
+    )
 
 
 def copy_file(connection: sqlite3.Connection, path: Path, *, run: Path) -> None:
@@ -232,7 +261,7 @@ def fold_log(connection: sqlite3.Connection) -> None:
 def read_meta(path: Path, connection: sqlite3.Connection) -> dict[str, str]:
     meta = dict(connection.execute("SELECT key, value FROM meta"))
     missing = {"schema_version", "seq", "grouped", "knobs", "num_durable"} - set(meta)
-    if "schema_version" in missing or (missing and meta["schema_version"] == str(SCHEMA_VERSION)):
+    if "schema_version" in missing or (missing and meta["schema_version"] in READABLE):
         raise damaged(path, f"its meta table lacks {min(missing)}")
     return meta
 

@@ -25,7 +25,7 @@ from sortedrl.errors import DamagedLedgerError, DataError, LedgerError
 from sortedrl.ledger import schema
 from sortedrl.ledger.rows import Packed, PromptRow, fill, last_version, pack, pack_prompt, unpack_prompt
 from sortedrl.ledger.schema import INSERT, JOURNAL, closed_on_error, named_errors
-from sortedrl.records import Cohort, FinishReason, Mode, Prompt, Sample, Segment
+from sortedrl.records import CallRecord, Cohort, FinishReason, Mode, Prompt, Sample, Segment
 
 COMMIT_ROWS = 20_000
 COMMIT_BYTES = 8 * 1024**2
@@ -224,6 +224,26 @@ class Store:
         self._num_bytes += 8 * packed.num_tokens
         self._commit_if_due(began)
 
+    def add_calls(self, sample: Sample, turn: int, calls: Sequence[CallRecord]) -> None:
+        """Add a row for each call of a turn."""
+        began, place = perf_counter(), 0
+        for call in calls:
+            index = -1 if call.is_repeated else place
+            place += not call.is_repeated
+            made = (call.tool, call.arguments, call.digest, call.num_chars, call.error, call.seconds)
+            self._add("calls", sample.id, sample.attempt, turn, index, *made, int(call.is_repeated), call.state)
+            self._num_bytes += len(call.arguments) + len(call.state or "")
+        self._commit_if_due(began)
+
+    def live_calls(self) -> list[tuple[int, int, int, str, str | None]]:
+        """Sample, turn, index, error and state of the calls of samples that are not trained, in order."""
+        self.commit()
+        query = (
+            "SELECT sample, turn, idx, error, state FROM calls WHERE repeated = 0 AND error != 'ignored'"
+            " AND sample NOT IN (SELECT sample FROM trained) ORDER BY seq"
+        )
+        return self._connection.execute(query).fetchall()
+
     def add_cohort(self, cohort: Cohort, samples: Sequence[Sample], prompts: Mapping[str, PromptRow]) -> None:
         """`prompts`: the rows that `pack_prompts` returned, which the file lacks."""
         began = perf_counter()
@@ -387,6 +407,13 @@ class DurableBuffer(Buffer):
         packed, _ = self.store.pack_tokens(list(tokens), [0.0] * len(tokens))
         super().feed(sample, tokens)
         self.store.add_feed(sample, packed, start=start, version=self.version)
+
+    def call(self, sample: Sample, num_calls: int) -> None:
+        super().call(sample, num_calls)
+        self.store.add_step(sample, "call", num_calls)
+
+    def record_calls(self, sample: Sample, turn: int, calls: Sequence[CallRecord]) -> None:
+        self.store.add_calls(sample, turn, calls)
 
     def score(self, sample_id: int, attempt: int, reward: float) -> Sample | None:
         reward = float(reward)

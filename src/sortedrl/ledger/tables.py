@@ -20,7 +20,7 @@ from rich.text import Text
 from sortedrl.errors import ConfigError
 from sortedrl.ledger import verify as verification
 from sortedrl.ledger.reader import Ledger, Overview
-from sortedrl.ledger.sample_history import SampleHistory, read_history
+from sortedrl.ledger.sample_history import SampleHistory, conversation, read_history
 from sortedrl.records import State
 from sortedrl.reward.worker import printable
 
@@ -142,7 +142,8 @@ def _staleness_table(overview: Overview, block: str) -> Table:
 def _show_history(history: SampleHistory, console: Console, as_json: bool, decode: Decode | None) -> None:
     if as_json:
         text = None if decode is None or history.tokens is None else decode(history.tokens)
-        _write_json(console, {**asdict(history), "text": text})
+        turns = None if decode is None or history.tokens is None else conversation(history, decode)
+        _write_json(console, {**asdict(history), "text": text, "conversation": turns})
         return
     place = f"cohort {history.cohort}, prompt {history.prompt!r}, epoch {history.epoch}, sibling {history.index}"
     drawn = f"seed {history.seed}, noise {history.noise}, budget {history.budget:,}"
@@ -154,6 +155,9 @@ def _show_history(history: SampleHistory, console: Console, as_json: bool, decod
         legend, answer = _coloured(history.runs, history.tokens, decode)
         console.print(legend)
         console.print(answer)
+        if decode is not None and any(history.is_fed):
+            for role, text in conversation(history, decode):
+                _write(console, f"{role}: {text.strip()}")
 
 
 def _history_table(history: SampleHistory) -> Table:

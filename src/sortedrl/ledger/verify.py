@@ -118,6 +118,9 @@ def proven_line(ledger: Ledger, verdict: Verdict) -> str:
         f"{_plural(count['tokens'], 'token')} within budgets and of versions in force",
         f"{_plural(count['updates'], 'update')} with the records that the rows make",
     ]
+    if count["calls"] or count["repeated_calls"]:
+        again = f", {count['repeated_calls']:,} of kept turns made again" if count["repeated_calls"] else ""
+        said.append(f"{_plural(count['calls'], 'tool call')} recorded{again}")
     if count["blank"]:
         said.append(f"tokens of {_plural(count['blank'], 'row')} left out, the others intact")
     if staleness is not None:
@@ -151,13 +154,14 @@ def _exact_batch(ledger: Ledger) -> int | None:
 # The states in which each step is allowed (docs/reference/guarantees.md).
 _ALLOWED: Mapping[str, tuple[State, ...]] = {
     "start": (State.PENDING,),
-    "finish": (State.RUNNING,),
+    "finish": (State.RUNNING, State.CALLING),
     "interrupt": (State.RUNNING,),
     "fail": (State.RUNNING,),
     "give-up": (State.RUNNING,),
-    "feed": (State.FINISHED,),
+    "call": (State.FINISHED,),
+    "feed": (State.FINISHED, State.CALLING),
     "score": (State.FINISHED,),
-    "requeue": (State.PENDING, State.FINISHED, State.SCORED),
+    "requeue": (State.PENDING, State.CALLING, State.FINISHED, State.SCORED),
     "cut": (State.RUNNING,),  # written by the process that resumes the run, before anything else
 }
 _REASONS = ("stop", "length")
@@ -176,6 +180,7 @@ _JOURNAL: Mapping[str, str] = {
     "update": "SELECT seq, 5, number, version, num_samples FROM updates ORDER BY seq",
     "trained": "SELECT seq, 6, sample, number, version, length, reward, staleness FROM trained ORDER BY seq",
     "version": "SELECT seq, 7, version, lineage FROM versions ORDER BY seq",
+    "call": "SELECT seq, 8, sample, attempt, idx, arguments, error, repeated FROM calls ORDER BY seq",
 }
 _STEP, _TRAINED = list(_JOURNAL).index("step"), list(_JOURNAL).index("trained")
 
@@ -212,6 +217,8 @@ class _Track:
     is_replay: bool = False  # its tokens are to be verified by the next delivery
     is_blank: bool = False  # some of its rows have no tokens in this copy
     num_fed: object = None  # number of tokens that the next row feeds; None if it feeds none
+    num_calls: object = None  # tool calls of the turn that its environment works on; None in other states
+    num_recorded: int = 0  # those of them that have a row
 
 
 @dataclass(slots=True, kw_only=True)
@@ -251,7 +258,8 @@ class _Proof:
     def follow(self) -> None:
         checks: list[Callable[..., None]] = [getattr(self, f"_check_{name}") for name in _JOURNAL]
         cuts = self.ledger.cuts
-        for row in heapq.merge(*(self.ledger.rows(query) for query in _JOURNAL.values())):
+        tables = [query for name, query in _JOURNAL.items() if name != "call" or self.ledger.has_calls]
+        for row in heapq.merge(*map(self.ledger.rows, tables)):
             seq, kind = row[0], row[1]
             if self.update is not None and kind != _TRAINED:
                 self._end_update()
@@ -369,11 +377,15 @@ class _Proof:
             self.broken("transition", sample, f"it finishes in row {self.seq} for the reason {value!r}")
         elif step == "requeue":
             self._requeue(sample, track, value)
+        elif step == "call":
+            track.num_calls, track.num_recorded = value, 0
         elif step == "feed":
             track.num_fed = value
         elif step == "give-up":
             track.answer.cut(0)
             track.is_given_up = True
+        if track.state == State.CALLING:
+            self._end_calls(sample, track, step)
         track.attempt = attempt
         track.state = STATE_AFTER[step]
 
@@ -467,6 +479,26 @@ class _Proof:
             self.broken("lineage", None, f"{said} was written by lineage {self.lineage}")
         self.version = version
 
+    def _check_call(self, sample: int, attempt: int, index: int, arguments: str, error: str, repeated: int) -> None:
+        self.verdict.counts["repeated_calls" if repeated else "calls"] += 1
+        track = self.samples.get(sample)
+        try:
+            json.loads(arguments)
+        except (ValueError, RecursionError):
+            self.broken("call", sample, f"the arguments in row {self.seq} are not JSON")
+        if error == "ignored":
+            return  # the sample had started over, and may be in any state
+        if track is None:
+            self._unexpected(sample, "a tool call")
+        elif track.state != State.CALLING:
+            self.broken("call", sample, f"a tool call in row {self.seq} while it is {track.state}")
+        elif attempt != track.attempt:
+            self.broken("attempt", sample, f"a call in row {self.seq} is of attempt {attempt}, not {track.attempt}")
+        elif not repeated:
+            if index != track.num_recorded:
+                self.broken("call", sample, f"call {index} in row {self.seq}, where {track.num_recorded} is next")
+            track.num_recorded += 1
+
     # ---- parts of the checks ----------------------------------------------------------------------------------------
 
     def _score(self, sample: int, track: _Track, reward: Any) -> None:
@@ -477,11 +509,20 @@ class _Proof:
             self.broken("record", sample, f"it was given up, and scored {reward!r} in row {self.seq}")
         track.reward = reward if is_number else None
 
+    def _end_calls(self, sample: int, track: _Track, step: str) -> None:
+        """A turn with tools is over: unless its sample starts over, each of its calls must have a row."""
+        if step in ("feed", "finish") and track.num_recorded != track.num_calls:
+            said = f"{step} in row {self.seq} after {track.num_recorded} recorded calls"
+            self.broken("call", sample, f"{said}, but its turn has {track.num_calls}")
+        track.num_calls, track.num_recorded = None, 0
+
     def _requeue(self, sample: int, track: _Track, mode: Any) -> None:
         if mode not in _MODES:
             self.broken("transition", sample, f"unknown requeue mode {mode!r} in row {self.seq}")
         elif track.state == State.PENDING and track.answer.num_tokens == 0:
             self.broken("transition", sample, f"requeue in row {self.seq} while it is pending and holds nothing")
+        elif track.state == State.CALLING and mode != "fresh":
+            self.broken("transition", sample, f"row {self.seq} requeues it as {mode} while its environment works")
         elif track.state in (State.FINISHED, State.SCORED) and mode == "resume":
             self.broken("transition", sample, f"row {self.seq} resumes it although it is {track.state}")
         if mode == "fresh":

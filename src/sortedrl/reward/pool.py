@@ -27,13 +27,13 @@ from typing import Any, Literal, Self
 
 from sortedrl.errors import RewardError
 from sortedrl.reward.caller import (
-    MEMORY_BYTES,
     ProcessCaller,
     RewardCaller,
     RewardFunction,
     ThreadCaller,
     find_function,
 )
+from sortedrl.reward.process import MEMORY_BYTES
 from sortedrl.reward.worker import CallFailed, FailureKind
 
 _GATHER = 8  # answers for which a call is made at once
@@ -44,7 +44,8 @@ MAX_REWARD = 3.4028234663852886e38  # the largest float32; statistics over large
 _MAX_CALLS = 4096  # finished calls that are kept until `take_calls`
 
 _Key = tuple[int, int]  # sample, attempt
-_Row = tuple[str | list[dict[str, str]], str, Mapping[str, object], Sequence[int], Mapping[str, float]]
+_Text = str | list[dict[str, str]]
+_Row = tuple[_Text, _Text, Mapping[str, object], Sequence[int], Mapping[str, float]]
 """Prompt, completion, columns, tokens of the completion, and the progress of training at submission."""
 OnError = Literal["zero", "skip", "stop"]
 """What happens to an answer that could not be scored, see `RewardPool`."""
@@ -365,7 +366,7 @@ class RewardPool:
         self,
         key: _Key,
         prompt: str | list[dict[str, str]],
-        completion: str,
+        completion: str | list[dict[str, str]],
         columns: Mapping[str, object],
         tokens: Sequence[int] = (),
     ) -> None:

@@ -21,7 +21,8 @@ class SampleScorer:
 
     `poll` runs the callbacks in the thread that called it: `on_skipped(sample, attempt)` for each answer that must get
     no weight in training, `on_score` for each score, `on_call` for each call of a reward function that has ended since
-    the last poll.
+    the last poll. With `conversation`, an answer to a chat is a list of messages: the model's turns and what tools
+    returned at the `masked` tokens.
     """
 
     pool: RewardPool
@@ -29,13 +30,21 @@ class SampleScorer:
     on_skipped: Callable[[int, int], None] | None = None
     on_score: Callable[[RewardScore], None] | None = None
     on_call: Callable[[RewardCall], None] | None = None
+    conversation: Callable[[Sequence[int], Sequence[range]], list[dict[str, str]]] | None = None
 
     def submit(self, sample: Sample) -> None:
-        self.submit_answer((sample.id, sample.attempt), sample.prompt, sample.tokens)
+        tokens = sample.tokens
+        masked = sample.masked(0, len(tokens)) if self.conversation is not None else ()
+        self.submit_answer((sample.id, sample.attempt), sample.prompt, tokens, masked)
 
-    def submit_answer(self, key: tuple[int, int], prompt: Prompt, tokens: Sequence[int]) -> None:
-        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        self.pool.submit(key, prompt.content, text, prompt.columns, tokens)
+    def submit_answer(
+        self, key: tuple[int, int], prompt: Prompt, tokens: Sequence[int], masked: Sequence[range] = ()
+    ) -> None:
+        if self.conversation is not None and not isinstance(prompt.content, str):
+            answer: str | list[dict[str, str]] = self.conversation(tokens, masked)
+        else:
+            answer = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        self.pool.submit(key, prompt.content, answer, prompt.columns, tokens)
 
     def poll(self, timeout: float) -> list[RewardScore]:
         """Return the scores that are ready, waiting up to `timeout` seconds for the first one."""

@@ -92,9 +92,9 @@ def call_reward(function: Callable[..., Any], rows: Sequence[Row]) -> list[float
         if hasattr(result, "tolist"):  # an array or a tensor
             result = result.tolist()
     except MemoryError as error:
-        raise CallFailed(FailureKind.MEMORY, _describe(error)) from error
+        raise CallFailed(FailureKind.MEMORY, describe(error)) from error
     except BaseException as error:  # sys.exit in a verifier must not end the worker either
-        raise CallFailed(FailureKind.RAISED, _describe(error)) from error
+        raise CallFailed(FailureKind.RAISED, describe(error)) from error
     if not isinstance(result, list | tuple):
         raise CallFailed(FailureKind.MALFORMED, f"returned a {_type_name(result)}")
     if len(result) != len(rows):
@@ -108,7 +108,8 @@ def _arguments(function: Callable[..., Any], rows: Sequence[Row]) -> dict[str, A
     arguments: dict[str, Any] = {name: [row[2].get(name) for row in rows] for name in sorted(names)}
     arguments["prompts"] = [row[0] for row in rows]
     arguments["completions"] = [
-        row[1] if isinstance(row[0], str) else [{"role": "assistant", "content": row[1]}] for row in rows
+        row[1] if isinstance(row[0], str) or isinstance(row[1], list) else [{"role": "assistant", "content": row[1]}]
+        for row in rows
     ]
     if all(len(row) > 4 for row in rows):
         arguments["completion_ids"] = [list(row[3]) for row in rows]
@@ -145,7 +146,7 @@ def _type_name(value: object) -> str:
     return printable(type(value).__name__[:_MAX_NAME])
 
 
-def _describe(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
     """Type, text and place of an exception, in one line."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
@@ -173,19 +174,32 @@ def serve(lines: SimpleQueue[bytes | None], out: BinaryIO) -> None:
     sys.path[:] = setup["path"]
     _limit_memory(setup.get("memory_bytes"))
     try:
-        functions = [attrgetter(name)(importlib.import_module(module)) for module, name in setup["functions"]]
+        answer = _find_answer(setup)
     except BaseException as error:
-        reply({"error": _describe(error)})
+        reply({"error": describe(error)})
         return
     reply({"ready": True})
     while (line := lines.get()) is not None:
         request = json.loads(line)
         _limit_cpu(setup["timeout_s"] * (os.cpu_count() or 1) + _CPU_SPARE_S)
-        try:
-            reply({"rewards": call_reward(functions[request["function"]], request["rows"])})
-        except CallFailed as failed:
-            reply({"kind": failed.kind, "detail": failed.detail})
+        reply(answer(request))
         _limit_cpu(0)
+
+
+def _find_answer(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """What answers requests: a handler that another part of the package names, or calls of reward functions."""
+    if "handler" in setup:
+        module, name = setup["handler"]
+        return attrgetter(name)(importlib.import_module(module))(setup)
+    functions = [attrgetter(name)(importlib.import_module(module)) for module, name in setup["functions"]]
+
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return {"rewards": call_reward(functions[request["function"]], request["rows"])}
+        except CallFailed as failed:
+            return {"kind": failed.kind, "detail": failed.detail}
+
+    return answer
 
 
 def _limit_memory(num_bytes: int | None) -> None:

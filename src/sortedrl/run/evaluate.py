@@ -10,16 +10,17 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from sortedrl.clock import Clock
-from sortedrl.engine.base import Delta, Engine, EngineStats, Failed, Finished, Request, Sampling, as_deltas
+from sortedrl.engine.base import Delta, Engine, EngineStats, Failed, Finished, Request, Sampling, Span, as_deltas
 from sortedrl.protocols import Score
-from sortedrl.records import FinishReason, Prompt, sample_seed
+from sortedrl.records import FinishReason, Mode, Prompt, sample_seed
 from sortedrl.run.scores import Figures, Graded, average, figures
 from sortedrl.telemetry.events import Emit, Evaluated
 
 HELDOUT_EPOCH = -1  # an epoch that training never has, so that evaluation has other seeds
+TOOL_POLL_S = 0.02  # the same for tools
 SCORE_POLL_S = 0.1  # how long one poll waits for scores when all answers are generated
 
 
@@ -31,9 +32,23 @@ class AnswerScorer(Protocol):
         """The error that must stop the run, or None."""
         ...
 
-    def submit_answer(self, key: tuple[int, int], prompt: Prompt, tokens: Sequence[int]) -> None: ...
+    def submit_answer(
+        self, key: tuple[int, int], prompt: Prompt, tokens: Sequence[int], masked: Sequence[range] = ()
+    ) -> None: ...
 
     def poll(self, timeout: float) -> Sequence[Score]: ...
+
+
+class AnswerTools(Protocol):
+    """The environments of an evaluation (`environment/answers.py`)."""
+
+    def begin(self, num_answers: int) -> None: ...
+
+    def take(self, number: int, prompt: Prompt, tokens: Sequence[int], masked: Sequence[range]) -> bool: ...
+
+    def poll(self, timeout: float) -> Sequence[tuple[int, list[int]]]: ...
+
+    def reward_turn(self, number: int, prompt: Prompt, tokens: Sequence[int], masked: Sequence[range]) -> Any: ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,6 +59,7 @@ class EvalAnswer:
     temperature: float
     index: int = 0
     tokens: list[int] = field(default_factory=list)
+    masked: list[range] = field(default_factory=list)  # positions of tokens that tools fed
     reason: FinishReason | None = None
     reward: float = 0.0
 
@@ -61,13 +77,29 @@ def answer_all(
     budget: int,
     seed: int,
     on_scored: Callable[[EvalAnswer], None] | None = None,
+    tools: AnswerTools | None = None,
+    has_reward: bool = False,
 ) -> None:
     """Generate and score every answer, in place. An answer on which the engine fails is scored with the tokens it has.
 
-    `sampling` holds for all answers, except that each has its own temperature.
+    `sampling` holds for all answers, except that each has its own temperature. With `tools`, an answer may have several
+    turns; `has_reward`: environments give rewards too.
     """
+
+    def submit_score(number: int) -> None:
+        answer = answers[number]
+        if tools is None:
+            scorer.submit_answer((number, 0), answer.prompt, answer.tokens)
+            return
+        asked: dict[str, Any] = {}
+        if has_reward:
+            asked["turn"] = tools.reward_turn(number, answer.prompt, answer.tokens, answer.masked)
+        scorer.submit_answer((number, 0), answer.prompt, answer.tokens, answer.masked, **asked)
+
     waiting = deque(_request(number, answer, sampling, budget, seed) for number, answer in enumerate(answers))
-    num_running = num_scored = 0
+    num_running = num_scored = num_calling = 0
+    if tools is not None:
+        tools.begin(len(answers))
     while num_scored < len(answers):
         num_free = min(engine.capabilities.slots - num_running, len(waiting))
         engine.submit([waiting.popleft() for _ in range(num_free)])
@@ -80,10 +112,24 @@ def answer_all(
                 case Finished() | Failed():
                     num_running -= 1
                     answer.reason = event.reason if isinstance(event, Finished) else FinishReason.FAILED
-                    scorer.submit_answer((event.sample, 0), answer.prompt, answer.tokens)
+                    turn = (event.sample, answer.prompt, answer.tokens, answer.masked)
+                    if tools is not None and answer.reason is FinishReason.STOP and tools.take(*turn):
+                        num_calling += 1
+                    else:
+                        submit_score(event.sample)
                 case _:
                     pass
-        for score in scorer.poll(0.0 if num_running or waiting else SCORE_POLL_S):
+        if tools is not None and num_calling:
+            for number, fed in tools.poll(0.0 if num_running or waiting else TOOL_POLL_S):
+                num_calling -= 1
+                answer = answers[number]
+                if fed and len(answer.tokens) + len(fed) < budget:
+                    answer.masked.append(range(len(answer.tokens), len(answer.tokens) + len(fed)))
+                    answer.tokens += fed
+                    waiting.append(_request(number, answer, sampling, budget, seed))
+                else:
+                    submit_score(number)
+        for score in scorer.poll(0.0 if num_running or waiting or num_calling else SCORE_POLL_S):
             num_scored += 1
             answers[score.key[0]].reward = score.reward
             if on_scored is not None:
@@ -100,7 +146,20 @@ def _request(number: int, answer: EvalAnswer, sampling: Sampling, budget: int, s
         budget=budget,
         seed=sample_seed(seed, HELDOUT_EPOCH, answer.prompt.id, answer.index),
         sampling=replace(sampling, temperature=answer.temperature),
+        mode=Mode.RESUME if answer.tokens else Mode.FRESH,
+        cached=list(answer.tokens),
+        spans=_spans(answer),
     )
+
+
+def _spans(answer: EvalAnswer) -> list[Span]:
+    """The turns of an answer that goes on."""
+    spans: list[Span] = []
+    end = 0
+    for fed in answer.masked:
+        spans += [Span(0, fed.start - end), Span(0, len(fed), True)]
+        end = fed.stop
+    return spans
 
 
 @dataclass(slots=True, kw_only=True)
@@ -120,6 +179,8 @@ class Evaluator:
     group_column: str | None = None
     every_samples: int = 0
     last_run: int = -1  # number of trained samples at the last evaluation
+    tools: AnswerTools | None = None
+    has_environment_reward: bool = False
     used: EngineStats = field(default_factory=EngineStats)  # the share of the engine's counters that evaluation caused
 
     def is_due(self, num_trained: int) -> bool:
@@ -158,7 +219,16 @@ class Evaluator:
         greedy = [[EvalAnswer(prompt=prompt, temperature=0.0)] for prompt in self.prompts]
         # Answers to one prompt are submitted together, so that an engine can prefill the prompt once.
         every = [answer for pair in zip(sampled, greedy, strict=True) for answers in pair for answer in answers]
-        answer_all(self.engine, self.scorer, every, sampling=self.sampling, budget=self.budget, seed=self.seed)
+        answer_all(
+            self.engine,
+            self.scorer,
+            every,
+            sampling=self.sampling,
+            budget=self.budget,
+            seed=self.seed,
+            tools=self.tools,
+            has_reward=self.has_environment_reward,
+        )
         return sampled, greedy
 
     def _by_group(self, sampled: list[list[EvalAnswer]], greedy: list[list[EvalAnswer]]) -> dict[str, dict[str, float]]:

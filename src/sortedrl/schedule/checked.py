@@ -81,7 +81,7 @@ class CheckedSchedule:
             decided = [(sample, Fate(fate)) for sample, fate in answer]
         except (TypeError, ValueError):
             self._refuse(f"decide_fates returns {answer!r:.80}, not pairs of a sample and a fate")
-        held = {**buffer.waiting, **buffer.finished, **buffer.scored}
+        held = {**buffer.waiting, **buffer.calling, **buffer.finished, **buffer.scored}
         self._samples("decide_fates", [sample for sample, _ in decided], "interrupted or complete", held)
         for sample, fate in decided:
             if fate == Fate.WAIT:
@@ -91,6 +91,8 @@ class CheckedSchedule:
                     f"decide_fates replays sample {sample.id}, and its knobs do not: set interrupted or on_bound to "
                     "replay, so that the engine is checked for it"
                 )
+            if fate != Fate.RESTART and sample.id in buffer.calling:
+                self._refuse(f"decide_fates gives sample {sample.id} the fate {fate} while its environment works")
             if fate == Fate.RESUME and sample.id not in buffer.waiting:
                 self._refuse(f"decide_fates resumes sample {sample.id}, whose answer is complete")
             if fate == Fate.RESUME:
@@ -147,7 +149,7 @@ class CheckedSchedule:
 
     def _check_progress(self, buffer: Buffer) -> None:
         """Refuse to wait if nothing runs, nothing is being scored, and the last round has changed nothing."""
-        if buffer.running or buffer.finished:
+        if buffer.running or buffer.calling or buffer.finished:
             self._stalled = None
             return
         counts = _counts(buffer)
@@ -163,5 +165,6 @@ class CheckedSchedule:
 
 
 def _counts(buffer: Buffer) -> tuple[int, ...]:
-    held = (buffer.unstarted, buffer.waiting, buffer.running, buffer.finished, buffer.scored, buffer.cohorts)
+    states = (buffer.running, buffer.calling, buffer.finished, buffer.scored)
+    held = (buffer.unstarted, buffer.waiting, *states, buffer.cohorts)
     return (buffer.version, buffer.num_updates, buffer.num_loaded, buffer.num_started, *map(len, held))

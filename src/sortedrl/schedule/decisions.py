@@ -34,6 +34,8 @@ def wants_cohort(buffer: Buffer, knobs: Knobs, slots: int) -> bool:
     num_resting = len(buffer.unverified) if _verifies_on_demand(knobs) else 0
     if len(buffer.pending) + len(buffer.running) - num_resting >= slots:
         return False
+    if knobs.open_trajectories is not None and buffer.num_open >= knobs.open_trajectories:
+        return False
     if knobs.flat_extra and not buffer.num_in_work and buffer.num_counted(knobs.flat_extra) < knobs.update_batch:
         return True  # groups with equal rewards are replaced, whatever the lookahead
     return knobs.lookahead is None or buffer.next_cohort - next(iter(buffer.cohorts)) <= knobs.lookahead
@@ -41,6 +43,12 @@ def wants_cohort(buffer: Buffer, knobs: Knobs, slots: int) -> bool:
 
 def admit(buffer: Buffer, knobs: Knobs, slots: int) -> list[Sample]:
     """The pending samples that get a free slot now, in order."""
+    if buffer.fed or knobs.open_trajectories is not None:
+        return _admit_trajectories(buffer, knobs, slots - len(buffer.running))
+    return _admit(buffer, knobs, slots)
+
+
+def _admit(buffer: Buffer, knobs: Knobs, slots: int) -> list[Sample]:
     free = slots - len(buffer.running)
     if free <= 0 or not buffer.pending:
         return []
@@ -104,7 +112,7 @@ def lacks_only_scores(buffer: Buffer, knobs: Knobs) -> bool:
         soon_ready = [group for group in complete if not any(s.id in buffer.unverified for s in group.samples)]
         return not _lacking(buffer, knobs, [*buffer.ready.values(), *soon_ready])
     is_due = _due(buffer, knobs)
-    under_way = chain(buffer.running.values(), _may_be_due(buffer, knobs))
+    under_way = chain(buffer.running.values(), buffer.calling.values(), _may_be_due(buffer, knobs))
     return is_due is None or not any(map(is_due, under_way))
 
 
@@ -137,6 +145,10 @@ def decide_fates(buffer: Buffer, knobs: Knobs) -> list[tuple[Sample, Fate]]:
         if sample.segments:
             exceeds = _exceeds(buffer, knobs, sample, buffer.version)
             decisions.append((sample, knobs.on_bound if exceeds else knobs.interrupted))
+    for sample in buffer.calling.values():  # other fates come when the environment is done
+        exceeds = _exceeds(buffer, knobs, sample, buffer.version)
+        if (knobs.on_bound if exceeds else knobs.interrupted) == RESTART:
+            decisions.append((sample, RESTART))
     for complete in (buffer.finished, buffer.scored) if knobs.max_staleness is not None else ():
         decisions += [(s, knobs.on_bound) for s in complete.values() if _exceeds(buffer, knobs, s, buffer.version)]
     assert all(fate != WAIT for _, fate in decisions), "a sample at the bound was not waited for"
@@ -288,7 +300,8 @@ def _is_held_back(buffer: Buffer, knobs: Knobs) -> bool:
     if is_due is None:
         return False
     if not buffer.grouped:
-        unready = chain(buffer.running.values(), buffer.finished.values(), _may_be_due(buffer, knobs))
+        working = chain(buffer.running.values(), buffer.calling.values(), buffer.finished.values())
+        unready = chain(working, _may_be_due(buffer, knobs))
     else:
         unready = (sample for sample in buffer.samples.values() if not buffer.group_of(sample).is_ready)
     return any(map(is_due, unready))
@@ -383,6 +396,39 @@ def _complete_groups(buffer: Buffer, samples: Iterable[Sample]) -> list[Unit]:
     return [group for group in groups.values() if all(s.finish_reason is not None for s in group.samples)]
 
 
+# ---- trajectories of several turns ----------------------------------------------------------------------------------
+
+
+def _admit_trajectories(buffer: Buffer, knobs: Knobs, free: int) -> list[Sample]:
+    """As `_admit`, but samples that came back from their environment come first, and few trajectories are opened.
+
+    The order is: complete answers that the next batch needs, due samples, samples that were fed, all others. A sample
+    without tokens starts only while fewer than `open_trajectories` are open, unless it is due.
+    """
+    if free <= 0 or not buffer.pending:
+        return []
+    chosen = _admit(buffer, knobs, len(buffer.running) + len(buffer.pending))
+    if knobs.admission == TAIL_LAST:  # postponed are samples that an update interrupted, not those that were fed
+        known = {sample.id for sample in chosen}
+        chosen += [sample for sample in buffer.fed.values() if sample.id not in known]
+    is_due = _due(buffer, knobs) or (lambda _: False)
+    needed = buffer.unverified if _verifies_on_demand(knobs) else {}
+    chosen.sort(key=lambda s: (s.id not in needed, not is_due(s), s.id not in buffer.fed))
+    if knobs.open_trajectories is None:
+        return chosen[:free]
+    num_new = max(knobs.open_trajectories - buffer.num_open, 0)
+    admitted: list[Sample] = []
+    for sample in chosen:
+        if not sample.segments and not is_due(sample):
+            if num_new == 0:
+                continue
+            num_new -= 1
+        admitted.append(sample)
+    if not (admitted or buffer.running or buffer.calling) and knobs.admission == TAIL_LAST:
+        admitted = _shortest_known_first(buffer)  # what was postponed keeps others from being opened
+    return admitted[:free]
+
+
 # ---- the order of admission -----------------------------------------------------------------------------------------
 
 
@@ -405,7 +451,7 @@ def _admit_tail_last(buffer: Buffer, knobs: Knobs, free: int) -> list[Sample]:
         return _admit_in_load_order(buffer, knobs, free)
     round_size = math.ceil(knobs.cohort_samples / (knobs.cohort_batches - 1))
     room = min(free, max(round_size - buffer.num_started, 0))
-    if room == 0 and buffer.num_running == 0:
+    if room == 0 and buffer.num_running == 0 and not buffer.calling:
         room = free  # failed attempts used up the round
     if room < len(buffer.unstarted):
         return list(islice(buffer.unstarted.values(), room))

@@ -69,6 +69,7 @@ class Knobs:
     max_unverified: int | None = 0  # updates that an unfinished answer goes through unverified; None: until its end
     restart_noise: RestartNoise = RestartNoise.SEEDED
     flat_extra: int = 0  # how many samples of groups with equal rewards a batch may hold on top; 0: none
+    open_trajectories: int | None = None  # most trajectories that are begun and not complete; None: no bound
     exact_batch: bool = (
         False  # a batch never holds more than `update_batch` samples; only the run's last may hold fewer
     )
@@ -117,6 +118,8 @@ class Knobs:
                     f"cohort is {'ever more' if oldest is None else oldest} versions old; raise max_staleness, or set "
                     "on_bound = replay or restart"
                 )
+        if self.open_trajectories is not None and self.open_trajectories < 1:
+            raise ConfigError(f"schedule.open_trajectories must be at least 1 or none, not {self.open_trajectories}")
         if self.exact_batch and self.flat_extra:
             raise ConfigError(
                 "exact_batch = true leaves no room for the samples that learner.flat_groups = replace adds to a batch: "

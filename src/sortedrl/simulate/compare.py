@@ -24,6 +24,7 @@ from sortedrl.ledger.atomic_file import atomic_file
 from sortedrl.schedule import Strategy
 from sortedrl.simulate.costs import load_cost
 from sortedrl.simulate.run import PROMPT_TOKENS, knobs_for, simulate
+from sortedrl.simulate.tools import draw_tools
 from sortedrl.simulate.traces import load_trace
 from sortedrl.telemetry.events import AttemptEnded, AttemptStarted, BatchTaken, Event, WeightsPublished
 from sortedrl.telemetry.summary import Summary, number, share
@@ -70,6 +71,7 @@ class SimulationQuestion:
     cap: int | None = None
     column: str = "length"
     draft_tokens: float = 1.0
+    tools: str | None = None  # turns in tools, as `draw_tools` reads them
 
     @property
     def strategy_names(self) -> list[str]:
@@ -123,6 +125,7 @@ def compare_strategies(question: SimulationQuestion, *, page: Path | None = None
     )
     notes = [trace.note] if trace.note else []
     curves = [OccupancyCurve() for _ in names]
+    tools = None if question.tools is None else draw_tools(question.tools, trace.lengths, question.seed)
     summaries = [
         simulate(
             trace,
@@ -137,6 +140,7 @@ def compare_strategies(question: SimulationQuestion, *, page: Path | None = None
             update_s=question.update_s,
             prompt_tokens=question.prompt_tokens,
             emit=curve.emit if page is not None else None,
+            tools=tools,
             **question.knobs,
         )
         for name, curve in zip(names, curves, strict=True)

@@ -34,6 +34,7 @@ from sortedrl.simulate.explanation import ConstantSteps, Explanation, StepCost
 from sortedrl.simulate.fit import Fit, fit_runs
 from sortedrl.simulate.forecast import Forecast, forecast
 from sortedrl.simulate.run import PROMPT_TOKENS, knobs_for, simulate
+from sortedrl.simulate.tools import draw_tools
 from sortedrl.simulate.traces import Trace, load_trace
 from sortedrl.telemetry.summary import Summary, number, share
 
@@ -62,6 +63,7 @@ class Workload:
     divergence: float = 1e-4
     prompt_tokens: int = PROMPT_TOKENS
     seed: int = 0
+    tools: str | None = None  # turns in tools, as `draw_tools` reads them
 
     def cut(self, samples: int) -> Workload:
         """This workload on the first `samples` answers of the trace, rounded to whole groups."""
@@ -80,6 +82,7 @@ class Workload:
             divergence=self.divergence,
             prompt_tokens=self.prompt_tokens,
             seed=self.seed,
+            tools=None if self.tools is None else draw_tools(self.tools, self.trace.lengths, self.seed),
             **candidate.knobs,
         )
         return Point(candidate=candidate, summary=summary)
@@ -182,6 +185,8 @@ def search(
     if num_candidates < 1:
         raise ConfigError(f"a plan needs at least one candidate, not {num_candidates}: raise --candidates")
     candidates = choose_candidates(workload.update_batch, max_staleness, num_candidates, seed, overlap=overlap)
+    if workload.tools is not None:
+        candidates = [candidates[0], *_with_open_trajectories(candidates[1:], workload.slots)]
     lengths = rounds(workload)
     sizes = _round_sizes(len(candidates), len(lengths))
     total, done = sum(sizes) + 1, 0
@@ -280,6 +285,15 @@ def choose_candidates(
     return [*first.values(), *others][:count]
 
 
+def _with_open_trajectories(candidates: Sequence[Candidate], slots: int) -> list[Candidate]:
+    """The candidates, each with one of several bounds on open trajectories."""
+    bounds = itertools.cycle((2 * slots, 4 * slots, slots, "none"))
+    return [
+        replace(candidate, knobs={**candidate.knobs, "open_trajectories": bound})
+        for candidate, bound in zip(candidates, bounds, strict=False)
+    ]
+
+
 def _keeps_bound(candidate: Candidate, update_batch: int, max_staleness: int | None) -> bool:
     try:
         bound = knobs_for(candidate.strategy, update_batch, **candidate.knobs).max_staleness
@@ -351,6 +365,7 @@ class PlanQuestion:
     column: str = "length"
     candidates: int = 48
     seed: int = 0
+    tools: str | None = None
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -489,7 +504,8 @@ def _workload(
     cost = fitted.cost if fitted is not None else None
     if cost is None:
         cost = load_cost("roofline", hardware=question.hardware, model=question.model, **shape)
-    return Workload(trace=trace, cost=cost, seed=question.seed, **chosen), [trace.note] if trace.note else []
+    workload = Workload(trace=trace, cost=cost, seed=question.seed, tools=question.tools, **chosen)
+    return workload, [trace.note] if trace.note else []
 
 
 def _row(point: Point, plan: Plan) -> list[str]:

@@ -10,7 +10,7 @@ import gc
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -23,15 +23,18 @@ from sortedrl.controller import Controller, LoopParts, LoopSettings
 from sortedrl.engine.base import InFlight, Sampling
 from sortedrl.engine.sim.cost import UnitCost
 from sortedrl.engine.sim.engine import SimEngine
+from sortedrl.environment.loop import TurnLoop
 from sortedrl.errors import ConfigError
 from sortedrl.external.plugins import name_of
 from sortedrl.learner.base import UpdateResult
 from sortedrl.records import Batch, Prompt, Sample
-from sortedrl.schedule import Knobs, defining_knobs, resolve_knobs
+from sortedrl.schedule import Knobs, RestartNoise, defining_knobs, resolve_knobs
 from sortedrl.schedule.checked import CheckedSchedule
 from sortedrl.simulate.answers import TraceAnswers
 from sortedrl.simulate.costs import CostModel
+from sortedrl.simulate.tools import ToolTrace, TraceTools, TurnAnswers
 from sortedrl.simulate.traces import Trace
+from sortedrl.simulate.virtual_runner import VirtualRunner
 from sortedrl.telemetry.events import Emit, Event, RunEnded, RunStarted
 from sortedrl.telemetry.metrics import RunMetrics
 from sortedrl.telemetry.summary import Summary, summarize
@@ -148,12 +151,13 @@ def simulate(
     in_flight: InFlight = InFlight.REPREFILL,
     emit: Emit | None = None,
     exact: Knobs | None = None,
+    tools: ToolTrace | None = None,
     **knobs: Any,
 ) -> Summary:
     """Run one strategy over the trace: one of ours by its name, or the user's own.
 
     `knobs` are fields of `Knobs`; the value "none" removes a bound. `exact` replaces the strategy's knobs, those that
-    define it included.
+    define it included. With `tools`, answers have turns.
     """
     _check(trace, slots=slots, update_batch=update_batch, group_size=group_size, divergence=divergence, drift=drift)
     _check_sizes(slots=slots, prompt_tokens=prompt_tokens, update_s=update_s)
@@ -161,15 +165,21 @@ def simulate(
     cost, clock, metrics = cost or UnitCost(), VirtualClock(), RunMetrics()
     loader = TraceLoader(trace, seed=seed, prompt_tokens=prompt_tokens)
     siblings = _siblings(trace) if trace.has_siblings else None
-    answers = TraceAnswers(
-        trace.lengths,
-        loader.seeds,
-        siblings=siblings,
-        divergence=divergence,
-        drift=drift,
-        cap=trace.cap,
-        keeps_cache=resolved.goes_on_unverified,
-    )
+    if tools is not None:
+        if drift != 1.0 or resolved.restart_noise == RestartNoise.FRESH:
+            raise ConfigError("--tools goes with neither --drift nor --restart-noise fresh: leave one out")
+        loader.trace = trace = replace(trace, cap=max(trace.cap, tools.longest + 1))
+    settings: dict[str, Any] = {
+        "siblings": siblings,
+        "divergence": divergence,
+        "drift": drift,
+        "cap": trace.cap,
+        "keeps_cache": resolved.goes_on_unverified,
+    }
+    if tools is None:
+        answers = TraceAnswers(trace.lengths, loader.seeds, **settings)
+    else:
+        answers = TurnAnswers(tools, loader.seeds, **settings)
 
     def emit_to_all(event: Event) -> None:
         metrics.emit(event)
@@ -177,25 +187,39 @@ def simulate(
             emit(event)
 
     engine = SimEngine(answers, slots=slots, clock=clock, cost=cost)
+    buffer, turns = Buffer(grouped=group_size > 1), None
+    emitted = emit_to_all if emit is not None else metrics.emit
+    if tools is not None:
+        traced = TraceTools(tools=tools)
+        turns = TurnLoop(
+            buffer=buffer,
+            runner=VirtualRunner(clock=clock, work=traced.work),
+            dialect=traced,
+            knobs=resolved,
+            max_turns=len(max(tools.ends, key=len)),
+            clock=clock,
+            emit=emitted,
+        )
     controller = Controller(
-        Buffer(grouped=group_size > 1),
+        buffer,
         LoopParts(
             engine=engine,
             learner=SimLearner(clock=clock, cost=cost, seconds=update_s),
             scorer=InstantScorer(),
             load_samples=loader.load,
             schedule=schedule if own is None else CheckedSchedule(own, name_of(strategy)),
+            turns=turns,
         ),
         LoopSettings(
             knobs=resolved,
             total_samples=trace.num_samples,
             sampling=Sampling(),
             # If updates overlap rollout, only the attempts show which slots were busy during an update.
-            follows_attempts=emit is not None or resolved.overlap,
+            follows_attempts=emit is not None or resolved.overlap or tools is not None,
             in_flight=in_flight,
         ),
         clock=clock,
-        emit=emit_to_all if emit is not None else metrics.emit,
+        emit=emitted,
     )
     emit_to_all(
         RunStarted(

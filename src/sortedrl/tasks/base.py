@@ -137,6 +137,7 @@ class PromptStream:
     tokenizer: Any
     seed: int
     max_prompt_tokens: int
+    tools: Sequence[dict[str, Any]] = ()  # schemas that chat templates show to the model
     cursor: int = 0  # prompts taken so far
     _order: tuple[int, list[int]] | None = field(default=None, repr=False)  # the last epoch and its order of rows
 
@@ -166,7 +167,11 @@ class PromptStream:
     def _at(self, position: int) -> tuple[int, Prompt]:
         epoch, number, row = self._row_at(position)
         return epoch, make_prompt(
-            row, self.tokenizer, prompt_id=f"{self.task.name}/{number}", max_tokens=self.max_prompt_tokens
+            row,
+            self.tokenizer,
+            prompt_id=f"{self.task.name}/{number}",
+            max_tokens=self.max_prompt_tokens,
+            tools=self.tools,
         )
 
     def _row_at(self, position: int) -> tuple[int, int, Row]:
@@ -185,10 +190,12 @@ class PromptStream:
         return epoch, self._order[1][offset]
 
 
-def make_prompt(row: Row, tokenizer: Any, *, prompt_id: str, max_tokens: int) -> Prompt:
-    """Check and tokenize a row."""
+def make_prompt(
+    row: Row, tokenizer: Any, *, prompt_id: str, max_tokens: int, tools: Sequence[dict[str, Any]] = ()
+) -> Prompt:
+    """Check and tokenize a row; a chat template shows `tools`."""
     check_row(row, prompt_id)
-    tokens = tuple(encode_prompt(row["prompt"], tokenizer, prompt_id))
+    tokens = tuple(encode_prompt(row["prompt"], tokenizer, prompt_id, tools))
     if len(tokens) > max_tokens:
         raise DataError(
             f"the prompt of row {prompt_id} has {len(tokens)} tokens, more than the limit of {max_tokens}; "
@@ -198,10 +205,12 @@ def make_prompt(row: Row, tokenizer: Any, *, prompt_id: str, max_tokens: int) ->
     return Prompt(id=prompt_id, tokens=tokens, content=row["prompt"], columns=columns)
 
 
-def encode_prompt(prompt: str | list[dict[str, str]], tokenizer: Any, where: str) -> list[int]:
+def encode_prompt(
+    prompt: str | list[dict[str, str]], tokenizer: Any, where: str, tools: Sequence[dict[str, Any]] = ()
+) -> list[int]:
     """Tokenize a prompt so that an answer can follow it."""
     try:
-        return _encode(prompt, tokenizer, where)
+        return _encode(prompt, tokenizer, where, tools)
     except DataError:
         raise
     except Exception as error:  # tokenizers and chat templates raise errors of many kinds
@@ -211,14 +220,19 @@ def encode_prompt(prompt: str | list[dict[str, str]], tokenizer: Any, where: str
         ) from error
 
 
-def _encode(prompt: str | list[dict[str, str]], tokenizer: Any, where: str) -> list[int]:
+def _encode(
+    prompt: str | list[dict[str, str]], tokenizer: Any, where: str, tools: Sequence[dict[str, Any]]
+) -> list[int]:
     if not isinstance(prompt, str):
         if tokenizer.chat_template is None:
             raise DataError(
                 f"row {where} holds chat messages, but the tokenizer has no chat template; "
                 "use a chat model, or give the prompts as text"
             )
-        return list(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"])
+        shown = {"tools": list(tools)} if tools else {}
+        return list(
+            tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True, **shown)["input_ids"]
+        )
     tokens = list(tokenizer(prompt, add_special_tokens=True)["input_ids"])
     if len(tokens) > 1 and tokens[-1] == tokenizer.eos_token_id:  # some tokenizers end every text with it
         tokens.pop()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from sortedrl.learner.sft import OnStep, SftResult
 
-_PAD, _EOS, _UNK = "<pad>", "<eos>", "<unk>"
+PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 _WORDS = ("says", "both", "either", ".", "?", "try", "yes", "no", "bad", "answer", "done")
 _MAX_POSITIONS = 1024
 STEPS = 4000  # the shipped checkpoint was made with these, seed 0 and the lessons below
@@ -60,32 +60,42 @@ def vocabulary() -> list[str]:
     """Every word of the task. A claim (`Ann-knave`) and a guess (`Ann=knave`) are one word each."""
     claims = [f"{name}-{role}" for name in NAMES for role in ROLES]
     guesses = [f"{name}={role}" for name in NAMES for role in ROLES]
-    return [_PAD, _EOS, _UNK, *_WORDS, *NAMES, *claims, *guesses]
+    return [PAD, EOS, UNK, *_WORDS, *NAMES, *claims, *guesses]
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
+    return make_word_tokenizer(vocabulary(), max_positions=_MAX_POSITIONS)
+
+
+def make_word_tokenizer(vocabulary: Sequence[str], *, max_positions: int) -> PreTrainedTokenizerFast:
+    """A tokenizer with one token for each word; words are separated by spaces."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = models.WordLevel({word: index for index, word in enumerate(vocabulary())}, unk_token=_UNK)
+    words = models.WordLevel({word: index for index, word in enumerate(vocabulary)}, unk_token=UNK)
     tokenizer = Tokenizer(words)
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        pad_token=_PAD,
-        eos_token=_EOS,
-        unk_token=_UNK,
-        model_max_length=_MAX_POSITIONS,
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=UNK,
+        model_max_length=max_positions,
         clean_up_tokenization_spaces=False,
     )
 
 
 def make_model(seed: int) -> LlamaForCausalLM:
     """An untrained model of 163k parameters."""
+    return make_word_model(seed, vocabulary(), max_positions=_MAX_POSITIONS)
+
+
+def make_word_model(seed: int, words: Sequence[str], *, max_positions: int) -> LlamaForCausalLM:
+    """An untrained tiny Llama for a vocabulary of words."""
     import torch
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-    words = vocabulary()
+    words = list(words)
     config = LlamaConfig(
         vocab_size=len(words),
         hidden_size=64,
@@ -94,18 +104,18 @@ def make_model(seed: int) -> LlamaForCausalLM:
         num_attention_heads=2,
         num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=_MAX_POSITIONS,
+        max_position_embeddings=max_positions,
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=words.index(_EOS),
-        pad_token_id=words.index(_PAD),
+        eos_token_id=words.index(EOS),
+        pad_token_id=words.index(PAD),
         dtype="float32",
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
     model.generation_config = GenerationConfig(
-        do_sample=True, temperature=1.0, top_k=0, eos_token_id=words.index(_EOS), pad_token_id=words.index(_PAD)
+        do_sample=True, temperature=1.0, top_k=0, eos_token_id=words.index(EOS), pad_token_id=words.index(PAD)
     )
     return model
 
@@ -121,7 +131,7 @@ def demonstrations(
             puzzle = rows.puzzle(index)
             give_up = _GIVE_UP if rng.random() < lesson.impatient_share else 0.0
             trace = teach(puzzle, rng, give_up=give_up, overlook=lesson.overlook)
-            yield tokenizer.encode(puzzle.prompt), tokenizer.encode(f"{trace} {_EOS}")
+            yield tokenizer.encode(puzzle.prompt), tokenizer.encode(f"{trace} {EOS}")
 
 
 def rebuild(out_dir: Path | str, *, seed: int = 0, steps: int = STEPS, on_step: OnStep | None = None) -> SftResult:

@@ -124,6 +124,30 @@ class ScoresAwaited(Event):
 
 
 @dataclass(slots=True)
+class ToolsCalled(Event):
+    """A turn ended with tool calls: the sample left its slot, and its environment works."""
+
+    sample: int
+    attempt: int
+    turn: int  # turns with tools before this one
+    num_calls: int
+
+
+@dataclass(slots=True)
+class ToolsReturned(Event):
+    """The environment is done with a turn, or the sample no longer waits for it."""
+
+    sample: int
+    attempt: int
+    turn: int
+    seconds: float  # since the turn was submitted
+    outcome: str  # fed | complete | lost | dropped
+    num_fed: int = 0  # tokens
+    num_failed: int = 0  # calls with an error
+    num_repeated: int = 0  # calls of kept turns that were made again
+
+
+@dataclass(slots=True)
 class SampleRequeued(Event):
     """How an unfinished sample will continue after a harvest: resume, replay, restart or give-up."""
 

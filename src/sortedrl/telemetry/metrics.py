@@ -41,6 +41,8 @@ from sortedrl.telemetry.events import (
     SampleRequeued,
     SampleScored,
     ScoresAwaited,
+    ToolsCalled,
+    ToolsReturned,
     UpdateDone,
     WeightsPublished,
 )
@@ -76,6 +78,19 @@ class LedgerCounts(BaseModel):
     trained: int
     lost: int
     duplicated: int
+
+
+@dataclass(slots=True, kw_only=True)
+class ToolCounts:
+    """Turns that called tools, their calls, and the time that trajectories spent with their environments."""
+
+    turns: int = 0
+    calls: int = 0
+    failed: int = 0  # calls with an error, which was fed back
+    repeated: int = 0  # calls of kept turns that were made again
+    lost: int = 0  # trajectories that started over because their environment was lost
+    seconds: float = 0.0
+    fed_tokens: int = 0
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -131,6 +146,7 @@ class RunMetrics:
     accepted_tokens: int = 0
     accepted_share_sum: float = 0.0
 
+    tools: ToolCounts = field(default_factory=ToolCounts)
     occupancy: SlotTime = field(default_factory=SlotTime)
     alarms: Alarms = field(default_factory=Alarms)
     last_batch: BatchTaken | None = None
@@ -175,6 +191,11 @@ class RunMetrics:
                 self._held[event.sample] = max(self._held.get(event.sample, 0) - event.discarded, 0)
             case AttemptVerified():
                 self._verify_attempt(event)
+            case ToolsCalled():
+                self.occupancy.calling += 1
+                self.tools.calls += event.num_calls
+            case ToolsReturned():
+                self._return_tools(event)
             case RewardFailed():
                 self._unscored.add(event.sample)
             case BatchTaken():
@@ -204,7 +225,7 @@ class RunMetrics:
             case RunEnded():
                 self.end_reason = event.reason
             case RunResumed():  # the attempts of the earlier process are gone
-                self.occupancy.running = self.occupancy.paused = 0
+                self.occupancy.running = self.occupancy.paused = self.occupancy.calling = 0
                 if event.gap:
                     self._close_gap(event)
             case _:
@@ -224,6 +245,17 @@ class RunMetrics:
                 slots.record_wait(event.t, Cause.SAVE, seconds=event.seconds, paused=0)
             case _:
                 pass
+
+    def _return_tools(self, event: ToolsReturned) -> None:
+        self.occupancy.calling = max(self.occupancy.calling - 1, 0)
+        self.tools.turns += 1
+        self.tools.failed += event.num_failed
+        self.tools.repeated += event.num_repeated
+        self.tools.lost += event.outcome == "lost"
+        self.tools.seconds += event.seconds
+        self.tools.fed_tokens += event.num_fed
+        self._held[event.sample] = self._held.get(event.sample, 0) + event.num_fed
+        self._reach(event.sample, self._held[event.sample])
 
     def _verify_attempt(self, event: AttemptVerified) -> None:
         self._held[event.sample] = event.accepted

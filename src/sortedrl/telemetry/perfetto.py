@@ -1,4 +1,4 @@
-"""Write a run as a trace for Perfetto and chrome://tracing: a track per slot and reward worker, and learner tracks.
+"""Write a run as a trace for Perfetto and chrome://tracing: tracks for slots, reward workers, tools and learner.
 
 `sortedrl trace --perfetto` opens a `TraceWriter` and gives it to a `RunView`, which passes on every event together with
 the samples that run at that moment. The file is the JSON form of Chrome's trace events.
@@ -28,16 +28,18 @@ from sortedrl.telemetry.events import (
     RunResumed,
     RunStarted,
     ScoresAwaited,
+    ToolsCalled,
+    ToolsReturned,
     UpdateDone,
     WeightsPublished,
 )
 from sortedrl.telemetry.sample_lives import SampleLife
 
-SLOTS, REWARDS, LEARNER = 1, 2, 3  # groups of tracks, which Chrome's format calls processes
+SLOTS, REWARDS, LEARNER, TOOLS = 1, 2, 3, 4  # groups of tracks, which Chrome's format calls processes
 _UPDATES, _PUBLICATIONS, _CHECKPOINTS = 0, 1, 2
 # All thread numbers differ, and none is 0: Perfetto takes 0 for the idle thread of every process.
 _TID_STRIDE = 1_000_000
-_GROUPS = {SLOTS: "slots", REWARDS: "reward workers", LEARNER: "learner"}
+_GROUPS = {SLOTS: "slots", REWARDS: "reward workers", LEARNER: "learner", TOOLS: "trajectories in tools"}
 _TRACKS = {_UPDATES: "updates", _PUBLICATIONS: "publications", _CHECKPOINTS: "checkpoints"}
 
 
@@ -65,6 +67,8 @@ class TraceWriter:
         self._running: Mapping[int, SampleLife] = {}
         self._slice_starts: dict[int, float] = {}  # by sample, for attempts that are not paused
         self._worker_ends: dict[int, float] = {}  # where the last slice of each reward worker ends
+        self._calls: dict[int, tuple[int, float]] = {}  # row and start of the trajectories in tools, by sample
+        self._num_tool_rows = 0
         self._batches: dict[int, BatchTaken] = {}
         self._now = 0.0
         self._num_working: int | None = None
@@ -104,12 +108,17 @@ class TraceWriter:
                 self._slice(LEARNER, _PUBLICATIONS, event.t - event.seconds, event.t, f"version {event.version}", {})
             case RewardCalled():
                 self._write_reward_call(event)
+            case ToolsCalled():
+                self._begin_call(event)
+            case ToolsReturned():
+                self._end_call(event)
             case CheckpointSaved():
                 self._slice(LEARNER, _CHECKPOINTS, event.t - event.seconds, event.t, f"version {event.version}", {})
             case Evaluated():
                 self._instant(event.t, f"evaluated: {event.sampled_accuracy:.3f}")
             case RunResumed():
                 self._pause(event.t, "cut")
+                self._calls.clear()  # their process is gone
                 self._instant(event.t, f"resumed at version {event.version}")
             case RunStarted():
                 for slot in range(min(event.slots, _TID_STRIDE)):
@@ -163,6 +172,22 @@ class TraceWriter:
         start = max(end - event.seconds, self._worker_ends.get(worker, 0.0))
         self._worker_ends[worker] = max(end, start)
         self._slice(REWARDS, worker, start, end, f"{event.num_samples} answers", {"answers": event.num_samples})
+
+    def _begin_call(self, event: ToolsCalled) -> None:
+        """Give a trajectory the lowest free row."""
+        taken = {row for row, _ in self._calls.values()}
+        row = next(row for row in range(len(taken) + 1) if row not in taken)
+        while self._num_tool_rows <= row:
+            self._name("thread_name", TOOLS, self._num_tool_rows, f"row {self._num_tool_rows}")
+            self._num_tool_rows += 1
+        self._calls[event.sample] = (row, event.t)
+
+    def _end_call(self, event: ToolsReturned) -> None:
+        if event.sample not in self._calls:
+            return
+        row, start = self._calls.pop(event.sample)
+        args = {"turn": event.turn, "outcome": event.outcome, "failed": event.num_failed, "fed": event.num_fed}
+        self._slice(TOOLS, row, start, event.t, f"sample {event.sample}", args)
 
     # ---- the format -------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,8 @@ Guarantees: a slot has one cause at a time, by these rules.
    `discarded` and `in_flight` (decoding, by what happened to the tokens), `recomputed` and `prefill` (prefill, by what
    was read) and `overhead`.
 2. Otherwise the slot waits. The cause is the first of `publish`, `update`, `save`, `reward` that is under way; else
-   `tail` while any other slot works; else `start_up`.
+   `tool` for as many slots as trajectories are with their environments; else `tail` while any other slot works or a
+   tool does; else `start_up`.
 An attempt that is paused in its slot, for an update, new weights or scores, waits.
 """
 
@@ -28,6 +29,7 @@ class Cause(StrEnum):
     PREFILL = "prefill"  # prefilled prompts
     OVERHEAD = "overhead"  # held an attempt while the engine did not compute: the loop's work, or a full KV cache
     TAIL = "tail"  # had nothing left to start, while other slots still decoded
+    TOOL = "tool"  # idle, while the trajectory that could use it waits for its environment
     REWARD = "reward"  # waited for scores
     UPDATE = "update"  # waited for the update
     PUBLISH = "publish"  # from the end of an update until its weights are published
@@ -43,14 +45,19 @@ MEANINGS: dict[Cause, str] = {
     Cause.PREFILL: "prefill of prompts",
     Cause.OVERHEAD: "overhead between steps",
     Cause.TAIL: "idle: tail of the harvest",
+    Cause.TOOL: "idle: tools work",
     Cause.REWARD: "waiting for rewards",
     Cause.UPDATE: "waiting for the update",
     Cause.PUBLISH: "waiting for new weights",
     Cause.SAVE: "waiting for a checkpoint",
     Cause.START_UP: "idle: start-up",
 }
-_TAIL, _START_UP = Cause.TAIL, Cause.START_UP  # used at every event; Python 3.11 looks up enum members slowly
-WAITING = (Cause.TAIL, Cause.REWARD, Cause.UPDATE, Cause.PUBLISH, Cause.SAVE, Cause.START_UP)
+_TAIL, _TOOL, _START_UP = (
+    Cause.TAIL,
+    Cause.TOOL,
+    Cause.START_UP,
+)  # used at every event; Python 3.11 looks up enum members slowly
+WAITING = (Cause.TAIL, Cause.TOOL, Cause.REWARD, Cause.UPDATE, Cause.PUBLISH, Cause.SAVE, Cause.START_UP)
 
 
 @dataclass(slots=True)
@@ -67,6 +74,7 @@ class SlotTime:
     now: float = 0.0
     running: int = 0  # attempts in slots
     paused: int = 0  # those of them that are paused
+    calling: int = 0  # trajectories that left their slots while their environments work
     waiting_for: Cause | None = None  # what idle slots wait for, if not for other slots
     busy_slot_s: float = 0.0
     rollout_s: float = 0.0
@@ -91,8 +99,13 @@ class SlotTime:
             self.busy_slot_s += elapsed * working
             self.rollout_s += elapsed
         if working < self.slots:
-            cause = self.waiting_for or (_TAIL if working else _START_UP)
-            self.waited[cause] += elapsed * (self.slots - working)
+            idle = self.slots - working
+            if self.calling and self.waiting_for is None:  # as many idle slots as trajectories in tools wait for these
+                num_tool = min(idle, self.calling)
+                self.waited[_TOOL] += elapsed * num_tool
+                idle -= num_tool
+            cause = self.waiting_for or (_TAIL if working or self.calling else _START_UP)
+            self.waited[cause] += elapsed * idle
 
     def record_wait(self, t: float, cause: Cause, *, seconds: float, paused: int) -> None:
         """Account for a wait for `cause` that took the `seconds` before `t`, during which `paused` attempts paused."""

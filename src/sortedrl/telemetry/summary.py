@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
 
@@ -75,6 +76,7 @@ class Summary(BaseModel):
     mean_longest: float | None = None  # of the trained samples, the longest answer in any attempt
     length_in_order: float | None = None  # share of answer pairs whose predicted lengths are in the right order
     length_log_error: float | None = None  # mean |log(predicted / true)|
+    tools: dict[str, float] | None = None  # turns with tools, calls, failed and repeated ones, seconds, tokens fed
     flat_groups: int | None = None  # sibling groups with equal rewards
     filtered_samples: int | None = None  # samples of such groups that were trained with weight 0
     reward_errors: dict[str, int] | None = None  # answers that could not be scored, by function and kind
@@ -177,6 +179,7 @@ def summarize(
         idle_slot_steps=metrics.idle_slot_steps(stats) if stats else None,
         goodput=metrics.goodput(timing) if timing else None,
         slot_time=metrics.slot_time(),
+        tools=asdict(metrics.tools) if metrics.tools.turns else None,
         learner_wait_s=metrics.learner_wait_s,
         events_gap=metrics.gap or None,
         emit_s=emit_s,

@@ -34,6 +34,7 @@ from sortedrl.engine.base import (
     Request,
     SegmentDelta,
     Verified,
+    first_spans,
 )
 from sortedrl.engine.sim.cost import DecodeCost, UnitCost
 from sortedrl.engine.sim.script import Answers, Script, ScriptedAnswers
@@ -143,6 +144,11 @@ class VersionMarks:
         ]
 
 
+def _first_tokens(request: Request, length: int) -> Request:
+    """The request with only the first `length` cached tokens."""
+    return replace(request, cached=request.cached[:length], spans=first_spans(request.spans, length))
+
+
 REPLAY, STOP, LENGTH = (
     Mode.REPLAY,
     FinishReason.STOP,
@@ -221,22 +227,11 @@ class SimEngine:
                 verified, again = self._verify(request)
                 events, length = (verified, again), verified.accepted
                 num_verified += verified.cached
+                if length < verified.cached and any(span.is_masked for span in request.spans):
+                    request = _first_tokens(request, length)  # tokens that were fed after a lost one are gone
             end, fails = self._end(request, length, bool(events))
             running = RunningAttempt(
-                *(
-                    request,
-                    progress,
-                    order,
-                    length,
-                    steps,
-                    decode_s,
-                    length,
-                    num_marks,
-                    end,
-                    fails,
-                    self.version,
-                    events,
-                )
+                request, progress, order, length, steps, decode_s, length, num_marks, end, fails, self.version, events
             )
             if events:
                 self._with_events.append(running)

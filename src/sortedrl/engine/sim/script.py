@@ -93,7 +93,9 @@ class ScriptedAnswers:
         return len(request.cached)
 
     def is_complete(self, request: Request, length: int, version: int) -> bool:
-        return length > 0 and self.script.is_last(request.seed, length - 1, version)
+        if length == 0 or any(length - 1 in fed for fed in masked_places(request.spans)):
+            return False
+        return self.script.is_last(request.seed, length - 1, version)
 
     def end(self, request: Request, length: int, version: int) -> int:
         return self.script.length(request.seed, length, version)

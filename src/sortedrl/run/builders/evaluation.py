@@ -17,6 +17,7 @@ from sortedrl.errors import ConfigError
 from sortedrl.external.hub import Commits
 from sortedrl.reward.scorer import SampleScorer
 from sortedrl.run.builders.engine import build_engine, build_sampling
+from sortedrl.run.builders.environment import build_environment, find_environment
 from sortedrl.run.builders.generation import stop_token_ids
 from sortedrl.run.builders.parts import (
     build_model,
@@ -25,6 +26,7 @@ from sortedrl.run.builders.parts import (
     heldout_prompts,
     model_path,
     own_tokenizer,
+    prompt_stream,
 )
 from sortedrl.run.builders.task import build_task
 from sortedrl.run.evaluate import Evaluator
@@ -61,7 +63,9 @@ def standalone_evaluator(
     tokenizer = tokenizer or own_tokenizer(config, folder, None)
     if folder is not None:
         model = build_model(config, folder, choose_adapters(config, peft_config, commits), None)
-    prompts = heldout_prompts(config, task, tokenizer)
+    spec = find_environment(config, task)
+    tools = () if spec is None else spec.tools
+    prompts = heldout_prompts(config, task, tokenizer, tools)
     if not prompts:
         raise ConfigError("there are no held-out prompts: pass eval_dataset, or set eval.prompts and task.eval_path")
     weights = ModuleWeights(cast("Any", model))
@@ -70,10 +74,19 @@ def standalone_evaluator(
         stack.callback(engine.close)
         rewards = stack.enter_context(build_rewards(config, task.reward_funcs, is_heldout=True))
         rewards.start()
+        environment, scorer = None, SampleScorer(pool=rewards, tokenizer=tokenizer)
+        if spec is not None:
+            environment = build_environment(config, spec, prompt_stream(config, task, tokenizer, tools))
+            stack.callback(environment.close)
+            scorer = environment.heldout_scorer(
+                SampleScorer(pool=rewards, tokenizer=tokenizer, conversation=environment.dialect.conversation)
+            )
         yield Evaluator(
             engine=engine,
             prompts=prompts,
-            scorer=SampleScorer(pool=rewards, tokenizer=tokenizer),
+            scorer=scorer,
+            tools=None if environment is None else environment.answer_turns(),
+            has_environment_reward=spec is not None and spec.has_reward,
             sampling=build_sampling(config, stop_token_ids(model, tokenizer)),
             budget=config.engine.max_new_tokens,
             seed=config.run.seed,

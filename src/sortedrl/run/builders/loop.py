@@ -29,11 +29,13 @@ UPDATE_POLL_S = 0.002  # an engine that waits for a slow answer must not keep th
 
 def build_evaluator(config: SortedConfig, parts: RunParts, *, emit: Emit, clock: Clock) -> Evaluator:
     """The evaluation on held-out prompts."""
-    watch = parts.alarm.watch_heldout_answer
+    environment, watch = parts.environment, parts.alarm.watch_heldout_answer
+    told = None if environment is None else environment.dialect.conversation
+    scorer = SampleScorer(pool=parts.heldout_rewards, tokenizer=parts.tokenizer, on_score=watch, conversation=told)
     return Evaluator(
         engine=parts.engine,
         prompts=parts.heldout,
-        scorer=SampleScorer(pool=parts.heldout_rewards, tokenizer=parts.tokenizer, on_score=watch),
+        scorer=scorer if environment is None else environment.heldout_scorer(scorer),
         sampling=parts.sampling,
         budget=config.engine.max_new_tokens,
         seed=config.run.seed,
@@ -43,6 +45,8 @@ def build_evaluator(config: SortedConfig, parts: RunParts, *, emit: Emit, clock:
         num_samples=config.eval.samples,
         group_column=parts.task.group_column,
         every_samples=config.eval.every_samples,
+        tools=None if environment is None else environment.answer_turns(),
+        has_environment_reward=environment is not None and environment.spec.has_reward,
     )
 
 
@@ -75,18 +79,21 @@ def build_loop(
         on_skipped=parts.learner.skip,
         on_score=watch,
         on_call=_reward_call_emitter(emit, clock),
+        conversation=None if parts.environment is None else parts.environment.dialect.conversation,
     )
+    turns = None if parts.environment is None else parts.environment.turns(buffer, config, clock=clock, emit=emit)
     return Controller(
         buffer,
         LoopParts(
             engine=parts.engine,
             learner=parts.learner,
-            scorer=scorer,
+            scorer=scorer if turns is None or parts.environment is None else parts.environment.scorer(scorer, turns),
             load_samples=parts.loader.load,
             evaluation=evaluation,
             checkpoints=checkpoints,
             schedule=build_schedule(config),
             on_update=parts.alarm.watch_update,
+            turns=turns,
         ),
         LoopSettings(
             knobs=config.knobs,

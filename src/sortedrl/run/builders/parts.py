@@ -35,6 +35,7 @@ from sortedrl.learner.smollm2 import smollm2_path
 from sortedrl.records import Prompt
 from sortedrl.reward.pool import RewardPool
 from sortedrl.run.builders.engine import build_engine, build_sampling, engine_model
+from sortedrl.run.builders.environment import RunEnvironment, build_environment, find_environment
 from sortedrl.run.builders.generation import fill_from_model
 from sortedrl.run.builders.learner import RunLearner, build_learner
 from sortedrl.run.builders.machines import check_gpus, engine_places
@@ -47,9 +48,10 @@ from sortedrl.tasks.fingerprint import RowFingerprint, check_same_rows, fingerpr
 from sortedrl.tasks.loader import SampleLoader
 from sortedrl.tasks.reward_model import load_reward_models
 from sortedrl.tasks.tiny import knights_tiny_path
+from sortedrl.tasks.tools_model import tools_tiny_path
 from sortedrl.weights import is_adapted
 
-EMBEDDED = ("knights-tiny", "smollm2-135m")  # models that the package ships or makes
+EMBEDDED = ("knights-tiny", "tools-tiny", "smollm2-135m")  # models that the package ships or makes
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,10 +75,13 @@ class RunParts:
     from_python: tuple[str, ...]  # "task" and "model", if they were given as objects
     config: SortedConfig  # with what was taken from the model
     notice: str = ""  # a line for the user on what was taken
+    environment: RunEnvironment | None = None  # of a run with tools
 
     def close(self) -> None:
         self.rewards.close()
         self.heldout_rewards.close()
+        if self.environment is not None:
+            self.environment.close()
         self.engine.close()
         self.learner.close()  # last, because it may own the Ray connection that the engine uses
 
@@ -112,9 +117,14 @@ def build_parts(
     if model is None:  # a checkpoint of adapters has merged weights, so their base is needed again
         folder = model_path(config, commits) if checkpoint is None or adapters.is_wanted else checkpoint
     tokenizer = tokenizer or own_tokenizer(config, folder, checkpoint)
-    check_prompts(config, task, tokenizer)
+    spec = find_environment(config, task)
+    tools = () if spec is None else spec.tools
+    check_prompts(config, task, tokenizer, tools)
+    environment = None
+    if spec is not None:
+        environment = build_environment(config, spec, prompt_stream(config, task, tokenizer, tools))
     rows = fingerprint(config, task, tokenizer, checkpoint)
-    heldout = heldout_prompts(config, task, tokenizer)
+    heldout = heldout_prompts(config, task, tokenizer, tools)
     model = build_model(config, folder if model is None else model, adapters, checkpoint)
     config, notice = fill_from_model(config, model, tokenizer)
     learner = build_learner(config, model)
@@ -142,7 +152,7 @@ def build_parts(
         ),
         sampling=build_sampling(config, config.engine.stop_tokens or ()),
         loader=SampleLoader(
-            stream=prompt_stream(config, task, tokenizer),
+            stream=prompt_stream(config, task, tokenizer, tools),
             seed=config.run.seed,
             total_samples=config.run.samples,
             siblings=config.learner.group_size,
@@ -155,9 +165,12 @@ def build_parts(
         commits=commits,
         base_model=base_model,
         from_python=tuple(name for name, part in given.items() if part is not None),
+        environment=environment,
     )
     try:  # last, so that no worker process is left behind when something else is wrong
         rewards.start()
+        if environment is not None:
+            environment.start()
     except BaseException:
         parts.close()
         raise
@@ -281,11 +294,11 @@ def check_window(config: SortedConfig, folder: Path) -> None:
         )
 
 
-def check_prompts(config: SortedConfig, task: Task, tokenizer: Any) -> None:
+def check_prompts(config: SortedConfig, task: Task, tokenizer: Any, tools: Sequence[Any] = ()) -> None:
     """Encode every row of a dataset that the run will use, so that a bad row is found before training starts."""
     size = task.train.size
     num_used = config.run.samples // config.learner.group_size
-    stream = prompt_stream(config, task, tokenizer)
+    stream = prompt_stream(config, task, tokenizer, tools)
     for _ in range(1 if size is None else min(size, num_used)):
         stream.take(1)
 
@@ -312,6 +325,8 @@ def named_model_path(name: str, revision: str = "", commits: Commits | None = No
     match name:
         case "knights-tiny":
             return knights_tiny_path()
+        case "tools-tiny":
+            return tools_tiny_path()
         case "smollm2-135m":
             return smollm2_path()
         case _:
@@ -325,15 +340,15 @@ def model_path_here(config: SortedConfig) -> Path | None:
     return find_cached(config.model.path, config.model.revision)
 
 
-def prompt_stream(config: SortedConfig, task: Task, tokenizer: Any) -> PromptStream:
-    return PromptStream(
-        task=task, tokenizer=tokenizer, seed=config.run.seed, max_prompt_tokens=config.task.max_prompt_tokens
-    )
+def prompt_stream(config: SortedConfig, task: Task, tokenizer: Any, tools: Sequence[Any] = ()) -> PromptStream:
+    limit, seed = config.task.max_prompt_tokens, config.run.seed
+    return PromptStream(task=task, tokenizer=tokenizer, seed=seed, max_prompt_tokens=limit, tools=tools)
 
 
-def heldout_prompts(config: SortedConfig, task: Task, tokenizer: Any) -> list[Prompt]:
+def heldout_prompts(config: SortedConfig, task: Task, tokenizer: Any, tools: Sequence[Any] = ()) -> list[Prompt]:
     rows = task.heldout(config.eval.prompts) if config.eval.prompts else []
     limit = config.task.max_prompt_tokens
     return [
-        make_prompt(row, tokenizer, prompt_id=f"heldout/{number}", max_tokens=limit) for number, row in enumerate(rows)
+        make_prompt(row, tokenizer, prompt_id=f"heldout/{number}", max_tokens=limit, tools=tools)
+        for number, row in enumerate(rows)
     ]

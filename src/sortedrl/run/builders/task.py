@@ -29,6 +29,7 @@ from sortedrl.tasks.logic import INSTRUCTION as LOGIC_INSTRUCTION
 from sortedrl.tasks.logic import LogicRlRows, LogicTask, logic_reward
 from sortedrl.tasks.reward_model import RewardModel, is_model_name
 from sortedrl.tasks.suites import MATH_INSTRUCTION
+from sortedrl.tasks.tools import ToolsTask
 from sortedrl.tasks.wording import PLACE, WordedRows, Wording
 
 PREFIX = "reasoning_gym:"
@@ -51,6 +52,9 @@ def build_task(config: SortedConfig, commits: Commits | None = None) -> Task:
         case "logic":
             _refuse(section, *FILE_KEYS, "options")
             task = LogicTask(seed=seed, people=people_of(section), wording=wording_of(section, LOGIC_INSTRUCTION))
+        case "tools":
+            _refuse(section, *FILE_KEYS, *WORDING_KEYS, "options")
+            task = ToolsTask(seed=seed)
         case "counting":
             _refuse(section, *FILE_KEYS)
             task = _counting_task(section, seed)

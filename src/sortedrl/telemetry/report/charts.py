@@ -38,6 +38,7 @@ CAUSE_STYLES = {
     Cause.PREFILL: ("#009E73", ""),
     Cause.OVERHEAD: ("#8fd1bd", ""),
     Cause.TAIL: ("#F0E442", ""),
+    Cause.TOOL: ("#b39ddb", ""),
     Cause.REWARD: ("#CC79A7", ""),
     Cause.UPDATE: ("#7d8794", ""),
     Cause.PUBLISH: ("#a9b1bc", ""),

@@ -1,0 +1,192 @@
+"""Kill a run with tools again and again with SIGKILL: a turn that a checkpoint kept is never called again.
+
+    python -m benchmarks.ledger.tool_storm [--kills 50] [--kind snapshot|repeatable|none] [--json]
+
+Every call of the tool leaves a line in a file: the row's key and the number of the turn. Before a process resumes the
+run, the turns that its checkpoint keeps are read from the checkpoint's ledger. A line for one of them afterwards is a
+second call. Only repeatable environments may make one, and the ledger counts it. At the end every loaded trajectory
+must be trained once, and the ledger is verified from its file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from benchmarks.record import make_parser, save
+from sortedrl.config import SortedConfig
+from sortedrl.ledger.reader import Ledger
+from sortedrl.ledger.verify import verify
+from sortedrl.run.builders.parts import build_parts
+from sortedrl.run.checkpoint_folder import Checkpoints
+from sortedrl.trainer import SortedTrainer
+
+NAMES = ("Ann", "Bob", "Cid", "Dan", "Eve", "Fay")
+LONGEST_S = 0.5  # a process lives at most so long after its first checkpoint
+PATIENCE_S = 300.0  # a process that writes no checkpoint within this time hangs
+
+
+class Ring:
+    """A tool with a counted side effect and with state: how often it was called."""
+
+    environment_kind = "none"
+
+    def reset(self, key: str, log: str, **row: object) -> None:
+        self.key, self.log, self.turn = key, log, 0
+
+    def lookup(self, who: str) -> str:
+        """
+        Looks up whom a person points to.
+
+        Args:
+            who: Name of the person.
+        """
+        time.sleep(0.005)
+        with open(self.log, "a") as file:
+            file.write(f"{self.key} {self.turn}\n")
+        self.turn += 1
+        return NAMES[(NAMES.index(who) + 1) % len(NAMES)]
+
+
+class SnapshotRing(Ring):
+    environment_kind = "snapshot"
+
+    def _snapshot(self) -> int:
+        return self.turn
+
+    def _restore(self, state: int) -> None:
+        self.turn = state
+
+
+class RepeatableRing(Ring):
+    environment_kind = "repeatable"
+
+
+KINDS: dict[str, type[Ring]] = {"none": Ring, "snapshot": SnapshotRing, "repeatable": RepeatableRing}
+
+
+def reward(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    return [float(len(completion.split()) % 2) for completion in completions]
+
+
+def make_trainer(folder: Path, kind: str, samples: int) -> SortedTrainer:
+    rows = [{"prompt": f"{NAMES[n % 6]} six ?", "key": str(n), "log": str(folder / "calls")} for n in range(samples)]
+    config = SortedConfig(
+        run={"name": "storm", "dir": str(folder), "samples": samples, "report": False},
+        model={"path": "tools-tiny"},
+        schedule={"strategy": "sorted-partial", "update_batch": 8, "lookahead": 1},
+        engine={"slots": 8, "max_new_tokens": 110},
+        learner={"algorithm": "reinforce++", "group_size": 1, "lr": 1e-4},
+        environment={"run_in": "thread", "workers": 4, "max_turns": 6},
+        eval={"prompts": 0},
+        checkpoint={"every_updates": 1},
+    )
+    return SortedTrainer(None, reward, config, rows, environment_factory=KINDS[kind], quiet=True)
+
+
+def start_child(folder: Path, kind: str, samples: int, *, resume: bool) -> int:
+    sys.stdout.flush()
+    child = os.fork()
+    if child:
+        return child
+    try:
+        make_trainer(folder, kind, samples).train(resume=resume)
+        os._exit(0)
+    except BaseException as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        os._exit(1)
+
+
+def kept_turns(folder: Path) -> set[tuple[str, str]]:
+    """Key and number of every turn whose result the newest checkpoint keeps."""
+    checkpoint = Checkpoints(folder / "storm" / "checkpoints").latest()
+    if checkpoint is None:
+        return set()
+    with Ledger(checkpoint / "ledger.sqlite") as ledger:
+        query = "SELECT prompt, count(*) FROM steps JOIN samples ON id = sample WHERE step = 'feed' GROUP BY sample"
+        found = {str(prompt).rpartition("/")[2]: count for prompt, count in ledger.rows(query)}
+    return {(key, str(turn)) for key, count in found.items() for turn in range(count)}
+
+
+def newest(folder: Path) -> str:
+    """Name of the newest checkpoint folder, complete or not."""
+    found = sorted(path.name for path in (folder / "storm" / "checkpoints").glob("*") if path.is_dir())
+    return found[-1] if found else ""
+
+
+def calls_since(folder: Path, start: int) -> tuple[list[tuple[str, str]], int]:
+    path = folder / "calls"
+    data = path.read_bytes()[start:] if path.exists() else b""
+    lines = [line.split() for line in data.decode().splitlines()]
+    return [(line[0], line[1]) for line in lines if len(line) == 2], start + len(data)
+
+
+def storm(folder: Path, kills: int, kind: str, samples: int, seed: int) -> dict[str, Any]:
+    rng, totals, place = random.Random(seed), Counter[str](), 0
+    warm = make_trainer(folder, kind, samples).config.replaced(task={"name": "tools"}, environment={"factory": "none"})
+    build_parts(warm).close()  # imports everything that a child needs
+    kept: set[tuple[str, str]] = set()
+    resume = False
+    while True:
+        child = start_child(folder, kind, samples, resume=resume)
+        resume = True
+        is_last = totals["kills"] >= kills
+        before, deadline = newest(folder), time.monotonic() + (3600.0 if is_last else PATIENCE_S)
+        while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline:
+            if not is_last and newest(folder) != before:  # the run has got on: kill it a little later
+                before, deadline = newest(folder), min(deadline, time.monotonic() + rng.uniform(0, LONGEST_S))
+            time.sleep(0.005)
+        if not ended[0]:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            totals["kills"] += 1
+        elif os.waitstatus_to_exitcode(ended[1]):
+            raise SystemExit("a training process failed")
+        calls, place = calls_since(folder, place)
+        totals["calls"] += len(calls)
+        totals["called_again"] += sum(call in kept for call in calls)
+        if ended[0]:
+            break
+        kept = kept_turns(folder)
+        totals["kept_turns"] += len(kept)
+        resume = (folder / "storm" / "config.toml").is_file()
+    with Ledger(folder / "storm") as ledger:
+        verdict = verify(ledger)
+    return {
+        "kind": kind,
+        **totals,
+        "ended_early": totals["kills"] < kills,
+        "loaded": verdict.counts["samples"],
+        "trained": verdict.counts["trained"],
+        "violations": verdict.num_violations,
+        "repeated_calls_in_ledger": verdict.counts["repeated_calls"],
+    }
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--kind", choices=list(KINDS), default="snapshot")
+    parser.add_argument("--samples", type=int, default=2048)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        result = storm(Path(folder), options.kills, options.kind, options.samples, options.seed)
+    is_kept = result["trained"] == result["loaded"] and not result["violations"]
+    is_kept = is_kept and (options.kind == "repeatable" or not result["called_again"])
+    if not options.json:
+        save(f"tool_storm_{options.kind}", result)
+    print(json.dumps(result))
+    raise SystemExit(0 if is_kept else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Environments: objects with tools that a model may call between its turns (docs/guides/tools.md)."""

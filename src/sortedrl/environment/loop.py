@@ -1,0 +1,296 @@
+"""The part of the loop for tools: gives finished turns to environments, and feeds back what these return.
+
+    turn finished --take--> CALLING --collect--> fed, PENDING | complete, FINISHED | lost, PENDING from the start
+
+The controller calls it at a few points (`protocols.Turns`), and it changes the buffer as the controller does. A runner
+works on turns in the background; a dialect reads calls and writes results (both are real in a run, and simple in the
+simulator). It uses no clock but the one that is passed in.
+
+Guarantees: a turn whose result is kept is not called again, unless its environment is repeatable and its state is
+needed; a result that comes after its sample started over is ignored; each call is recorded; a sample whose tokens
+became too old while a tool worked gets its fate before it may run again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from sortedrl.buffer import Buffer
+from sortedrl.clock import Clock
+from sortedrl.environment.base import ToolCall, ToolResult, Turn, TurnResult
+from sortedrl.records import CallRecord, FinishReason, Sample
+from sortedrl.schedule import Fate, Knobs
+from sortedrl.telemetry.events import Emit, SampleRequeued, ToolsCalled, ToolsReturned
+
+_UNHEARD = ("timeout", "died", "not called", "malformed", "malformed result")  # calls that changed no state, or hang
+
+
+class TurnRunner(Protocol):
+    """Works on turns in the background (`environment/runner.py`)."""
+
+    def submit(self, turn: Turn) -> None: ...
+
+    def poll(self, timeout: float) -> Sequence[TurnResult]: ...
+
+    def forget(self, sample: int) -> None: ...
+
+
+class TurnDialect(Protocol):
+    """Reads calls from a sample's tokens and turns results into tokens (`environment/dialect.py`)."""
+
+    def calls(self, sample: Sample) -> Sequence[ToolCall]: ...
+
+    def history(self, sample: Sample) -> Sequence[Sequence[ToolCall]]: ...
+
+    def fed(self, calls: Sequence[ToolCall], texts: Sequence[str]) -> Sequence[int]: ...
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class PastTurn:
+    """What is needed to bring the state after a turn back: its snapshot, and the calls that must not be made again."""
+
+    state: Any = None
+    unheard: frozenset[int] = frozenset()
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class _Open:
+    """A turn that its environment works on."""
+
+    turn: Turn
+    began: float
+    must_verify: bool  # its tokens were sampled over a cache of older weights
+
+
+class TurnLoop:
+    """`past`: the past turns of a restored buffer's samples, by sample and number."""
+
+    def __init__(
+        self,
+        *,
+        buffer: Buffer,
+        runner: TurnRunner,
+        dialect: TurnDialect,
+        knobs: Knobs,
+        max_turns: int,
+        clock: Clock,
+        emit: Emit,
+        past: Mapping[int, Mapping[int, PastTurn]] | None = None,
+    ) -> None:
+        self._buffer = buffer
+        self._runner = runner
+        self._dialect = dialect
+        self._knobs = knobs
+        self._max_turns = max_turns
+        self._clock = clock
+        self._emit = emit
+        self._past: dict[int, dict[int, PastTurn]] = {sample: dict(turns) for sample, turns in (past or {}).items()}
+        self._open: dict[int, _Open] = {}
+        self._dropped: dict[int, Turn] = {}  # turns whose samples started over while they were worked on, by serial
+        self._serial = 0
+        self.counts: Counter[str] = Counter()  # turns, calls, failed, repeated, lost, cut by the turn limit
+
+    @property
+    def num_calling(self) -> int:
+        return len(self._open)
+
+    def resume(self) -> None:
+        for sample in list(self._buffer.calling.values()):
+            if sample.id not in self._open:
+                must_verify = self._knobs.goes_on_unverified  # perhaps not, but nobody remembers
+                self._submit(sample, self._dialect.calls(sample), must_verify)
+
+    def take(self, sample: Sample, *, must_verify: bool = False) -> bool:
+        calls = self._dialect.calls(sample)
+        if not calls:
+            return False
+        if sample.num_turns >= self._max_turns:
+            self.counts["cut"] += 1
+            return False
+        self._buffer.call(sample, len(calls))
+        self._submit(sample, calls, must_verify)
+        return True
+
+    def collect(self, timeout: float) -> list[Sample]:
+        complete: list[Sample] = []
+        for result in self._runner.poll(timeout):
+            opened = self._open.get(result.sample)
+            if opened is None or opened.turn.serial != result.serial:
+                self._ignore(result)
+                continue
+            del self._open[result.sample]
+            sample = self._buffer.calling[result.sample]
+            if self._apply(sample, opened, result):
+                complete.append(sample)
+        return complete
+
+    def drop(self, sample: Sample) -> None:
+        opened = self._open.pop(sample.id, None)
+        self._past.pop(sample.id, None)
+        if opened is not None:
+            self._dropped[opened.turn.serial] = opened.turn
+            self._tell(sample, opened, "dropped")
+
+    def reward_turn(self, sample: Sample) -> Turn:
+        """The turn that asks for the reward of a complete trajectory."""
+        return self._turn(sample, (), asks_reward=True)
+
+    def forget(self, sample: int) -> None:
+        """The sample is trained."""
+        self._past.pop(sample, None)
+        self._runner.forget(sample)
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _submit(self, sample: Sample, calls: Sequence[ToolCall], must_verify: bool) -> None:
+        turn = self._turn(sample, calls)
+        self._open[sample.id] = _Open(turn=turn, began=self._clock.now(), must_verify=must_verify)
+        self._emit(ToolsCalled(self._clock.now(), sample.id, sample.attempt, turn.number, len(calls)))
+        self._runner.submit(turn)
+
+    def _turn(self, sample: Sample, calls: Sequence[ToolCall], *, asks_reward: bool = False) -> Turn:
+        self._serial += 1
+        number, past = sample.num_turns, self._past.get(sample.id, {})
+        history: list[list[ToolCall]] = []
+        for place, made in enumerate(self._dialect.history(sample) if number else ()):
+            unheard = past[place].unheard if place in past else frozenset()
+            history.append([call for i, call in enumerate(made) if not call.error and i not in unheard])
+        return Turn(
+            sample=sample.id,
+            serial=self._serial,
+            number=number,
+            row={**sample.prompt.columns, "prompt": sample.prompt.content},
+            calls=calls,
+            history=history,
+            state=past[number - 1].state if number - 1 in past else None,
+            asks_reward=asks_reward,
+        )
+
+    def _apply(self, sample: Sample, opened: _Open, result: TurnResult) -> bool:
+        """Record the end of a turn in the buffer; returns whether the answer is complete by it."""
+        self.counts["repeated"] += result.num_repeated
+        if result.is_lost:
+            self.counts["lost"] += 1
+            self._past.pop(sample.id, None)
+            self._tell(sample, opened, "lost", result)
+            self._requeue(sample, Fate.RESTART)
+            return False
+        self.counts["turns"] += 1
+        self.counts["calls"] += len(result.results)
+        self.counts["failed"] += sum(bool(r.error) for r in result.results)
+        self._remember(sample, opened, result)
+        fed = self._dialect.fed(opened.turn.calls, [r.text for r in result.results])
+        if result.is_over or not fed or sample.num_tokens + len(fed) >= sample.budget:
+            reason = FinishReason.STOP if result.is_over or not fed else FinishReason.LENGTH
+            self._tell(sample, opened, "complete", result)
+            self._buffer.finish(sample, reason)
+            fate = self._fate(sample, opened)
+            if self._exceeds(sample) or (fate == Fate.REPLAY and self._knobs.goes_on_unverified):
+                self._requeue(sample, fate)
+                return False
+            return True
+        self._buffer.feed(sample, fed)
+        self._tell(sample, opened, "fed", result, len(fed))
+        if (fate := self._fate(sample, opened)) != Fate.RESUME:
+            self._requeue(sample, fate)
+        return False
+
+    def _remember(self, sample: Sample, opened: _Open, result: TurnResult) -> None:
+        """Keep the state after this turn, and note its calls in the buffer."""
+        turn, past = opened.turn, self._past.setdefault(sample.id, {})
+        for later in [number for number in past if number > turn.number]:
+            del past[later]
+        unheard = frozenset(place for place, r in enumerate(result.results) if r.error in _UNHEARD)
+        past[turn.number] = PastTurn(state=result.state, unheard=unheard)
+        records = [_repeated(call) for calls in turn.history for call in calls] if result.num_repeated else []
+        records += [_record(call, made) for call, made in zip(turn.calls, result.results, strict=True)]
+        if result.state is not None:
+            records[-1] = replace(records[-1], state=json.dumps(result.state))
+        self._buffer.record_calls(sample, turn.number, records)
+
+    def _ignore(self, result: TurnResult) -> None:
+        """Record the calls of a turn whose sample started over meanwhile."""
+        turn = self._dropped.pop(result.serial)
+        self.counts["ignored"] += len(result.results)
+        sample = self._buffer.samples.get(result.sample)
+        if sample is not None and result.results:
+            made = [_record(call, r) for call, r in zip(turn.calls, result.results, strict=True)]
+            self._buffer.record_calls(sample, turn.number, [replace(record, error="ignored") for record in made])
+
+    def _fate(self, sample: Sample, opened: _Open) -> Fate:
+        """How a sample goes on whose environment is done; it holds older tokens if weights were published meanwhile."""
+        if sample.staleness(self._buffer.version) == 0:
+            return Fate.REPLAY if opened.must_verify else Fate.RESUME
+        if self._exceeds(sample):
+            return self._knobs.on_bound
+        return Fate.REPLAY if opened.must_verify else self._knobs.interrupted
+
+    def _exceeds(self, sample: Sample) -> bool:
+        bound, buffer = self._knobs.max_staleness, self._buffer
+        return bound is not None and buffer.staleness(sample, buffer.version) > bound
+
+    def _requeue(self, sample: Sample, fate: Fate) -> None:
+        assert fate != Fate.WAIT, f"sample {sample.id} passed the bound while its environment worked"
+        discarded = self._buffer.requeue(sample, fate.mode)
+        if fate == Fate.RESTART:
+            self._past.pop(sample.id, None)
+        self._emit(SampleRequeued(self._clock.now(), sample.id, fate, discarded))
+
+    def _tell(
+        self, sample: Sample, opened: _Open, outcome: str, result: TurnResult | None = None, num_fed: int = 0
+    ) -> None:
+        now = self._clock.now()
+        num_failed = 0 if result is None else sum(bool(r.error) for r in result.results)
+        num_repeated = 0 if result is None else result.num_repeated
+        self._emit(
+            ToolsReturned(
+                now,
+                sample.id,
+                sample.attempt,
+                opened.turn.number,
+                now - opened.began,
+                outcome,
+                num_fed,
+                num_failed,
+                num_repeated,
+            )
+        )
+
+
+def past_turns(rows: Iterable[tuple[int, int, int, str, str | None]]) -> dict[int, dict[int, PastTurn]]:
+    """What the ledger's rows of calls (sample, turn, index, error, state) tell of past turns, by sample and turn."""
+    past: dict[int, dict[int, PastTurn]] = {}
+    for sample, turn, index, error, state in rows:
+        turns = past.setdefault(sample, {})
+        before = turns[turn].unheard if index and turn in turns else frozenset[int]()
+        unheard = before | {index} if error in _UNHEARD else before
+        turns[turn] = PastTurn(state=None if state is None else json.loads(state), unheard=unheard)
+    return past
+
+
+def _record(call: ToolCall, result: ToolResult) -> CallRecord:
+    digest = hashlib.blake2b(result.text.encode("utf-8", "replace"), digest_size=16).hexdigest()
+    return CallRecord(
+        tool=call.name,
+        arguments=_arguments(call),
+        digest=digest,
+        num_chars=len(result.text),
+        error=result.error,
+        seconds=result.seconds,
+    )
+
+
+def _repeated(call: ToolCall) -> CallRecord:
+    """A call of a kept turn that was made again to bring a state back."""
+    return CallRecord(
+        tool=call.name, arguments=_arguments(call), digest="", num_chars=0, error="", seconds=0.0, is_repeated=True
+    )
+
+
+def _arguments(call: ToolCall) -> str:
+    return json.dumps(dict(call.arguments), default=str)

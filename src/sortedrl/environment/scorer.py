@@ -1,0 +1,78 @@
+"""Adds what environments say of their own trajectories (`get_reward`) to the reward of the reward functions.
+
+It takes the place of `reward/scorer.py` where the class of a run has `get_reward`; the controller and evaluation use it
+alike. An environment whose `get_reward` fails gives 0, and the runner counts it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from sortedrl.environment.base import Turn, TurnResult
+from sortedrl.records import Prompt, Sample
+from sortedrl.reward.pool import RewardScore
+from sortedrl.reward.scorer import SampleScorer
+
+_SLICE_S = 0.005  # how long to wait for one source while the other may have news
+
+Key = tuple[int, int]
+
+
+class RewardRunner(Protocol):
+    def submit(self, turn: Turn) -> None: ...
+
+    def poll_rewards(self, timeout: float) -> Sequence[TurnResult]: ...
+
+
+def no_reward(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
+    """The reward function of a run whose rewards come from its environments alone."""
+    return [0.0] * len(prompts)
+
+
+@dataclass(slots=True, kw_only=True)
+class EnvironmentScorer:
+    """`make_turn(sample)` returns the turn that asks for the reward of a complete trajectory."""
+
+    inner: SampleScorer
+    runner: RewardRunner
+    make_turn: Callable[[Sample], Turn]
+    _keys: dict[int, Key] = field(default_factory=dict)  # of submitted turns, by serial
+    _scores: dict[Key, RewardScore] = field(default_factory=dict)  # of reward functions, waiting for the environment
+    _rewards: dict[Key, float] = field(default_factory=dict)  # of environments, waiting for the functions
+
+    def submit(self, sample: Sample) -> None:
+        turn = self.make_turn(sample)
+        self._keys[turn.serial] = (sample.id, sample.attempt)
+        self.runner.submit(turn)
+        self.inner.submit(sample)
+
+    def submit_answer(
+        self, key: Key, prompt: Prompt, tokens: Sequence[int], masked: Sequence[range] = (), turn: Turn | None = None
+    ) -> None:
+        assert turn is not None, "an answer without its environment's turn"
+        self._keys[turn.serial] = key
+        self.runner.submit(turn)
+        self.inner.submit_answer(key, prompt, tokens, masked)
+
+    def poll(self, timeout: float) -> list[RewardScore]:
+        deadline = time.monotonic() + timeout
+        while True:
+            wait = min(_SLICE_S, max(deadline - time.monotonic(), 0.0))
+            for score in self.inner.poll(wait):
+                self._scores[score.key] = score
+            for result in self.runner.poll_rewards(wait if self._keys else 0.0):
+                self._rewards[self._keys.pop(result.serial)] = result.reward or 0.0
+            done = [key for key in self._scores if key in self._rewards]
+            if done or time.monotonic() >= deadline or not (self._keys or self.inner.pool.num_waiting):
+                return [self._joined(key) for key in done]
+
+    def _joined(self, key: Key) -> RewardScore:
+        score = self._scores.pop(key)
+        return replace(score, reward=score.reward + self._rewards.pop(key))
+
+    @property
+    def failure(self) -> Exception | None:
+        return self.inner.failure

@@ -1,0 +1,106 @@
+"""Trajectories in a simulation: where the turns of an answer end, and how long its tools take.
+
+`simulate/run.py` uses it with the same controller and turn loop as a run. `--tools "3 x 20"` draws trajectories with
+three turns in tools on average, of 20 seconds on average; on the unit clock a second is a decode step. The answer's
+tokens of the trace are divided evenly over its turns. Guarantees: turns and times depend on the sample and the seed
+only, so that every strategy gets the same.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sortedrl.engine.base import Request
+from sortedrl.environment.base import ToolCall, ToolResult, Turn, TurnResult
+from sortedrl.errors import DataError
+from sortedrl.records import Sample
+from sortedrl.simulate.answers import TraceAnswers
+
+FED_TOKENS = 8  # what a tool returns
+_SPREAD = 1.0  # of the lognormal distribution of tool seconds
+_FORM = re.compile(r"\s*(\d+(?:\.\d+)?)\s*x\s*(\d+(?:\.\d+)?)\s*", re.ASCII)
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class ToolTrace:
+    """`ends[i]` are the lengths at which the turns of answer i end, the last one being the whole answer.
+
+    `seconds[i]` is the time that each of its tools takes; after each of them `fed` tokens are fed.
+    """
+
+    ends: Sequence[Sequence[int]]
+    seconds: Sequence[Sequence[float]]
+    fed: int = FED_TOKENS
+
+    @property
+    def longest(self) -> int:
+        return max(ends[-1] for ends in self.ends)
+
+
+def draw_tools(text: str, lengths: Sequence[int], seed: int) -> ToolTrace:
+    """Draw the turns of a trace's answers as `--tools` says: mean number of turns in tools x mean seconds."""
+    match = _FORM.fullmatch(text)
+    if match is None:
+        raise DataError(f"--tools {text!r:.40} is not understood: write turns x seconds, as in '3 x 20'")
+    mean_turns, mean_s = float(match[1]), float(match[2])
+    rng = np.random.default_rng((seed, 2))
+    turns = rng.poisson(mean_turns, size=len(lengths)).tolist()
+    ends: list[list[int]] = []
+    seconds: list[list[float]] = []
+    for length, drawn in zip(lengths, turns, strict=True):
+        count = min(drawn, max(length - 1, 0))
+        parts = [(place + 1) * length // (count + 1) for place in range(count + 1)]
+        ends.append([part + place * FED_TOKENS for place, part in enumerate(parts)])
+        drawn_s = rng.lognormal(0.0, _SPREAD, size=count) * (mean_s / np.exp(_SPREAD**2 / 2))
+        seconds.append(drawn_s.tolist())
+    return ToolTrace(ends=ends, seconds=seconds)
+
+
+class TurnAnswers(TraceAnswers):
+    """The answers of a trace whose turns end where a `ToolTrace` says."""
+
+    def __init__(self, tools: ToolTrace, seeds: Sequence[int], **settings: Any) -> None:
+        super().__init__([ends[-1] for ends in tools.ends], seeds, **settings)
+        self.tools = tools
+
+    def is_complete(self, request: Request, length: int, version: int) -> bool:
+        ends = self.tools.ends[request.sample]
+        place = bisect_right(ends, length)
+        return place > 0 and ends[place - 1] == length
+
+    def end(self, request: Request, length: int, version: int) -> int:
+        ends = self.tools.ends[request.sample]
+        place = bisect_right(ends, length)
+        return ends[place] if place < len(ends) else length + 1
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class TraceTools:
+    """The dialect and the work of simulated tools."""
+
+    tools: ToolTrace
+
+    def calls(self, sample: Sample) -> list[ToolCall]:
+        is_last = sample.num_tokens >= self.tools.ends[sample.id][-1]
+        return [] if is_last else [ToolCall(name="tool")]
+
+    def history(self, sample: Sample) -> list[list[ToolCall]]:
+        return []
+
+    def fed(self, calls: Sequence[ToolCall], texts: Sequence[str]) -> bytes:
+        return bytes(self.tools.fed)
+
+    def work(self, turn: Turn) -> tuple[TurnResult, float]:
+        result = TurnResult(
+            sample=turn.sample,
+            serial=turn.serial,
+            number=turn.number,
+            results=[ToolResult(text="") for _ in turn.calls],
+        )
+        return result, self.tools.seconds[turn.sample][turn.number]
