@@ -96,3 +96,10 @@ def power(difference: float, spread: float, seeds: int, *, rounds: int = 20_000)
     rng = np.random.default_rng(2)
     low, high = student_ends(rng.normal(difference, spread, size=(rounds, seeds)), rng)
     return float(((low > 0) | (high < 0)).mean())
+
+
+def chance_of_equal(margin: float, spread: float, seeds: int, *, rounds: int = 20_000) -> float:
+    """How often the 95 % interval of a paired difference whose mean is 0 lies within the margin."""
+    rng = np.random.default_rng(3)
+    low, high = student_ends(rng.normal(0.0, spread, size=(rounds, seeds)), rng)
+    return float(((-margin <= low) & (high <= margin)).mean())

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from sortedrl.clock import Clock
 from sortedrl.engine.base import Delta, Engine, EngineStats, Failed, Finished, Request, Sampling, as_deltas
@@ -60,13 +60,14 @@ def answer_all(
     sampling: Sampling,
     budget: int,
     seed: int,
+    epoch: int = HELDOUT_EPOCH,
     on_scored: Callable[[EvalAnswer], None] | None = None,
 ) -> None:
     """Generate and score every answer, in place. An answer on which the engine fails is scored with the tokens it has.
 
-    `sampling` holds for all answers, except that each has its own temperature.
+    `sampling` holds for all answers, except that each has its own temperature. Another `epoch` gives other noise.
     """
-    waiting = deque(_request(number, answer, sampling, budget, seed) for number, answer in enumerate(answers))
+    waiting = deque(_request(number, answer, sampling, budget, seed, epoch) for number, answer in enumerate(answers))
     num_running = num_scored = 0
     while num_scored < len(answers):
         num_free = min(engine.capabilities.slots - num_running, len(waiting))
@@ -92,20 +93,23 @@ def answer_all(
             raise scorer.failure
 
 
-def _request(number: int, answer: EvalAnswer, sampling: Sampling, budget: int, seed: int) -> Request:
+def _request(number: int, answer: EvalAnswer, sampling: Sampling, budget: int, seed: int, epoch: int) -> Request:
     return Request(
         sample=number,
         attempt=0,
         prompt=answer.prompt.tokens,
         budget=budget,
-        seed=sample_seed(seed, HELDOUT_EPOCH, answer.prompt.id, answer.index),
+        seed=sample_seed(seed, epoch, answer.prompt.id, answer.index),
         sampling=replace(sampling, temperature=answer.temperature),
     )
 
 
 @dataclass(slots=True, kw_only=True)
 class Evaluator:
-    """`every_samples` = 0: the caller decides when it runs. An answer is right if its reward is above `right_above`."""
+    """`every_samples` = 0: the caller decides when it runs. An answer is right if its reward is above `right_above`.
+
+    `has_fresh_noise`: the noise depends on the number of trained samples, so that each evaluation has its own.
+    """
 
     engine: Engine
     prompts: Sequence[Prompt]
@@ -117,6 +121,7 @@ class Evaluator:
     emit: Emit
     right_above: float = 0.5
     num_samples: int = 1
+    has_fresh_noise: bool = False
     group_column: str | None = None
     every_samples: int = 0
     last_run: int = -1  # number of trained samples at the last evaluation
@@ -130,7 +135,7 @@ class Evaluator:
             return
         before = self.engine.stats()
         try:
-            sampled, greedy = self.answers()
+            sampled, greedy = self.answers(num_trained)
         finally:
             self.used = self.used.plus(self.engine.stats().minus(before))
         self.last_run = num_trained
@@ -151,14 +156,16 @@ class Evaluator:
             )
         )
 
-    def answers(self) -> tuple[list[list[EvalAnswer]], list[list[EvalAnswer]]]:
+    def answers(self, num_trained: int = 0) -> tuple[list[list[EvalAnswer]], list[list[EvalAnswer]]]:
         """The scored answers by prompt: the sampled ones, and the greedy ones."""
+        epoch = HELDOUT_EPOCH - num_trained if self.has_fresh_noise else HELDOUT_EPOCH
         indices, temperature = range(self.num_samples), self.sampling.temperature
         sampled = [[EvalAnswer(prompt=p, temperature=temperature, index=i) for i in indices] for p in self.prompts]
         greedy = [[EvalAnswer(prompt=prompt, temperature=0.0)] for prompt in self.prompts]
         # Answers to one prompt are submitted together, so that an engine can prefill the prompt once.
         every = [answer for pair in zip(sampled, greedy, strict=True) for answers in pair for answer in answers]
-        answer_all(self.engine, self.scorer, every, sampling=self.sampling, budget=self.budget, seed=self.seed)
+        how: dict[str, Any] = {"sampling": self.sampling, "budget": self.budget, "seed": self.seed, "epoch": epoch}
+        answer_all(self.engine, self.scorer, every, **how)
         return sampled, greedy
 
     def _by_group(self, sampled: list[list[EvalAnswer]], greedy: list[list[EvalAnswer]]) -> dict[str, dict[str, float]]:
