@@ -156,6 +156,8 @@ def config_of(run: Run, folder: Path, samples: int = SAMPLES) -> SortedConfig:
         f"eval.prompts={EVAL_PROMPTS}",
         f"eval.every_samples={EVAL_EVERY}",
         "eval.noise=fresh",
+        "reward.timeout_s=1e6",  # a paused process must not lose a reward,
+        "reward.grace_s=600",  # and batches must not depend on the load of the machine
     ]
     return SortedConfig.load(QUICKSTART, [*fixed, *cell.overrides()])
 
