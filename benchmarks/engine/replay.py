@@ -1,11 +1,14 @@
 """Is replay exact, and how much does it save? Interrupted samples are finished twice: by replay and by a restart.
 
-    python -m benchmarks.engine.replay [--samples 500] [--seed 0] [--lr 5e-4] [--model FOLDER] [--json]
+    python -m benchmarks.engine.replay [--samples 500] [--seed 0] [--lr 5e-4] [--model FOLDER] [--unverified] [--json]
 
 Each round samples answers on the local engine and interrupts half of them at random steps. It trains one GRPO update on
 the other half and publishes the new weights. Then it finishes every interrupted sample twice: by replay of its cached
 tokens, and by a restart. Both must give the same tokens with the same log-probs. Only rounding can cause a mismatch:
 decode and prefill add numbers in a different order, which can change the winner between two nearly equal scores.
+
+With `--unverified` that half is not interrupted (`schedule.max_unverified = none`): it goes on through the publication,
+to the end, over the cache that it has, and the replay verifies the complete answer.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from rich.table import Table
 
 from benchmarks.record import make_parser, save
 from sortedrl.config import SortedConfig
-from sortedrl.engine.base import Delta, EngineEvent, Finished, Partial, Request, Sampling, Verified
+from sortedrl.engine.base import Delta, EngineEvent, Finished, InFlight, Partial, Request, Sampling, Verified
 from sortedrl.engine.local.engine import LocalEngine
 from sortedrl.learner.torch import TorchLearner
 from sortedrl.records import Batch, FinishReason, Mode, Sample, Segment, State, sample_seed
@@ -67,6 +70,7 @@ class Pair:
 class Bench:
     def __init__(self, options: argparse.Namespace) -> None:
         self.rng = random.Random(options.seed)
+        self.goes_on = options.unverified
         self.config = SortedConfig(
             run={"seed": options.seed}, learner={"lr": options.lr, "group_size": SIBLINGS}, engine={"slots": 64}
         )
@@ -85,8 +89,11 @@ class Bench:
         train = [sample for sample in samples if (sample.id // SIBLINGS) % 2 == 0]
         cut = [sample for sample in samples if (sample.id // SIBLINGS) % 2 == 1]
         self.write(train, self.finish([self.request(sample) for sample in train]))
-        self.write(cut, self.interrupted(cut))
-        self.update(train)
+        if self.goes_on:
+            self.write(cut, self.written_through_an_update(cut, train))
+        else:
+            self.write(cut, self.interrupted(cut))
+            self.update(train)
         cut = [sample for sample in cut if sample.num_tokens]
         replayed = self.finish([self.request(sample, mode=Mode.REPLAY) for sample in cut])
         restarted = self.finish([self.request(sample) for sample in cut])
@@ -148,6 +155,18 @@ class Bench:
             running -= {event.sample for event in events if isinstance(event, Finished | Partial)}
         return answers
 
+    def written_through_an_update(self, samples: list[Sample], train: list[Sample]) -> dict[int, Answer]:
+        """Complete answers: the weights change after a random number of decode steps."""
+        answers = {sample.id: Answer() for sample in samples}
+        self.engine.submit([self.request(sample) for sample in samples])
+        running = len(samples)
+        for _ in range(int(2 ** self.rng.uniform(1, 6))):
+            running -= self.take(self.engine.poll(timeout=0), answers)
+        self.update(train, InFlight.KEEP)
+        while running:
+            running -= self.take(self.engine.poll(), answers)
+        return answers
+
     @staticmethod
     def take(events: list[EngineEvent], answers: dict[int, Answer]) -> int:
         """Add the events to the answers; returns how many attempts ended."""
@@ -167,7 +186,7 @@ class Bench:
             if answer.tokens:
                 sample.segments = [Segment(version=self.version, tokens=answer.tokens, logprobs=answer.logprobs)]
 
-    def update(self, samples: list[Sample]) -> None:
+    def update(self, samples: list[Sample], in_flight: InFlight = InFlight.ABORT) -> None:
         texts = [self.tokenizer.decode(sample.tokens, skip_special_tokens=True) for sample in samples]
         answers = [str(sample.prompt.columns["answer"]) for sample in samples]
         rewards = verify([str(sample.prompt.content) for sample in samples], texts, answers)
@@ -175,7 +194,7 @@ class Bench:
             sample.reward, sample.state, sample.finish_reason = reward, State.TRAINED, FinishReason.STOP
         self.learner.start(Batch(update=self.version, version=self.version, samples=tuple(samples))).result()
         self.version += 1
-        self.engine.publish(self.version, self.learner.source).wait()
+        self.engine.publish(self.version, self.learner.source, in_flight).wait()
 
 
 def figures(pairs: list[Pair]) -> dict[str, Any]:
@@ -219,6 +238,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--lr", type=float, default=5e-4)
     parser.add_argument("--model", default="knights-tiny")
+    parser.add_argument("--unverified", action="store_true", help="answers go on through the update, then are verified")
     options = parser.parse_args()
     result = measure(options)
     if options.json:
@@ -229,7 +249,8 @@ def main() -> None:
     for name, row in {**result["by_cached_length"], "all": result}.items():
         table.add_row(name, *(f"{row[column]:.3g}" for column in columns))
     Console(width=120).print(table)
-    print(f"saved {save('replay', {'arguments': vars(options), **result})}", file=sys.stderr)
+    name = "replay-unverified" if options.unverified else "replay"
+    print(f"saved {save(name, {'arguments': vars(options), **result})}", file=sys.stderr)
 
 
 if __name__ == "__main__":

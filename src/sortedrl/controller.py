@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sortedrl import schedule as sorted_schedule
@@ -27,7 +27,7 @@ from sortedrl.errors import EngineError
 from sortedrl.learner.base import Learner, Update, UpdateResult
 from sortedrl.protocols import CheckpointHook, EvaluationHook, Score, Scorer
 from sortedrl.records import Batch, FinishReason, Mode, Sample, Segment, State, restart_seed
-from sortedrl.schedule import Knobs, RestartNoise, Schedule
+from sortedrl.schedule import Fate, Knobs, RestartNoise, Schedule, is_provisional
 from sortedrl.telemetry import events
 from sortedrl.telemetry.batch_event import EngineAccount, batch_taken
 from sortedrl.telemetry.events import Emit
@@ -97,6 +97,8 @@ class Controller:
         self.evaluation, self.checkpoints, self.on_update = parts.evaluation, parts.checkpoints, parts.on_update
         self.settings = settings
         self.knobs = settings.knobs
+        if not parts.engine.capabilities.keep_kv:  # answers are read again at each update; then verify them too
+            self.knobs = replace(settings.knobs, max_unverified=0)
         self.follows_attempts = settings.follows_attempts
         self.clock = clock
         self.emit = emit
@@ -378,6 +380,7 @@ class Controller:
         """Record engine events in the buffer. Events of attempts that are over are ignored."""
         buffer, running, now = self.buffer, self.buffer.running, self.clock.now()
         follows, extend, finish = self.follows_attempts, buffer.extend, buffer.finish
+        is_late = self.knobs.goes_on_unverified
         for event in reported:
             sample = running.get(event.sample)
             if sample is None or sample.attempt != event.attempt:
@@ -387,11 +390,14 @@ class Controller:
                     if event.segments:
                         extend(sample, event.segments, start=event.start)
                     is_same = sample.finish_reason is not None  # a replay has changed no token
+                    must_verify = is_late and is_provisional(buffer, self.knobs, sample, buffer.version)
                     finish(sample, event.reason)
                     if follows:
                         self.tell_end(sample, event.reason, now)
                     self.score_finished(sample, is_same=is_same)
                     self.last_finish = now
+                    if must_verify:
+                        self.await_verification(sample)
                 case engine_events.Delta():
                     segment = Segment(event.version, event.tokens, event.logprobs, event.slot_s)
                     buffer.append(sample, segment, start=event.start, verified=event.verified)
@@ -400,8 +406,11 @@ class Controller:
                 case engine_events.Verified(cached=cached, accepted=accepted):
                     self.emit(events.AttemptVerified(now, sample.id, sample.attempt, cached, accepted))
                 case engine_events.Partial():
+                    must_verify = is_late and is_provisional(buffer, self.knobs, sample, buffer.version)
                     buffer.interrupt(sample)
                     self.tell_end(sample, "interrupted", now)
+                    if must_verify:
+                        self.await_verification(sample)
                 case engine_events.Failed(error=error):
                     self.fail(sample, error, now)
                 case _:
@@ -411,8 +420,11 @@ class Controller:
         """Retry a failed sample; after `max_failures` attempts, train it as an empty answer with reward 0."""
         self.last_error = error
         if sample.num_failures + 1 < self.settings.max_failures:
+            must_verify = is_provisional(self.buffer, self.knobs, sample, self.buffer.version)
             self.buffer.fail(sample)
             self.tell_end(sample, "failed", now, error)
+            if must_verify:
+                self.await_verification(sample)
             return
         self.asked.pop(sample.id, None)
         self.early.pop(sample.id, None)
@@ -422,6 +434,12 @@ class Controller:
         self.buffer.score(sample.id, sample.attempt, 0.0)
         if self.follows_attempts:
             self.emit(events.SampleScored(now, sample.id, sample.attempt, 0.0))
+
+    def await_verification(self, sample: Sample) -> None:
+        """An attempt whose answer went on unverified has ended: a replay must verify its tokens."""
+        if sample.segments:
+            self.buffer.requeue(sample, Mode.REPLAY)
+            self.emit(events.SampleRequeued(self.clock.now(), sample.id, Fate.REPLAY, 0))
 
     def tell_end(self, sample: Sample, outcome: str, now: float, error: str = "") -> None:
         row = -1
@@ -436,6 +454,10 @@ class Controller:
         """Hand the learner's weights to the engine and make `version` the current one."""
         began = self.clock.now()
         in_flight = self.settings.in_flight if self.buffer.num_running else InFlight.ABORT
+        if self.buffer.num_running and all(
+            is_provisional(self.buffer, self.knobs, sample, version) for sample in self.buffer.running.values()
+        ):
+            in_flight = InFlight.KEEP  # nothing is trained before it is verified, so no cache is computed for it
         self.engine.publish(version, self.learner.source, in_flight).wait()
         self.buffer.publish(version)
         seconds = self.clock.now() - began

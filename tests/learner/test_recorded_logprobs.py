@@ -165,8 +165,9 @@ def test_resumed_answers_carry_each_versions_logprobs() -> None:
     check_every_token(recorder, temperature=0.8)
 
 
-def test_replayed_answers_carry_the_verifying_versions_logprobs() -> None:
-    recorder = train(make_config("sorted-replay", lr=1e-3))
+@pytest.mark.parametrize("max_unverified", [0, 1, "none"])
+def test_replayed_answers_carry_the_verifying_versions_logprobs(max_unverified: int | str) -> None:
+    recorder = train(make_config("sorted-replay", lr=1e-3, schedule={"max_unverified": max_unverified}))
     assert all(set(sample.versions) == {sample.trained_version} for sample in recorder.samples if sample.versions)
     assert sum(sample.attempt > 1 for sample in recorder.samples) >= 5
     check_every_token(recorder)
@@ -181,8 +182,11 @@ def test_answers_in_flight_carry_each_versions_logprobs() -> None:
 
 
 @pytest.mark.slow
-def test_rollout_during_updates_trains_only_tokens_of_the_version_in_force(tmp_path: Path) -> None:
-    config = make_config("async-on-policy", lr=1e-3, samples=256)
+@pytest.mark.parametrize("max_unverified", [0, 1, "none"])
+def test_rollout_during_updates_trains_only_tokens_of_the_version_in_force(
+    tmp_path: Path, max_unverified: int | str
+) -> None:
+    config = make_config("async-on-policy", lr=1e-3, samples=256, schedule={"max_unverified": max_unverified})
     store = Store.create(tmp_path / "ledger.sqlite", grouped=config.is_grouped, knobs={"max_staleness": 0})
     with built_run(config, store.restore()) as (controller, recorder):
         assert controller.run()

@@ -365,6 +365,19 @@ def test_a_pause_is_no_time_of_the_run(strategy: Strategy) -> None:
         assert wall_s == pytest.approx(plain.controller.timing().wall_s)
 
 
+def test_unverified_answers_keep_their_cache_and_a_pause_verifies_them() -> None:
+    # 0 and 2 are trained at 3, when 1 has three tokens. With verification at the end it runs on over its cache. An
+    # evaluation needs its slot; then its tokens are read again anyhow, and verified.
+    given = {"slots": 2, "update_batch": 2, "cohort_batches": 2, "max_unverified": "none"}
+    plain, paused = (with_slow_publish(make_run(Strategy.SORTED_REPLAY, [1, 9, 2, 3], **given)) for _ in range(2))
+    paused.controller.evaluation = LongEvaluation(run_of=paused, every=2)
+    for run, expected in ((plain, (9, 9)), (paused, (3, 3))):
+        assert run.controller.run()
+        assert run.batches == [[0, 2], [3, 1]]
+        assert run.engine.published == [InFlight.KEEP, InFlight.ABORT]
+        assert [(e.cached, e.accepted) for e in told(run, events.AttemptVerified)] == [expected]
+
+
 @pytest.mark.parametrize("strategy", list(Strategy))
 def test_a_stop_leaves_no_update_half_done(strategy: Strategy) -> None:
     run = scripted_run(

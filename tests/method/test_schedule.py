@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from sortedrl.engine.base import Capabilities
+from sortedrl.engine.sim.engine import SimEngine
 from sortedrl.errors import ConfigError
 from sortedrl.records import FinishReason, State
 from sortedrl.schedule import Fate, Order, Strategy, lacks_only_scores, resolve_knobs
@@ -225,6 +227,56 @@ def test_async_on_policy_verifies_siblings_when_the_last_of_them_is_complete() -
     assert staleness(run) == [[0, 0], [0, 0]]
     assert verified(run) == [(1, 5), (0, 1)]
     assert run.clock.now() == 8
+
+
+def test_an_answer_goes_on_through_updates_and_is_verified_once() -> None:
+    # As for sorted-partial: 0 and 2 are trained at 3, then 3 ends at 6 and 1, whose slot is never interrupted, at 9.
+    # Its 9 tokens are verified there, three of them of version 0. 3 began under version 1 and needs no verification.
+    knobs = {"slots": 2, "update_batch": 2, "cohort_batches": 2, "max_unverified": "none"}
+    run = run_lengths(Strategy.SORTED_REPLAY, [1, 9, 2, 3], **knobs)
+    assert (run.batches, run.clock.now()) == ([[0, 2], [3, 1]], 9)
+    assert staleness(run) == [[0, 0], [0, 0]]
+    assert verified(run) == [(1, 9)]
+    assert run.engine.stats().recomputed_tokens == 9
+    assert run.trained[3].num_interrupts == 0
+    assert [number for number, _ in run.controller.scorer.asked] == [0, 2, 3, 1]  # no token changed: one reward each
+
+
+def test_an_answer_goes_on_through_updates_with_overlap() -> None:
+    # As for async-on-policy above, updates 1..5, 5..9 and 9..13. At 5 sample 1 has ended with 5 tokens and is verified;
+    # 2 goes on from 4 to 6 tokens, over the cache of version 0, and ends at 7, during an update. It is verified at 9.
+    run = run_lengths(
+        Strategy.ASYNC_ON_POLICY,
+        [1, 5, 6],
+        slots=2,
+        update_batch=1,
+        cohort_batches=3,
+        lookahead=0,
+        update_s=4.0,
+        max_unverified="none",
+    )
+    assert (run.batches, run.clock.now()) == ([[0], [1], [2]], 13)
+    assert staleness(run) == [[0], [0], [0]]
+    assert verified(run) == [(1, 5), (2, 6)]
+
+
+def test_unverified_answers_of_a_group_are_verified_when_the_last_of_them_is_complete() -> None:
+    # (1, 9) and (2, 3) on two slots: the second prompt is trained at 6. Sample 0, complete since 1, waits for 1, which
+    # ends at 9.
+    knobs = {"slots": 2, "update_batch": 2, "cohort_batches": 2, "max_unverified": "none"}
+    run = run_lengths(Strategy.SORTED_REPLAY, [1, 9, 2, 3], siblings=2, grouped=True, **knobs)
+    assert (run.batches, run.clock.now()) == ([[2, 3], [0, 1]], 9)
+    assert verified(run) == [(0, 1), (1, 9)]
+
+
+def test_an_engine_that_cannot_keep_its_cache_verifies_at_each_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    # At 3 sample 1 has three tokens. They are verified, and it goes on under version 1.
+    can = Capabilities(slots=2, exact_replay=True, keep_kv=False, waits=True)
+    monkeypatch.setattr(SimEngine, "capabilities", property(lambda engine: can))
+    knobs = {"slots": 2, "update_batch": 2, "cohort_batches": 2, "max_unverified": "none"}
+    run = run_lengths(Strategy.SORTED_REPLAY, [1, 9, 2, 3], **knobs)
+    assert (run.batches, run.clock.now()) == ([[0, 2], [3, 1]], 9)
+    assert verified(run) == [(1, 3)]
 
 
 def test_a_score_that_comes_during_the_verification_is_used() -> None:

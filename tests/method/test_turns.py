@@ -281,7 +281,7 @@ def test_simulated_answers_take_fed_tokens_as_given() -> None:
     answers = ScriptedAnswers(script=policy)
     assert answers.accepted(request, 1) == 9
     assert answers.accepted(replace(request, spans=()), 1) == 4
-    tokens, logprobs = answers.written(request, 0, 9, 1)
+    tokens, logprobs = answers.written(request, 0, 9, 1, 1)
     assert tokens == cached
     assert [place for place, logprob in enumerate(logprobs) if logprob == 0.0] == [4, 5, 6]
     # Half of all tokens of version 0 differ under version 1, but no injected token does.

@@ -41,6 +41,7 @@ def runs(draw: st.DrawFn, strategy: Strategy, exact: bool = False) -> ScriptedRu
         explicit["on_bound"] = draw(st.sampled_from([None, "replay", "restart", "wait"]))
         explicit["interrupted"] = draw(st.sampled_from([None, None, "resume", "replay", "restart"]))
         explicit["overlap"] = draw(st.sampled_from([None, None, True]))
+    explicit["max_unverified"] = draw(st.sampled_from([None, 1, 2, "none", "none"]))
     if exact:
         explicit["exact_batch"] = True
     try:

@@ -38,6 +38,9 @@ def simulate(
     ] = None,
     strategy: Annotated[str, typer.Option(help="Strategies, separated by commas, or all.")] = "all",
     admission: Annotated[str | None, typer.Option(help="load-order, new-first or longest-expected-first.")] = None,
+    max_unverified: Annotated[
+        str | None, typer.Option(help="Updates that an answer goes through before replay verifies it, or none.")
+    ] = None,
     restart_noise: Annotated[str | None, typer.Option(help="seeded or fresh.")] = None,
     overlap: Annotated[bool | None, typer.Option(help="Continue rollout during updates.")] = None,
     cost: Annotated[str, typer.Option(help="Cost model: unit (one second per decode step) or roofline.")] = "unit",
@@ -66,7 +69,8 @@ def simulate(
     from sortedrl.simulate.compare import SimulationQuestion, compare_strategies
 
     knobs = {"cohort_batches": cohort_batches, "admission": admission, "restart_noise": restart_noise}
-    bounds = {"lookahead": _parse_bound(lookahead), "max_staleness": _parse_bound(max_staleness)}
+    given = {"lookahead": lookahead, "max_staleness": max_staleness, "max_unverified": max_unverified}
+    bounds = {name: _parse_bound(text) for name, text in given.items()}
     question = SimulationQuestion(
         trace=trace,
         strategies=strategy,

@@ -173,6 +173,10 @@ class ScheduleSection(Section):
     `longest-expected-first` starts long answers early, `tail-last` puts them off to the end of their cohort."""
     overlap: bool | None = None
     """Continue rollout while the learner updates."""
+    max_unverified: Bound = None
+    """With `replay`, how many updates an unfinished answer may go through before it is verified: 0 verifies it after
+    each, `none` once, when it is complete. Until then it goes on without a prefill, over the cache that it has. It
+    needs an engine that keeps its KV cache when weights change; others verify after each."""
     restart_noise: Literal["seeded", "fresh"] | None = None
     """Sampling noise of a restarted answer: `seeded` repeats the sample's noise, `fresh` draws new noise, which
     favours short answers."""

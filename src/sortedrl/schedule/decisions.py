@@ -110,12 +110,22 @@ def lacks_only_scores(buffer: Buffer, knobs: Knobs) -> bool:
 
 def interrupts_at_publication(buffer: Buffer, knobs: Knobs) -> list[Sample]:
     """Running samples that cannot simply continue under the next version."""
-    running = buffer.running.values()
+    running: Iterable[Sample] = buffer.running.values()
+    if knobs.goes_on_unverified:
+        running = [sample for sample in running if not _may_go_on_unverified(buffer, knobs, sample)]
     if knobs.interrupted != RESUME:
         return list(running)
     if knobs.max_staleness is None:
         return []
     return [sample for sample in running if _exceeds(buffer, knobs, sample, buffer.version + 1)]
+
+
+def is_provisional(buffer: Buffer, knobs: Knobs, sample: Sample, version: int) -> bool:
+    """Whether the answer of a running sample must be verified before it can be trained at `version`.
+
+    Until then it may go on over any cache.
+    """
+    return knobs.goes_on_unverified and _num_unverified(buffer, knobs, sample, version) > 0
 
 
 def decide_fates(buffer: Buffer, knobs: Knobs) -> list[tuple[Sample, Fate]]:
@@ -284,6 +294,27 @@ def _is_held_back(buffer: Buffer, knobs: Knobs) -> bool:
     return any(map(is_due, unready))
 
 
+# ---- answers that go on unverified ----------------------------------------------------------------------------------
+
+
+def _num_unverified(buffer: Buffer, knobs: Knobs, sample: Sample, version: int) -> int:
+    """How many updates up to `version` the answer of a running sample has gone through that a replay must make good.
+
+    They count from its oldest token, or from the begin of its attempt. Where interrupted answers resume, those within
+    the staleness bound do not count.
+    """
+    staleness = buffer.staleness(sample, version)
+    if knobs.interrupted == REPLAY:
+        return staleness
+    return 0 if knobs.max_staleness is None else staleness - knobs.max_staleness
+
+
+def _may_go_on_unverified(buffer: Buffer, knobs: Knobs, sample: Sample) -> bool:
+    """Whether a running sample goes on as it is under the next version, and is verified later."""
+    num_unverified = _num_unverified(buffer, knobs, sample, buffer.version + 1)
+    return num_unverified > 0 and (knobs.max_unverified is None or num_unverified <= knobs.max_unverified)
+
+
 # ---- verification on demand -----------------------------------------------------------------------------------------
 
 MAX_AHEAD = 2  # update batches of complete answers that may wait before no more samples start
@@ -292,10 +323,10 @@ MAX_AHEAD = 2  # update batches of complete answers that may wait before no more
 def _verifies_on_demand(knobs: Knobs) -> bool:
     """Whether complete answers past the bound are verified only when a batch needs them.
 
-    With overlap, more answers than one batch may be complete when an update ends. Those that the next batch does not
-    take would have to be verified again after it.
+    More answers than one batch may be complete when an update ends: with overlap, and if they went on unverified. Those
+    that the next batch does not take would have to be verified again after it.
     """
-    return knobs.overlap and knobs.on_bound == REPLAY and knobs.harvest != DRAIN
+    return knobs.goes_on_unverified or (knobs.overlap and knobs.on_bound == REPLAY and knobs.harvest != DRAIN)
 
 
 def _admit_and_verify(buffer: Buffer, knobs: Knobs, free: int) -> list[Sample]:

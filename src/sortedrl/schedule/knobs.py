@@ -66,6 +66,7 @@ class Knobs:
     order: Order = Order.SHORTEST_FIRST
     admission: Admission = Admission.LOAD_ORDER
     overlap: bool = False
+    max_unverified: int | None = 0  # updates that an unfinished answer goes through unverified; None: until its end
     restart_noise: RestartNoise = RestartNoise.SEEDED
     flat_extra: int = 0  # how many samples of groups with equal rewards a batch may hold on top; 0: none
     exact_batch: bool = (
@@ -80,6 +81,19 @@ class Knobs:
     def cohort_updates(self) -> int | None:
         """Number of updates within which a cohort is trained, or None without such a bound."""
         return None if self.lookahead is None else self.cohort_batches * (1 + self.lookahead)
+
+    @property
+    def goes_on_unverified(self) -> bool:
+        """Whether unfinished answers go on through updates as they are, and are verified later (`max_unverified`).
+
+        A drain has no unfinished answers at an update, and `tail-last` postpones them.
+        """
+        return (
+            self.max_unverified != 0
+            and self.on_bound == Fate.REPLAY
+            and self.harvest == HarvestRule.BATCH
+            and self.admission != Admission.TAIL_LAST
+        )
 
     def __post_init__(self) -> None:
         if self.interrupted == Fate.WAIT:

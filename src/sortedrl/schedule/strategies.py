@@ -124,6 +124,7 @@ def _parse_knobs(chosen: dict[str, Any]) -> dict[str, Any]:
         "restart_noise": _one_of(RestartNoise),
         "lookahead": _bound,
         "max_staleness": _bound,
+        "max_unverified": _bound,
     }
     for name, value in chosen.items():
         try:

@@ -2,7 +2,8 @@
 
 `run.py` gives one `TraceAnswers` to the simulated engine. Guarantees: an answer's length depends only on its sample,
 its seed and the version, so every strategy gets the same answers. A replay keeps each cached token with probability
-(1 - divergence) per version since the token was written or last verified.
+(1 - divergence) per version since the token was written or last verified. A token that was written over a cache of
+older versions counts as old as the oldest of them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class TraceAnswers:
     `lengths` and `seeds` are indexed by sample; `siblings[i]` is the range of samples with the same prompt as sample i.
     `drift` is the factor by which each version changes lengths (1.02: longer, 0.98: shorter). A request whose seed is
     not the sample's own was restarted with fresh noise. It gets the length of another answer to its prompt, or of any
-    answer in the trace if `siblings` is None.
+    answer in the trace if `siblings` is None. `keeps_cache`: answers go on over their caches when weights change.
     """
 
     is_blank = True
@@ -37,6 +38,7 @@ class TraceAnswers:
         divergence: float = 0.0,
         drift: float = 1.0,
         cap: int,
+        keeps_cache: bool = False,
     ) -> None:
         self.lengths = lengths
         self.seeds = seeds
@@ -45,6 +47,7 @@ class TraceAnswers:
         self.hazard = -math.log1p(-divergence)  # rate at which a token changes, per version
         self.drift = drift
         self.cap = cap
+        self.keeps_cache = keeps_cache
         self.is_steady = drift == 1.0
 
     def length(self, request: Request, version: int) -> int:
@@ -70,8 +73,9 @@ class TraceAnswers:
         # One draw for the whole prefix: the token-versions (tokens x age) up to the first token that changed.
         room = -math.log(_uniform(request.seed, version)) / self.hazard
         accepted = 0
+        oldest = request.spans[0].version if self.keeps_cache and request.spans else version
         for written, count, is_masked in request.spans:
-            age = 0 if is_masked else version - written
+            age = 0 if is_masked else version - min(written, oldest)
             if age * count > room:
                 accepted += int(room / age)
                 break
@@ -88,7 +92,7 @@ class TraceAnswers:
         whole = self.lengths[sample] if is_own else self.length(request, version)
         return whole if whole > length else length + 1
 
-    def written(self, request: Request, start: int, count: int, version: int) -> tuple[Any, Any]:
+    def written(self, request: Request, start: int, count: int, version: int, cache: int) -> tuple[Any, Any]:
         zeros = _ZEROS[count] if count < len(_ZEROS) else bytes(count)
         return zeros, zeros
 

@@ -162,7 +162,13 @@ def simulate(
     loader = TraceLoader(trace, seed=seed, prompt_tokens=prompt_tokens)
     siblings = _siblings(trace) if trace.has_siblings else None
     answers = TraceAnswers(
-        trace.lengths, loader.seeds, siblings=siblings, divergence=divergence, drift=drift, cap=trace.cap
+        trace.lengths,
+        loader.seeds,
+        siblings=siblings,
+        divergence=divergence,
+        drift=drift,
+        cap=trace.cap,
+        keeps_cache=resolved.goes_on_unverified,
     )
 
     def emit_to_all(event: Event) -> None:

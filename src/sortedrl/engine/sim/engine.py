@@ -61,6 +61,7 @@ class RunningAttempt:
     delivered: int  # answer tokens in events so far
     since_mark: int  # version marks in events so far
     end: int  # the answer's length when it ends, under the current weights
+    cache: int  # the oldest version in its KV cache
     events: Sequence[EngineEvent] = ()  # to deliver before its next tokens
     end_step: int = -1  # the step at which it ends; entries of it under other steps are out of date
     is_parked: bool = False
@@ -107,29 +108,36 @@ class VersionMarks:
         start, since_s, ahead = running.delivered, running.since_s, running.since_length - running.since_step
         end = running.delivered = ahead + progress.steps
         running.since_mark, running.since_s = num_marks, progress.decode_s
-        written, request = self._answers.written, running.request
+        written, request, cache = self._answers.written, running.request, running.cache
         segments: list[Segment] = []
         if first < num_marks:
             steps, decode_s, writer = self._marks[first]
             if (count := ahead + steps - start) > 0:
-                segments.append(Segment(writer, *written(request, start, count, writer), decode_s - since_s))
-            segments += self._full_segments(request, first + 1, ahead)
+                segments.append(
+                    Segment(writer, *written(request, start, count, writer, min(cache, writer)), decode_s - since_s)
+                )
+            segments += self._full_segments(running, first + 1, ahead)
             steps, since_s, _ = self._marks[-1]
             start = ahead + steps
         if end > start:
             segments.append(
-                Segment(version, *written(request, start, end - start, version), progress.decode_s - since_s)
+                Segment(version, *written(request, start, end - start, version, cache), progress.decode_s - since_s)
             )
         elif segments and segments[-1] is self._between[-1]:
             segments[-1] = replace(segments[-1])
         return segments
 
-    def _full_segments(self, request: Request, first: int, ahead: int) -> list[Segment]:
+    def _full_segments(self, running: RunningAttempt, first: int, ahead: int) -> list[Segment]:
         """The segments between marks, for an attempt that decoded all the time."""
         if self._answers.is_blank:
             return self._between[first:]
+        written, request, cache = self._answers.written, running.request, running.cache
         return [
-            Segment(writer, *self._answers.written(request, ahead + steps, until - steps, writer), until_s - decode_s)
+            Segment(
+                writer,
+                *written(request, ahead + steps, until - steps, writer, min(cache, writer)),
+                until_s - decode_s,
+            )
             for (steps, decode_s, _), (until, until_s, writer) in pairwise(self._marks[first - 1 :])
         ]
 
@@ -213,7 +221,9 @@ class SimEngine:
                 events, length = (verified, again), verified.accepted
                 num_verified += verified.cached
             end = self._end(request, length, bool(events))
-            running = RunningAttempt(request, progress, order, length, steps, decode_s, length, num_marks, end, events)
+            running = RunningAttempt(
+                request, progress, order, length, steps, decode_s, length, num_marks, end, self.version, events
+            )
             if events:
                 self._with_events.append(running)
             self.running[request.sample] = running
@@ -289,6 +299,8 @@ class SimEngine:
                 if not running.is_parked:
                     self._push(running)
         if self.running and in_flight == InFlight.REPREFILL:
+            for running in self.running.values():
+                running.cache = version
             self._stats.recomputed_tokens += self._context - self._prompts
             self._prefill_s += self.cost.prefill_s(r.context for r in self.running.values() if not r.is_parked)
         return SimPublication(self.clock, self.cost.publish_s())
@@ -388,7 +400,7 @@ class SimEngine:
             if needed > limit and self._num_decoding > 0:
                 break
             self.parked.popleft()
-            running.is_parked = False
+            running.is_parked, running.cache = False, self.version
             running.since_step, running.since_s = self._progress.steps, self._progress.decode_s
             running.since_mark = len(self._marks)
             self._context += running.context
@@ -432,7 +444,7 @@ class SimEngine:
     def _verify(self, request: Request) -> tuple[Verified, Delta]:
         """Replay: how many cached tokens are kept, and these tokens under the current version."""
         cached, accepted = len(request.cached), self.answers.accepted(request, self.version)
-        tokens, logprobs = self.answers.written(request, 0, accepted, self.version)
+        tokens, logprobs = self.answers.written(request, 0, accepted, self.version, self.version)
         stamp = {"sample": request.sample, "attempt": request.attempt, "clock": self.clock.now()}
         again = Delta(
             start=0, tokens=tokens, logprobs=logprobs, version=self.version, slot_s=0.0, verified=accepted, **stamp

@@ -29,6 +29,9 @@ class Script(Protocol):
         ...
 
 
+STALE_CACHE_LOGPROB = -0.5  # of each version between a token and the oldest part of the cache that it was drawn over
+
+
 @runtime_checkable
 class Answers(Protocol):
     """What the engine asks about answers. An implementation need not know their tokens."""
@@ -55,14 +58,23 @@ class Answers(Protocol):
         """The final length of an answer that continues after `length` tokens."""
         ...
 
-    def written(self, request: Request, start: int, count: int, version: int) -> tuple[list[int], list[float]]:
-        """`count` tokens and log-probs from position `start` on."""
+    def written(
+        self, request: Request, start: int, count: int, version: int, cache: int
+    ) -> tuple[list[int], list[float]]:
+        """`count` tokens and log-probs from position `start` on.
+
+        `cache` is the oldest version in the KV cache over which `version` draws: an engine may keep it (`KEEP`).
+        """
         ...
 
 
 @dataclass(slots=True, kw_only=True)
 class ScriptedAnswers:
-    """The answers of a script."""
+    """The answers of a script.
+
+    Over a cache of an older version, every other token is the one that the older version would write, and no log-prob
+    is that of a version. So a test finds such a token if it is trained.
+    """
 
     script: Script
     is_steady: bool = False
@@ -86,10 +98,13 @@ class ScriptedAnswers:
     def end(self, request: Request, length: int, version: int) -> int:
         return self.script.length(request.seed, length, version)
 
-    def written(self, request: Request, start: int, count: int, version: int) -> tuple[list[int], list[float]]:
+    def written(
+        self, request: Request, start: int, count: int, version: int, cache: int
+    ) -> tuple[list[int], list[float]]:
         positions, seed = range(start, start + count), request.seed
-        tokens = [self.script.token(seed, position, version) for position in positions]
-        logprobs = [self.script.logprob(seed, position, version) for position in positions]
+        tokens = [self.script.token(seed, position, cache if position % 2 else version) for position in positions]
+        off = STALE_CACHE_LOGPROB * (version - cache)
+        logprobs = [self.script.logprob(seed, position, version) + off for position in positions]
         for position in (place for fed in masked_places(request.spans) for place in fed if place in positions):
             tokens[position - start], logprobs[position - start] = request.cached[position], 0.0
         return tokens, logprobs
