@@ -2,7 +2,7 @@
 
     python -m benchmarks.study.freshness_figures             # benchmarks/results/freshness/*.jsonl
     python -m benchmarks.study.freshness_figures --power     # power at ten seeds, from the spread in study.json
-    python -m benchmarks.study.freshness_figures --svg docs/images/freshness.svg
+    python -m benchmarks.study.freshness_figures --write     # puts tables and picture into docs/research/freshness.md
 
 docs/research/registration.md defines the figures and hypotheses. Differences are paired by seed, intervals are
 Student's at 95 %. A hypothesis whose runs are not all there is undecided, whatever its interval says.
@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.record import load, make_parser
+from benchmarks.record import ROOT, load, make_parser
 from benchmarks.study import study_figures
 from benchmarks.study.claims import coverages, interval, short
 from benchmarks.study.curves import Line, Panel, draw
@@ -29,6 +29,9 @@ from benchmarks.study.intervals import Interval, chance_of_equal, power, student
 from benchmarks.study.study_figures import FEWER_SAMPLES, LEAST_GAIN, reached_or_end
 
 STAGES = ("a", "b", "c", "d")
+PAGE, PICTURE = ROOT / "docs" / "research" / "freshness.md", ROOT / "docs" / "images" / "freshness.svg"
+BEGIN = "<!-- tables: python -m benchmarks.study.freshness_figures --write -->"
+END = "<!-- end of tables -->"
 EARLY_SAMPLES = (128, 256)
 FINAL_POINTS = 3
 MARGIN = 0.05  # differences up to this count as equal
@@ -230,6 +233,7 @@ def verdict_table(verdicts: Sequence[Verdict], first: str) -> list[str]:
 
 
 def markdown(arms: Arms) -> str:
+    """The tables of arms, one for each algorithm, rate and clipping, then the verdicts."""
     parts = []
     grouped: dict[str, list[str]] = {}
     for name in arms:
@@ -286,18 +290,26 @@ def picture(arms: Arms) -> str:
     return draw([panel])
 
 
+def with_tables(page: str, tables: str) -> str:
+    """The page with these tables between its marks."""
+    before, _, rest = page.partition(BEGIN)
+    assert rest, f"the page lacks the mark {BEGIN}"
+    return f"{before}{BEGIN}\n\n{tables}\n\n{END}{rest.partition(END)[2]}"
+
+
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--results", type=Path, default=FOLDER)
     parser.add_argument("--power", action="store_true", help="only the power, from study.json")
-    parser.add_argument("--svg", type=Path, help="draw the curves of stage a into this file")
+    parser.add_argument("--write", action="store_true", help="put tables and picture into the page")
     given = parser.parse_args()
     if given.power:
         print("\n".join(power_lines()))
         return
     arms = collect([record for stage in STAGES for record in read(stage, given.results)])
-    if given.svg:
-        given.svg.write_text(picture(arms), encoding="utf-8")
+    if given.write:
+        PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8"), markdown(arms)), encoding="utf-8")
+        PICTURE.write_text(picture(arms), encoding="utf-8")
     if given.json:
         verdicts = [*hypotheses(arms), *paper_claims(arms)]
         print(json.dumps([{"name": v.name, "says": v.says, "answer": v.answer, "found": v.found} for v in verdicts]))
