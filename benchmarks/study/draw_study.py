@@ -16,7 +16,8 @@ from typing import Any
 
 from benchmarks.record import RESULTS, make_parser
 from benchmarks.study.curves import Line, Panel, Point, draw
-from benchmarks.study.study_figures import bootstrap, by_arm
+from benchmarks.study.intervals import student
+from benchmarks.study.study_figures import by_arm
 
 ARMS = (
     "sync",
@@ -33,7 +34,7 @@ def line(name: str, runs: Sequence[Mapping[str, Any]], axis: str) -> Line:
     points: list[Point] = []
     band: list[Point] = []
     for at in zip(*[run["curve"] for run in runs], strict=True):
-        middle, low, high = bootstrap([point["accuracy"] for point in at])
+        middle, low, high = student([point["accuracy"] for point in at])
         points.append((mean(point[axis] for point in at), middle))
         band.append((low, high))
     return Line(name=name, points=points, band=band if name in WITH_BAND else ())

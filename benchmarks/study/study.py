@@ -3,6 +3,7 @@
     python -m benchmarks.study.study RUNS_DIR            # all: a rate tuned for each arm, five seeds, two algorithms
     python -m benchmarks.study.study RUNS_DIR --quick    # four arms, three seeds, 512 samples: `make study-quick`
     python -m benchmarks.study.study RUNS_DIR --read     # makes no runs: tables and result file from existing runs
+    python -m benchmarks.study.claims                    # makes no runs: the tables from the result file in the tree
 
 Arms differ only in their schedule. All use the configuration quickstart with as many slots as samples per update. They
 train half as long, since most is learned by then, and are evaluated eight times. With the same seed all arms get the
@@ -29,7 +30,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.record import QUICKSTART, make_parser, save
-from benchmarks.study.study_figures import judge, outcome, show_claims, show_table, tabulate
+from benchmarks.study.study_figures import BASES, judge, outcome, show_claims, show_table, tabulate
 from sortedrl.config import SortedConfig
 from sortedrl.telemetry.events import Evaluated, Event
 from sortedrl.trainer import SortedTrainer
@@ -243,17 +244,16 @@ def main() -> None:
     found = list(records(chosen, given.runs))
     record = {
         "rates": {f"{algorithm}, {arm}": rate for (algorithm, arm), rate in rates.items()},
-        "tables": {algorithm: tabulate(found, algorithm) for algorithm in dict.fromkeys(r["algorithm"] for r in found)},
-        "claims": {algorithm: judge(found, algorithm) for algorithm in dict.fromkeys(r["algorithm"] for r in found)},
         "runs": found,
     }
     save("study_quick" if given.quick else "study", record)
     if given.json:
         print(json.dumps(record))
         return
-    for algorithm, rows in record["tables"].items():
-        show_table(algorithm, rows)
-        show_claims(record["claims"][algorithm])
+    for algorithm in dict.fromkeys(run["algorithm"] for run in found):
+        for base in BASES:
+            show_table(algorithm, tabulate(found, algorithm, base), base)
+            show_claims(judge(found, algorithm, base))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,13 @@
 """Figures of the study: the outcome of a run, differences paired by seed with intervals, and the paper's claims.
 
-`study.py` calls these pure functions of run directories and records. An interval is the 95 % bootstrap interval of the
-mean over seeds. It goes through all ways to draw as many seeds with replacement, so it is deterministic. With five
-seeds such intervals are somewhat too narrow. A verdict needs the whole interval on one side.
+`study.py` and `claims.py` call these pure functions of run directories and records. Arms are compared with a base:
+`sync`, or `sync-large`, which is what the paper compares with on math. An interval is Student's 95 % interval of the
+mean over seeds; `claims.py` prints how often it covers the true mean. A verdict needs the whole interval on one side.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, pstdev
@@ -18,18 +16,18 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.study.intervals import Interval, student
 from sortedrl.telemetry.event_file import read_events
 from sortedrl.telemetry.events import BatchTaken, UpdateDone
 from sortedrl.telemetry.summary import Summary
 
-BASE = "sync"
+BASES = ("sync", "sync-large")
+EARLY = 1  # the evaluation that shows early learning: after 128 samples
 TARGETS = (0.5, 0.7, 0.8)  # accuracies whose first time is reported
 FINAL_POINTS = 3  # evaluations that make up the final accuracy
 LEAST_GAIN, FEWER_SAMPLES, BUBBLE_CUT = 0.039, 0.4074, 0.5  # the paper's claims
 
 Record = Mapping[str, Any]
-Interval = tuple[float, float, float]
-"""Mean, and the ends of its 95 % interval."""
 
 
 def outcome(run_dir: Path) -> dict[str, Any]:
@@ -72,27 +70,10 @@ def reached(curve: Sequence[Mapping[str, float]], accuracy: float, axis: str) ->
     return None
 
 
-def bootstrap(values: Sequence[float]) -> Interval:
-    """The mean, and its 2.5 % and 97.5 % quantiles over all draws of as many values with replacement."""
-    num = len(values)
-    if num < 2:
-        return (mean(values), -math.inf, math.inf)
-    means: Counter[float] = Counter()
-    for drawn in itertools.combinations_with_replacement(range(num), num):
-        counts = Counter(drawn).values()
-        ways = math.factorial(num) // math.prod(math.factorial(count) for count in counts)
-        means[math.fsum(values[place] for place in drawn) / num] += ways
-    total, below = num**num, 0
-    low = high = None
-    for value in sorted(means):
-        below += means[value]
-        if low is None and below >= 0.025 * total:
-            low = value
-        if high is None and below >= 0.975 * total:
-            high = value
-    assert low is not None
-    assert high is not None
-    return (mean(values), low, high)
+def reached_or_end(curve: Sequence[Mapping[str, float]], accuracy: float) -> float:
+    """The samples to the accuracy. A curve that never reaches it counts as its whole length, which is too few."""
+    found = reached(curve, accuracy, "samples")
+    return curve[-1]["samples"] if found is None else found
 
 
 def by_arm(records: Sequence[Record], algorithm: str) -> dict[str, dict[int, Record]]:
@@ -109,7 +90,7 @@ def paired(
     """The interval of a figure that compares two runs of the same seed; None if a seed has no such figure."""
     values = [figure(arm[seed], base[seed]) for seed in sorted(arm.keys() & base.keys())]
     known = [value for value in values if value is not None]
-    return bootstrap(known) if known and len(known) == len(values) else None
+    return student(known) if known and len(known) == len(values) else None
 
 
 def final(record: Record) -> float:
@@ -122,10 +103,14 @@ def speed(record: Record) -> float:
     return record["tokens"] / record["curve"][-1]["seconds"]
 
 
-def tabulate(records: Sequence[Record], algorithm: str) -> list[dict[str, Any]]:
+def early(record: Record) -> float:
+    return record["curve"][EARLY]["accuracy"]
+
+
+def tabulate(records: Sequence[Record], algorithm: str, base: str = BASES[0]) -> list[dict[str, Any]]:
     """A row for each arm: means over seeds, and differences from the base on the same seeds."""
     arms = by_arm(records, algorithm)
-    base = arms.get(BASE, {})
+    other = arms.get(base, {})
     rows = []
     for name, runs in arms.items():
         every = list(runs.values())
@@ -135,15 +120,17 @@ def tabulate(records: Sequence[Record], algorithm: str) -> list[dict[str, Any]]:
             "rate": every[0]["rate"],
             "accuracy": mean(map(final, every)),
             "accuracy_range": (min(map(final, every)), max(map(final, every))),
-            "accuracy_difference": paired(runs, base, lambda a, b: final(a) - final(b)),
+            "accuracy_difference": paired(runs, other, lambda a, b: final(a) - final(b)),
+            "early_difference": paired(runs, other, lambda a, b: early(a) - early(b)),
             "curve_mean": mean(mean(p["accuracy"] for p in record["curve"][1:]) for record in every),
-            "curve_difference": paired(runs, base, _curve_difference),
-            "speed_ratio": paired(runs, base, lambda a, b: speed(a) / speed(b)),
+            "curve_difference": paired(runs, other, _curve_difference),
+            "speed_ratio": paired(runs, other, lambda a, b: speed(a) / speed(b)),
         }
-        for axis in ("samples", "seconds"):
-            for target in TARGETS:
+        for target in TARGETS:
+            row[f"fewer_to_{target:g}"] = paired(runs, other, _fewer(target))
+            row[f"reached_{target:g}"] = sum(reached(r["curve"], target, "samples") is not None for r in every)
+            for axis in ("samples", "seconds"):
                 row[f"{axis}_to_{target:g}"] = _mean([reached(r["curve"], target, axis) for r in every])
-                row[f"{axis}_to_{target:g}_ratio"] = paired(runs, base, _reach_ratio(target, axis))
         means = ("bubble", "goodput", "staleness", "length_first", "length_last", "flat_batches", "gradient_variation")
         row |= {name: _mean([record[name] for record in every]) for name in means}
         row |= {name: sum(record[name] or 0 for record in every) for name in ("lost", "duplicated")}
@@ -156,12 +143,13 @@ def _curve_difference(arm: Record, base: Record) -> float:
     return mean(p["accuracy"] for p in arm["curve"][1:]) - mean(p["accuracy"] for p in base["curve"][1:])
 
 
-def _reach_ratio(target: float, axis: str) -> Callable[[Record, Record], float | None]:
-    def ratio(arm: Record, base: Record) -> float | None:
-        ours, theirs = reached(arm["curve"], target, axis), reached(base["curve"], target, axis)
-        return None if ours is None or not theirs else ours / theirs
+def _fewer(target: float) -> Callable[[Record, Record], float]:
+    """The share of the base's samples that an arm saves on the way to an accuracy."""
 
-    return ratio
+    def saved(arm: Record, base: Record) -> float:
+        return 1 - reached_or_end(arm["curve"], target) / reached_or_end(base["curve"], target)
+
+    return saved
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -169,21 +157,24 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return None if None in values else mean(value for value in values if value is not None)
 
 
-def judge(records: Sequence[Record], algorithm: str) -> list[dict[str, Any]]:
+def is_sorted(arm: str) -> bool:
+    return arm.startswith(("sorted", "april"))
+
+
+def judge(records: Sequence[Record], algorithm: str, base: str = BASES[0]) -> list[dict[str, Any]]:
     """The paper's three claims for every sorted arm: yes, no or not decidable, with the interval."""
     arms = by_arm(records, algorithm)
-    base = arms.get(BASE, {})
-    if not base:
+    other = arms.get(base, {})
+    if not other:
         return []
-    target = 0.9 * mean(map(final, base.values()))
+    target = 0.9 * mean(map(final, other.values()))
     verdicts = []
     for name, runs in arms.items():
-        if not name.startswith(("sorted", "april")):
+        if not is_sorted(name):
             continue
-        gain = paired(runs, base, lambda a, b: final(a) / final(b) - 1)
-        ratio = paired(runs, base, _reach_ratio(target, "samples"))
-        fewer = None if ratio is None else (1 - ratio[0], 1 - ratio[2], 1 - ratio[1])
-        cut = paired(runs, base, lambda a, b: 1 - a["bubble"] / b["bubble"])
+        gain = paired(runs, other, lambda a, b: final(a) / final(b) - 1)
+        fewer = paired(runs, other, _fewer(target))
+        cut = paired(runs, other, lambda a, b: 1 - a["bubble"] / b["bubble"])
         verdicts += [
             {
                 "claim": f"scores better by {LEAST_GAIN:.1%} or more at equal data",
@@ -210,9 +201,9 @@ def verdict(found: Interval | None, wanted: float) -> dict[str, Any]:
 # ---- tables ------------------------------------------------------------------------------------------------------
 
 
-def show_table(algorithm: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    heads = ("arm", "rate", "accuracy", "against sync", "samples to .7", "CPU s to .7", "speed", "bubble", "goodput")
-    table = Table(*heads, title=f"{algorithm}: means over seeds, 95 % intervals", box=None)
+def show_table(algorithm: str, rows: Sequence[Mapping[str, Any]], base: str = BASES[0]) -> None:
+    heads = ("arm", "rate", "accuracy", f"against {base}", "samples to .7", "CPU s to .7", "speed", "bubble", "goodput")
+    table = Table(*heads, title=f"{algorithm}: means over seeds, Student's 95 % intervals", box=None)
     for row in rows:
         table.add_row(
             row["arm"],

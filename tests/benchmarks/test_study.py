@@ -1,12 +1,14 @@
-"""benchmarks/study/study_figures.py: paired differences, intervals and verdicts against values worked out by hand."""
+"""The study's figures, intervals and claims: paired differences and verdicts against values worked out by hand."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
+from benchmarks.study import claims, intervals
 from benchmarks.study import study_figures as figures
 
 
@@ -40,17 +42,28 @@ def test_where_a_curve_first_has_an_accuracy() -> None:
     assert figures.reached(curve, 0.9, "samples") is None
 
 
-def test_the_bootstrap_goes_through_all_draws() -> None:
-    # Two values: 00, 01, 10, 11, each a quarter of the draws.
-    assert figures.bootstrap([0.0, 1.0]) == (0.5, 0.0, 1.0)
-    # Three values, one of them 1: the means 0, 1/3, 2/3, 1 have 8, 12, 6 and 1 of 27 draws. 1/27 is more than 2.5 %.
-    assert figures.bootstrap([0.0, 0.0, 1.0]) == pytest.approx((1 / 3, 0.0, 1.0))
-    # Five values: the smallest mean has one draw in 3,125, so both ends lie inside the range.
-    mean, low, high = figures.bootstrap([0.0, 1.0, 2.0, 3.0, 4.0])
-    assert mean == 2.0
-    assert 0.0 < low < 2.0 < high < 4.0
-    assert low + high == pytest.approx(4.0), "symmetric values have a symmetric interval"
-    assert figures.bootstrap([3.0]) == (3.0, -math.inf, math.inf)
+def test_the_interval_is_students() -> None:
+    # Mean 2, standard deviation sqrt(2.5); the table's t for 4 degrees of freedom is 2.776.
+    mean, low, high = intervals.student([0.0, 1.0, 2.0, 3.0, 4.0])
+    half = 2.7764 * math.sqrt(2.5 / 5)
+    assert (mean, low, high) == pytest.approx((2.0, 2.0 - half, 2.0 + half), abs=1e-4)
+    assert intervals.student([3.0]) == (3.0, -math.inf, math.inf)
+
+
+@pytest.mark.parametrize(("freedom", "value"), [(1, 12.706), (2, 4.303), (3, 3.182), (9, 2.262), (30, 2.042)])
+def test_quantiles_of_t_are_those_of_the_tables(freedom: int, value: float) -> None:
+    assert intervals.t_quantile(freedom) == pytest.approx(value, abs=5e-4)
+
+
+def test_coverage_is_nominal_for_a_normal_population_and_too_low_for_the_bootstrap() -> None:
+    normal = np.random.default_rng(5).normal(size=20_000)
+    assert intervals.coverage(intervals.student_ends, normal, 5, rounds=2000) == pytest.approx(0.95, abs=0.015)
+    assert intervals.coverage(intervals.percentile_ends, normal, 5, rounds=1000) < 0.9
+
+
+def test_power_grows_with_the_difference() -> None:
+    assert intervals.power(0.0, 1.0, 10, rounds=4000) == pytest.approx(0.05, abs=0.015)
+    assert intervals.power(2.0, 1.0, 10, rounds=2000) > 0.99
 
 
 def test_the_final_accuracy_is_that_of_the_last_three_evaluations() -> None:
@@ -87,3 +100,22 @@ def test_claims_are_judged_for_sorted_arms_alone() -> None:
     # Accuracy 0.54 is reached by sync after 140 samples and by the arm after 88, on both seeds.
     assert fewer["interval"][0] == pytest.approx(1 - 88 / 140)
     assert fewer["answer"] == "no"
+
+
+def test_claims_can_be_judged_on_the_large_cohort() -> None:
+    # The arm ends where sync ends and reaches it as fast; the large cohort is slower, and ends lower.
+    runs = [record("sync", seed, [0.1, 0.5, *[0.6] * 3]) for seed in range(2)]
+    runs += [record("sync-large", seed, [0.1, 0.3, *[0.5] * 3]) for seed in range(2)]
+    runs += [record("sorted-partial", seed, [0.1, 0.5, *[0.6] * 3]) for seed in range(2)]
+    assert figures.judge(runs, "a", "sync")[0]["answer"] == "no"
+    gain, fewer, _ = figures.judge(runs, "a", "sync-large")
+    assert gain["interval"][0] == pytest.approx(0.2)
+    # Accuracy 0.45: after 175 samples of the large cohort, after 87.5 of the arm.
+    assert fewer["interval"][0] == pytest.approx(0.5)
+    assert claims.pooled(runs, "a", "sync-large")["early"][0] == pytest.approx(0.2)
+
+
+def test_an_accuracy_that_is_never_reached_counts_as_the_whole_run() -> None:
+    curve = record("x", 0, [0.1, 0.2, 0.3])["curve"]
+    assert figures.reached_or_end(curve, 0.9) == 200
+    assert figures.reached_or_end(curve, 0.2) == pytest.approx(100)

@@ -282,3 +282,17 @@ def test_a_reward_that_is_to_stop_the_run_stops_an_evaluation() -> None:
         answers = [EvalAnswer(prompt=Prompt(id="p", tokens=(0,), content=""), temperature=1.0)]
         with pytest.raises(RewardError, match=r"set reward\.on_error to zero or skip"):
             answer_all(HalfFailing(), scorer, answers, sampling=Sampling(), budget=3, seed=0)
+
+
+def test_fresh_noise_depends_on_the_trained_samples_alone() -> None:
+    def seeds(num_trained: int, *, is_fresh: bool) -> list[int]:
+        engine, asked = HalfFailing(), []
+        submit = engine.submit
+        engine.submit = lambda requests: (asked.extend(requests), submit(requests))[1]  # type: ignore[method-assign]
+        prompt = Prompt(id="p", tokens=(0,), content="")
+        make_evaluator(engine, [prompt], [], has_fresh_noise=is_fresh).run(0, num_trained)
+        return [request.seed for request in asked]
+
+    assert seeds(0, is_fresh=False) == seeds(128, is_fresh=False) == seeds(0, is_fresh=True)
+    assert seeds(128, is_fresh=True) != seeds(0, is_fresh=True)
+    assert seeds(128, is_fresh=True) == seeds(128, is_fresh=True)

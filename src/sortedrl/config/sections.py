@@ -463,6 +463,9 @@ class EvalSection(Section):
     """Number of sampled answers per held-out prompt, in addition to one greedy answer."""
     every_samples: Int = Field(default=0, ge=0)
     """Evaluate again after every this many trained samples. 0: only at the start and the end."""
+    noise: Literal["same", "fresh"] = "same"
+    """Sampling noise of evaluations: the `same` in all of them, or `fresh` noise in each, so that the errors of several
+    evaluations average out. Runs of one seed get the same fresh noise after the same number of trained samples."""
     right_above: float = 0.5
     """Reward above which an answer counts as right in accuracy and pass@k."""
 

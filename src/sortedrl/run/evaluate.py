@@ -76,6 +76,7 @@ def answer_all(
     sampling: Sampling,
     budget: int,
     seed: int,
+    epoch: int = HELDOUT_EPOCH,
     on_scored: Callable[[EvalAnswer], None] | None = None,
     tools: AnswerTools | None = None,
     has_reward: bool = False,
@@ -83,7 +84,7 @@ def answer_all(
     """Generate and score every answer, in place. An answer on which the engine fails is scored with the tokens it has.
 
     `sampling` holds for all answers, except that each has its own temperature. With `tools`, an answer may have several
-    turns; `has_reward`: environments give rewards too.
+    turns; `has_reward`: environments give rewards too. Another `epoch` gives other noise.
     """
 
     def submit_score(number: int) -> None:
@@ -96,7 +97,7 @@ def answer_all(
             asked["turn"] = tools.reward_turn(number, answer.prompt, answer.tokens, answer.masked)
         scorer.submit_answer((number, 0), answer.prompt, answer.tokens, answer.masked, **asked)
 
-    waiting = deque(_request(number, answer, sampling, budget, seed) for number, answer in enumerate(answers))
+    waiting = deque(_request(number, answer, sampling, budget, seed, epoch) for number, answer in enumerate(answers))
     num_running = num_scored = num_calling = 0
     if tools is not None:
         tools.begin(len(answers))
@@ -138,13 +139,13 @@ def answer_all(
             raise scorer.failure
 
 
-def _request(number: int, answer: EvalAnswer, sampling: Sampling, budget: int, seed: int) -> Request:
+def _request(number: int, answer: EvalAnswer, sampling: Sampling, budget: int, seed: int, epoch: int) -> Request:
     return Request(
         sample=number,
         attempt=0,
         prompt=answer.prompt.tokens,
         budget=budget,
-        seed=sample_seed(seed, HELDOUT_EPOCH, answer.prompt.id, answer.index),
+        seed=sample_seed(seed, epoch, answer.prompt.id, answer.index),
         sampling=replace(sampling, temperature=answer.temperature),
         mode=Mode.RESUME if answer.tokens else Mode.FRESH,
         cached=list(answer.tokens),
@@ -164,7 +165,10 @@ def _spans(answer: EvalAnswer) -> list[Span]:
 
 @dataclass(slots=True, kw_only=True)
 class Evaluator:
-    """`every_samples` = 0: the caller decides when it runs. An answer is right if its reward is above `right_above`."""
+    """`every_samples` = 0: the caller decides when it runs. An answer is right if its reward is above `right_above`.
+
+    `has_fresh_noise`: the noise depends on the number of trained samples, so that each evaluation has its own.
+    """
 
     engine: Engine
     prompts: Sequence[Prompt]
@@ -176,6 +180,7 @@ class Evaluator:
     emit: Emit
     right_above: float = 0.5
     num_samples: int = 1
+    has_fresh_noise: bool = False
     group_column: str | None = None
     every_samples: int = 0
     last_run: int = -1  # number of trained samples at the last evaluation
@@ -191,7 +196,7 @@ class Evaluator:
             return
         before = self.engine.stats()
         try:
-            sampled, greedy = self.answers()
+            sampled, greedy = self.answers(num_trained)
         finally:
             self.used = self.used.plus(self.engine.stats().minus(before))
         self.last_run = num_trained
@@ -212,8 +217,9 @@ class Evaluator:
             )
         )
 
-    def answers(self) -> tuple[list[list[EvalAnswer]], list[list[EvalAnswer]]]:
+    def answers(self, num_trained: int = 0) -> tuple[list[list[EvalAnswer]], list[list[EvalAnswer]]]:
         """The scored answers by prompt: the sampled ones, and the greedy ones."""
+        epoch = HELDOUT_EPOCH - num_trained if self.has_fresh_noise else HELDOUT_EPOCH
         indices, temperature = range(self.num_samples), self.sampling.temperature
         sampled = [[EvalAnswer(prompt=p, temperature=temperature, index=i) for i in indices] for p in self.prompts]
         greedy = [[EvalAnswer(prompt=prompt, temperature=0.0)] for prompt in self.prompts]
@@ -226,6 +232,7 @@ class Evaluator:
             sampling=self.sampling,
             budget=self.budget,
             seed=self.seed,
+            epoch=epoch,
             tools=self.tools,
             has_reward=self.has_environment_reward,
         )

@@ -4,9 +4,10 @@ The command line makes a `PlanQuestion`, calls `propose` and shows the `Proposal
 well the costs are known. `propose` builds a `Workload` and calls `search`.
 
 The search draws candidates from a seeded grid over strategy, cohort size, lookahead, staleness bound, treatment of
-interrupted samples, verification and admission. It simulates them on a part of the trace. The better half continues on
-a longer part, until the finalists have run on all of it. Speed is trained tokens per second of wall time, including
-updates and publications. Staleness is the mean over trained tokens.
+interrupted samples, verification and admission. First comes what the map of strategies (`strategy_map.py`) advises in
+such a condition. It simulates the candidates on a part of the trace. The better half continues on a longer part, until
+the finalists have run on all of it. Speed is trained tokens per second of wall time, including updates and
+publications. Staleness is the mean over trained tokens.
 
 Guarantees: every candidate gets the same answers. `sync` is simulated on the same part as the finalists, as the
 baseline. No recommended candidate trains on batches much larger than requested: a schedule that waits for samples at
@@ -34,6 +35,7 @@ from sortedrl.simulate.explanation import ConstantSteps, Explanation, StepCost
 from sortedrl.simulate.fit import Fit, fit_runs
 from sortedrl.simulate.forecast import Forecast, forecast
 from sortedrl.simulate.run import PROMPT_TOKENS, knobs_for, simulate
+from sortedrl.simulate.strategy_map import CHOICES, Condition, nearest, shipped_map, tail_of
 from sortedrl.simulate.tools import draw_tools
 from sortedrl.simulate.traces import Trace, load_trace
 from sortedrl.telemetry.summary import Summary, number, share
@@ -140,6 +142,26 @@ class Point:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
+class MapAdvice:
+    """What the map advises where conditions are most like the workload's, and what the simulation says to it."""
+
+    condition: Condition  # of the workload
+    name: str
+    candidate: Candidate
+    speedup: float  # on the map
+    simulated: float = 0.0  # in the search's first round
+
+    def sentence(self) -> str:
+        return (
+            f"The map of strategies advises {self.name} in such a condition ({self.condition.words()}): "
+            f"{self.speedup:.2f}x the speed of sync there, {self.simulated:.2f}x simulated on your lengths and costs."
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "candidate": asdict(self.candidate)}
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
 class Plan:
     workload: Workload  # of the last round
     front: list[Point]  # the Pareto front, fastest last
@@ -147,6 +169,7 @@ class Plan:
     sync: Point
     num_candidates: int
     num_simulations: int
+    map_advice: MapAdvice
 
     def config(self, base: SortedConfig | None = None) -> SortedConfig:
         """The recommendation as a configuration; settings that a plan does not decide are taken from `base`."""
@@ -164,6 +187,7 @@ class Plan:
             "sync": self.sync.as_dict(self.sync),
             "num_candidates": self.num_candidates,
             "num_simulations": self.num_simulations,
+            "map": self.map_advice.as_dict(),
             "samples": self.workload.trace.num_samples,
         }
 
@@ -188,8 +212,12 @@ def search(
     if workload.tools is not None:
         candidates = [candidates[0], *_with_open_trajectories(candidates[1:], workload.slots)]
     lengths = rounds(workload)
+    first_part = workload.cut(lengths[0])
+    base = first_part.run(_SYNC)
+    advice = look_up(workload, base, max_staleness=max_staleness, overlap=overlap)
+    candidates = [advice.candidate, *(c for c in candidates if c != advice.candidate)][: len(candidates)]
     sizes = _round_sizes(len(candidates), len(lengths))
-    total, done = sum(sizes) + 1, 0
+    total, done = sum(sizes) + 2, 1
     points: list[Point] = []
     for length, size in zip(lengths, sizes, strict=True):
         part = workload.cut(length)
@@ -198,6 +226,8 @@ def search(
             points.append(part.run(candidate))
             done += 1
             report_progress(done, total)
+        if not advice.simulated:
+            advice = replace(advice, simulated=_ratio(points[0].speed, base.speed))
         points = [p for p in points if p.mean_batch <= BATCH_LIMIT * workload.update_batch]
         candidates = [point.candidate for point in best_first(points)]
     last = workload.cut(lengths[-1])
@@ -212,7 +242,25 @@ def search(
         sync=sync,
         num_candidates=sizes[0],
         num_simulations=done + (known is None),
+        map_advice=advice,
     )
+
+
+def look_up(workload: Workload, sync: Point, *, max_staleness: int | None, overlap: bool) -> MapAdvice:
+    """The map's advice for a workload; `sync` was simulated on it and tells the learner's share of the time."""
+    lengths = workload.trace.lengths
+    condition = Condition(
+        tail=tail_of(lengths),
+        batch_per_slot=workload.update_batch / workload.slots,
+        fixed_share=_step_cost(workload).fixed_share,
+        learner_share=_ratio(sync.summary.update_s or 0.0, sync.summary.wall_s or 0.0),
+        diverged=workload.divergence * sum(lengths) / len(lengths),
+    )
+    point = nearest(shipped_map(), condition)
+    name = point.advice(max_staleness=max_staleness, overlap=overlap)
+    strategy, knobs = CHOICES[name]
+    candidate = Candidate(strategy=strategy, knobs=dict(knobs))
+    return MapAdvice(condition=condition, name=name, candidate=candidate, speedup=point.speedups[name])
 
 
 def rounds(workload: Workload) -> list[int]:
@@ -408,7 +456,7 @@ class Proposal:
         speedup = point.speed / sync.speed if sync.speed else 0.0
         name = point.candidate.strategy
         lines = [f"{name}: {speedup:.2f}x the speed of sync, token-mean staleness {point.staleness:.2f}"]
-        lines += self.explanation.sentences()
+        lines += [*self.explanation.sentences(), self.plan.map_advice.sentence()]
         if self.fit is not None and self.check is not None:
             lines.append(
                 f"costs fitted to {self.check.strategy}: R2 {self.fit.r2:.2f} over {self.fit.num_stretches} calls; "
@@ -451,9 +499,7 @@ def propose(question: PlanQuestion, report_progress: ReportProgress = lambda don
 def explain(plan: Plan) -> Explanation:
     """What a slot costs in the plan's workload. A strictly on-policy sorted strategy shows what filling slots wins."""
     workload, sync = plan.workload, plan.sync
-    lengths = workload.trace.lengths
-    context = workload.prompt_tokens + round(sum(lengths) / len(lengths))
-    step = StepCost.of(workload.cost, slots=workload.slots, context=context)
+    step = _step_cost(workload)
     constant = replace(workload, cost=ConstantSteps(cost=workload.cost, step_s=step.full_s))
     summary = sync.summary
     return Explanation(
@@ -463,6 +509,12 @@ def explain(plan: Plan) -> Explanation:
         constant_speedup=_ratio(constant.run(_SORTED).speed, constant.run(_SYNC).speed),
         update_share=_ratio(summary.update_s or 0.0, summary.wall_s or 0.0),
     )
+
+
+def _step_cost(workload: Workload) -> StepCost:
+    lengths = workload.trace.lengths
+    context = workload.prompt_tokens + round(sum(lengths) / len(lengths))
+    return StepCost.of(workload.cost, slots=workload.slots, context=context)
 
 
 def _ratio(value: float, base: float) -> float:

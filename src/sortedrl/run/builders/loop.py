@@ -43,6 +43,7 @@ def build_evaluator(config: SortedConfig, parts: RunParts, *, emit: Emit, clock:
         emit=emit,
         right_above=config.eval.right_above,
         num_samples=config.eval.samples,
+        has_fresh_noise=config.eval.noise == "fresh",
         group_column=parts.task.group_column,
         every_samples=config.eval.every_samples,
         tools=None if environment is None else environment.answer_turns(),
