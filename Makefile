@@ -23,7 +23,7 @@ WARM_UP := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c 'import torch._dynamo
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart study-quick test coverage test-wheel test-slow vllm test-vllm vllm-v2 test-vllm-v2 verl gpu-acceptance rehearsal bad-input check docs clean
+.PHONY: help quickstart study-quick test coverage test-wheel test-slow vllm test-vllm vllm-v2 test-vllm-v2 verl gpu-acceptance rehearsal bad-input check docs clean fuzz
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -70,6 +70,9 @@ rehearsal: $(VENV)/.dev $(V2_VENV)/.ready ## Without GPUs: what a GPU user would
 
 bad-input: $(VENV)/.runtime ## Try every command with bad input: no traceback, no hang, the right exit code.
 	$(BIN)/python tools/bad_input.py $(ARGS)
+
+fuzz: $(VENV)/.runtime ## Break random runs for some minutes and audit what is left; ARGS="--minutes 10 --seed 1".
+	$(BIN)/python -m fuzz $(ARGS)
 
 check: $(VENV)/.dev ## Formatting, lint, types, import contracts and known vulnerabilities.
 	$(BIN)/ruff format --check .

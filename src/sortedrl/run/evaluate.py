@@ -127,7 +127,7 @@ def answer_all(
                 if fed and len(answer.tokens) + len(fed) < budget:
                     answer.masked.append(range(len(answer.tokens), len(answer.tokens) + len(fed)))
                     answer.tokens += fed
-                    waiting.append(_request(number, answer, sampling, budget, seed))
+                    waiting.append(_request(number, answer, sampling, budget, seed, epoch))
                 else:
                     submit_score(number)
         for score in scorer.poll(0.0 if num_running or waiting or num_calling else SCORE_POLL_S):

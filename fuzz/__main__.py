@@ -1,0 +1,176 @@
+"""The command line of the fuzzer: random scenarios for some minutes, one scenario again, planted defects, or the disk.
+
+    python -m fuzz --minutes 10 --seed 1 [--jobs 2] [--keep-figures]
+    python -m fuzz --scenario '{...}'        # as a failure prints it
+    python -m fuzz --planted [NAME]          # every defect of fuzz/planted.py, or one: each must be found
+    python -m fuzz --disk [--torn 200]       # a power loss at every flush and at random writes
+
+The exit code is 1 if anything was found (with --planted: if a defect was not).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from fuzz import child, disk, figures
+from fuzz.control import environment, open_control
+from fuzz.judge import Player, Result
+from fuzz.planted import PLANTED
+from fuzz.scenario import Scenario, draw
+from fuzz.shrink import shrink
+
+SEEDS_PER_JOB = 1_000_000
+PLANTED_MINUTES = 4.0  # within which a planted defect must be found
+DISK_DEFECTS = ("flush-skipped",)  # only a power loss shows them
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m fuzz", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=10.0, help="how long to try random scenarios")
+    parser.add_argument("--seed", type=int, default=0, help="another seed tries other scenarios")
+    parser.add_argument("--jobs", type=int, default=2, help="processes that try scenarios side by side")
+    parser.add_argument("--keep-figures", action="store_true", help=f"add the counts to {figures.FILE.name}")
+    parser.add_argument("--scenario", help="play this one only")
+    parser.add_argument("--planted", nargs="?", const="all", help="plant each defect, or this one, and look for it")
+    parser.add_argument("--disk", action="store_true", help="replay a run's writes as a power loss would leave them")
+    parser.add_argument("--torn", type=int, default=200, help="with --disk: random moments besides the flushes")
+    parser.add_argument("--plant", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--job", type=int, default=None, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse()
+    if options.job is not None:
+        work(options)
+    elif options.planted:
+        names = list(PLANTED) if options.planted == "all" else [options.planted]
+        missed = [name for name in names if not look_for(name, options)]
+        print(f"{len(names) - len(missed)} of {len(names)} planted defects found")
+        for name in missed:
+            print(f"not found: {name}")
+        sys.exit(bool(missed))
+    else:
+        counts = fuzz(options, plant=options.plant)
+        print(", ".join(f"{counts[name]:,} {name}" for name in figures.COUNTED))
+        if options.keep_figures:
+            figures.add(counts)
+        sys.exit(bool(counts["findings"]))
+
+
+def fuzz(options: argparse.Namespace, *, plant: str = "", stops_early: bool = False) -> Counter[str]:
+    """Start the jobs, print what they find, and add up what they did."""
+    counts: Counter[str] = Counter()
+    num_jobs = 1 if options.scenario or options.disk else options.jobs
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
+        commands = [
+            [sys.executable, "-m", "fuzz", *_passed_on(options, plant), "--job", str(job)] for job in range(num_jobs)
+        ]
+        jobs = [
+            subprocess.Popen(command, env=environment(Path(folder)), stdout=subprocess.PIPE, text=True)
+            for command in commands
+        ]
+
+        def listen(job: subprocess.Popen[str]) -> None:
+            assert job.stdout is not None, "its output is a pipe"
+            for line in job.stdout:
+                record = json.loads(line)
+                counts.update(record["counts"])
+                _show(record, quiet=bool(plant))
+                if stops_early and counts["findings"]:
+                    for other in jobs:
+                        other.terminate()
+
+        threads = [threading.Thread(target=listen, args=(job,)) for job in jobs]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if any(job.wait() not in (0, -15) for job in jobs):
+            raise SystemExit("error: a job of the fuzzer failed: see the message above")
+    return counts
+
+
+def look_for(name: str, options: argparse.Namespace) -> bool:
+    """Whether the fuzzer finds a planted defect."""
+    began = time.monotonic()
+    options = argparse.Namespace(**{**vars(options), "minutes": PLANTED_MINUTES, "disk": name in DISK_DEFECTS})
+    counts = fuzz(options, plant=name, stops_early=True)
+    found = "found" if counts["findings"] else "NOT found"
+    print(f"{name}: {found} after {counts['runs']} runs, {time.monotonic() - began:.0f} s", flush=True)
+    return bool(counts["findings"])
+
+
+def _passed_on(options: argparse.Namespace, plant: str) -> list[str]:
+    given = ["--minutes", str(options.minutes), "--seed", str(options.seed), "--torn", str(options.torn)]
+    given += ["--scenario", options.scenario] if options.scenario else []
+    given += ["--disk"] if options.disk else []
+    return [*given, "--plant", plant] if plant else given
+
+
+def _show(record: dict[str, Any], *, quiet: bool) -> None:
+    for finding in () if quiet else record["findings"]:
+        print(f"FINDING {finding}")
+        if record["again"]:
+            print(f"  again with: python -m fuzz --scenario '{record['again']}'", flush=True)
+    if record["line"] and not quiet:
+        print(record["line"], flush=True)
+
+
+# ---- one job --------------------------------------------------------------------------------------------------------
+
+
+def work(options: argparse.Namespace) -> None:
+    """Play scenarios and print a line of JSON for each."""
+    child.warm_up()
+    with tempfile.TemporaryDirectory(prefix="fuzz-runs-") as folder:
+        page = open_control()
+        if options.disk:
+            for name, wrong in disk.check(
+                page, Path(folder), num_torn=options.torn, seed=options.seed, plant=options.plant
+            ):
+                counts = {"runs": 1, "findings": len(wrong)}
+                line = f"{name}: {'; '.join(wrong)}" if wrong else ""
+                print(json.dumps({"counts": counts, "findings": wrong, "again": "", "line": line}), flush=True)
+            return
+        player = Player(page, Path(folder), options.plant)
+        if options.scenario:
+            _report(player.play(Scenario.from_json(options.scenario)))
+            return
+        deadline = time.monotonic() + 60 * options.minutes
+        seed = SEEDS_PER_JOB * (1000 * options.seed + options.job)
+        while time.monotonic() < deadline:
+            result = player.play(draw(seed))
+            if result.findings and not options.plant:
+                result.scenario = _smallest(player, result)
+            _report(result)
+            seed += 1
+
+
+def _smallest(player: Player, result: Result) -> Scenario:
+    """The scenario made smaller while a finding of the same kind stays."""
+    kind = result.findings[0][:20]
+    return shrink(result.scenario, lambda smaller: any(f.startswith(kind) for f in player.play(smaller).findings))
+
+
+def _report(result: Result) -> None:
+    again = result.scenario.to_json()
+    done = f"{result.num_processes} processes, {result.num_faults} faults"
+    line = f"{result.scenario.seed}: {result.outcome or 'failed'}, {done}"
+    record = {"counts": result.counts, "findings": result.findings, "again": again, "line": line}
+    print(json.dumps(record), flush=True)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()

@@ -1,0 +1,54 @@
+"""The fuzzer's auditor: a sound ledger has no findings, and each kind of wrong row is found."""
+
+from __future__ import annotations
+
+import pytest
+
+from fuzz.audit import audit
+from tests.support.ledgers import write_good, writing
+
+
+def test_a_sound_ledger_has_no_findings(tmp_path):
+    assert audit(write_good(tmp_path / "ledger.sqlite"), is_complete=False) == []
+
+
+# What is changed in the sound ledger of tests/support/ledgers.py, and what the auditor must say.
+WRONG = {
+    "a sample trained twice by moving a row": ("UPDATE trained SET sample = 99 WHERE sample = 0", "never loaded"),
+    "a trained row lost": ("DELETE FROM trained WHERE sample = 1", "another number of samples"),
+    "a row lost": ("DELETE FROM steps WHERE seq = 20", "rows 1 to 52"),
+    "another reward": ("UPDATE trained SET reward = 0.75 WHERE sample = 2", "another reward"),
+    "a wrong staleness": ("UPDATE trained SET staleness = 0 WHERE sample = 2", "laid out 3, 1"),
+    "a wrong length": ("UPDATE trained SET length = 5 WHERE sample = 3", "laid out 4, 0"),
+    "an answer past the bound": (
+        """UPDATE meta SET value = '{"max_staleness": 0, "lookahead": null}' WHERE key = 'knobs'""", "0 is the bound"
+    ),
+    "a cohort that is late": ("UPDATE cohorts SET loaded_update = -2 WHERE id = 0", "past their 2 updates"),
+    "tokens past the budget": ("UPDATE samples SET budget = 3 WHERE id = 3", "past the budget"),
+    "tokens from the future": ("UPDATE segments SET version = 7 WHERE seq = 46", "did not exist"),
+    "siblings apart": ("UPDATE samples SET prompt = 'b' WHERE id = 1", "siblings in different updates"),
+    "training without a score": ("UPDATE steps SET step = 'finish' WHERE seq = 18", "something else than a score"),
+    "a step after training": ("UPDATE steps SET sample = 0 WHERE seq = 51", "a step after training"),
+    "a batch of an old version": ("UPDATE updates SET version = 0 WHERE number = 1", "another version than its"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_each_wrong_row_is_found(tmp_path, name):
+    statement, says = WRONG[name]
+    path = write_good(tmp_path / "ledger.sqlite")
+    with writing(path) as connection:
+        connection.execute(statement)
+    assert any(says in finding for finding in audit(path, is_complete=False)), audit(path, is_complete=False)
+
+
+def test_a_complete_run_must_have_trained_everything(tmp_path):
+    path = write_good(tmp_path / "ledger.sqlite")
+    assert audit(path, is_complete=True) == ["6 samples were loaded and 4 trained"]
+    assert "4 samples were trained, and 8 were asked for" in audit(path, is_complete=True, num_samples=8)
+
+
+def test_a_file_that_is_no_database_is_a_finding(tmp_path):
+    path = tmp_path / "ledger.sqlite"
+    path.write_bytes(b"nothing" * 1000)
+    assert audit(path, is_complete=False)[0].startswith("SQLite cannot read it")

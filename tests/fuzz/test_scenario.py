@@ -1,0 +1,67 @@
+"""Scenarios: the same seed gives the same one, it survives its command line, and it can be made smaller."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from fuzz.scenario import Fault, Scenario, Stage, draw
+from fuzz.shrink import shrink
+
+
+def test_a_seed_gives_one_scenario_and_others_differ():
+    assert draw(7) == draw(7)
+    assert len({draw(seed) for seed in range(50)}) == 50
+
+
+def test_a_scenario_survives_its_command_line():
+    for seed in range(50):
+        assert Scenario.from_json(draw(seed).to_json()) == draw(seed)
+
+
+def test_all_faults_and_strategies_are_drawn():
+    drawn = [draw(seed) for seed in range(400)]
+    assert {stage.fault for scenario in drawn for stage in scenario.stages} == set(Fault)
+    assert len({scenario.overrides[0] for scenario in drawn}) == 9
+
+
+def test_a_failure_shrinks_to_what_causes_it():
+    guilty = Stage(fault=Fault.KILL, at=0.5)
+    scenario = Scenario(
+        seed=1,
+        overrides=("run.samples=64", "engine.slots=3", "run.seed=4"),
+        stages=(Stage(fault=Fault.TERM), guilty, Stage(fault=Fault.FREEZE, damage=("lock", "cut")), Stage()),
+    )
+    smallest = shrink(scenario, lambda s: guilty in s.stages and "engine.slots=3" in s.overrides)
+    assert smallest.overrides == ("engine.slots=3",)
+    assert smallest.stages == (guilty, Stage())
+
+
+def test_only_runs_that_go_on_alike_are_compared_with_a_twin():
+    kill, term = Stage(fault=Fault.KILL), Stage(fault=Fault.TERM)
+    plain = Scenario(seed=0, overrides=("schedule.strategy=sorted-replay",), stages=(kill, Stage()))
+    overlapping = Scenario(seed=0, overrides=("schedule.strategy=async",), stages=(kill, Stage()))
+    stopped = Scenario(seed=0, overrides=("schedule.strategy=sync",), stages=(term, Stage()))
+    assert (plain.has_twin, overlapping.has_twin, stopped.has_twin) == (True, False, False)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the fuzzer needs LD_PRELOAD")
+@pytest.mark.parametrize("defect", ["", "no-cut"])
+def test_a_kill_is_survived_and_a_planted_defect_found(defect):
+    scenario = Scenario(
+        seed=0,
+        overrides=(
+            "schedule.strategy=sorted-replay",
+            "run.samples=40",
+            "checkpoint.every_updates=2",
+            "learner.group_size=1",
+        ),
+        stages=(Stage(fault=Fault.KILL_AT_WRITE, at=0.72), Stage()),
+    )
+    command = [sys.executable, "-m", "fuzz", "--scenario", scenario.to_json(), *(["--plant", defect] if defect else [])]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == (1 if defect else 0), done.stdout + done.stderr
+    assert "fault" in done.stdout
