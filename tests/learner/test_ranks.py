@@ -50,7 +50,6 @@ CLOSE = {
     "adam": 1e-3,
     "ppo": 1e-4,
     "adapters": 1e-5,
-    "short": 1e-5,
     "short-ppo": 1e-4,
 }  # relative, after all updates
 SAME = 1e-6  # relative: what float32 gives over five updates of SGD
@@ -144,7 +143,7 @@ def check_five_updates(folder: Path) -> None:
 @pytest.mark.timeout(900)
 def test_four_ranks(tmp_path: Path) -> None:
     low = (*LOW_CASES, *FIVE_LOW_UPDATES)
-    run_ranks(tmp_path, 4, ("sgd", "one-by-one", "short", *low))
+    run_ranks(tmp_path, 4, ("sgd", "one-by-one", "short-ppo", *low))
     check_five_updates(tmp_path)
     for name in low:
         check_as_near(tmp_path, name)

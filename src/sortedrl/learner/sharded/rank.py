@@ -168,14 +168,14 @@ class RankLearner(TorchLearner):
 
     def _agree(self, own: Shortage | None) -> Shortage | None:
         """A shortage that all ranks know: that of the largest micro-batch; a single sample comes before others."""
-        found = [0, 0] if own is None else [int(own.num_samples == 1), own.num_tokens]
-        found_2 = to_device(torch.tensor(found), self.device)
-        dist.all_reduce(found_2, dist.ReduceOp.MAX, group=self._group)
-        is_single, num_tokens = to_host([found_2])[0].tolist()
+        found = [0, 0, 0] if own is None else [int(own.num_samples == 1), own.num_tokens, own.num_samples]
+        found_3 = to_device(torch.tensor(found), self.device)
+        dist.all_reduce(found_3, dist.ReduceOp.MAX, group=self._group)
+        is_single, num_tokens, num_samples = to_host([found_3])[0].tolist()
         if num_tokens == 0:
             return None
         reason = "on another rank" if own is None else own.reason
-        return Shortage(num_tokens=num_tokens, num_samples=1 if is_single else 2, reason=reason)
+        return Shortage(num_tokens=num_tokens, num_samples=1 if is_single else num_samples, reason=reason)
 
     def _sum_names(self) -> list[str]:
         """What every rank sums over tokens, also a rank that computed none."""
