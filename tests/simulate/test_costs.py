@@ -127,7 +127,7 @@ def test_unit_costs_steps_only() -> None:
 
 
 def test_every_preset_loads() -> None:
-    assert preset_names("hardware") == ["a100", "cpu", "h100"]
+    assert preset_names("hardware") == ["a100", "cpu", "h100", "rtx4090"]
     for hardware in preset_names("hardware"):
         for model in preset_names("models"):
             load_cost("roofline", hardware=hardware, model=model, tensor_parallel=8)
