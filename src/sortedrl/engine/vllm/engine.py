@@ -375,7 +375,7 @@ class VllmEngine:
                 break
             if self._link.backend == "ipc":
                 client = LocalClient(self._process, limit_s=self._publish_s)
-                load = partial(asyncio.to_thread, self._link.send_by, source, client, self._num_starts)
+                load: Load = partial(asyncio.to_thread, self._link.send_by, source, client, self._num_starts)
             else:
                 (ticket,) = self._link.begin(source, [self._num_starts])
                 load = partial(self._receive, ticket)
@@ -405,7 +405,7 @@ class VllmEngine:
             raise WeightsNotReceived(f"version {version} did not arrive ({first_line(error)})") from error
 
     async def _receive(self, ticket: Ticket) -> None:
-        frontend = self._request_loop.frontend
+        frontend: Any = self._request_loop.frontend
         await receive(frontend, ticket, self._joined)
         self._joined = ticket.session
         await frontend.collective_rpc("sorted_tie_head")
