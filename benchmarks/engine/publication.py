@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false
 """How fast a learner of two FSDP2 ranks gives its weights to vLLM, and whether every byte arrives.
 
     .venv-vllm/bin/python -m benchmarks.engine.publication [--model smollm2-135m] [--rounds 5] [--json] [--rehearse]

@@ -443,7 +443,7 @@ class VllmEngine:
                 break
             if self._link.backend == "ipc":
                 client = LocalClient(self._process, limit_s=self._publish_s)
-                load = partial(asyncio.to_thread, self._link.send_by, source, client, self._num_starts)
+                load: Load = partial(self._send_by, source, client)
             else:
                 (ticket,) = self._link.begin(source, [self._num_starts])
                 load = partial(self._receive, ticket)
@@ -472,8 +472,12 @@ class VllmEngine:
             self._joined = None
             raise WeightsNotReceived(f"version {version} did not arrive ({first_line(error)})") from error
 
+    async def _send_by(self, source: Any, client: LocalClient) -> None:
+        assert self._link is not None, "weights are sent by transfer"
+        await asyncio.to_thread(self._link.send_by, source, client, self._num_starts)
+
     async def _receive(self, ticket: Ticket) -> None:
-        frontend = self._request_loop.frontend
+        frontend: Any = self._request_loop.frontend
         await receive(frontend, ticket, self._joined)
         self._joined = ticket.session
         await frontend.collective_rpc("sorted_tie_head")

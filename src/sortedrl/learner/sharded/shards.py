@@ -98,7 +98,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 def full_local(tensor: Tensor) -> Tensor:
     """This rank's rows of a tensor."""
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
