@@ -56,8 +56,8 @@ def main() -> None:
     )
     trainer = SortedTrainer("tools-tiny", None, config, ROWS, environment_factory=Signposts)
     summary = trainer.train()
-    tools = summary.tools or {}
-    print(f"{tools['calls']:.0f} tool calls in {summary.samples} answers; lost: {summary.ledger.lost}")
+    calls, counts = (summary.tools or {}).get("calls", 0), summary.ledger
+    print(f"{calls:.0f} tool calls in {summary.samples} answers; lost: {counts.lost if counts else 'unknown'}")
 
 
 if __name__ == "__main__":

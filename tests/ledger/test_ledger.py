@@ -66,10 +66,10 @@ def test_overview_counts_by_state_and_cohort(run: Path) -> None:
     with Ledger(run) as ledger:
         overview = ledger.overview()
     assert (overview.seq, overview.version, overview.num_updates, overview.num_loaded) == (52, 2, 2, 6)
-    assert overview.by_state == {"pending": 0, "running": 1, "finished": 0, "scored": 1, "trained": 4}
+    assert overview.by_state == {"pending": 0, "running": 1, "calling": 0, "finished": 0, "scored": 1, "trained": 4}
     (cohort,) = overview.cohorts
     assert (cohort.id, cohort.loaded_update, cohort.num_samples, overview.num_cohorts) == (1, 2, 2, 2)
-    assert cohort.by_state == {"pending": 0, "running": 1, "finished": 0, "scored": 1, "trained": 0}
+    assert cohort.by_state == {"pending": 0, "running": 1, "calling": 0, "finished": 0, "scored": 1, "trained": 0}
     assert overview.oldest is not None
     assert (overview.oldest.sample, overview.oldest.since_update, overview.oldest.num_tokens) == (4, 2, 2)
     assert overview.staleness == {0: 3, 1: 1}
@@ -113,10 +113,10 @@ def test_the_table_says_what_people_ask(run: Path) -> None:
     assert lines[0].endswith("ledger.sqlite: 4 of 6 samples trained in 2 updates, version 2")
     assert lines[1].endswith("gumbel-splitmix64-v1")  # of a ledger that names none
     assert lines[2:6] == [
-        "cohort loaded at update pending running finished scored trained samples",
-        "1 2 0 1 0 1 0 2",
+        "cohort loaded at update pending running calling finished scored trained samples",
+        "1 2 0 1 0 0 1 0 2",
         "1 consumed",
-        "all 0 1 0 1 4 6",
+        "all 0 1 0 0 1 4 6",
     ]
     assert lines[6] == "oldest waiting: sample 4 of cohort 1, scored, 2 tokens, since update 2 (0 updates ago)"
     assert lines[8:] == [

@@ -155,7 +155,7 @@ def _kind_of(made: type, methods: Mapping[str, Any], what: str) -> Kind:
 
 
 def _schema(method: Callable[..., Any], what: str) -> dict[str, Any]:
-    from transformers.utils import get_json_schema  # at need: it loads transformers
+    from transformers.utils.chat_template_utils import get_json_schema  # at need: it loads transformers
 
     try:
         return get_json_schema(method)

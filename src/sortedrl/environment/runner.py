@@ -26,7 +26,7 @@ from sortedrl.environment.base import EnvironmentSpec, Kind, ToolCall, ToolResul
 from sortedrl.environment.objects import EnvironmentObjects, clean
 from sortedrl.errors import ConfigError
 from sortedrl.reward.caller import find_function
-from sortedrl.reward.process import MEMORY_BYTES, WorkerProcess
+from sortedrl.reward.process import MEMORY_BYTES, WorkerProcess, as_plain
 from sortedrl.reward.worker import CallFailed, FailureKind
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class ProcessChannel(WorkerProcess):
 
     def exchange(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         self.start()
-        reply = self._exchange(json.dumps(request, default=_as_plain), timeout_s)
+        reply = self._exchange(json.dumps(request, default=as_plain), timeout_s)
         if not isinstance(reply, dict):
             self._end()
             raise CallFailed(FailureKind.MALFORMED, "a tool wrote to the worker's channel")
@@ -312,10 +312,3 @@ class EnvironmentRunner:
 
     def _error_text(self, error: str) -> str:
         return clean(json.dumps({"error": error}, ensure_ascii=False), self._max_chars)
-
-
-def _as_plain(value: Any) -> Any:
-    """Convert arrays and scalars of numpy and the like to plain numbers."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    raise TypeError(f"{type(value).__name__} is not JSON")

@@ -33,7 +33,7 @@ from sortedrl.reward.caller import (
     ThreadCaller,
     find_function,
 )
-from sortedrl.reward.process import MEMORY_BYTES
+from sortedrl.reward.process import MEMORY_BYTES, as_plain
 from sortedrl.reward.worker import CallFailed, FailureKind
 
 _GATHER = 8  # answers for which a call is made at once
@@ -490,16 +490,9 @@ def _check_weights(weights: Sequence[float] | None, functions: list[RewardFuncti
 def _to_json(row: _Row) -> str:
     prompt, completion, columns, tokens, progress = row
     try:
-        return json.dumps((prompt, completion, dict(columns), list(tokens), progress), default=_as_plain)
+        return json.dumps((prompt, completion, dict(columns), list(tokens), progress), default=as_plain)
     except (TypeError, ValueError) as error:
         raise RewardError(
             f"a column among {sorted(columns)} cannot be sent to a reward worker ({error}): keep to text, numbers, "
             "lists and dicts, or wrap the reward function in a lambda, which runs in a thread of this process"
         ) from error
-
-
-def _as_plain(value: Any) -> Any:
-    """Convert arrays and scalars of numpy and the like to plain numbers."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    raise TypeError(f"{type(value).__name__} is not JSON")

@@ -185,3 +185,10 @@ def _read_json(line: bytes | bytearray) -> Any:
 def looks_secret(name: str) -> bool:
     """Whether a configuration key or environment variable of this name probably holds a secret."""
     return _SECRET_NAME.search(name) is not None
+
+
+def as_plain(value: Any) -> Any:
+    """Convert arrays and scalars of numpy and the like to plain numbers."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} is not JSON")

@@ -79,7 +79,7 @@ def _need(config: SortedConfig, rank: RankMemory | None, engine: EngineMemory | 
 
 def has_sleep(config: SortedConfig) -> bool:
     """Whether an engine frees its memory while the learner on the same GPU updates."""
-    return bool(getattr(config.engine, "sleep_during_updates", False))
+    return config.engine.sleep_during_updates
 
 
 def has_offload(config: SortedConfig) -> bool:
