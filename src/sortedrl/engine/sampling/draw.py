@@ -120,10 +120,11 @@ def _draw_noise(draws: Sequence[Draw], vocab: int, device: torch.device, num_pos
     if not rows:
         return torch.zeros(len(draws), num_positions, vocab, device=device)
     seeds_r = seed_tensor([draws[row].seed for row in rows], device)
-    positions_rk = torch.tensor([[draws[row].position] for row in rows], device=device)
-    positions_rk = positions_rk + torch.arange(num_positions, device=device)
-    drawn_rkv = gumbel(seeds_r.repeat_interleave(num_positions), positions_rk.flatten(), vocab)
-    drawn_rkv = drawn_rkv.view(len(rows), num_positions, vocab)
+    positions_r = int_tensor([draws[row].position for row in rows], device)
+    if num_positions > 1:
+        seeds_r = seeds_r.repeat_interleave(num_positions)
+        positions_r = (positions_r.unsqueeze(1) + torch.arange(num_positions, device=device)).flatten()
+    drawn_rkv = gumbel(seeds_r, positions_r, vocab).view(len(rows), num_positions, vocab)
     if len(rows) == len(draws):
         return drawn_rkv
     noise_rkv = torch.zeros(len(draws), num_positions, vocab, device=device)
@@ -180,7 +181,7 @@ class DenseSampler:
         scores_rv = scaled_rv + _draw_noise(draws, self._vocab, self._device).squeeze(1)
         best_r, tokens_r = scores_rv.max(-1)
         logprobs_rv = torch.log_softmax(scaled_rv, -1)
-        cached_r = torch.tensor(cached, device=self._device)
+        cached_r = int_tensor(cached, self._device)
         index_r1 = cached_r.clamp(min=0).unsqueeze(1)
         return _judge(
             tokens_r,

@@ -154,7 +154,7 @@ def row_keys(seeds_b: torch.Tensor, positions_b: torch.Tensor) -> torch.Tensor:
 
     words_wb = _scrambled(torch.stack([seeds_b, seeds_b >> 32, positions_b]))
     h_b = torch.zeros_like(words_wb[0])
-    for words_b in words_wb:
+    for words_b in words_wb.unbind():
         _mix_(h_b, words_b)
     return h_b
 
