@@ -1,6 +1,7 @@
 """What choosing batches by length does to the gradient, at fixed weights of the embedded model.
 
-    python -m benchmarks.study.selection_bias [--samples 1024] [--seeds 3] [--json]
+    python -m benchmarks.study.selection_bias [--samples 384] [--seeds 3] [--json]
+    python -m benchmarks.study.selection_bias --read        # the table from benchmarks/results/selection_bias.json
 
 The weights are frozen, so every schedule writes the same answers: arms differ only in which answers share an update.
 For each arm the script computes the gradient of every update batch with REINFORCE++ and compares it with the gradient
@@ -26,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.record import QUICKSTART, make_parser, save
+from benchmarks.record import QUICKSTART, load, make_parser, save
 from benchmarks.schedule.schedules import FrozenUpdate
 from benchmarks.study.claims import interval, short
 from benchmarks.study.intervals import student
@@ -205,9 +206,13 @@ def markdown(records: Sequence[Mapping[str, Any]]) -> str:
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--samples", type=int, default=1024, help="answers in an epoch")
+    parser.add_argument("--samples", type=int, default=384, help="answers in an epoch")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--read", action="store_true", help="compute nothing: show the result file")
     given = parser.parse_args()
+    if given.read:
+        print(markdown(load("selection_bias")["runs"]))
+        return
     records: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for policy, model in (("shipped", "knights-tiny"), ("trained", trained_model(Path(folder)))):
