@@ -149,7 +149,7 @@ def _engine_raises(call: int) -> None:
             raise RuntimeError("the fuzzer broke the engine")
         return inner(engine, timeout)
 
-    LocalEngine.poll = poll
+    planted.replace_method(LocalEngine, "poll", poll)
 
 
 def _samples_fail(seed: float) -> None:
@@ -167,7 +167,7 @@ def _samples_fail(seed: float) -> None:
             for event in inner(engine, timeout)
         ]
 
-    LocalEngine.poll = poll
+    planted.replace_method(LocalEngine, "poll", poll)
 
 
 def _wait(pid: int, stage: Stage, page: Control) -> tuple[int | None, bool]:

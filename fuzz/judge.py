@@ -80,7 +80,7 @@ class Player:
         return result
 
     def _stages(self, scenario: Scenario, home: Path, result: Result) -> None:
-        run_dir, was_refused = home / "runs" / "r", False
+        run_dir, refusal = home / "runs" / "r", ""
         for number, stage in enumerate(scenario.stages):
             is_last = number == len(scenario.stages) - 1
             is_resume = (run_dir / "config.toml").is_file()
@@ -104,12 +104,12 @@ class Player:
                         f"a refused configuration left {sorted(p.name for p in run_dir.iterdir())[:5]}"
                     )
                 return
-            was_refused = ended.code == 2 and is_last
-        if was_refused:
+            refusal = "; ".join(ended.error_lines) if ended.code == 2 and is_last else ""
+        if refusal:
             result.outcome = "refused"
             is_excused = any(stage.damage or stage.changes for stage in scenario.stages)
             if not is_excused:
-                result.findings.append(f"a resume is refused: {ended.error_lines[-1:]}")
+                result.findings.append(f"a resume is refused: {refusal}")
         elif not result.findings:
             result.outcome = "complete"
             _judge_leftovers(run_dir, home, result)

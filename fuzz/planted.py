@@ -27,6 +27,10 @@ def _defect(plant_it: Callable[[], None]) -> Callable[[], None]:
     return plant_it
 
 
+def replace_method(owner: Any, method: str, by: Callable[..., Any]) -> None:
+    setattr(owner, method, by)
+
+
 def _after(owner: Any, method: str, then: Callable[..., None]) -> None:
     """Call `then(result, *arguments)` after each call of a method."""
     inner = getattr(owner, method)
@@ -93,7 +97,7 @@ def commit_skipped() -> None:
         if not durable:
             inner(store)
 
-    Store.commit = commit
+    replace_method(Store, "commit", commit)
 
 
 @_defect
@@ -101,14 +105,14 @@ def no_cut() -> None:
     """Rows after the checkpoint stay in the ledger when a run is resumed."""
     from sortedrl.ledger.store import Store
 
-    Store.truncate = lambda store, seq: None
+    replace_method(Store, "truncate", lambda store, seq: None)
 
 
 @_defect
 def optimizer_not_restored() -> None:
     from sortedrl.learner.torch import TorchLearner
 
-    TorchLearner.load_state_dict = lambda learner, state: None
+    replace_method(TorchLearner, "load_state_dict", lambda learner, state: None)
 
 
 @_defect
@@ -124,7 +128,7 @@ def other_noise_in_later_attempts() -> None:
             request.seed += sample.attempt
         return request
 
-    Controller.start = start
+    replace_method(Controller, "start", start)
 
 
 @_defect

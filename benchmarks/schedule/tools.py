@@ -133,7 +133,7 @@ def run(parts: Any, config: SortedConfig, way: str) -> tuple[float, list[Sample]
     loop = Controller(
         buffer,
         LoopParts(
-            engine=FrozenEngine(parts.engine),
+            engine=FrozenEngine(parts.engine),  # type: ignore[arg-type]  # passes everything else on
             learner=learner,  # type: ignore[arg-type]
             scorer=QuickScorer(),
             load_samples=parts.loader.load,
