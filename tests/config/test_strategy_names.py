@@ -14,7 +14,16 @@ from sortedrl.schedule import Strategy
 REFUSED, CUSTOM, KEPT = "refused", "custom", "kept"
 KNOBS = (
     *("cohort_batches", "lookahead", "max_staleness", "interrupted", "on_bound"),
-    *("harvest", "order", "admission", "overlap", "restart_noise", "exact_batch"),
+    *(
+        "harvest",
+        "order",
+        "admission",
+        "overlap",
+        "restart_noise",
+        "exact_batch",
+        "max_unverified",
+        "open_trajectories",
+    ),
 )
 # What becomes of each strategy if one knob, in the order of KNOBS, gets a value that the preset does not have.
 OUTCOMES = {

@@ -227,6 +227,7 @@ def test_every_figure_of_the_hand_worked_run():
         "mean_longest": 4.25,
         "length_in_order": None,  # no lengths were predicted
         "length_log_error": None,
+        "tools": None,
         "flat_groups": None,
         "filtered_samples": None,
         "reward_errors": None,

@@ -279,8 +279,8 @@ class EnvironmentSection(Section):
     """Class of environments as `module:Class`, of the shape of TRL's `environment_factory`. `none`: no tools, or those
     that the task brings."""
     run_in: Literal["auto", "process", "thread"] = "auto"
-    """Where tools run: `process` in worker processes, `thread` in threads of the trainer. `auto`: in processes if another
-    process can import the class."""
+    """Where tools run: `process` in worker processes, `thread` in threads of the trainer. `auto`: in processes if
+    another process can import the class."""
     workers: int = Field(default=2, strict=True, ge=1, le=_MAX_PROCESSES)
     """Number of worker processes or threads. Each calls one tool at a time."""
     timeout_s: float = Field(default=10.0, gt=0, le=_MAX_SECONDS)
