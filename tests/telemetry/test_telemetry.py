@@ -170,6 +170,7 @@ SLOT_TIME = {
     "prefill": 0.0,
     "overhead": 0.0,
     "tail": 8 / 52,
+    "tool": 0.0,
     "reward": 0.0,
     "update": 12 / 52,
     "publish": 8 / 52,
