@@ -111,7 +111,10 @@ def kept_turns(folder: Path) -> set[tuple[str, str]]:
     if checkpoint is None:
         return set()
     with Ledger(checkpoint / "ledger.sqlite") as ledger:
-        query = "SELECT prompt, count(*) FROM steps JOIN samples ON id = sample WHERE step = 'feed' GROUP BY sample"
+        query = (
+            "SELECT prompt, count(*) FROM calls JOIN samples ON id = sample"
+            " WHERE repeated = 0 AND error IN ('', 'exception') GROUP BY sample"
+        )
         found = {str(prompt).rpartition("/")[2]: count for prompt, count in ledger.rows(query)}
     return {(key, str(turn)) for key, count in found.items() for turn in range(count)}
 

@@ -111,6 +111,7 @@ SECONDS = {  # of 3 x 15
     "prefill": 5.0,
     "overhead": 1.0,  # 8 slot-seconds in the second rollout, of which the engine computed 7
     "tail": 4.0,
+    "tool": 0.0,
     "reward": 3.0,
     "update": 6.0 + 3.0,
     "publish": 1.5,

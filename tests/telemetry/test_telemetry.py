@@ -170,6 +170,7 @@ SLOT_TIME = {
     "prefill": 0.0,
     "overhead": 0.0,
     "tail": 8 / 52,
+    "tool": 0.0,
     "reward": 0.0,
     "update": 12 / 52,
     "publish": 8 / 52,
@@ -227,6 +228,7 @@ def test_every_figure_of_the_hand_worked_run():
         "mean_longest": 4.25,
         "length_in_order": None,  # no lengths were predicted
         "length_log_error": None,
+        "tools": None,
         "flat_groups": None,
         "filtered_samples": None,
         "reward_errors": None,
@@ -372,13 +374,15 @@ def test_slot_time_has_a_column_a_strategy_and_no_row_without_time():
 
 def test_every_kind_survives_the_file(tmp_path: Path):
     path = tmp_path / "events.jsonl"
-    assert {event.kind for event in RUN} == set(KINDS), "the run above should have every kind of event"
+    tools = [KINDS["ToolsCalled"](99.0, 0, 1, 0, 1), KINDS["ToolsReturned"](99.5, 0, 1, 0, 0.5, "fed", 3)]  # type: ignore[call-arg]
+    told = [*RUN, *tools]
+    assert {event.kind for event in told} == set(KINDS), "the run above should have every kind of event"
     sink = JsonlSink(path)
-    for event in RUN:
+    for event in told:
         sink.emit(event)
     sink.close()
-    assert list(read_events(path)) == RUN
-    assert len(path.read_text().splitlines()) == len(RUN)
+    assert list(read_events(path)) == told
+    assert len(path.read_text().splitlines()) == len(told)
 
 
 def test_file_is_on_disk_at_every_update(tmp_path: Path):

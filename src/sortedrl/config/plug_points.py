@@ -59,7 +59,7 @@ ENVIRONMENT = PlugPoint(
     argument="environment_factory",
     group="sortedrl.environments",
     names=("none",),
-    page="docs/guides/tools.md",
+    page="docs/guides/own_environment.md",
     fault=lambda found: "" if callable(found) else "it cannot be called to make an object",
 )
 POINTS = (ENGINE, ALGORITHM, ADVANTAGE, STRATEGY, TASK, TRACKER, ENVIRONMENT)
