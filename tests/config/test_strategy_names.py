@@ -46,7 +46,6 @@ OTHER_VALUES: dict[str, tuple[Any, ...]] = {
     "harvest": ("batch", "drain"),
     "order": ("longest-first",),
     "admission": ("longest-expected-first",),
-    "max_unverified": (2,),
     "open_trajectories": (99,),
     "overlap": (True, False),
     "restart_noise": ("fresh",),

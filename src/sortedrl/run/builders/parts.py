@@ -17,6 +17,7 @@ import torch
 from sortedrl.config import SortedConfig
 from sortedrl.config.sections import LoraSection
 from sortedrl.engine.base import Engine, Sampling
+from sortedrl.environment.scorer import no_reward
 from sortedrl.errors import ConfigError, ModelError
 from sortedrl.external.hub import Commits, commit_of, fetch, find_cached, shown, split_revision
 from sortedrl.learner.lora import (
@@ -118,6 +119,8 @@ def build_parts(
         folder = model_path(config, commits) if checkpoint is None or adapters.is_wanted else checkpoint
     tokenizer = tokenizer or own_tokenizer(config, folder, checkpoint)
     spec = find_environment(config, task)
+    if list(task.reward_funcs) == [no_reward] and (spec is None or not spec.has_reward):
+        raise ConfigError("nothing gives a reward: set task.reward, or give the class of tools a method get_reward")
     tools = () if spec is None else spec.tools
     check_prompts(config, task, tokenizer, tools)
     environment = None

@@ -16,6 +16,7 @@ from typing import Any
 from sortedrl.config import SortedConfig
 from sortedrl.config.plug_points import TASK
 from sortedrl.config.sections import TaskSection
+from sortedrl.environment.scorer import no_reward
 from sortedrl.errors import ConfigError
 from sortedrl.external.hub import Commits
 from sortedrl.external.plugins import import_object, name_of
@@ -61,8 +62,9 @@ def build_task(config: SortedConfig, commits: Commits | None = None) -> Task:
         case "math":
             task = _dataset_task(section, rewards or load_rewards("math"), MATH_INSTRUCTION, commits)
         case "dataset":
-            if not rewards:
+            if not rewards and config.environment.factory == "none":
                 raise ConfigError("task.name dataset needs task.reward: set module:function, or math")
+            rewards = rewards or (no_reward,)  # the environment gives the reward
             task = _dataset_task(section, rewards, "", commits)
         case "reasoning_gym" if section.name.startswith(PREFIX):
             task = _gym_task(section, seed)
