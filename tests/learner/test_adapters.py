@@ -140,8 +140,12 @@ def test_two_sets_of_adapters_are_not_taken() -> None:
     [
         ({"engine": {"kind": "vllm"}}, None),
         ({"engine": {"kind": "vllm"}, "lora": {"merge": True}}, "lora.merge is set"),
-        ({"engine": {"kind": "vllm", "port": 8000}}, "a vLLM server takes full weights only"),
-        ({"engine": {"kind": "vllm", "replicas": 2}}, "a pool takes full weights only"),
+        ({"engine": {"kind": "vllm", "port": 8000}}, None),
+        (
+            {"engine": {"kind": "vllm", "address": "http://127.0.0.1:8000"}},
+            "a vLLM server that was started elsewhere takes full weights only",
+        ),
+        ({"engine": {"kind": "vllm", "replicas": 2}}, None),
         ({"engine": {"kind": "local"}}, ""),
     ],
 )

@@ -36,11 +36,12 @@ class Seats:
 
     @classmethod
     def of(cls, config: SortedConfig) -> Seats:
+        config = config.in_older_keys()
         engine, learner = config.engine, config.learner
         has_members = engine.replicas > 1 or engine.own_process or bool(engine.cluster)
         return cls(
             engines=engine.replicas if has_members else 0,
-            engine_gpus=engine.replica_gpus * getattr(engine, "tensor_parallel", 1),
+            engine_gpus=engine.replica_gpus,
             engine_cpus=engine.replica_cpus,
             ranks=learner.ranks if learner.ranks > 1 else 0,
             rank_gpus=learner.rank_gpus,

@@ -81,7 +81,7 @@ def test_a_dataset_takes_any_reward(sums: Path) -> None:
         ({"name": "mth"}, "task.name: unknown task 'mth': did you mean math?"),
         (
             {"name": "poems"},
-            "choose from knights, logic, counting, math, dataset, reasoning_gym:NAME, or write your own as",
+            "choose from knights, logic, counting, tools, math, dataset, reasoning_gym:NAME, or write your own as",
         ),
         ({"name": "reasoning_gym"}, "unknown task 'reasoning_gym': did you mean reasoning_gym:NAME?"),
         ({"name": "math"}, "task.name math needs task.path"),

@@ -35,6 +35,10 @@ SETTINGS: Any = SimpleNamespace(
     micro_tokens=1024,
     recompute=False,
     dtype="auto",
+    device="cpu",
+    fp32_head=False,
+    offload=False,
+    importance_mask="none",
 )
 
 

@@ -73,7 +73,7 @@ class ScriptedAnswers:
     """The answers of a script.
 
     Over a cache of an older version, every other token is the one that the older version would write, and no log-prob
-    is that of a version. So a test finds such a token if it is trained.
+    is that of a version. So a test finds such a token if it is trained. End tokens are those of the current version.
     """
 
     script: Script
@@ -104,9 +104,18 @@ class ScriptedAnswers:
         self, request: Request, start: int, count: int, version: int, cache: int
     ) -> tuple[list[int], list[float]]:
         positions, seed = range(start, start + count), request.seed
-        tokens = [self.script.token(seed, position, cache if position % 2 else version) for position in positions]
+        tokens = [
+            self.script.token(seed, position, self._writer(seed, position, version, cache)) for position in positions
+        ]
         off = STALE_CACHE_LOGPROB * (version - cache)
         logprobs = [self.script.logprob(seed, position, version) + off for position in positions]
         for position in (place for fed in masked_places(request.spans) for place in fed if place in positions):
             tokens[position - start], logprobs[position - start] = request.cached[position], 0.0
         return tokens, logprobs
+
+    def _writer(self, seed: int, position: int, version: int, cache: int) -> int:
+        """The version whose token stands at a position, if `version` draws over a cache of `cache`."""
+        if version == cache or position % 2 == 0:
+            return version
+        is_last = self.script.is_last
+        return version if is_last(seed, position, version) or is_last(seed, position, cache) else cache
