@@ -14,19 +14,19 @@ from sortedrl.schedule import Strategy
 REFUSED, CUSTOM, KEPT = "refused", "custom", "kept"
 KNOBS = (
     *("cohort_batches", "lookahead", "max_staleness", "interrupted", "on_bound"),
-    *("harvest", "order", "admission", "overlap", "restart_noise", "exact_batch"),
+    *("harvest", "order", "admission", "overlap", "restart_noise", "exact_batch", "max_unverified"),
 )
 # What becomes of each strategy if one knob, in the order of KNOBS, gets a value that the preset does not have.
 OUTCOMES = {
-    "sync": (REFUSED, REFUSED, CUSTOM, CUSTOM, CUSTOM, REFUSED, KEPT, KEPT, REFUSED, KEPT, KEPT),
-    "sync-large": (KEPT, REFUSED, CUSTOM, CUSTOM, CUSTOM, REFUSED, KEPT, KEPT, REFUSED, KEPT, KEPT),
-    "sorted-on-policy": (KEPT, KEPT, REFUSED, CUSTOM, CUSTOM, CUSTOM, KEPT, KEPT, REFUSED, KEPT, KEPT),
-    "sorted-partial": (KEPT, KEPT, KEPT, CUSTOM, KEPT, CUSTOM, KEPT, KEPT, KEPT, KEPT, KEPT),
-    "sorted-replay": (KEPT, KEPT, CUSTOM, CUSTOM, CUSTOM, CUSTOM, KEPT, KEPT, KEPT, KEPT, KEPT),
-    "april": (KEPT, CUSTOM, KEPT, CUSTOM, KEPT, CUSTOM, KEPT, KEPT, KEPT, KEPT, KEPT),
-    "tail-batching": (KEPT, REFUSED, CUSTOM, CUSTOM, CUSTOM, CUSTOM, KEPT, CUSTOM, REFUSED, KEPT, KEPT),
-    "async": (KEPT, KEPT, KEPT, CUSTOM, KEPT, REFUSED, KEPT, KEPT, REFUSED, KEPT, REFUSED),
-    "async-on-policy": (KEPT, KEPT, REFUSED, CUSTOM, REFUSED, CUSTOM, KEPT, KEPT, REFUSED, KEPT, KEPT),
+    "sync": (REFUSED, REFUSED, CUSTOM, CUSTOM, CUSTOM, REFUSED, KEPT, KEPT, REFUSED, KEPT, KEPT, KEPT),
+    "sync-large": (KEPT, REFUSED, CUSTOM, CUSTOM, CUSTOM, REFUSED, KEPT, KEPT, REFUSED, KEPT, KEPT, KEPT),
+    "sorted-on-policy": (KEPT, KEPT, REFUSED, CUSTOM, CUSTOM, CUSTOM, KEPT, KEPT, REFUSED, KEPT, KEPT, KEPT),
+    "sorted-partial": (KEPT, KEPT, KEPT, CUSTOM, KEPT, CUSTOM, KEPT, KEPT, KEPT, KEPT, KEPT, KEPT),
+    "sorted-replay": (KEPT, KEPT, CUSTOM, CUSTOM, CUSTOM, CUSTOM, KEPT, KEPT, KEPT, KEPT, KEPT, KEPT),
+    "april": (KEPT, CUSTOM, KEPT, CUSTOM, KEPT, CUSTOM, KEPT, KEPT, KEPT, KEPT, KEPT, KEPT),
+    "tail-batching": (KEPT, REFUSED, CUSTOM, CUSTOM, CUSTOM, CUSTOM, KEPT, CUSTOM, REFUSED, KEPT, KEPT, KEPT),
+    "async": (KEPT, KEPT, KEPT, CUSTOM, KEPT, REFUSED, KEPT, KEPT, REFUSED, KEPT, REFUSED, KEPT),
+    "async-on-policy": (KEPT, KEPT, REFUSED, CUSTOM, REFUSED, CUSTOM, KEPT, KEPT, REFUSED, KEPT, KEPT, KEPT),
 }
 OTHER_VALUES: dict[str, tuple[Any, ...]] = {
     "cohort_batches": (3,),
@@ -40,6 +40,7 @@ OTHER_VALUES: dict[str, tuple[Any, ...]] = {
     "overlap": (True, False),
     "restart_noise": ("fresh",),
     "exact_batch": (True,),  # async waits for what is at its bound, which cannot be kept
+    "max_unverified": (2, "none"),
 }
 
 

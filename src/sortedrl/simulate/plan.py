@@ -4,9 +4,9 @@ The command line makes a `PlanQuestion`, calls `propose` and shows the `Proposal
 well the costs are known. `propose` builds a `Workload` and calls `search`.
 
 The search draws candidates from a seeded grid over strategy, cohort size, lookahead, staleness bound, treatment of
-interrupted samples, and admission. First comes what the map of strategies (`strategy_map.py`) advises in such a
-condition. It simulates the candidates on a part of the trace. The better half continues on a longer
-part, until the finalists have run on all of it. Speed is trained tokens per second of wall time, including updates and
+interrupted samples, verification and admission. First comes what the map of strategies (`strategy_map.py`) advises in
+such a condition. It simulates the candidates on a part of the trace. The better half continues on a longer part, until
+the finalists have run on all of it. Speed is trained tokens per second of wall time, including updates and
 publications. Staleness is the mean over trained tokens.
 
 Guarantees: every candidate gets the same answers. `sync` is simulated on the same part as the finalists, as the
@@ -301,6 +301,7 @@ def grid(max_staleness: int | None) -> Iterator[Candidate]:
         for admission in _ADMISSIONS:
             yield Candidate(strategy="sorted-on-policy", knobs={**shape, "admission": admission})
             yield Candidate(strategy="sorted-replay", knobs={**shape, "admission": admission})
+        yield Candidate(strategy="sorted-replay", knobs={**shape, "max_unverified": "none"})
         for bound in bounds:
             bounded = {**shape, "max_staleness": bound}
             for on_bound in ("wait",) if bound == "none" else ("wait", "replay", "restart"):
@@ -308,7 +309,8 @@ def grid(max_staleness: int | None) -> Iterator[Candidate]:
             if lookahead:
                 yield Candidate(strategy="async", knobs=bounded)
         if lookahead:
-            yield Candidate(strategy="async-on-policy", knobs=shape)
+            for unverified in (0, 2, "none"):
+                yield Candidate(strategy="async-on-policy", knobs={**shape, "max_unverified": unverified})
 
 
 def choose_candidates(
