@@ -229,6 +229,7 @@ def test_every_figure_of_the_hand_worked_run():
         "length_in_order": None,  # no lengths were predicted
         "length_log_error": None,
         "tools": None,
+        "replay_law": None,
         "flat_groups": None,
         "filtered_samples": None,
         "reward_errors": None,
