@@ -12,7 +12,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-JOURNAL = ("cohorts", "prompts", "samples", "steps", "segments", "updates", "trained", "versions")
+JOURNAL = ("cohorts", "prompts", "samples", "steps", "segments", "updates", "trained", "versions", "calls")
 
 # Each query must give no row.
 EMPTY: dict[str, str] = {

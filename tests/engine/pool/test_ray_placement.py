@@ -7,20 +7,23 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import ray
 
+from sortedrl.engine.pool import ray_cluster
 from sortedrl.engine.pool.ray_placement import choose_bundles, gpus_by_node
 
 WAIT_S = 60.0
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    ray.init(
-        address="local", num_cpus=4, num_gpus=5, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
-    )
-    yield
-    ray.shutdown()
+def ray() -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(ray_cluster.CLUSTERS, "0")  # loopback only; Ray reads it when it is imported
+        import ray
+
+        room = {"num_cpus": 4, "num_gpus": 5}
+        ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level="ERROR", **room)
+        yield ray
+        ray.shutdown()
 
 
 def wait_until(is_true: Callable[[], bool]) -> None:
@@ -30,11 +33,11 @@ def wait_until(is_true: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def free_gpus() -> float:
+def free_gpus(ray: Any) -> float:
     return ray.available_resources().get("GPU", 0.0)
 
 
-def test_each_engine_gets_its_gpus_together(cluster: None) -> None:
+def test_each_engine_gets_its_gpus_together(ray: Any) -> None:
     from sortedrl.engine.pool.ray_launcher import RayEngineLauncher
 
     assert gpus_by_node() == [5.0]
@@ -45,7 +48,7 @@ def test_each_engine_gets_its_gpus_together(cluster: None) -> None:
 
     launcher = RayEngineLauncher(make_engine, num_cpus=0.5, num_gpus=2, threads=1, place=place)
     first, second, third = (launcher.launch(index) for index in range(3))
-    wait_until(lambda: free_gpus() == 1.0)  # two engines have two each; the third waits for a second one
+    wait_until(lambda: free_gpus(ray) == 1.0)  # two engines have two each; the third waits for a second one
     seen = ray.get([engine._actor.devices.remote() for engine in (first, second)], timeout=WAIT_S)
     assert [len(devices) for devices in seen] == [2, 2]
     assert not set(seen[0]) & set(seen[1])
@@ -54,4 +57,4 @@ def test_each_engine_gets_its_gpus_together(cluster: None) -> None:
     second.kill()
     third.kill()
     launcher.close()
-    wait_until(lambda: free_gpus() == 5.0)
+    wait_until(lambda: free_gpus(ray) == 5.0)

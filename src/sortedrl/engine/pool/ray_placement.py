@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import ray
-
 from sortedrl.errors import EngineError
 
 
@@ -40,4 +38,6 @@ def choose_bundles(num_gpus: int, num_cpus: float, gpus_by_node: Sequence[float]
 
 def gpus_by_node() -> list[float]:
     """The number of GPUs of each living machine of the cluster that this process is connected to."""
+    import ray  # here, because `ray_cluster.connect` must come before the first import
+
     return [node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"]]
