@@ -14,7 +14,7 @@ enum {
     SMALL_TILE = 4, /* used where a large tile would be half empty */
     MAX_TILE = 8,   /* the most rows of any tile, those of wide_product.h included */
     BLOCK = 768,    /* inputs per block: its weights in a panel stay in the cache while all rows are multiplied */
-    AHEAD = 4,      /* one cache line is prefetched for this many lines of weights */
+    AHEAD = 4,      /* a product of many rows prefetches one cache line for this many lines of weights */
 };
 
 _Static_assert(BLOCK % SPAN == 0 && SPAN % PANEL == 0 && PANEL / 2 % AHEAD == 0,
@@ -102,14 +102,25 @@ static inline float *row(struct rows rows, int64_t r) { return rows.start + r * 
 /* An odd number of cache lines, so that the rows of a tile fall into different cache sets. */
 static inline int64_t row_stride(int64_t n) { return (panels(n) / PANEL | 1) * PANEL; }
 
-/* Sums of a tile of rows times a panel. A pass reads weights from memory once, so the weights at `next` are prefetched
- * meanwhile. */
-INLINE void float_sums(const float *x, int64_t stride, const float *w, const float *next, int64_t inputs,
+/* The weights of the next block, which are fetched into the cache while this one is multiplied: a pass reads weights
+ * from memory once. The tiles of a block share the work: each fetches one line for `1 << shift` lines that it reads. */
+struct ahead {
+    const float *next;
+    int64_t shift;
+};
+
+static inline void fetch_ahead(struct ahead ahead, int64_t line)
+{
+    __builtin_prefetch(ahead.next + (line >> ahead.shift) * PANEL, 0, 2);
+}
+
+/* Sums of a tile of rows times a panel. */
+INLINE void float_sums(const float *x, int64_t stride, const float *w, struct ahead ahead, int64_t inputs,
                        vec sum[LARGE_TILE][2], const int tile)
 {
     for (int64_t i = 0; i < inputs; i++) {
         const vec w0 = load(w + i * PANEL), w1 = load(w + i * PANEL + LANES);
-        __builtin_prefetch(next + i / AHEAD * PANEL);
+        fetch_ahead(ahead, i);
         for (int t = 0; t < tile; t++) {
             const float value = x[t * stride + i];
             sum[t][0] += value * w0;
@@ -124,21 +135,19 @@ static inline const struct row_span *span_of(const struct row_span *x, int64_t r
     return (const struct row_span *)((const float *)x + room);
 }
 
-INLINE void fixed_sums(const struct row_span *x, int64_t stride, const struct panel_span *w, const float *next,
+INLINE void fixed_sums(const struct row_span *x, int64_t stride, const struct panel_span *w, struct ahead ahead,
                        int64_t inputs, vec sum[LARGE_TILE][2], const int tile)
 {
-    for (int64_t left = inputs / 2; left > 0; left -= PAIRS, x++, w++) {
+    for (int64_t left = inputs / 2, line = 0; left > 0; left -= PAIRS, x++, w++) {
         const int64_t num = left < PAIRS ? left : PAIRS;
         ivec exact[LARGE_TILE][2] = {{{0}}};
-        for (int64_t i = 0; i < num; i += AHEAD, next += PANEL) {
-            __builtin_prefetch(next);
-            for (int64_t k = i; k < i + AHEAD; k++) {
-                const ivec w0 = *(const pairs *)w->numbers[k], w1 = *(const pairs *)(w->numbers[k] + LANES);
-                for (int t = 0; t < tile; t++) {
-                    const ivec value = (ivec){0} + span_of(x, t * stride)->numbers[k];
-                    exact[t][0] = add_products(exact[t][0], value, w0);
-                    exact[t][1] = add_products(exact[t][1], value, w1);
-                }
+        for (int64_t k = 0; k < num; k++) {
+            const ivec w0 = *(const pairs *)w->numbers[k], w1 = *(const pairs *)(w->numbers[k] + LANES);
+            fetch_ahead(ahead, line++);
+            for (int t = 0; t < tile; t++) {
+                const ivec value = (ivec){0} + span_of(x, t * stride)->numbers[k];
+                exact[t][0] = add_products(exact[t][0], value, w0);
+                exact[t][1] = add_products(exact[t][1], value, w1);
             }
         }
         for (int t = 0; t < tile; t++)
@@ -149,16 +158,16 @@ INLINE void fixed_sums(const struct row_span *x, int64_t stride, const struct pa
 }
 
 /* sums = starts + factors * x * w for a tile and a panel; `starts` and `factors` may be null. */
-INLINE void tile_product(const float *x, int64_t x_stride, const float *factors, const float *w, const float *next,
+INLINE void tile_product(const float *x, int64_t x_stride, const float *factors, const float *w, struct ahead ahead,
                          int64_t inputs, struct rows starts, struct rows sums, const int tile, const int is_fixed)
 {
     vec sum[LARGE_TILE][2] = {{{0}}};
     for (int t = 0; t < tile; t++)
         __builtin_prefetch(row(sums, t), 1); /* so that they are in the cache when they are written */
     if (is_fixed)
-        fixed_sums((const struct row_span *)x, x_stride, (const struct panel_span *)w, next, inputs, sum, tile);
+        fixed_sums((const struct row_span *)x, x_stride, (const struct panel_span *)w, ahead, inputs, sum, tile);
     else
-        float_sums(x, x_stride, w, next, inputs, sum, tile);
+        float_sums(x, x_stride, w, ahead, inputs, sum, tile);
     for (int t = 0; t < tile; t++)
         for (int half = 0; half < 2; half++) {
             vec y = sum[t][half];
@@ -173,10 +182,10 @@ INLINE void tile_product(const float *x, int64_t x_stride, const float *factors,
 /* A separate function for each kind, because compilers run out of registers in a common one. */
 #define TILE(name, tile, is_fixed)                                                                                     \
     static __attribute__((noinline)) void name(const float *x, int64_t x_stride, const float *factors, const float *w, \
-                                               const float *next, int64_t inputs, struct rows starts,                  \
+                                               struct ahead ahead, int64_t inputs, struct rows starts,                 \
                                                struct rows sums)                                                       \
     {                                                                                                                  \
-        tile_product(x, x_stride, factors, w, next, inputs, starts, sums, tile, is_fixed);                             \
+        tile_product(x, x_stride, factors, w, ahead, inputs, starts, sums, tile, is_fixed);                            \
     }
 
 TILE(small_floats, SMALL_TILE, 0)
@@ -219,9 +228,11 @@ static void panel_product(struct rows x, const float *factors, const float *w, c
     const struct tiles tiles = choose_tiles(is_fixed);
     inputs = is_fixed ? panels(inputs) : inputs; /* padded with zeros to whole pairs and cache lines */
     const int64_t step = width < PANEL ? inputs : BLOCK; /* y holds the sums of blocks if it has room for a panel */
+    const int64_t num_tiles = (num_rows + tiles.large_rows - 1) / tiles.large_rows;
+    const int64_t shift = num_tiles >= AHEAD ? 2 : num_tiles >= 2 ? 1 : 0;
     float scratch[MAX_TILE * PANEL] = {0};
     for (int64_t block = 0; block < inputs; block += step) {
-        const int64_t n = inputs - block < step ? inputs - block : step, fetched = n / form.in_line / AHEAD * PANEL;
+        const int64_t n = inputs - block < step ? inputs - block : step, fetched = (n / form.in_line >> shift) * PANEL;
         const float *weights = w + block / form.inputs * form.in_panel;
         const float *next = weights + (n + form.inputs - 1) / form.inputs * form.in_panel;
         const float *end = next + n / form.in_line * PANEL;
@@ -239,7 +250,8 @@ static void panel_product(struct rows x, const float *factors, const float *w, c
             }
             const float *of_rows = factors ? factors + r : 0, *start = row(x, r) + block / form.inputs * form.in_row;
             const int is_large = tile == tiles.large_rows;
-            (is_large ? tiles.large : tiles.small)(start, x.stride, of_rows, weights, next, n, starts, sums);
+            (is_large ? tiles.large : tiles.small)(start, x.stride, of_rows, weights, (struct ahead){next, shift}, n, starts,
+                                                    sums);
             for (int64_t t = 0; t < real && !is_whole; t++)
                 memcpy(row(target, t), row(part, t), (width < PANEL ? width : PANEL) * sizeof(float));
             next = next + fetched < end ? next + fetched : next;

@@ -30,31 +30,29 @@ static int has_wide_vectors(void)
            __builtin_cpu_supports("avx512vnni");
 }
 
-WIDE_INLINE void wide_float_sums(const float *x, int64_t stride, const float *w, const float *next, int64_t inputs,
+WIDE_INLINE void wide_float_sums(const float *x, int64_t stride, const float *w, struct ahead ahead, int64_t inputs,
                                  wide sum[LARGE_WIDE_TILE], const int tile)
 {
     for (int64_t i = 0; i < inputs; i++) {
         const wide weights = *(const wide *)(w + i * PANEL);
-        __builtin_prefetch(next + i / AHEAD * PANEL);
+        fetch_ahead(ahead, i);
         for (int t = 0; t < tile; t++)
             sum[t] += x[t * stride + i] * weights;
     }
 }
 
 WIDE_INLINE void wide_fixed_sums(const struct row_span *x, int64_t stride, const struct panel_span *w,
-                                 const float *next, int64_t inputs, wide sum[LARGE_WIDE_TILE], const int tile)
+                                 struct ahead ahead, int64_t inputs, wide sum[LARGE_WIDE_TILE], const int tile)
 {
-    for (int64_t left = inputs / 2; left > 0; left -= PAIRS, x++, w++) {
+    for (int64_t left = inputs / 2, line = 0; left > 0; left -= PAIRS, x++, w++) {
         const int64_t num = left < PAIRS ? left : PAIRS;
         wide_ints exact[LARGE_WIDE_TILE] = {{0}};
-        for (int64_t i = 0; i < num; i += AHEAD, next += PANEL) {
-            __builtin_prefetch(next);
-            for (int64_t k = i; k < i + AHEAD; k++) {
-                const wide_ints weights = *(const wide_pairs *)w->numbers[k];
-                for (int t = 0; t < tile; t++) {
-                    const wide_ints value = (wide_ints){0} + span_of(x, t * stride)->numbers[k];
-                    __asm__("vpdpwssd %2, %1, %0" : "+v"(exact[t]) : "v"(value), "v"(weights));
-                }
+        for (int64_t k = 0; k < num; k++) {
+            const wide_ints weights = *(const wide_pairs *)w->numbers[k];
+            fetch_ahead(ahead, line++);
+            for (int t = 0; t < tile; t++) {
+                const wide_ints value = (wide_ints){0} + span_of(x, t * stride)->numbers[k];
+                __asm__("vpdpwssd %2, %1, %0" : "+v"(exact[t]) : "v"(value), "v"(weights));
             }
         }
         for (int t = 0; t < tile; t++)
@@ -65,16 +63,16 @@ WIDE_INLINE void wide_fixed_sums(const struct row_span *x, int64_t stride, const
 
 /* As `tile_product` in product.h. */
 WIDE_INLINE void wide_tile_product(const float *x, int64_t x_stride, const float *factors, const float *w,
-                                   const float *next, int64_t inputs, struct rows starts, struct rows sums,
+                                   struct ahead ahead, int64_t inputs, struct rows starts, struct rows sums,
                                    const int tile, const int is_fixed)
 {
     wide sum[LARGE_WIDE_TILE] = {{0}};
     for (int t = 0; t < tile; t++)
         __builtin_prefetch(row(sums, t), 1);
     if (is_fixed)
-        wide_fixed_sums((const struct row_span *)x, x_stride, (const struct panel_span *)w, next, inputs, sum, tile);
+        wide_fixed_sums((const struct row_span *)x, x_stride, (const struct panel_span *)w, ahead, inputs, sum, tile);
     else
-        wide_float_sums(x, x_stride, w, next, inputs, sum, tile);
+        wide_float_sums(x, x_stride, w, ahead, inputs, sum, tile);
     for (int t = 0; t < tile; t++) {
         wide y = sum[t];
         if (factors)
@@ -87,9 +85,9 @@ WIDE_INLINE void wide_tile_product(const float *x, int64_t x_stride, const float
 
 #define WIDE_TILE(name, tile, is_fixed)                                                                                \
     static WIDE_TARGET void name(const float *x, int64_t x_stride, const float *factors, const float *w,               \
-                                 const float *next, int64_t inputs, struct rows starts, struct rows sums)              \
+                                 struct ahead ahead, int64_t inputs, struct rows starts, struct rows sums)             \
     {                                                                                                                  \
-        wide_tile_product(x, x_stride, factors, w, next, inputs, starts, sums, tile, is_fixed);                        \
+        wide_tile_product(x, x_stride, factors, w, ahead, inputs, starts, sums, tile, is_fixed);                       \
     }
 
 WIDE_TILE(small_wide_floats, SMALL_TILE, 0)

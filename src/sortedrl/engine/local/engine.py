@@ -8,7 +8,8 @@ Guarantees, beyond those of the protocol:
 - memory is bounded by slots x max_length.
 
 The attempt at index i of `_active` owns slot i of the cache. Its last token is sampled, but the model has not read it
-yet. When an attempt ends, the last running attempt moves into its slot.
+yet. When an attempt ends, the last running attempt moves into its slot. With a large model, attempts are prefilled in
+their slots while the others decode (`mixed_pass.py`).
 
 Shapes: b running slots, t packed tokens, r rows of logits, v vocabulary.
 """
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -38,6 +39,7 @@ from sortedrl.engine.base import (
     Verified,
 )
 from sortedrl.engine.local.decoder_choice import EXACT_DTYPES, make_decoder
+from sortedrl.engine.local.mixed_pass import GradualPrefill, MixedPass, can_mix
 from sortedrl.engine.local.module_decoder import Geometry, check_supported, copy_weights
 from sortedrl.engine.local.prefill import (
     Prefill,
@@ -93,6 +95,7 @@ class LocalEngine:
         self._sampler = make_sampler(slots, self._vocab, self._device)
         self._speculation = make_speculation(drafts, self._model, self._decoder.name, slots)
         self._gate = self._speculation.gate if self._speculation is not None else None
+        self._is_mixing = can_mix(self._model, self._decoder.name)
         self._clock, self._decode = clock, decode
         self._version = 0
         self._active: list[Attempt] = []
@@ -100,6 +103,7 @@ class LocalEngine:
         self._is_sampler_behind = False  # since a pass with drafts, the sampler does not know the next positions
         self._drawn: list[Choice] = []  # tokens of the last steps that are not yet appended to their attempts
         self._pending: list[Attempt] = []  # submitted; the next poll prefills them together
+        self._prefilling: list[GradualPrefill] = []  # of active attempts that are prefilled in mixed passes
         self._events: list[EngineEvent] = []
         self._is_closed = False
         self._decode_s = self._prefill_s = self._refresh_s = 0.0
@@ -149,6 +153,7 @@ class LocalEngine:
         def is_chosen(attempt: Attempt) -> bool:
             return chosen is None or attempt.request.sample in chosen
 
+        self._pending = [*self._stop_prefills(is_chosen), *self._pending]
         stopped = [slot for slot, attempt in enumerate(self._active) if is_chosen(attempt)]
         for slot in stopped:
             self._deliver(self._active[slot])
@@ -164,6 +169,7 @@ class LocalEngine:
     def publish(self, version: int, source: Any, in_flight: InFlight = InFlight.ABORT) -> CompletedHandle:
         if in_flight is InFlight.ABORT:
             assert not self.num_running, "weights published with abort while samples run: interrupt them first"
+        self._pending = [*self._stop_prefills(), *self._pending]  # what the old weights have prefilled is not used
         for attempt in self._active:
             self._deliver(attempt)
         start = self._clock()
@@ -197,7 +203,7 @@ class LocalEngine:
         return replace(self._stats, running=self.num_running, extra=extra)
 
     def close(self) -> None:
-        self._active, self._pending, self._events = [], [], []
+        self._active, self._pending, self._prefilling, self._events = [], [], [], []
         self._is_closed = True
 
     # Prefill
@@ -219,6 +225,11 @@ class LocalEngine:
         start, first_slot = self._clock(), len(self._active)
         self._active.extend(starting)
         self._steady = None
+        if self._is_mixing:
+            self._append_drawn()
+            self._sampler.start(first_slot, [attempt.next_draw for attempt in starting])
+            self._prefilling += [GradualPrefill(prefill=prefill) for prefill in plan_prefills(starting, first_slot)]
+            return num_ended
         broken: set[int] = set()
         for pack in pack_prefills(plan_prefills(starting, first_slot), self._vocab):
             outcomes = verify_and_draw(make_checks(pack), self._run_prefill(pack), self._sampler)
@@ -237,6 +248,64 @@ class LocalEngine:
             self._stats.prompt_tokens += num_prompt
             self._stats.recomputed_tokens += len(prefill.tokens) - num_prompt
         return logits_rv
+
+    def _mixed_step(self, start: float) -> int:
+        """Run one pass for the decoding attempts and the next tokens of prefills; returns how many attempts ended."""
+        self._append_drawn()
+        self._steady, self._is_sampler_behind = None, True
+        waiting = self._find_waiting()
+        decoding = [attempt for attempt in self._active if id(attempt) not in waiting]
+        slot_of = {id(attempt): slot for slot, attempt in enumerate(self._active)}
+        mixed = MixedPass.begin(decoding, self._prefilling, slot_of)
+        logits_wv = self._decoder.forward(mixed.tokens_r, mixed.plan.positions_t, mixed.wanted_w, mixed.plan)
+        verdict = mixed.judge(logits_wv, self._sampler)
+        rows = zip(decoding, verdict.drawn.tokens, verdict.drawn.logprobs, strict=False)
+        broken = {attempt.request.sample for attempt, token, logprob in rows if not attempt.add(token, logprob)}
+        outcomes = mixed.outcomes(verdict)
+        self._count_prefills(mixed)
+        self._stats.decode_steps += bool(decoding)
+        self._stats.decoded_tokens += len(decoding) - len(broken)
+        seconds = self._count_time(start, is_decode=bool(decoding))
+        if decoding:
+            self._stats.prefill_slot_s += seconds * len(waiting)
+        self._begin_decoding(outcomes, slot_of)
+        broken |= {outcome.check.attempt.request.sample for outcome in outcomes if not self._apply(outcome)}
+        self._stream()
+        return self._end_attempts(broken)
+
+    def _begin_decoding(self, outcomes: Sequence[PrefillOutcome], slot_of: Mapping[int, int]) -> None:
+        """The prefills of these attempts are complete; siblings get a copy of their keys and values."""
+        ended = {id(outcome.check.attempt) for outcome in outcomes}
+        for gradual in self._prefilling:
+            first, *others = gradual.prefill.attempts
+            if id(first) in ended and others:
+                targets = [slot_of[id(other)] for other in others]
+                self._cache.copy(slot_of[id(first)], targets, len(gradual.prefill.tokens))
+        self._prefilling = [waiting for waiting in self._prefilling if id(waiting.prefill.attempts[0]) not in ended]
+        for outcome in outcomes:
+            outcome.check.attempt.last_delivery_s = self._decode_s  # the time until now was prefill
+
+    def _count_prefills(self, mixed: MixedPass) -> None:
+        for chunk in mixed.chunks:
+            num_prompt = len(chunk.gradual.prefill.attempts[0].request.prompt)
+            prompt_tokens = max(min(num_prompt, chunk.positions.stop) - chunk.positions.start, 0)
+            self._stats.prompt_tokens += prompt_tokens
+            self._stats.recomputed_tokens += len(chunk.positions) - prompt_tokens
+
+    def _find_waiting(self) -> set[int]:
+        """The ids of active attempts that are being prefilled."""
+        return {id(attempt) for gradual in self._prefilling for attempt in gradual.prefill.attempts}
+
+    def _stop_prefills(self, is_chosen: Callable[[Attempt], bool] = lambda attempt: True) -> list[Attempt]:
+        """Take attempts that are being prefilled out of their slots and return them. They have nothing to deliver."""
+        if not self._prefilling:
+            return []
+        waiting = self._find_waiting()
+        slots = [slot for slot, a in enumerate(self._active) if id(a) in waiting and is_chosen(a)]
+        stopped = [self._active[slot] for slot in slots]
+        self._prefilling = [gradual for gradual in self._prefilling if gradual.drop(stopped)]
+        self._release(slots)
+        return stopped
 
     def _apply(self, outcome: PrefillOutcome) -> bool:
         """Write the result of a prefill into its attempt; returns False if the logits are not finite."""
@@ -261,6 +330,8 @@ class LocalEngine:
     def _step(self) -> int:
         """Run one pass: a token for every running attempt, or several with drafts; returns how many attempts ended."""
         start = self._clock()
+        if self._prefilling:
+            return self._mixed_step(start)
         if self._gate is not None and (least := self._gate.least(len(self._active))) is not None:
             return self._draft_step(least, start)
         is_first = self._steady is None
@@ -310,8 +381,12 @@ class LocalEngine:
         return self._stream_every > 0 and self._stats.decode_steps % self._stream_every == 0
 
     def _stream(self) -> None:
-        for attempt in self._active if self._is_streamed else ():
-            self._deliver(attempt)
+        if not self._is_streamed:
+            return
+        waiting = self._find_waiting()
+        for attempt in self._active:
+            if id(attempt) not in waiting:
+                self._deliver(attempt)
 
     def _next_draws(self) -> list[Draw]:
         self._append_drawn()
@@ -347,8 +422,10 @@ class LocalEngine:
 
     def _end_attempts(self, broken: set[int]) -> int:
         """End the attempts that are complete, and fail those of the `broken` samples; returns how many ended."""
-        ended = []
+        ended, waiting = [], self._find_waiting()
         for slot, attempt in enumerate(self._active):
+            if id(attempt) in waiting:
+                continue  # a replay of a complete answer ends when it is verified
             if attempt.request.sample in broken:
                 self._deliver(attempt)
                 error = (

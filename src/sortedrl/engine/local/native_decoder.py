@@ -146,6 +146,8 @@ class NativeDecoder:
         """Logits [r, v] in float32 at the given rows, or at all."""
         num_rows = len(tokens_t) if rows_r is None else len(rows_r)
         logits_rv = torch.empty(num_rows, self._model.vocab)
+        # The kernel reads a null address as "all rows", and an empty tensor has one.
+        wanted_r = torch.zeros(1, dtype=torch.int64) if rows_r is not None and not num_rows else rows_r
         is_large = len(tokens_t) * self._num_parameters >= _MIN_THREADED_WORK
         size = min(self._threads.size(is_large=is_large), MAX_THREADS)
         group = self._thread_group
@@ -156,7 +158,7 @@ class NativeDecoder:
                 self._memory.data_ptr(),
                 *(group, rank, size),
                 *(len(tokens_t), tokens_t.data_ptr(), plan.slots_t.data_ptr(), positions_t.data_ptr()),
-                *(num_rows, None if rows_r is None else rows_r.data_ptr(), logits_rv.data_ptr()),
+                *(num_rows, None if wanted_r is None else wanted_r.data_ptr(), logits_rv.data_ptr()),
             )
 
         self._threads.run(run, size, self._abandon_group)
