@@ -61,6 +61,7 @@ def command(python: str, *arguments: str) -> list[str]:
 def start_folder(runs: Path, base: SortedConfig) -> Path:
     """The folder of the cold start; its name changes with the settings that the weights depend on."""
     settings = base.resolved()
+    settings["task"]["options"] |= {"median": None, "spread": None}  # the cold start has its own: see SFT
     text = json.dumps([SFT, *(settings[name] for name in ("model", "task", "sft"))], sort_keys=True)
     return runs / f"start-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
