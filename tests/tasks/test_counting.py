@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 import statistics
+from dataclasses import replace
 
 import pytest
 
@@ -38,6 +40,20 @@ def test_counting_by_one_needs_no_step() -> None:
     drawn = [draw(random.Random(seed), Questions(max_step=1)) for seed in range(50)]
     assert all(each.numbers[-1] == each.stop for each in drawn)
     assert {each.start < each.stop for each in drawn} == {True, False}
+
+
+def test_brief_questions() -> None:
+    assert Count(start=12, stop=40, step=7, is_brief=True).prompt == "12 to 40 by 7:"
+    assert Count(start=12, stop=9, step=1, is_brief=True).prompt == "12 to 9:"
+    drawn = draw(random.Random(0), Questions(brief=True))
+    assert drawn == replace(draw(random.Random(0), Questions()), is_brief=True)
+
+
+def test_lists_may_be_longer_where_steps_are_smaller() -> None:
+    questions = Questions(median=400, spread=0.5, most=495, max_step=2)
+    drawn = [draw(random.Random(seed), questions) for seed in range(200)]
+    assert max(len(count.numbers) for count in drawn) > 450
+    assert all(1 <= min(count.numbers) and max(count.numbers) <= 999 for count in drawn)
 
 
 def test_drawn_questions_have_the_drawn_length_and_three_digits_at_most() -> None:
@@ -158,8 +174,7 @@ def test_the_configured_task_and_its_cold_start() -> None:
     task = build_task(SortedConfig.load("tail-smollm2"))
     assert isinstance(task, CountingTask)
     row = task.train.row(0)
-    assert [message["role"] for message in row["prompt"]] == ["system", "user"]
-    assert row["prompt"][1]["content"].startswith("Count from ")
+    assert re.fullmatch(r"[0-9]+ to [0-9]+( by 2)?:", row["prompt"])
     for example in task_examples(task, 5):
         assert counting_reward([example["prompt"]], [example["completion"]], [example["answer"]]) == [1.0]
     short = build_task(SortedConfig(task={"name": "counting", "options": {"median": 3, "most": 4}}))
@@ -169,7 +184,9 @@ def test_the_configured_task_and_its_cold_start() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"longest": 9}, "has no longest: set median, spread, most, max_step"),
+        ({"longest": 9}, "has no longest: set median, spread, most, max_step, brief"),
+        ({"most": 331, "max_step": 3}, r"task\.options\.most is 331: set a whole number from 2 to 330"),
+        ({"brief": 1}, r"task\.options\.brief is 1: set true or false"),
         ({"most": 111}, r"task\.options\.most is 111: set a whole number from 2 to 110"),
         ({"most": 9.5}, "set a whole number"),
         ({"max_step": 0}, r"task\.options\.max_step is 0: set a whole number from 1 to 9"),

@@ -25,12 +25,13 @@ from sortedrl.tasks.knights import HELDOUT_SEED, MAX_REDRAWS, is_heldout
 from sortedrl.tasks.wording import Wording
 
 INSTRUCTION = "Write only the numbers, separated by spaces."
-MAX_NUMBERS = 110  # in the longest list: 110 numbers in steps of 9 still have at most three digits
+MAX_NUMBERS = 110  # in the longest list by default: 110 numbers in steps of 9 still have at most three digits
 MAX_STEP = 9
 _MAX_START = 99
 _MAX_VALUE = 999
+_MAX_SPAN = MAX_STEP * MAX_NUMBERS  # most numbers x largest step
 _PARTIAL_REWARD = 0.5  # for a wrong list whose numbers are all right; fewer right ones get their share
-_MAX_CHARS = 2000  # four times the longest list; a longer text is wrong without being read
+_MAX_CHARS = 4000  # as long as the longest list; a longer text is wrong without being read
 _BETWEEN = re.compile(r"[ \t\n]*,[ \t\n]*|[ \t\n]+")
 _NUMBER = re.compile(r"-?[0-9]{1,4}")
 
@@ -42,9 +43,12 @@ class Count:
     start: int
     stop: int
     step: int
+    is_brief: bool = False
 
     @property
     def prompt(self) -> str:
+        if self.is_brief:
+            return f"{self.start} to {self.stop}" + (f" by {self.step}:" if self.step > 1 else ":")
         steps = f" in steps of {self.step}" if self.step > 1 else ""
         return f"Count from {self.start} to {self.stop}{steps}."
 
@@ -63,9 +67,13 @@ class Questions:
     spread: float = 0.9
     most: int = MAX_NUMBERS
     max_step: int = MAX_STEP  # steps are drawn from 1 to this
+    brief: bool = False  # "12 to 40 by 7:" instead of a sentence, for a model that was fine-tuned on it
 
     def __post_init__(self) -> None:
-        for name, most in (("most", MAX_NUMBERS), ("max_step", MAX_STEP)):
+        if type(self.brief) is not bool:
+            raise ConfigError(f"task.options.brief is {self.brief!r}: set true or false")
+        largest = self.max_step if type(self.max_step) is int and self.max_step > 0 else MAX_STEP
+        for name, most in (("max_step", MAX_STEP), ("most", _MAX_SPAN // largest)):
             least, value = 2 if name == "most" else 1, getattr(self, name)
             if type(value) is not int or not least <= value <= most:
                 raise ConfigError(f"task.options.{name} is {value!r}: set a whole number from {least} to {most}")
@@ -89,8 +97,8 @@ def draw(rng: random.Random, questions: Questions) -> Count:
     low = rng.randint(1, min(_MAX_START, _MAX_VALUE - span))
     beyond = rng.randrange(step)  # by how much `stop` lies behind the last number
     if rng.random() < 0.5:
-        return Count(start=low, stop=low + span + beyond, step=step)
-    return Count(start=low + span, stop=max(low - beyond, 0), step=step)
+        return Count(start=low, stop=low + span + beyond, step=step, is_brief=questions.brief)
+    return Count(start=low + span, stop=max(low - beyond, 0), step=step, is_brief=questions.brief)
 
 
 # ---- the verifier ----------------------------------------------------------------------------------------------------
