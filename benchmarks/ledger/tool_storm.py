@@ -4,10 +4,10 @@
 
 Every call of the tool leaves a line in a file: the row's key, and how many calls its object had before. Before a
 process resumes the run, the calls of the turns that its checkpoint keeps are counted: all of a trained sample, and
-those of the turns that a waiting sample still holds. A line for one of them afterwards is a second call. Only repeatable
-environments may make one, and the ledger counts it; with kind `none` a trajectory whose object died with its process
-starts over. Calls whose results were in no checkpoint are made again by every kind: `made_again_unkept` counts them. At
-the end every loaded trajectory must be trained once, and the ledger is verified from its file.
+those of the turns that a waiting sample still holds. A line for one of them afterwards is a second call. Only
+repeatable environments may make one, and the ledger counts it; with kind `none` a trajectory whose object died with its
+process starts over. Calls whose results were in no checkpoint are made again by every kind: `made_again_unkept` counts
+them. At the end every loaded trajectory must be trained once, and the ledger is verified from its file.
 """
 
 from __future__ import annotations
