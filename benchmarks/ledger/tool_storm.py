@@ -2,10 +2,12 @@
 
     python -m benchmarks.ledger.tool_storm [--kills 50] [--kind snapshot|repeatable|none] [--json]
 
-Every call of the tool leaves a line in a file: the row's key and the number of the turn. Before a process resumes the
-run, the turns that its checkpoint keeps are read from the checkpoint's ledger. A line for one of them afterwards is a
-second call. Only repeatable environments may make one, and the ledger counts it. At the end every loaded trajectory
-must be trained once, and the ledger is verified from its file.
+Every call of the tool leaves a line in a file: the row's key, and how many calls its object had before. Before a
+process resumes the run, the calls of the turns that its checkpoint keeps are counted: all of a trained sample, and
+those of the turns that a waiting sample still holds. A line for one of them afterwards is a second call. Only
+repeatable environments may make one, and the ledger counts it; with kind `none` a trajectory whose object died with its
+process starts over. Calls whose results were in no checkpoint are made again by every kind: `made_again_unkept` counts
+them. At the end every loaded trajectory must be trained once, and the ledger is verified from its file.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -24,6 +27,7 @@ from typing import Any
 from benchmarks.record import make_parser, save
 from sortedrl.config import SortedConfig
 from sortedrl.ledger.reader import Ledger
+from sortedrl.ledger.store import Store
 from sortedrl.ledger.verify import verify
 from sortedrl.run.builders.parts import build_parts
 from sortedrl.run.checkpoint_folder import Checkpoints
@@ -105,18 +109,27 @@ def start_child(folder: Path, kind: str, samples: int, *, resume: bool) -> int:
         os._exit(1)
 
 
-def kept_turns(folder: Path) -> set[tuple[str, str]]:
-    """Key and number of every turn whose result the newest checkpoint keeps."""
+def kept_calls(folder: Path) -> dict[str, int]:
+    """By key of a row: how many calls of kept turns the newest checkpoint has."""
     checkpoint = Checkpoints(folder / "storm" / "checkpoints").latest()
     if checkpoint is None:
-        return set()
-    with Ledger(checkpoint / "ledger.sqlite") as ledger:
+        return {}
+    copy = folder / "copy.sqlite"
+    shutil.copy(checkpoint / "ledger.sqlite", copy)
+    store = Store.open(copy)
+    waiting = {sample.id: sample.num_turns for sample in store.restore().samples.values()}
+    store.close()
+    made: dict[tuple[str, int, int], bool] = {}  # of a turn that was written twice, the last row counts
+    with Ledger(copy) as ledger:
         query = (
-            "SELECT prompt, count(*) FROM calls JOIN samples ON id = sample"
-            " WHERE repeated = 0 AND error IN ('', 'exception') GROUP BY sample"
+            "SELECT sample, prompt, turn, idx, arguments, error FROM calls JOIN samples ON id = sample"
+            " WHERE repeated = 0 AND error != 'ignored' ORDER BY calls.seq"
         )
-        found = {str(prompt).rpartition("/")[2]: count for prompt, count in ledger.rows(query)}
-    return {(key, str(turn)) for key, count in found.items() for turn in range(count)}
+        for sample, prompt, turn, index, arguments, error in ledger.rows(query):
+            if turn < waiting.get(sample, turn + 1):
+                has_reached = error in ("", "exception") and set(json.loads(arguments)) == {"who"}
+                made[str(prompt).rpartition("/")[2], turn, index] = has_reached  # the tool itself, which left a line
+    return Counter(key for (key, _, _), has_reached in made.items() if has_reached)
 
 
 def newest(folder: Path) -> str:
@@ -125,18 +138,19 @@ def newest(folder: Path) -> str:
     return found[-1] if found else ""
 
 
-def calls_since(folder: Path, start: int) -> tuple[list[tuple[str, str]], int]:
+def calls_since(folder: Path, start: int) -> tuple[list[tuple[str, int]], int]:
     path = folder / "calls"
     data = path.read_bytes()[start:] if path.exists() else b""
     lines = [line.split() for line in data.decode().splitlines()]
-    return [(line[0], line[1]) for line in lines if len(line) == 2], start + len(data)
+    return [(line[0], int(line[1])) for line in lines if len(line) == 2], start + len(data)
 
 
 def storm(folder: Path, kills: int, kind: str, samples: int, seed: int) -> dict[str, Any]:
     rng, totals, place = random.Random(seed), Counter[str](), 0
     warm = make_trainer(folder, kind, samples).config.replaced(task={"name": "tools"}, environment={"factory": "none"})
     build_parts(warm).close()  # imports everything that a child needs
-    kept: set[tuple[str, str]] = set()
+    kept: dict[str, int] = {}
+    seen: set[tuple[str, int]] = set()  # calls of earlier processes
     resume = False
     while True:
         child = start_child(folder, kind, samples, resume=resume)
@@ -155,11 +169,13 @@ def storm(folder: Path, kills: int, kind: str, samples: int, seed: int) -> dict[
             raise SystemExit("a training process failed")
         calls, place = calls_since(folder, place)
         totals["calls"] += len(calls)
-        totals["called_again"] += sum(call in kept for call in calls)
+        totals["called_again"] += sum(number < kept.get(key, 0) for key, number in calls)
+        totals["made_again_unkept"] += sum(call in seen and call[1] >= kept.get(call[0], 0) for call in calls)
+        seen.update(calls)
         if ended[0]:
             break
-        kept = kept_turns(folder)
-        totals["kept_turns"] += len(kept)
+        kept = kept_calls(folder)
+        totals["kept_calls"] += sum(kept.values())
         resume = (folder / "storm" / "config.toml").is_file()
     with Ledger(folder / "storm") as ledger:
         verdict = verify(ledger)
@@ -171,6 +187,7 @@ def storm(folder: Path, kills: int, kind: str, samples: int, seed: int) -> dict[
         "trained": verdict.counts["trained"],
         "violations": verdict.num_violations,
         "repeated_calls_in_ledger": verdict.counts["repeated_calls"],
+        "forgotten_calls_in_ledger": verdict.counts["forgotten_calls"],
     }
 
 
@@ -184,7 +201,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         result = storm(Path(folder), options.kills, options.kind, options.samples, options.seed)
     is_kept = result["trained"] == result["loaded"] and not result["violations"]
-    is_kept = is_kept and (options.kind == "repeatable" or not result["called_again"])
+    is_kept = is_kept and (options.kind != "snapshot" or not result["called_again"])
     if not options.json:
         save(f"tool_storm_{options.kind}", result)
     print(json.dumps(result))

@@ -1,70 +1,115 @@
 """What it pays that a trajectory in a tool holds no slot: makespans on the real engine, and the simulator's forecast.
 
-    python -m benchmarks.schedule.tools [--samples 192] [--slots 8] [--json]
+    python -m benchmarks.schedule.tools [--samples 1536] [--slots 64] [--pass-ms 1.0] [--json]
 
-The embedded model follows chains with a tool whose calls take drawn times, of 35 % and then 68 % of a trajectory's own
-time. Weights do not change. Three ways: continuous rollout with slots free during tools, the same with slots held (no
-more trajectories are open than slots), and synchronous rollout with slots held. The simulator gets the turns and tool
-times of these trajectories and the engine's measured seconds per step, and forecasts each makespan.
+Lengths, turns and tool times of the trajectories are drawn, with a long tail, so that tools take 35 % and then 68 % of
+a trajectory's time. The local engine decodes every token, with a small model that is not trained, and a real
+environment sleeps for every call. Three ways: continuous rollout with slots free during tools, the same with slots held
+(no more trajectories are open than slots), and synchronous rollout with slots held. Weights do not change.
+
+Every pass of the model takes at least `--pass-ms`, because on a GPU a step of few slots costs as much as one of many;
+with 0 the passes take what this machine needs. Before the runs, steps, prefills and the loop's own time per turn are
+measured. From these costs and the same trajectories the simulator forecasts every makespan.
 """
 
 from __future__ import annotations
 
 import json
-import random
 import time
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.record import make_parser, save
 from sortedrl.buffer import Buffer
 from sortedrl.clock import WallClock
-from sortedrl.config import SortedConfig
 from sortedrl.controller import Controller, LoopParts, LoopSettings
-from sortedrl.engine.base import CompletedHandle
-from sortedrl.engine.sim.cost import UnitCost
+from sortedrl.engine.base import EngineEvent, Finished, Handle, InFlight, Request, Sampling
+from sortedrl.engine.local.engine import LocalEngine
+from sortedrl.environment.base import ToolCall, describe
 from sortedrl.environment.loop import TurnLoop
+from sortedrl.environment.runner import EnvironmentRunner
 from sortedrl.learner.base import UpdateResult
-from sortedrl.records import Batch, Sample
-from sortedrl.run.builders.environment import find_environment
-from sortedrl.run.builders.parts import build_parts
+from sortedrl.records import Batch, FinishReason, Mode, Prompt, Sample
 from sortedrl.schedule import resolve_knobs
-from sortedrl.simulate.run import simulate
-from sortedrl.simulate.tools import ToolTrace
-from sortedrl.simulate.traces import Trace
-from sortedrl.tasks.tools import Book
+from sortedrl.simulate.fit import FittedCost, least_squares
+from sortedrl.simulate.run import InstantScorer, simulate
+from sortedrl.simulate.tools import ToolTrace, TraceTools, draw_tools
+from sortedrl.simulate.traces import Trace, load_trace
 from sortedrl.telemetry.events import ignore
 
-SHARES = (0.35, 0.68)
-WAYS = {"released": ("april", None), "held": ("april", "slots"), "sync, held": ("sync", "slots")}
-UPDATE_BATCH = 32
+SHARES = (0.35, 0.68)  # of a trajectory's time that its tools take
+WAYS = {"released": ("april", False), "held": ("april", True), "sync, held": ("sync", True)}  # strategy, holds slots
+LENGTHS = "lognormal(240, 1.1, 2816)"
+MEAN_TURNS, MEAN_CONTEXT = 3, 300  # tools of a trajectory; tokens that a step reads of it
+PROMPT_TOKENS, VOCAB, MAX_LENGTH = 16, 64, 3072
+WORKERS = 320  # threads that wait in tools, more than trajectories ever do
+LIMITS = {0.35: {"held": 0.8, "sync, held": 0.25}, 0.68: {"held": 0.65, "sync, held": 0.25}}
+FORECAST_LIMIT = 0.15
 
 
-class SlowBook(Book):
-    """A book whose pages take their time: `mean_s` on average, drawn by row and turn."""
+class Waiting:
+    """An environment whose tool takes the time that the row says."""
 
-    mean_s = 0.0
-    environment_kind = "repeatable"
+    environment_kind = "stateless"
 
-    def reset(self, book: dict[str, str], **row: object) -> None:
-        super().reset(book)
-        self.key, self.turn = f"{sorted(book.items())}{row.get('prompt')}", 0
+    def reset(self, seconds: list[float], **row: object) -> None:
+        self.seconds = seconds
 
-    def lookup(self, who: str) -> str:
+    def wait(self, turn: int) -> str:
         """
-        Looks up whom a person points to.
+        Waits as long as the turn's call takes.
 
         Args:
-            who: Name of the person.
+            turn: Number of the turn.
         """
-        time.sleep(drawn_s(self.key, self.turn) * self.mean_s)
-        self.turn += 1
-        return super().lookup(who)
+        time.sleep(self.seconds[turn])
+        return ""
 
 
-def drawn_s(key: str, turn: int) -> float:
-    """A time with mean 1 and a tail."""
-    return random.Random(f"{key}/{turn}").expovariate(1.0)
+class DrawnTools(TraceTools):
+    """The dialect of drawn trajectories: a turn that is not the last one calls `wait`."""
+
+    def calls(self, sample: Sample) -> list[ToolCall]:
+        called = super().calls(sample)
+        return [ToolCall(name="wait", arguments={"turn": sample.num_turns}) for _ in called]
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class SameWeights:
+    """A source of weights that the engine already has."""
+
+    module: Any
+
+
+class DrawnTurns:
+    """The local engine with turns that end where they were drawn, and with publications of the same weights."""
+
+    def __init__(self, inner: LocalEngine, tools: ToolTrace) -> None:
+        self._inner, self._tools = inner, tools
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def submit(self, requests: Iterable[Request]) -> None:
+        self._inner.submit([replace(request, budget=self._end_of(request)) for request in requests])
+
+    def poll(self, timeout: float | None = None) -> list[EngineEvent]:
+        events = self._inner.poll(timeout)
+        return [replace(e, reason=FinishReason.STOP) if isinstance(e, Finished) else e for e in events]
+
+    def publish(self, version: int, source: Any, in_flight: InFlight = InFlight.ABORT) -> Handle:
+        """Only the version changes, so running answers keep their cache."""
+        return self._inner.publish(version, SameWeights(module=self._inner._model), InFlight.KEEP)
+
+    def _end_of(self, request: Request) -> int:
+        return next(end for end in self._tools.ends[request.sample] if end > len(request.cached))
 
 
 class FrozenLearner:
@@ -82,148 +127,263 @@ class FrozenLearner:
         return UpdateResult(optimizer_steps=0)
 
 
-class FrozenEngine:
-    """The engine without publications: weights do not change, so nothing has to be read again."""
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Workload:
+    trace: Trace
+    tools: ToolTrace
 
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
+    def load(self, first: int, count: int, cohort: int) -> list[Sample]:
+        rng = np.random.default_rng(first)
+        samples = []
+        for number in range(first, min(first + count, self.trace.num_samples)):
+            tokens = tuple(rng.integers(VOCAB, size=PROMPT_TOKENS).tolist())
+            prompt = Prompt(str(number), tokens, "", {"seconds": self.tools.seconds[number]})
+            samples.append(Sample(number, prompt, number, 0, cohort, number, self.tools.longest + 1))
+        return samples
+
+
+class SlowDecoder:
+    """A decoder whose passes take at least `pass_s`."""
+
+    def __init__(self, inner: Any, pass_s: float) -> None:
+        self._inner, self._pass_s = inner, pass_s
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def publish(self, *arguments: Any) -> CompletedHandle:
-        return CompletedHandle()
+    def forward(self, *arguments: Any) -> torch.Tensor:
+        began = time.perf_counter()
+        logits = self._inner.forward(*arguments)
+        time.sleep(max(self._pass_s - (time.perf_counter() - began), 0.0))
+        return logits
 
 
-class QuickScorer:
-    """Scores everything at once."""
-
-    def __init__(self) -> None:
-        self._scores: list[Any] = []
-
-    def submit(self, sample: Sample) -> None:
-        self._scores.append(type("Quick", (), {"key": (sample.id, sample.attempt), "reward": 0.0})())
-
-    def poll(self, timeout: float) -> list[Any]:
-        done, self._scores = self._scores, []
-        return done
-
-
-def run(parts: Any, config: SortedConfig, way: str) -> tuple[float, list[Sample], float]:
-    """Makespan, the finished trajectories, and the engine's decode seconds per step."""
-    strategy, bound = WAYS[way]
-    slots, samples = config.engine.slots, config.run.samples
-    knobs = resolve_knobs(
-        strategy, UPDATE_BATCH, open_trajectories=slots if bound == "slots" else None, max_staleness="none"
+def make_engine(slots: int, pass_s: float) -> LocalEngine:
+    torch.manual_seed(0)
+    shape = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=MAX_LENGTH,
     )
-    trained: list[Sample] = []
-    learner = FrozenLearner()
-    learner.start = lambda batch: (trained.extend(batch.samples), learner)[1]  # type: ignore[method-assign]
-    parts.loader.load_state_dict({"num_loaded": 0, "stream": {"cursor": 0, "seed": config.run.seed}})
+    engine = LocalEngine(LlamaForCausalLM(shape).eval(), slots=slots, max_length=MAX_LENGTH)
+    if pass_s:
+        engine._decoder = SlowDecoder(engine._decoder, pass_s)  # type: ignore[assignment]
+    return engine
+
+
+# ---- costs -----------------------------------------------------------------------------------------------------------
+
+
+def measure_costs(engine: LocalEngine, slots: int) -> FittedCost:
+    """The seconds of steps and prefills, each as the least-squares line through a few timed calls, and of a turn."""
+    _time_batch(engine, slots, 100)  # the first call compiles and allocates
+    steps: list[tuple[list[float], float]] = []
+    prefills: list[tuple[list[float], float]] = []
+    for num in sorted({1, 2, slots // 2, slots}):
+        for cached in (0, 100, 300):
+            for _ in range(3):
+                prefill_s, step_s = _time_batch(engine, num, cached)
+                prefills.append(([1.0, num, num * cached], prefill_s))
+                steps.append(([1.0, num, num * (PROMPT_TOKENS + cached)], step_s))
+    call_s, start_s, token_s = _line(prefills)
+    base_s, slot_s, window_s = _line(steps)
+    unmeasured = dict.fromkeys(("several_s", "poll_s", "host_s", "update_base_s", "update_token_s"), 0.0)
+    cost = FittedCost(
+        base_s=base_s,
+        slot_s=slot_s,
+        window_s=window_s,
+        call_s=call_s,
+        start_s=start_s,
+        token_s=token_s,
+        publication_s=0.0,
+        harvest_s=0.0,
+        prompt_tokens=PROMPT_TOKENS,
+        **unmeasured,
+    )
+    work = draw(4 * slots, 0.0, 0.0, seed=1)  # tools that return at once
+    took_s, num_turns = run(engine, work, "released", slots)["makespan_s"], sum(map(len, work.tools.ends))
+    return replace(cost, poll_s=max(took_s - forecast(work, "released", slots, cost), 0.0) / num_turns)
+
+
+def _time_batch(engine: LocalEngine, num: int, cached: int, steps: int = 32) -> tuple[float, float]:
+    """Seconds of the prefill of `num` sequences with `cached` answer tokens, and of a step after it."""
+    prompt, tokens = (1,) * PROMPT_TOKENS, [2] * cached
+    mode = Mode.RESUME if cached else Mode.FRESH
+    before = engine.stats()
+    engine.submit(
+        [Request(n, 0, prompt, cached + steps + 1, n, Sampling(), mode, tokens, ()) for n in range(num)],
+    )
+    while engine.num_running:
+        engine.poll()
+    used = {key: engine.stats().extra[key] - before.extra[key] for key in ("prefill_s", "decode_s")}
+    return used["prefill_s"], used["decode_s"] / steps
+
+
+def _line(points: Sequence[tuple[list[float], float]]) -> list[float]:
+    rows, seconds = np.array([row for row, _ in points]), np.array([s for _, s in points])
+    weights = 1 / seconds
+    return least_squares(rows * weights[:, None], seconds * weights).tolist()
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+
+def run(engine: LocalEngine, work: Workload, way: str, slots: int) -> dict[str, Any]:
+    """Roll the workload out one way; returns its makespan and what the engine did."""
+    strategy, is_held = WAYS[way]
+    knobs = resolve_knobs(
+        strategy, slots, open_trajectories=slots if is_held else None, max_staleness=None if strategy == "april" else 0
+    )
     buffer, clock = Buffer(), WallClock()
+    runner = EnvironmentRunner(describe(Waiting), timeout_s=600.0, workers=WORKERS, run_in="thread")
     turns = TurnLoop(
         buffer=buffer,
-        runner=parts.environment.runner,
-        dialect=parts.environment.dialect,
+        runner=runner,
+        dialect=DrawnTools(tools=work.tools),
         knobs=knobs,
-        max_turns=config.environment.max_turns,
+        max_turns=max(map(len, work.tools.ends)),
         clock=clock,
         emit=ignore,
     )
-    loop = Controller(
+    controller = Controller(
         buffer,
         LoopParts(
-            engine=FrozenEngine(parts.engine),  # type: ignore[arg-type]  # passes everything else on
-            learner=learner,  # type: ignore[arg-type]
-            scorer=QuickScorer(),
-            load_samples=parts.loader.load,
+            engine=DrawnTurns(engine, work.tools),  # type: ignore[arg-type]  # passes everything else on
+            learner=FrozenLearner(),  # type: ignore[arg-type]
+            scorer=InstantScorer(),
+            load_samples=lambda cohort, count: work.load(buffer.num_loaded, count, cohort),
             turns=turns,
         ),
-        LoopSettings(knobs=knobs, total_samples=samples, sampling=parts.sampling),
+        LoopSettings(knobs=knobs, total_samples=work.trace.num_samples, sampling=Sampling()),
         clock=clock,
     )
-    before, began = parts.engine.stats(), time.perf_counter()
-    assert loop.run(), "the run was stopped"
-    took, used = time.perf_counter() - began, parts.engine.stats().minus(before)
-    for sample in trained:
-        parts.environment.runner.forget(sample.id)
-    return took, trained, used.busy_slot_s / max(used.busy_slot_steps, 1)
+    runner.start()
+    controller.engine.publish(0, None)  # the version of an earlier run was higher
+    before, began = engine.stats(), time.perf_counter()
+    try:
+        assert controller.run(), "the run was stopped"
+        took = time.perf_counter() - began
+    finally:
+        runner.close()
+    assert buffer.num_trained == work.trace.num_samples, "trajectories were lost"
+    assert turns.counts["calls"] == sum(map(len, work.tools.seconds)), "tools were called more or less often than drawn"
+    used = engine.stats().minus(before)
+    return {
+        "makespan_s": took,
+        "busy": used.busy_slot_steps / used.slot_steps,
+        "prefilled_tokens": used.prompt_tokens + used.recomputed_tokens,
+    }
 
 
-def forecast(trained: list[Sample], slots: int, way: str, mean_s: float, step_s: float) -> float:
-    """The makespan that the simulator expects for the same trajectories."""
-    trained = sorted(trained, key=lambda sample: sample.id)
-    ends, seconds, fed = [], [], 3
-    for sample in trained:
-        at, places = 0, []
-        for segment in sample.segments:
-            if segment.is_masked:
-                places.append(at)
-            at += len(segment.tokens)
-        key = f"{sorted(sample.prompt.columns['book'].items())}{sample.prompt.content}"  # type: ignore[attr-defined]
-        ends.append([*places, at])
-        seconds.append([drawn_s(key, turn) * mean_s for turn in range(len(places))])
-    lengths = [each[-1] for each in ends]
-    trace = Trace(lengths=lengths, prompts=list(range(len(lengths))), cap=max(lengths) + 1, source="run")
-    strategy, bound = WAYS[way]
+def forecast(work: Workload, way: str, slots: int, cost: FittedCost) -> float:
+    """The makespan that the simulator expects."""
+    strategy, is_held = WAYS[way]
     summary = simulate(
-        trace,
+        work.trace,
         strategy=strategy,
         slots=slots,
-        update_batch=UPDATE_BATCH,
-        cost=UnitCost(step_s=step_s),  # type: ignore[arg-type]
+        update_batch=slots,
+        cost=cost,
         update_s=0.0,
-        tools=ToolTrace(ends=ends, seconds=seconds, fed=fed),
-        open_trajectories=slots if bound == "slots" else "none",
+        prompt_tokens=PROMPT_TOKENS,
+        in_flight=InFlight.KEEP,  # weights do not change, so nothing is read again
+        tools=work.tools,
+        open_trajectories=slots if is_held else "none",
+        max_staleness="none",
     )
-    return summary.wall_s or 0.0
+    assert summary.wall_s is not None, "a simulation has a makespan"
+    return summary.wall_s
 
 
-def measure(samples: int, slots: int) -> dict[str, Any]:
-    config = SortedConfig(
-        run={"samples": samples},
-        task={"name": "tools"},
-        model={"path": "tools-tiny"},
-        schedule={"update_batch": UPDATE_BATCH},
-        engine={"slots": slots, "max_new_tokens": 128},
-        environment={"factory": SlowBook, "run_in": "thread", "workers": 64, "max_turns": 6, "timeout_s": 60},
-        learner={"algorithm": "reinforce++", "group_size": 1},
-        eval={"prompts": 0},
-    )
-    assert find_environment(config, None) is not None, "the benchmark needs its tool"  # type: ignore[arg-type]
-    parts = build_parts(config)
-    try:
-        plain_s, trained, _ = run(parts, config, "held")
-        own_s = plain_s * slots / samples  # of a trajectory, without tools
-        num_turns = sum(sample.num_turns for sample in trained) / samples
-        shares: dict[str, Any] = {}
-        for share in SHARES:
-            SlowBook.mean_s = share / (1 - share) * own_s / num_turns
-            shares[f"{share:g}"] = _compare(parts, config, slots)
-    finally:
-        parts.close()
-    return {"samples": samples, "slots": slots, "trajectory_s": own_s, "turns": num_turns, "by_tool_share": shares}
+def draw(samples: int, share: float, token_s: float, seed: int) -> Workload:
+    """Trajectories whose tools take `share` of their time, if each token takes `token_s`."""
+    trace = load_trace(LENGTHS, samples=samples, seed=seed)
+    mean_s = share / (1 - share) * sum(trace.lengths) / samples * token_s / MEAN_TURNS
+    return Workload(trace=trace, tools=draw_tools(f"{MEAN_TURNS} x {mean_s:.6f}", trace.lengths, seed))
 
 
-def _compare(parts: Any, config: SortedConfig, slots: int) -> dict[str, Any]:
+def measure(options: Any) -> dict[str, Any]:
+    slots = options.slots
+    engine = make_engine(slots, options.pass_ms / 1000)
+    cost = measure_costs(engine, slots)
+    token_s = cost.step_s(slots) + cost.window_s * slots * MEAN_CONTEXT
     found: dict[str, Any] = {}
-    for way in WAYS:
-        took, trained, step_s = run(parts, config, way)
-        expected = forecast([replace(sample) for sample in trained], slots, way, SlowBook.mean_s, step_s)
-        found[way] = {"makespan_s": took, "forecast_s": expected, "error": expected / took - 1}
-    free = found["released"]["makespan_s"]
-    return {**found, "to_held": free / found["held"]["makespan_s"], "to_sync": free / found["sync, held"]["makespan_s"]}
+    for share in SHARES:
+        work, ways = draw(options.samples, share, token_s, options.seed), {}
+        for way in WAYS:
+            expected = forecast(work, way, slots, cost)
+            ways[way] = {**run(engine, work, way, slots), "forecast_s": expected}
+            ways[way]["error"] = expected / ways[way]["makespan_s"] - 1
+        released = ways["released"]["makespan_s"]
+        tool_s = sum(map(sum, work.tools.seconds))
+        found[f"{share:g}"] = {
+            "ways": ways,
+            "share_as_drawn": tool_s / (tool_s + sum(work.trace.lengths) * token_s),
+            "of_held": released / ways["held"]["makespan_s"],
+            "of_sync": released / ways["sync, held"]["makespan_s"],
+        }
+    engine.close()
+    return {
+        "samples": options.samples,
+        "slots": slots,
+        "pass_ms": options.pass_ms,
+        "cost": cost.as_dict(),
+        "by_tool_share": found,
+        "missed": missed(found),
+    }
+
+
+def missed(found: dict[str, Any]) -> list[str]:
+    """The claims that these figures do not bear out."""
+    said = []
+    for share in SHARES:
+        figures = found[f"{share:g}"]
+        for key, way in (("of_held", "held"), ("of_sync", "sync, held")):
+            if figures[key] > LIMITS[share][way]:
+                said.append(f"{share:g}: {figures[key]:.2f} of {way}, more than {LIMITS[share][way]}")
+        for way, one in figures["ways"].items():
+            if abs(one["error"]) > FORECAST_LIMIT:
+                said.append(f"{share:g}: the forecast of {way} is off by {one['error']:+.0%}")
+    return said
+
+
+def show(result: dict[str, Any]) -> None:
+    table = Table("time in tools", "slots", "makespan s", "forecast s", "error", "busy slots", "prefilled tokens")
+    for share, figures in result["by_tool_share"].items():
+        for way, one in figures["ways"].items():
+            table.add_row(
+                f"{float(share):.0%}",
+                way,
+                f"{one['makespan_s']:.1f}",
+                f"{one['forecast_s']:.1f}",
+                f"{one['error']:+.1%}",
+                f"{one['busy']:.2f}",
+                f"{one['prefilled_tokens']:,}",
+            )
+    Console(width=110).print(table)
+    for share, figures in result["by_tool_share"].items():
+        print(f"{float(share):.0%} in tools: released / held {figures['of_held']:.2f}, / sync {figures['of_sync']:.2f}")
+    print("missed: " + ("; ".join(result["missed"]) or "nothing"))
 
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--samples", type=int, default=192)
-    parser.add_argument("--slots", type=int, default=8)
+    parser.add_argument("--samples", type=int, default=1536)
+    parser.add_argument("--slots", type=int, default=64)
+    parser.add_argument("--pass-ms", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    result = measure(options.samples, options.slots)
-    if not options.json:
-        save("tools", result)
-    print(json.dumps(result))
+    result = measure(options)
+    if options.json:
+        print(json.dumps(result))
+    else:
+        show(result)
+        print(f"saved {save('tools', result)}")
+    raise SystemExit(1 if result["missed"] else 0)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,14 @@ from sortedrl.buffer import Buffer
 from sortedrl.clock import WallClock
 from sortedrl.controller import Controller, LoopParts, LoopSettings
 from sortedrl.environment.dialect import turns_of
+from sortedrl.errors import DataError
 from sortedrl.ledger.reader import Ledger
 from sortedrl.ledger.sample_history import conversation, read_history
 from sortedrl.ledger.verify import proven_line, verify
 from sortedrl.records import Batch, Sample
 from sortedrl.schedule import resolve_knobs
 from sortedrl.telemetry.events import ignore
-from tests.environment.sample_environments import Counter
+from tests.environment.sample_environments import Counter, Hostile
 
 ROWS = [{"prompt": f"{name} three ?"} for name in ("Ann", "Bob", "Cid", "Dan")]
 
@@ -205,3 +207,63 @@ def test_a_replayed_trajectory_is_the_one_that_a_restart_writes(tmp_path: Path, 
     assert sum(sample.num_turns for sample in trained) > samples  # several turns each
     for sample in trained:
         assert again[sample.id] == sample.tokens, f"sample {sample.id}: {turns_of(sample)}"
+
+
+class Troubled(Follow):
+    """Answers a call as the row says, badly."""
+
+    def reset(self, what: str, **row: object) -> None:
+        super().reset()
+        self.hostile, self.what = Hostile(), what
+
+    def lookup(self, who: str) -> str:
+        """
+        Looks up a name, or does something bad.
+
+        Args:
+            who: Name of the person.
+        """
+        if self.what == "name":
+            return "Ann"  # so that the model asks on
+        if self.what == "hang":
+            time.sleep(3.0)
+        return self.hostile.act(self.what)
+
+
+TROUBLES = {"raise": "exception", "itself": "exception", "hang": "timeout", "megabytes": "", "control": "", "name": ""}
+
+
+@pytest.mark.parametrize("max_new_tokens", [96, 24])  # with 24 most answers end in the middle of a turn
+def test_bad_tools_and_models_without_end_lose_nothing(tmp_path: Path, max_new_tokens: int) -> None:
+    rows = [{"prompt": "Ann six ?", "what": what} for what in TROUBLES]
+    changed = {
+        "run": {"name": "bad", "dir": str(tmp_path), "samples": 18, "report": False},
+        "schedule": {"strategy": "sorted-partial", "update_batch": 6},
+        "engine": {"slots": 8, "max_new_tokens": max_new_tokens},
+        "environment": {"run_in": "thread", "workers": 8, "max_turns": 2, "timeout_s": 0.3, "max_output_chars": 40},
+        "eval": {"prompts": 0},
+    }
+    args = config(tmp_path, "bad", **changed)
+    summary = SortedTrainer(args=args, train_dataset=rows, environment_factory=Troubled, quiet=True).train()
+    assert (summary.ledger.lost, summary.ledger.duplicated, summary.ledger.trained) == (0, 0, 18)
+    assert summary.tools is not None
+    assert summary.tools["turns"] <= 2 * 18  # a model that calls for ever is stopped
+    with Ledger(tmp_path / "bad") as ledger:
+        assert verify(ledger).violations == []
+        joined = "calls JOIN samples ON samples.id = sample JOIN prompts ON prompt = prompts.id"
+        query = f"SELECT columns, error, num_chars FROM {joined}"
+        calls = [(json.loads(columns)["what"], error, chars) for columns, error, chars in ledger.rows(query)]
+        found = {what: {error for made, error, _ in calls if made == what} - {"malformed"} for what in TROUBLES}
+        assert found == {what: {error} for what, error in TROUBLES.items()}
+        assert summary.tools["failed"] == sum(bool(error) for _, error, _ in calls)
+        assert max(chars for _, _, chars in calls) < 200  # also of megabytes
+
+
+def test_a_row_without_what_reset_needs_stops_the_run_before_it_starts(tmp_path: Path) -> None:
+    rows = [{"prompt": "Ann six ?", "what": "name"}, {"prompt": "Bob six ?"}]
+    with pytest.raises(DataError, match="has no column 'what', which reset of Troubled needs") as caught:
+        SortedTrainer(
+            args=config(tmp_path, "bad"), train_dataset=rows, environment_factory=Troubled, quiet=True
+        ).train()
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "bad").exists()

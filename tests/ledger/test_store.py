@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +24,8 @@ from sortedrl.controller import Controller, LoopParts
 from sortedrl.errors import DamagedLedgerError, DataError, LedgerError
 from sortedrl.ledger.reader import Ledger
 from sortedrl.ledger.store import DurableBuffer, Store
-from sortedrl.ledger.verify import verify
-from sortedrl.records import FinishReason, Mode, Prompt, Sample, Segment, State
+from sortedrl.ledger.verify import proven_line, verify
+from sortedrl.records import CallRecord, FinishReason, Mode, Prompt, Sample, Segment, State
 from sortedrl.schedule import Strategy
 from sortedrl.telemetry.events import SampleRequeued, WeightsPublished
 from tests.properties.test_guarantees import runs
@@ -515,6 +516,36 @@ def test_a_cut_beyond_the_end_is_refused(tmp_path: Path) -> None:
     assert not store.restore().samples
     assert store.restore().next_cohort == 0
     store.close()
+
+
+def test_calls_that_a_cut_forgets_are_counted(tmp_path: Path) -> None:
+    def call(buffer: Buffer, sample: Sample, num_calls: int) -> None:
+        buffer.start(sample)
+        write(buffer, sample, [1])
+        buffer.finish(sample, FinishReason.STOP)
+        buffer.call(sample, num_calls)
+
+    store, buffer = create_ledger(tmp_path)
+    known, later, under_way = samples = [make_sample(number) for number in range(3)]
+    buffer.load(samples)
+    made = CallRecord(tool="lookup", arguments="{}", digest="", num_chars=0, error="", seconds=0.1)
+    call(buffer, known, 1)
+    buffer.record_calls(known, 0, [made])
+    buffer.feed(known, [7])
+    checkpoint = store.seq
+    call(buffer, later, 2)
+    buffer.record_calls(later, 0, [replace(made, is_repeated=True), made, made])  # two of the turn, one of a kept turn
+    buffer.feed(later, [7])
+    call(buffer, under_way, 3)  # of these nobody knows how many were made
+    store.close()
+    store, _ = Store.reopen(tmp_path / "ledger.sqlite", checkpoint)
+    store.truncate(checkpoint)  # forgets nothing more
+    store.close()
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        verdict = verify(ledger)
+        assert not verdict.violations
+        assert (verdict.counts["calls"], verdict.counts["forgotten_calls"]) == (1, 5)
+        assert "1 tool call recorded, 5 forgotten by resumes" in proven_line(ledger, verdict)
 
 
 # ---- snapshots ------------------------------------------------------------------------------------------------------

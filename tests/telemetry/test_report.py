@@ -12,10 +12,19 @@ import pytest
 from sortedrl.errors import RunDirError
 from sortedrl.ledger.run_lock import RunLock
 from sortedrl.telemetry import view
-from sortedrl.telemetry.events import SCHEMA_VERSION
+from sortedrl.telemetry.events import (
+    SCHEMA_VERSION,
+    AttemptEnded,
+    AttemptStarted,
+    CohortLoaded,
+    RunResumed,
+    RunStarted,
+    ToolsCalled,
+    ToolsReturned,
+)
 from sortedrl.telemetry.report import report
 from sortedrl.telemetry.report.report import write_report
-from sortedrl.telemetry.report.timeline import timeline_chart
+from sortedrl.telemetry.report.timeline import lives_chart, timeline_chart
 from sortedrl.telemetry.run_reader import RunReader
 from sortedrl.telemetry.sinks import JsonlSink
 from tests.support.synthetic_runs import STEP_S, SyntheticRun, write_run
@@ -199,6 +208,29 @@ def bars(run: view.RunView) -> list[tuple[int, float]]:
     """Slot and beginning of every bar of the timeline."""
     bar = next(trace for trace in timeline_chart(run).figure.data if trace.type == "bar")
     return list(zip(bar.y, bar.base, strict=True))
+
+
+def test_timeline_draws_the_time_in_tools_between_turns():
+    run = view.RunView("<b>run</b>")
+    run.emit(RunStarted(0.0, "sync", 0, 2, 2, 3))
+    run.emit(CohortLoaded(0.0, 0, 0, [0, 1, 2]))
+    run.emit(AttemptStarted(0.0, 0, 1, "fresh", 0, 0, 0))
+    run.emit(AttemptEnded(1.0, 0, 1, "stop", 5, 0))
+    run.emit(ToolsCalled(1.0, 0, 1, 0, 2))
+    run.emit(ToolsCalled(1.5, 1, 1, 0, 1))
+    run.emit(ToolsReturned(2.0, 0, 1, 0, 1.0, "fed", 3, 1))
+    run.emit(AttemptStarted(2.5, 0, 2, "resume", 8, 1, 0))
+    run.emit(ToolsCalled(3.0, 2, 1, 0, 1))  # takes the row of sample 0, which is free again
+    run.emit(ToolsReturned(4.0, 2, 1, 0, 1.0, "<script>"))
+    run.emit(RunResumed(5.0, 0, 0))
+    chart = timeline_chart(run)
+    turns, tools = (trace for trace in chart.figure.data if trace.type == "bar")
+    assert [list(turns.y), list(turns.base)] == [[0, 1], [0.0, 2.5]]
+    assert list(zip(tools.y, tools.base, tools.x, strict=True)) == [(3, 1.0, 1.0), (4, 1.5, 3.5), (3, 3.0, 1.0)]
+    assert [data[4] for data in tools.customdata] == ["fed", "cut", "&lt;script&gt;"]
+    assert list(tools.customdata[0]) == [0, 1, 2, 1, "fed", 1.0]
+    assert "all of 3 are drawn" in chart.caption
+    assert "its tools work" in lives_chart(run).caption
 
 
 @pytest.mark.usefixtures("without_plotly")

@@ -70,6 +70,7 @@ CHANGEABLE = frozenset(
         "engine.port",
         "engine.watchdog_s",
         "engine.drafts",
+        "engine.kept_prefixes",
         "engine.own_process",
         "engine.cluster",
         "engine.replica_cpus",

@@ -229,6 +229,10 @@ class EngineSection(Section):
     """`local` on its native path: check guesses at several tokens of an answer in one pass, without changing any answer
     (see docs/reference/engines.md). `auto`: for models of 10 million parameters or more, while few slots run, where it
     saves time by measurement. `always`: in every pass, for tests. `off`: never."""
+    kept_prefixes: Int | None = Field(default=None, ge=0)
+    """`local` on its native path: number of trajectories that keep their KV cache while their tools work, until weights
+    change (see docs/guides/tools.md). Unset: in a run with tools as many as may be open beyond the slots, in at most an
+    eighth of the machine's memory."""
     in_flight: Literal["reprefill", "keep"] = "reprefill"
     """KV cache of running sequences when new weights are published: `reprefill` computes it again, `keep` continues
     with the old one."""

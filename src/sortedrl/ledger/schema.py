@@ -31,7 +31,8 @@ QUICK_CHECK_BYTES = 64 * 1024**2  # every page of a file up to this size is chec
 SCHEMA = """
 CREATE TABLE meta (
     key TEXT PRIMARY KEY,  -- schema_version; grouped ("0", "1"); knobs (JSON; null: unbounded); seq (of the last row);
-    value TEXT NOT NULL    -- num_durable (commits made to survive a power loss); noise (scheme that drew all tokens)
+    value TEXT NOT NULL    -- num_durable (commits made to survive a power loss); noise (scheme that drew all tokens);
+                           -- forgotten_calls (tool calls after the rows that lineages went on from, at least so many)
 ) STRICT;
 CREATE TABLE lineages (  -- a row each time that a process begins to write; not of the journal: cuts leave it alone
     lineage INTEGER PRIMARY KEY,

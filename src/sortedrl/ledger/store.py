@@ -35,6 +35,18 @@ SELECT last.sample, last.attempt FROM samples
 JOIN steps AS last ON last.seq = (SELECT max(seq) FROM steps WHERE sample = samples.id)
 WHERE samples.id NOT IN (SELECT sample FROM trained) AND last.step = 'start' ORDER BY last.seq
 """
+# Calls that happened, or may have happened, and whose results a cut at row ?1 drops: those with a row after it, and
+# those of the turns that were under way when the file ends.
+FORGOTTEN_CALLS = """
+SELECT (SELECT count(*) FROM calls WHERE seq > ?1 AND repeated = 0) + (
+    SELECT coalesce(sum(open.value), 0) FROM steps AS open WHERE open.step = 'call'
+    AND NOT EXISTS (SELECT 1 FROM steps AS later WHERE later.sample = open.sample AND later.seq > open.seq)
+    AND NOT EXISTS (SELECT 1 FROM calls WHERE calls.sample = open.sample AND calls.seq > open.seq)
+)
+"""
+COUNT_FORGOTTEN = """
+INSERT INTO meta VALUES ('forgotten_calls', ?1) ON CONFLICT (key) DO UPDATE SET value = value + ?1
+"""
 
 
 class Store:
@@ -157,7 +169,10 @@ class Store:
         return lineage
 
     def truncate(self, seq: int) -> None:
-        """Delete every row after number `seq`. Buffers restored before are void: call `restore` for a new one."""
+        """Delete every row after number `seq`. Buffers restored before are void: call `restore` for a new one.
+
+        The tool calls that are made again because of it are counted in the file.
+        """
         self.commit()
         if not 0 <= seq <= self._seq:
             raise DamagedLedgerError(
@@ -166,6 +181,8 @@ class Store:
             )
         with self._timed():
             with self._transaction() as connection:
+                (forgotten,) = connection.execute(FORGOTTEN_CALLS, (seq,)).fetchone()
+                connection.execute(COUNT_FORGOTTEN, (str(forgotten),))
                 for table in JOURNAL:
                     connection.execute(f"DELETE FROM {table} WHERE seq > ?", (seq,))  # noqa: S608
                 self._write_seq(seq)

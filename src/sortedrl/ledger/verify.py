@@ -120,7 +120,8 @@ def proven_line(ledger: Ledger, verdict: Verdict) -> str:
     ]
     if count["calls"] or count["repeated_calls"]:
         again = f", {count['repeated_calls']:,} of kept turns made again" if count["repeated_calls"] else ""
-        said.append(f"{_plural(count['calls'], 'tool call')} recorded{again}")
+        lost = f", {count['forgotten_calls']:,} forgotten by resumes" if count["forgotten_calls"] else ""
+        said.append(f"{_plural(count['calls'], 'tool call')} recorded{again}{lost}")
     if count["blank"]:
         said.append(f"tokens of {_plural(count['blank'], 'row')} left out, the others intact")
     if staleness is not None:
@@ -305,6 +306,7 @@ class _Proof:
         counts, ledger = self.verdict.counts, self.ledger
         counts.update(live=len(self.samples), rows=self.seq, cohorts=len(self.cohorts), updates=self.num_updates)
         counts.update(lineages=len(ledger.lineages), versions=self.version)
+        counts["forgotten_calls"] += int(ledger.meta.get("forgotten_calls", 0))
         loaded, trained = ledger.one("SELECT count(*) FROM samples"), ledger.one("SELECT count(*) FROM trained")
         if loaded != trained + len(self.samples):
             self.broken("exactly-once", None, f"{loaded} loaded, but {trained} trained and {len(self.samples)} waiting")

@@ -303,7 +303,7 @@ def _fit(observed: Observed) -> Fit:
     rows = np.stack([*decode, *prefill, cached], 1)
     # Longer spans have larger errors.
     weights = 1 / np.sqrt(np.maximum(seconds, 1e-9))
-    solution = _least_squares(rows * weights[:, None], seconds * weights)
+    solution = least_squares(rows * weights[:, None], seconds * weights)
     solution = solution * (seconds.sum() / (rows @ solution).sum())
     poll_s, base_s, several_s, slot_s, window_s, *prefill_s, token_s = solution.tolist()
     call_s, start_s = prefill_s if len(prefill_s) == 2 else (prefill_s[0] / 2, prefill_s[0] / (2 * usual))
@@ -340,11 +340,11 @@ def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
     """Intercept, slope and R2 of seconds over tokens, without negative coefficients."""
     seconds, tokens = np.array(points, dtype=float).T
     rows = np.stack([np.ones_like(tokens), tokens], 1)
-    solution = _least_squares(rows, seconds)
+    solution = least_squares(rows, seconds)
     return float(solution[0]), float(solution[1]), _r2(seconds, rows @ solution)
 
 
-def _least_squares(rows: np.ndarray, target: np.ndarray) -> np.ndarray:
+def least_squares(rows: np.ndarray, target: np.ndarray) -> np.ndarray:
     """Least squares without negative coefficients: the most negative one is set to zero until none is left."""
     scale = np.linalg.norm(rows, axis=0)
     kept = [column for column in range(rows.shape[1]) if scale[column] > 0]

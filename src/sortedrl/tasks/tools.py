@@ -46,6 +46,28 @@ class Book:
         return self.book[who]
 
 
+class Adder:
+    """The environment of the recipe tools-smollm2: sums that a small model gets wrong by itself."""
+
+    environment_kind = "stateless"
+
+    def reset(self, **row: object) -> None:
+        """There is nothing to remember."""
+
+    def add(self, a: int, b: int) -> int:
+        """
+        Adds two numbers.
+
+        Args:
+            a: The first number.
+            b: The second number.
+
+        Returns:
+            Their sum.
+        """
+        return int(a) + int(b)
+
+
 def draw_row(rng: random.Random) -> Row:
     """A person, a number of hops, a book, and where the hops lead."""
     book = {name: rng.choice([other for other in NAMES if other != name]) for name in NAMES}

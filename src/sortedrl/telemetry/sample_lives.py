@@ -21,7 +21,7 @@ from sortedrl.telemetry.series import Thinned
 
 MAX_LIVES = 512
 _MAX_TRAINED = 192
-_MAX_INTERRUPTIONS = 64
+_MAX_INTERRUPTIONS = _MAX_TURNS = 64
 _NUM_POSITIONS = 96
 _MAX_ROWS = 96
 _UNLOADED = -1  # the cohort of a sample whose CohortLoaded is missing
@@ -46,6 +46,20 @@ class TimelineBar:
 
 
 @dataclass(slots=True, kw_only=True)
+class ToolBar:
+    """The time that the environment of a sample worked on one turn. `row` is the lowest one that was free then."""
+
+    sample: int
+    turn: int
+    num_calls: int
+    row: int
+    start: float
+    end: float | None = None  # None: still working
+    outcome: str = ""  # of ToolsReturned; cut: its process ended
+    num_failed: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
 class SampleLife:
     """One sample; times are seconds of the run."""
 
@@ -54,6 +68,7 @@ class SampleLife:
     loaded: float
     started: float | None = None
     interruptions: list[float] = field(default_factory=list)
+    tools: list[ToolBar] = field(default_factory=list)
     trained: float | None = None
     longest: int | None = None  # tokens of its longest answer in any attempt
     runs: VersionRuns = field(default_factory=list)
@@ -112,6 +127,11 @@ class SampleLife:
         self.attempt = self.bar = None
         if outcome not in ("stop", "length"):
             self._interrupt(t)
+
+    def call(self, bar: ToolBar) -> None:
+        """Begin a turn's time in tools."""
+        if len(self.tools) < _MAX_TURNS:
+            self.tools.append(bar)
 
     def _interrupt(self, t: float) -> None:
         if len(self.interruptions) < _MAX_INTERRUPTIONS:

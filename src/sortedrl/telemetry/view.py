@@ -44,12 +44,14 @@ from sortedrl.telemetry.events import (
     RunResumed,
     RunStarted,
     SampleRequeued,
+    ToolsCalled,
+    ToolsReturned,
     UpdateDone,
     WeightsPublished,
 )
 from sortedrl.telemetry.metrics import RunMetrics
 from sortedrl.telemetry.perfetto import TraceWriter
-from sortedrl.telemetry.sample_lives import SampleLife, SampleLives, TimelineBar
+from sortedrl.telemetry.sample_lives import SampleLife, SampleLives, TimelineBar, ToolBar
 from sortedrl.telemetry.series import Ends, Thinned, TimeBins
 from sortedrl.telemetry.summary import Summary, summarize
 
@@ -84,6 +86,8 @@ class RunView:
         self.cohort_updates: Ends[int] = Ends(200)  # updates done when a cohort was loaded
         self.harvests: Ends[float] = Ends(MAX_BARS)
         self.bars: Ends[TimelineBar] = Ends(MAX_BARS)
+        self.tool_bars: Ends[ToolBar] = Ends(MAX_BARS)
+        self.calling: dict[int, ToolBar] = {}  # by sample, while its environment works
         self.occupancy = TimeBins(2)  # slots that decode; slots that wait for an update
         self.busy = TimeBins(1)  # by slot
 
@@ -100,6 +104,8 @@ class RunView:
             AttemptEnded: self._end,
             SampleRequeued: self._requeue,
             AttemptVerified: self._verify,
+            ToolsCalled: self._call,
+            ToolsReturned: self._return,
             BatchTaken: self._harvest,
             UpdateDone: self._finish_update,
             WeightsPublished: self._publish,
@@ -179,6 +185,19 @@ class RunView:
             self._end_life(life, t, event.outcome, event.num_tokens)
             if life.longest is None or event.num_tokens > life.longest:
                 life.longest = event.num_tokens
+
+    def _call(self, event: ToolsCalled, t: float) -> None:
+        taken = {bar.row for bar in self.calling.values()}
+        row = next(row for row in range(len(taken) + 1) if row not in taken)
+        bar = ToolBar(sample=event.sample, turn=event.turn, num_calls=event.num_calls, row=row, start=t)
+        self.calling[event.sample] = bar
+        self.tool_bars.append(bar)
+        if (life := self.samples.untrained.get(event.sample)) is not None:
+            life.call(bar)
+
+    def _return(self, event: ToolsReturned, t: float) -> None:
+        if (bar := self.calling.pop(event.sample, None)) is not None:
+            bar.end, bar.outcome, bar.num_failed = t, event.outcome, event.num_failed
 
     def _end_life(self, life: SampleLife, t: float, outcome: str, num_tokens: int) -> None:
         seconds = 0.0
@@ -281,7 +300,10 @@ class RunView:
         )
 
     def _resume(self, event: RunResumed, t: float) -> None:
-        """End the attempts that were running when the earlier process ended."""
+        """End the attempts and the tools that were under way when the earlier process ended."""
+        for bar in self.calling.values():
+            bar.end, bar.outcome = t, "cut"
+        self.calling.clear()
         for life in self.running.values():
             if life.bar is not None:
                 self._end_life(life, t, "cut", life.bar.num_tokens)

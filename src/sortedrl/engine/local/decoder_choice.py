@@ -77,9 +77,12 @@ def fast_dtype(device: torch.device | None = None, *, is_compiled: bool, is_exac
 
 
 def make_decoder(
-    model: PreTrainedModel, path: str, *, slots: int, max_length: int, dtype: torch.dtype
+    model: PreTrainedModel, path: str, *, slots: int, max_length: int, dtype: torch.dtype, spare: int = 0
 ) -> tuple[SlotCache, Decoder]:
-    """The cache and the decoder that `path` names, or for "auto" the fastest decoder that can run the model."""
+    """The cache and the decoder that `path` names, or for "auto" the fastest decoder that can run the model.
+
+    `spare`: rows of the cache beyond the slots, for kept prefixes, which only the native decoder can continue.
+    """
     name = type(model).__name__
     is_native, has_lean = path in ("auto", "native") and supports_native(model, dtype), supports_lean(model)
     if path == "native" and not is_native:
@@ -100,7 +103,7 @@ def make_decoder(
     geometry, parameter = Geometry.of(model), next(model.parameters())
     cache = (BlockCache if is_native else SlotCache)(
         num_layers=geometry.num_layers,
-        slots=slots,
+        slots=slots + (spare if is_native else 0),
         kv_heads=geometry.kv_heads,
         max_length=whole_blocks(max_length) if is_native else max_length,
         head_dim=geometry.head_dim,

@@ -39,6 +39,7 @@ from sortedrl.engine.base import (
     Verified,
 )
 from sortedrl.engine.local.decoder_choice import EXACT_DTYPES, make_decoder
+from sortedrl.engine.local.kept_prefixes import KeptPrefixes
 from sortedrl.engine.local.mixed_pass import GradualPrefill, MixedPass, can_mix
 from sortedrl.engine.local.module_decoder import Geometry, check_supported, copy_weights
 from sortedrl.engine.local.prefill import (
@@ -55,7 +56,7 @@ from sortedrl.engine.local.steady_steps import SteadySteps
 from sortedrl.engine.request_checks import check_limits, check_submit, find_fault
 from sortedrl.engine.sampling.draw import Choice, Draw, make_sampler
 from sortedrl.engine.sampling.noise import SCHEME, int_tensor
-from sortedrl.records import Mode
+from sortedrl.records import FinishReason, Mode
 
 
 class LocalEngine:
@@ -66,7 +67,7 @@ class LocalEngine:
     `stream_every`: deliver tokens every so many steps, and not only when an attempt ends. `dtype`: of the decoder's
     copy of the weights; None is the model's own. `decode` turns tokens into text; without it, requests with stop
     strings fail. `drafts`: whether a pass also checks guesses at the tokens after the next one (`speculation.py`); only
-    the native decoder does.
+    the native decoder does. `kept_prefixes`: how many trajectories in tools keep their cache (`kept_prefixes.py`).
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class LocalEngine:
         dtype: torch.dtype | None = None,
         decode: Callable[[list[int]], str] | None = None,
         drafts: DraftMode = "off",
+        kept_prefixes: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._model = check_supported(model)
@@ -90,8 +92,9 @@ class LocalEngine:
         parameter = next(self._model.parameters())
         self._device, self._dtype = parameter.device, dtype or parameter.dtype
         self._cache, self._decoder = make_decoder(
-            self._model, path, slots=slots, max_length=max_length, dtype=self._dtype
+            self._model, path, slots=slots, spare=kept_prefixes, max_length=max_length, dtype=self._dtype
         )
+        self._kept = KeptPrefixes(self._cache, slots)
         self._sampler = make_sampler(slots, self._vocab, self._device)
         self._speculation = make_speculation(drafts, self._model, self._decoder.name, slots)
         self._gate = self._speculation.gate if self._speculation is not None else None
@@ -179,6 +182,7 @@ class LocalEngine:
         self._refresh_s += self._clock() - start
         self._num_refreshes += 1
         self._version = version
+        self._kept.clear(self._active if in_flight is InFlight.KEEP else ())
         if in_flight is InFlight.REPREFILL:
             self._requeue_active()
         return CompletedHandle()
@@ -198,6 +202,7 @@ class LocalEngine:
             "prefill_s": self._prefill_s,
             "refresh_s": self._refresh_s,
             "cache_bytes": self._cache.num_bytes,
+            **self._kept.stats,
             **({} if self._speculation is None else self._speculation.stats),
         }
         return replace(self._stats, running=self.num_running, extra=extra)
@@ -223,17 +228,18 @@ class LocalEngine:
         if not starting:
             return num_ended
         start, first_slot = self._clock(), len(self._active)
+        returning, others = self._kept.split(starting)
+        starting = [*returning, *others]
         self._active.extend(starting)
         self._steady = None
+        outcomes = self._resume_kept(returning, first_slot) if returning else []
+        prefills = plan_prefills(others, first_slot + len(returning))
         if self._is_mixing:
-            self._append_drawn()
-            self._sampler.start(first_slot, [attempt.next_draw for attempt in starting])
-            self._prefilling += [GradualPrefill(prefill=prefill) for prefill in plan_prefills(starting, first_slot)]
-            return num_ended
-        broken: set[int] = set()
-        for pack in pack_prefills(plan_prefills(starting, first_slot), self._vocab):
-            outcomes = verify_and_draw(make_checks(pack), self._run_prefill(pack), self._sampler)
-            broken |= {o.check.attempt.request.sample for o in outcomes if not self._apply(o)}
+            self._prefilling += [GradualPrefill(prefill=prefill) for prefill in prefills]
+        else:
+            for pack in pack_prefills(prefills, self._vocab):
+                outcomes += verify_and_draw(make_checks(pack), self._run_prefill(pack), self._sampler)
+        broken = {o.check.attempt.request.sample for o in outcomes if not self._apply(o)}
         self._sampler.start(first_slot, [attempt.next_draw for attempt in starting])
         self._count_time(start, is_decode=False)
         return num_ended + self._end_attempts(broken)
@@ -306,6 +312,13 @@ class LocalEngine:
         self._prefilling = [gradual for gradual in self._prefilling if gradual.drop(stopped)]
         self._release(slots)
         return stopped
+
+    def _resume_kept(self, returning: Sequence[Attempt], first_slot: int) -> list[PrefillOutcome]:
+        """Prefill what follows the kept prefixes of these attempts, and draw their next tokens."""
+        suffix = self._kept.restore(returning, first_slot)
+        self._stats.recomputed_tokens += len(suffix.tokens_t)
+        logits_rv = self._decoder.forward(suffix.tokens_t, suffix.plan.positions_t, suffix.rows_r, suffix.plan)
+        return verify_and_draw(suffix.checks, logits_rv, self._sampler)
 
     def _apply(self, outcome: PrefillOutcome) -> bool:
         """Write the result of a prefill into its attempt; returns False if the logits are not finite."""
@@ -436,7 +449,9 @@ class LocalEngine:
                 self._keep_answer(attempt)
                 self._cache.clear(slot)
                 ended.append(slot)
-            elif attempt.ending is not None:
+            elif (ending := attempt.ending) is not None:
+                if ending is FinishReason.STOP:  # the turn may call tools, and come back
+                    self._kept.keep(attempt, slot)
                 self._finish(attempt)
                 ended.append(slot)
         self._release(ended)

@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 
 # What an actor imports before it makes a model, in steps of a second or two each.
 IMPORTS = ("torch", "torch._dynamo", "transformers.modeling_utils", "transformers.models.auto.modeling_auto", __name__)
+KEPT_SHARE = 1 / 8  # of the machine's memory for the cache of trajectories in tools
 STREAM_EVERY = 16  # decode steps between two deliveries: at most so many tokens per sample die with an engine
 
 
@@ -56,11 +57,13 @@ def build_engine(
     *,
     source: ModuleWeights | None = None,
     places: Sequence[ActorPlace] = (),
+    has_tools: bool = False,
 ) -> Engine:
     """The configured engine behind a watchdog. `decode` turns tokens into text, to search it for stop strings.
 
     `source`: the learner's weights, for engines that fetch them from where they are; without it those of `model`.
     `places`: the GPUs of each engine that shares them with ranks of the learner.
+    `has_tools`: the run's trajectories leave their slots and come back.
     """
     needs_replay = Fate.REPLAY in (knobs.interrupted, knobs.on_bound)
     length = config.task.max_prompt_tokens + config.engine.max_new_tokens
@@ -103,6 +106,7 @@ def build_engine(
                 dtype=dtype,
                 decode=decode,
                 drafts=config.engine.drafts,
+                kept_prefixes=num_kept_prefixes(config, own, length, has_tools=has_tools),
             )
         case "vllm":
             if config.engine.address and config.engine.port:
@@ -223,13 +227,35 @@ def check_processors(config: SortedConfig) -> None:
         )
 
 
+def num_kept_prefixes(config: SortedConfig, model: Any, max_length: int, *, has_tools: bool) -> int:
+    """How many trajectories in tools keep their cache: as set, or those beyond the slots, if memory allows."""
+    if config.engine.kept_prefixes is not None or not has_tools:
+        return config.engine.kept_prefixes or 0
+    slots, bound, room = config.engine.slots, config.knobs.open_trajectories, _machine_bytes()
+    wanted = slots if bound is None else bound - slots
+    row_bytes = 2 * _cache_bytes(model, max_length)  # the native decoder has four bytes per value
+    return max(0, wanted if room is None else min(wanted, int(room * KEPT_SHARE / row_bytes)))
+
+
+def _machine_bytes() -> int | None:
+    """This machine's memory, where the system tells."""
+    if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", {}):  # Windows
+        return None
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _cache_bytes(model: Any, max_length: int) -> int:
+    """The cache of one slot at two bytes per value."""
+    shape = Geometry.of(check_supported(model))
+    return 2 * 2 * shape.num_layers * shape.kv_heads * shape.head_dim * max_length
+
+
 def check_cache_fits(config: SortedConfig, model: Any, max_length: int) -> None:
     """Refuse a key-value cache that is larger than this machine's memory even at two bytes per value."""
-    if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", {}):  # Windows
+    room = _machine_bytes()
+    if room is None:
         return
-    shape = Geometry.of(check_supported(model))
-    needed = 2 * 2 * shape.num_layers * shape.kv_heads * shape.head_dim * max_length * config.slots
-    room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    needed = _cache_bytes(model, max_length) * (config.slots + (config.engine.kept_prefixes or 0))
     if torch.cuda.is_available():
         room = max(room, int(torch.cuda.mem_get_info()[1]))
     if needed > room:

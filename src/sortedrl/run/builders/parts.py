@@ -135,7 +135,13 @@ def build_parts(
         weights = engine_model(config, model, learner.source)
         places = engine_places(config, learner.gpus) if isinstance(learner, ShardedLearner) else []
         engine = build_engine(
-            config, weights, config.knobs, decode=tokenizer.decode, source=learner.source, places=places
+            config,
+            weights,
+            config.knobs,
+            decode=tokenizer.decode,
+            source=learner.source,
+            places=places,
+            has_tools=spec is not None,
         )
     except BaseException:
         learner.close()

@@ -173,10 +173,14 @@ const pageCharts = (() => {
 
   // Describes the bars of one sample in a timeline.
   function describe(sample, figure) {
-    const bars = figure.data.find((trace) => trace.type === "bar");
-    const parts = bars.customdata
-      .filter((data) => data[0] === sample)
-      .map((data) => `attempt ${data[1]} (${data[3]}) under version ${data[2]}: ${data[4]} at ${data[5]} tokens`);
+    const parts = figure.data
+      .filter((trace) => trace.type === "bar")
+      .flatMap((trace) => trace.customdata.map((data, at) => ({ data, start: trace.base[at], isTool: trace.meta && trace.meta.tools })))
+      .filter(({ data }) => data[0] === sample)
+      .sort((one, other) => one.start - other.start)
+      .map(({ data, isTool }) => isTool
+        ? `tools of turn ${data[1]}: ${data[4]} after ${data[5]} s`
+        : `attempt ${data[1]} (${data[3]}) under version ${data[2]}: ${data[4]} at ${data[5]} tokens`);
     return `Sample ${sample}. ${parts.join("; ")}.`;
   }
 

@@ -1,13 +1,15 @@
 """The charts with a row per slot or sample: slot timeline, life of cohorts, age of trained tokens.
 
 `page.py` calls them once per run. Guarantees: the caption says how many bars are drawn. If a run has more bars than a
-browser can draw quickly, both ends are drawn as bars and the whole run as shares of busy time.
+browser can draw quickly, both ends are drawn as bars and the whole run as shares of busy time. Nothing that a tool
+returned is drawn, only names, counts and times of ours.
 """
 
 from __future__ import annotations
 
 import html
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
@@ -21,21 +23,30 @@ from sortedrl.telemetry.report.style import (
     add_verticals,
     styled,
 )
-from sortedrl.telemetry.sample_lives import SampleLife, TimelineBar
+from sortedrl.telemetry.sample_lives import SampleLife, TimelineBar, ToolBar
 from sortedrl.telemetry.view import RunView
 
 _VIEW_BARS = 240  # few enough to see single bars
 _MAX_ROWS = 160  # samples
+_MAX_TOOL_ROWS = 48  # trajectories in tools at the same time
+_TOOL_COLOURS = {"lost": "#D55E00", "dropped": "#D55E00", "cut": "#D55E00"}  # by outcome: what was for nothing
+_TOOL_COLOUR = "#b39ddb"
 
 
 def timeline_chart(run: RunView) -> Chart:
-    """Draw a row per slot with a bar per stay of a sample, coloured by version; mark interruptions and harvests."""
-    bars = list(run.bars)
+    """Draw a row per slot with a bar per stay of a sample, coloured by version; mark interruptions and harvests.
+
+    Below the slots, trajectories in tools have a row each.
+    """
+    bars, tools = list(run.bars), [bar for bar in run.tool_bars if bar.row < _MAX_TOOL_ROWS]
     figure = go.Figure()
     if not run.bars.is_whole:
         _add_shares(figure, run)
     _add_bars(figure, bars, run.seconds)
-    _add_verticals(figure, run)
+    num_rows = run.slots + max((bar.row + 2 for bar in tools), default=0)
+    if tools:
+        _add_tools(figure, tools, run)
+    _add_verticals(figure, run, num_rows)
     marks = {"symbol": "line-ns", "size": 9, "line": {"color": "#000000", "width": 2.5}}
     continues = {"symbol": "triangle-right", "size": 7, "color": INK}
     for outcomes, marker in ((("interrupted", "cut", "failed"), marks), (("published",), continues)):
@@ -49,7 +60,7 @@ def timeline_chart(run: RunView) -> Chart:
         )
     views = _views(run)
     figure.update_xaxes(title_text="wall time, s", range=views["end"])
-    figure.update_yaxes(title_text="slot", range=[run.slots - 0.4, -0.6], dtick=max(run.slots // 8, 1))
+    figure.update_yaxes(title_text="slot", range=[num_rows - 0.4, -0.6], **_ticks(run.slots, num_rows))
     figure.update_layout(
         meta={"views": views, "view": "end"}, barmode="overlay", uniformtext={"mode": "hide", "minsize": 9}
     )
@@ -65,7 +76,9 @@ def timeline_chart(run: RunView) -> Chart:
         "(six colours repeat). Dotted line: harvest. Tick: the attempt was interrupted. Triangle: it continues "
         "in its slot under the next version. Drag to zoom; double-click to see the whole run."
     )
-    chart = styled(figure, height=min(max(17 * run.slots, 150), 640) + 100)
+    if tools:
+        caption += f" {_tool_caption(run)}"
+    chart = styled(figure, height=min(max(17 * num_rows, 150), 640) + 100)
     return Chart(name=f"timeline-{run.position}", figure=chart, caption=caption)
 
 
@@ -103,6 +116,55 @@ def _add_bars(figure: go.Figure, bars: Sequence[TimelineBar], now: float) -> Non
     )
 
 
+def _add_tools(figure: go.Figure, bars: Sequence[ToolBar], run: RunView) -> None:
+    ends = [run.seconds if bar.end is None else bar.end for bar in bars]
+    figure.add_bar(
+        orientation="h",
+        base=[round(bar.start, 5) for bar in bars],
+        x=[round(max(end - bar.start, 0.0), 5) for bar, end in zip(bars, ends, strict=True)],
+        y=[run.slots + 1 + bar.row for bar in bars],
+        width=0.5,
+        meta={"tools": True},
+        marker={
+            "color": [_TOOL_COLOURS.get(bar.outcome, _TOOL_COLOUR) for bar in bars],
+            "line": {"color": "#ffffff", "width": 0.6},
+        },
+        customdata=[
+            [
+                bar.sample,
+                bar.turn + 1,
+                bar.num_calls,
+                bar.num_failed,
+                html.escape(bar.outcome or "working"),
+                round(end - bar.start, 4),
+            ]
+            for bar, end in zip(bars, ends, strict=True)
+        ],
+        hovertemplate="sample %{customdata[0]}, tools of turn %{customdata[1]}<br>%{customdata[2]} calls, "
+        "%{customdata[3]} failed, %{customdata[4]}, %{customdata[5]:.3~g} s<extra></extra>",
+    )
+
+
+def _ticks(slots: int, num_rows: int) -> dict[str, Any]:
+    """The ticks of the rows: numbers of slots, and the word for the rows below them."""
+    step = max(slots // 8, 1)
+    if num_rows == slots:
+        return {"dtick": step}
+    places = list(range(0, slots, step))
+    return {"tickvals": [*places, slots + 1], "ticktext": [*map(str, places), "tools"]}
+
+
+def _tool_caption(run: RunView) -> str:
+    drawn = "all" if run.tool_bars.is_whole else f"the first and the last {len(run.tool_bars.first):,}"
+    hidden = sum(bar.row >= _MAX_TOOL_ROWS for bar in run.tool_bars)
+    left_out = f"; {hidden:,} of them in further rows are left out" if hidden else ""
+    return (
+        f"Below the slots, a narrow bar is the time that a trajectory's tools take between two turns ({drawn} of "
+        f"{run.tool_bars.num_seen:,} are drawn{left_out}); red ones were for nothing. Click a bar to list the turns of "
+        "its trajectory."
+    )
+
+
 def _numbers(bars: Sequence[TimelineBar]) -> list[str]:
     """Return a version number for bars near both ends, where the version in the slot changes, and "" elsewhere."""
     last: dict[int, int] = {}
@@ -131,13 +193,13 @@ def _add_shares(figure: go.Figure, run: RunView) -> None:
     )
 
 
-def _add_verticals(figure: go.Figure, run: RunView) -> None:
+def _add_verticals(figure: go.Figure, run: RunView, num_rows: int) -> None:
     """Mark harvests where bars are drawn."""
     gap = (0.0, 0.0)
     if not run.bars.is_whole:
         gap = (run.bars.first[-1].start, run.bars.last[0].start)
     inside = [t for t in run.harvests if not gap[0] < t < gap[1]]
-    add_verticals(figure, inside, (-0.6, run.slots - 0.4), colour=INK, dash="dot")
+    add_verticals(figure, inside, (-0.6, num_rows - 0.4), colour=INK, dash="dot")
 
 
 def _views(run: RunView) -> dict[str, list[float]]:
@@ -172,6 +234,8 @@ def lives_chart(run: RunView) -> Chart:
         if life.started is not None
     ]
     _add_lines(figure, spans, "#56B4E9", 2)
+    tools = [(bar, row) for row, life in enumerate(lives) for bar in life.tools]
+    _add_lines(figure, [(bar.start, now if bar.end is None else bar.end, row) for bar, row in tools], _TOOL_COLOUR, 4)
     marks = (
         ("started", "circle-open", 5, "#0072B2", [(life.started, row) for row, life in enumerate(lives)]),
         (
@@ -207,6 +271,7 @@ def lives_chart(run: RunView) -> Chart:
     caption = (
         f"One row per sample, {shown} in the order of loading. Grey: loaded, not started. Blue: from the start of its "
         "first attempt until it is trained. Open circle: started. Tick: interrupted. Diamond: trained."
+        + (" Thick violet: its tools work." if tools else "")
     )
     return Chart(name=f"lives-{run.position}", figure=chart, caption=caption)
 
