@@ -14,11 +14,10 @@ enum {
     SMALL_TILE = 4, /* used where a large tile would be half empty */
     MAX_TILE = 8,   /* the most rows of any tile, those of wide_product.h included */
     BLOCK = 768,    /* inputs per block: its weights in a panel stay in the cache while all rows are multiplied */
-    AHEAD = 4,      /* a product of many rows prefetches one cache line for this many lines of weights */
+    MAX_SHARES = 4, /* tiles that share the fetching of the next weights */
 };
 
-_Static_assert(BLOCK % SPAN == 0 && SPAN % PANEL == 0 && PANEL / 2 % AHEAD == 0,
-               "a block must be whole spans, a span whole panels, half a panel whole groups of AHEAD");
+_Static_assert(BLOCK % SPAN == 0 && SPAN % PANEL == 0, "a block must be whole spans, a span whole panels");
 
 /* A span of inputs in fixed point, of a row and of a panel. */
 struct row_span {
@@ -229,7 +228,7 @@ static void panel_product(struct rows x, const float *factors, const float *w, c
     inputs = is_fixed ? panels(inputs) : inputs; /* padded with zeros to whole pairs and cache lines */
     const int64_t step = width < PANEL ? inputs : BLOCK; /* y holds the sums of blocks if it has room for a panel */
     const int64_t num_tiles = (num_rows + tiles.large_rows - 1) / tiles.large_rows;
-    const int64_t shift = num_tiles >= AHEAD ? 2 : num_tiles >= 2 ? 1 : 0;
+    const int64_t shift = num_tiles >= MAX_SHARES ? 2 : num_tiles >= 2 ? 1 : 0;
     float scratch[MAX_TILE * PANEL] = {0};
     for (int64_t block = 0; block < inputs; block += step) {
         const int64_t n = inputs - block < step ? inputs - block : step, fetched = (n / form.in_line >> shift) * PANEL;
