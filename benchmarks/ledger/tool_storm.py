@@ -122,7 +122,7 @@ def kept_calls(folder: Path) -> dict[str, int]:
     made: dict[tuple[str, int, int], bool] = {}  # of a turn that was written twice, the last row counts
     with Ledger(copy) as ledger:
         query = (
-            "SELECT sample, prompt, turn, idx, arguments, error FROM calls JOIN samples ON id = sample"
+            "SELECT sample, prompt, turn, calls.idx, arguments, error FROM calls JOIN samples ON id = sample"
             " WHERE repeated = 0 AND error != 'ignored' ORDER BY calls.seq"
         )
         for sample, prompt, turn, index, arguments, error in ledger.rows(query):

@@ -351,6 +351,11 @@ class Controller:
         elif sample.id not in self.asked:
             self.ask_score(sample)
 
+    def forget_score(self, sample: Sample) -> None:
+        """Ignore scores that were asked for earlier: the trajectory has other tokens now, and goes on."""
+        self.asked.pop(sample.id, None)
+        self.early.pop(sample.id, None)
+
     def lacks_only_scores(self) -> bool:
         """Whether the next batch is complete but for scores that are being computed."""
         is_free = self.update is None and bool(self.buffer.finished)
@@ -447,6 +452,7 @@ class Controller:
                         self.tell_end(sample, reason, now)
                     is_turn = self.turns is not None and reason is STOP and not is_same
                     if is_turn and self.turns.take(sample, must_verify=must_verify):  # type: ignore[union-attr]
+                        self.forget_score(sample)
                         continue
                     self.score_finished(sample, is_same=is_same)
                     self.last_finish = now
@@ -480,8 +486,7 @@ class Controller:
             if must_verify:
                 self.await_verification(sample)
             return
-        self.asked.pop(sample.id, None)
-        self.early.pop(sample.id, None)
+        self.forget_score(sample)
         discarded = self.buffer.give_up(sample)
         self.tell_end(sample, "failed", now, error)
         self.emit(events.SampleRequeued(now, sample.id, "give-up", discarded))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sortedrl.engine.base import Request
 from sortedrl.environment.base import Kind
 from sortedrl.records import FinishReason
-from sortedrl.schedule import Knobs, Strategy
+from sortedrl.schedule import Knobs, Strategy, resolve_knobs
 from sortedrl.telemetry import events
 from tests.properties import test_guarantees as plain
 from tests.support.scripted_runs import ScriptedRun, scripted_run, uniform
@@ -70,6 +70,15 @@ def test_guarantees_hold_with_tools(strategy: Strategy) -> None:
 @pytest.mark.parametrize("strategy", list(Strategy))
 def test_guarantees_hold_with_tools_in_a_thousand_schedules(strategy: Strategy, exact: bool) -> None:
     plain.MORE(given(made=tool_runs(strategy, exact=exact))(check))()
+
+
+def test_a_score_of_tokens_that_a_replay_lost_is_not_given_to_another_answer() -> None:
+    """A complete trajectory is scored while a replay loses one of its tokens, and then ends with a turn in tools."""
+    knobs = resolve_knobs("async-on-policy", 1, cohort_batches=4, lookahead=2, max_unverified=1, exact_batch=True)
+    tools = ScriptedTools(kind=Kind.STATELESS, knobs=knobs, max_turns=1, longest_s=5.0, loss_rate=0.0, seed=42)
+    settings = {"num_samples": 12, "slots": 2, "budget": 6, "update_s": 2.5, "score_lag": 3, "run_seed": 42}
+    policy = TurnPolicy(end_rate=0.3, divergence=0.2)
+    check((scripted_run(knobs, policy=policy, make_turns=tools.make, **settings), tools))
 
 
 def check(made: tuple[ScriptedRun, ScriptedTools]) -> None:
