@@ -28,14 +28,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
 from sortedrl.errors import ConfigError
-from sortedrl.learner.attention import Layout
+from sortedrl.learner.attention import make_layout
 from sortedrl.learner.device import to_device
 from sortedrl.learner.logprobs import Scores
-from sortedrl.learner.pack import MicroBatch, PromptGroup, lay_out
+from sortedrl.learner.pack import MicroBatch, PromptGroup, arrange
 from sortedrl.learner.sharded.exchange import Exchange
 from sortedrl.records import Sample
 
@@ -67,21 +66,22 @@ class SplitMicroBatch(MicroBatch):
 class ContextGroup:
     """The `size` consecutive ranks of a mesh that share micro-batches with this one."""
 
-    def __init__(self, mesh: DeviceMesh, size: int, exchange: Exchange) -> None:
-        ranks: list[int] = mesh.mesh.flatten().tolist()
+    def __init__(self, group: Any, size: int, exchange: Exchange, device: torch.device) -> None:
+        ranks = dist.get_process_group_ranks(group)
         if len(ranks) % size:
             raise ConfigError(
                 f"learner.context_parallel = {size} does not divide learner.ranks = {len(ranks)}: set learner.ranks to "
                 "a multiple of it"
             )
-        place = ranks.index(dist.get_rank())
+        place = dist.get_rank(group)
         first = place - place % size
         self.size = size
         self.member = place % size
         self.number = place // size  # of this group among the groups
         self.num_groups = len(ranks) // size
-        timeout = mesh.get_group()._get_backend(torch.device(mesh.device_type)).options._timeout
-        self._group = dist.new_group(ranks[first : first + size], timeout=timeout, use_local_synchronization=True)
+        self._group = dist.new_group(
+            ranks[first : first + size], timeout=_timeout_of(group, device), use_local_synchronization=True
+        )
         self._exchange = exchange
 
     @property
@@ -91,33 +91,30 @@ class ContextGroup:
 
     def split(self, samples: Sequence[Sample], groups: Sequence[PromptGroup], device: torch.device) -> SplitMicroBatch:
         """The micro-batch of some groups of samples, on the device."""
-        whole = lay_out(samples, groups, "cpu")
-        each = -(-whole.num_tokens // self.size)
-        missing = each * self.size - whole.num_tokens
+        whole = arrange(samples, groups)
+        each = -(-len(whole.tokens_n) // self.size)
+        missing = each * self.size - len(whole.tokens_n)
         own_n = slice(self.member * each, (self.member + 1) * each)
-        owner_a = whole.predictor_a.numpy() // each
+        owner_a = whole.predictor_a // each
         counts = np.bincount(owner_a, minlength=self.size)
         num_answers = int(counts.max())
         place_a = np.zeros(len(owner_a), dtype=np.int64)
         for member, count in enumerate(counts):
             place_a[owner_a == member] = member * num_answers + np.arange(count)
-        is_own_a = torch.from_numpy(owner_a == self.member)
+        is_own_a = owner_a == self.member
+        micro = whole.on(device)
+        layout = make_layout(whole.rows, each * self.size, device)
         own = replace(
-            whole,
-            tokens_n=pad(whole.tokens_n, (0, missing))[own_n],
-            positions_n=pad(whole.positions_n, (0, missing))[own_n],
-            layout=replace(
-                whole.layout,
-                in_padded_n=pad(whole.layout.in_padded_n, (0, missing)),
-                in_unpadded_n=pad(whole.layout.in_unpadded_n, (0, missing)),
-                heads=HeadExchange(context=self, num_tokens=each),
-            ),
-            predictor_a=_or_one(whole.predictor_a[is_own_a] - self.member * each),
-            targets_a=_or_one(whole.targets_a[is_own_a]),
+            micro,
+            tokens_n=to_device(np.pad(whole.tokens_n, (0, missing))[own_n], device),
+            positions_n=to_device(np.pad(whole.positions_n, (0, missing))[own_n], device),
+            layout=replace(layout, heads=HeadExchange(context=self, num_tokens=each)),
+            predictor_a=to_device(_or_one(whole.predictor_a[is_own_a] - self.member * each), device),
+            targets_a=to_device(_or_one(whole.targets_a[is_own_a]), device),
         )
         return SplitMicroBatch(
-            **_fields(_on(whole, device)),
-            own=_on(own, device),
+            **{name: getattr(micro, name) for name in MicroBatch.__dataclass_fields__},
+            own=own,
             predicts=bool(counts[self.member]),
             place_a=to_device(place_a, device),
             num_tokens_each=each,
@@ -243,21 +240,10 @@ def _by_rank(states: Tensor, size: int) -> Tensor:
     return states[0].transpose(0, 1).reshape(tokens, size, heads // size * d).transpose(0, 1)
 
 
-def _or_one(values_a: Tensor) -> Tensor:
-    return values_a if len(values_a) else values_a.new_zeros(1)
+def _or_one(values_a: np.ndarray) -> np.ndarray:
+    return values_a if len(values_a) else np.zeros(1, dtype=values_a.dtype)
 
 
-def _fields(micro: MicroBatch) -> dict[str, Any]:
-    return {name: getattr(micro, name) for name in MicroBatch.__dataclass_fields__}
-
-
-def _on(micro: MicroBatch, device: torch.device) -> MicroBatch:
-    return MicroBatch(**_moved(_fields(micro), device) | {"layout": _layout_on(micro.layout, device)})
-
-
-def _layout_on(layout: Layout, device: torch.device) -> Layout:
-    return replace(layout, **_moved({name: getattr(layout, name) for name in Layout.__dataclass_fields__}, device))
-
-
-def _moved(values: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    return {name: to_device(value, device) if isinstance(value, Tensor) else value for name, value in values.items()}
+def _timeout_of(group: Any, device: torch.device) -> Any:
+    """How long ranks of a process group wait for each other; None for torch's default."""
+    return getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)

@@ -74,7 +74,8 @@ class RankLearner(TorchLearner):
         self._context: ContextGroup | None = None
         if settings.context_parallel > 1:
             check_heads(model.config, settings.context_parallel)
-            self._context = ContextGroup(mesh, settings.context_parallel, self._exchange)
+            device = torch.device(mesh.device_type)
+            self._context = ContextGroup(self._group, settings.context_parallel, self._exchange, device)
         self._attention = attention_weight(model)
         super().__init__(model, settings, temperature=temperature)
         self._weights = None
