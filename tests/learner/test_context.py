@@ -7,11 +7,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from transformers import modeling_utils
 
 from sortedrl.config import SortedConfig
 from sortedrl.errors import ConfigError
 from sortedrl.learner.sharded.context import check_heads
+from sortedrl.learner.torch import recompute_layers
 from tests.learner.test_ranks import SAME, check_equal, one_process, run_ranks, weights
+from tests.support.learners import make_model
 from tests.support.rank_cases import CONTEXT_CASES, EVERY_CASE, WIDE_CONTEXT_CASES, read_state, run_updates
 
 
@@ -56,6 +60,40 @@ def test_a_rank_out_of_memory_sends_what_the_others_wait_for(pairs: Path) -> Non
     for when in ("forward", "backward"):
         assert warned[1].count(f"CUDA out of memory ({when})") == 1
     assert warned[0].count("(on another rank): continuing with learner.micro_tokens") == 2
+
+
+def test_inputs_of_layers_wait_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers moves them; here from the host to the host, because there is no GPU. Gradients stay the same."""
+    packed: list[tuple[int, ...]] = []
+
+    class Spy(modeling_utils.save_on_cpu):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            pack = self.pack_hook
+            self.pack_hook = lambda tensor: packed.append(tuple(tensor.shape)) or pack(tensor)
+
+    monkeypatch.setattr(modeling_utils, "save_on_cpu", Spy)
+    monkeypatch.setattr(modeling_utils, "get_current_accelerator", lambda: torch.device("cuda"))
+
+    def gradients(*, is_offloaded: bool) -> list[torch.Tensor]:
+        model = make_model().train()
+        recompute_layers(model, is_offloaded=is_offloaded)
+        model(torch.arange(8)[None], use_cache=False).logits.square().sum().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    kept = gradients(is_offloaded=False)
+    assert packed == []
+    assert all(map(torch.equal, gradients(is_offloaded=True), kept))
+    assert packed.count((1, 8, 16)) == 2  # the input of each of two layers
+
+
+def test_an_older_transformers_is_named() -> None:
+    class Older:
+        def gradient_checkpointing_enable(self, options: Any) -> None: ...
+
+    recompute_layers(Older(), is_offloaded=False)
+    with pytest.raises(ConfigError, match="offload_activations needs a newer transformers"):
+        recompute_layers(Older(), is_offloaded=True)
 
 
 def test_heads_must_divide() -> None:
