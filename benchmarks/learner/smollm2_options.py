@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.record import ROOT, make_parser, save
+from sortedrl.tasks.answers import completion_text
 
 
 def _limits(low: str, high: str) -> list[str]:
@@ -62,9 +63,9 @@ MASKED, OUT_OF_MEMORY = ("icepop", "mis"), "memory"
 ROOM_MB = 160  # that the process may allocate in the second update of the option `memory`
 
 
-def brevity(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[float]:
+def brevity(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float]:
     """A reward that differs from answer to answer."""
-    return [1 - min(len(completion), 400) / 400 for completion in completions]
+    return [1 - min(len(completion_text(completion)), 400) / 400 for completion in completions]
 
 
 def run(option: str, kind: str) -> dict[str, Any]:

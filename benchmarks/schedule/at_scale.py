@@ -101,7 +101,7 @@ def run(gpus: int, arm: str, batch: int, divergence: float, host_s: float) -> di
         "staleness_max": found.staleness_max,
         "shares": {name: getattr(metered, name) / wall_s for name in ("update", "publish", "verify")},
         "publish_s": cost.publish_s(),
-        "controller_share": host_s * found.generated_tokens / wall_s,
+        "controller_share": host_s * (found.generated_tokens or 0) / wall_s,
     }
 
 
@@ -114,7 +114,7 @@ def main() -> None:
     args = parser.parse_args()
     sizes, arms = [int(size) for size in args.sizes.split(",")], args.arms.split(",")
     cases = [(size, arm, is_growing) for is_growing in (True, False) for size in sizes for arm in arms]
-    records = [
+    records: list[dict[str, Any]] = [
         {"batches": "grows" if is_growing else "fixed"}
         | run(size, arm, SLOTS * size if is_growing else FIXED, args.divergence, args.host_us * 1e-6)
         for size, arm, is_growing in track(cases, console=Console(stderr=True), transient=True)

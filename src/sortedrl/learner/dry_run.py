@@ -269,7 +269,7 @@ def _offload_inputs(model: Any) -> None:
 
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:
-            module._gradient_checkpointing_func = recompute
+            setattr(module, "_gradient_checkpointing_func", recompute)  # noqa: B010  (torch declares modules only)
 
 
 @contextmanager
