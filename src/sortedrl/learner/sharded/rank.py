@@ -56,7 +56,10 @@ from sortedrl.weights import array_of
 class RankLearner(TorchLearner):
     """`weights` are the weights to fill a skeleton model with (see `shards.py`)."""
 
-    _memory_remedy = "lower engine.max_new_tokens, raise learner.ranks, or set learner.recompute, and resume"
+    _memory_remedy = (
+        "raise learner.context_parallel or learner.ranks, set learner.recompute, or lower engine.max_new_tokens, and "
+        "resume"
+    )
 
     def __init__(
         self,
