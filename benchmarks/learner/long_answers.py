@@ -34,7 +34,7 @@ from sortedrl.learner.dry_run import MicroShape, measure_update
 from sortedrl.learner.sharded.rank import RankLearner
 from sortedrl.records import Batch, FinishReason, Prompt, Sample, Segment
 
-VOCABULARY, PROMPT, SHORT, UPDATES = 512, 16, 64, 2
+VOCABULARY, PROMPT, SHORT, UPDATES = 512, 16, 64, 1
 MIB = 2**20
 
 
