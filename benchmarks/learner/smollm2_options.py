@@ -60,7 +60,7 @@ OPTIONS: dict[str, list[str]] = {
     "context-3": [*RANKS, "placement.ranks=3", "placement.context_parallel=3", "learner.algorithm=ppo"],
 }
 MASKED, OUT_OF_MEMORY = ("icepop", "mis"), "memory"
-ROOM_MB = 160  # that the process may allocate in the second update of the option `memory`
+ROOM_MB = 240  # that the process may allocate in the second update of the option `memory`
 
 
 def brevity(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float]:
