@@ -1,6 +1,6 @@
 """Sharded ranks against one process: are losses and weights equal after the same updates, and what does a rank cost?
 
-    python -m benchmarks.learner.ranks [--ranks 2] [--updates 5] [--hidden 256] [--dtype float32] [--json]
+    python -m benchmarks.learner.ranks [--ranks 2] [--context 1] [--updates 5] [--hidden 256] [--dtype float32] [--json]
 
 The ranks of the sharded learner communicate over gloo, each in a process with one thread, without Ray. The optimizer is
 plain SGD: Adam divides by small numbers and would enlarge differences between gradients. At the end one process loads
@@ -44,9 +44,9 @@ VOCABULARY, LAYERS, SAMPLES, GROUP = 1024, 4, 32, 4
 GOAL = 1e-5  # largest relative difference of losses and weights
 
 
-def settings_of(dtype: str) -> LearnerSection:
+def settings_of(dtype: str, ranks: int = 1, context: int = 1) -> LearnerSection:
     values = {"micro_tokens": 2048, "lr": 0.05, "group_size": GROUP, "grad_clip": 1.0, "dtype": dtype}
-    return SortedConfig(learner=values).learner
+    return SortedConfig(learner={**values, "ranks": ranks, "context_parallel": context}).learner
 
 
 def make_model(hidden: int) -> Any:
@@ -116,7 +116,7 @@ def run_rank(rank: int, args: argparse.Namespace, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=args.ranks, timeout=timedelta(seconds=600))
     mesh, model = init_device_mesh("cpu", (args.ranks,)), make_model(args.hidden)
     skeleton, arrays = skeleton_of(model), weights_of(model)
-    settings = settings_of(args.dtype)
+    settings = settings_of(args.dtype, args.ranks, args.context)
     learner = RankLearner(skeleton, settings, temperature=1.0, mesh=mesh, weights=arrays)
     found = {**train(learner, args.updates), "held_bytes": held_bytes(learner)}
     write(folder / "ranks", rank, whole(learner), learner.state_dict(), found)
@@ -182,6 +182,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     pairs = zip(found["losses"], alone["losses"], strict=True)
     return {
         "ranks": args.ranks,
+        "context_parallel": args.context,
         "updates": args.updates,
         "dtype": args.dtype,
         **(rounding(args, weights, found["losses"], one, alone["losses"]) if args.dtype == "bfloat16" else {}),
@@ -238,6 +239,7 @@ def table(record: dict[str, Any]) -> Table:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--context", type=int, default=1, help="ranks that share a micro-batch")
     parser.add_argument("--updates", type=int, default=5)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
@@ -246,7 +248,8 @@ def main() -> None:
     console = Console(stderr=True)
     with console.status("training in one process, then in ranks"):
         record = measure(args)
-    save("ranks" if args.dtype == "float32" else f"ranks-{args.dtype}", record)
+    name = "ranks" if args.context == 1 else f"ranks-context-{args.context}"
+    save(name if args.dtype == "float32" else f"{name}-{args.dtype}", record)
     if args.json:
         print(json.dumps(record))
     else:

@@ -174,6 +174,7 @@ def test_errors_of_memory_are_told_from_others() -> None:
     assert is_out_of_memory(failed.value)
     assert is_out_of_memory(MemoryError())
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA ran short"))
+    assert is_out_of_memory(RuntimeError("could not create a primitive"))  # oneDNN, short of memory
     with pytest.raises(RuntimeError) as failed:
         torch.ones(2) @ torch.ones(3)
     assert not is_out_of_memory(failed.value)

@@ -70,6 +70,47 @@ def test_layers_that_are_not_measured_are_added() -> None:
     assert extended.parts == pytest.approx(whole.parts, rel=0.01)
 
 
+def test_ranks_that_share_a_micro_batch_hold_their_part_of_it() -> None:
+    long = MicroShape(prompt_tokens=8, answer_tokens=4088, num_tokens=4096)
+
+    def peak(**learner: Any) -> RankMemory:
+        return measure_update(model_config(2), settings(ranks=2, **learner), long, num_ranks=2, device_bytes=2**22)
+
+    alone, shared = peak(), peak(context_parallel=2)
+    assert 0.45 * alone.activations < shared.activations < 0.6 * alone.activations
+    assert shared.resident == alone.resident
+    kept, offloaded = peak(recompute=True), peak(recompute=True, offload_activations=True)
+    # At the output layer, where the peak is, the inputs of both layers (4,096 tokens x 64 numbers) are elsewhere.
+    assert kept.activations - offloaded.activations == 2 * 4 * 64 * 4096
+
+
+class NamedStorage:
+    """As a storage of torch, at a given address."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self._cdata = address
+        self._size = size
+
+    def nbytes(self) -> int:
+        return self._size
+
+
+def test_a_storage_at_the_address_of_another_is_counted() -> None:
+    known = NamedStorage(1, 100)
+    tracker = dry_run._Tracker({1: known})
+    first, second = NamedStorage(2, 10), NamedStorage(2, 30)
+    tracker._count(known, None)
+    tracker._count(first, "gathers")
+    tracker._count(second, None)  # the first is gone, and Python has not said so yet
+    del first
+    third = NamedStorage(3, 5)
+    tracker._count(third, None)
+    assert tracker.peaks == [{"activations": 35, "gathers": 0}]
+    del second
+    tracker._count(third, "gathers")
+    assert tracker._now == {"activations": 0, "gathers": 5}
+
+
 def test_fake_tensors_take_what_real_ones_take(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = measured(None, depth=1)
 

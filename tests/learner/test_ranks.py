@@ -34,7 +34,6 @@ from tests.support.rank_cases import (
     NUM_RANKS,
     NUM_UPDATES,
     SAVED_AFTER,
-    SHORT_OF_MEMORY,
     batch_of,
     model_of,
     read_state,
@@ -280,11 +279,11 @@ def test_one_sample_that_does_not_fit_stops_a_rank(single_rank: DeviceMesh, monk
 
 
 def test_a_rank_out_of_memory_tries_again_with_the_others(ranks: Path) -> None:
-    """Rank 1 ran out of memory in each case, once forward and once backward; the results are compared above."""
+    """Rank 1 ran out of memory in "short-ppo", once forward and once backward; the results are compared above."""
     warned = [(ranks / f"rank-{rank}" / "err-0.txt").read_text() for rank in range(NUM_RANKS)]
     for when in ("forward", "backward"):
-        assert warned[1].count(f"CUDA out of memory ({when})") == len(SHORT_OF_MEMORY)
-    assert warned[0].count("(on another rank): continuing with learner.micro_tokens") == 2 * len(SHORT_OF_MEMORY)
+        assert warned[1].count(f"CUDA out of memory ({when})") == 1
+    assert warned[0].count("(on another rank): continuing with learner.micro_tokens") == 2
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")

@@ -53,6 +53,8 @@ class Settings:
     micro_tokens: int = 16384
     recompute: bool = False
     offload: bool = False
+    offload_activations: bool = False
+    context_parallel: int = 1
     dtype: str = "auto"
     device: str = "auto"
     fp32_head: bool = False
@@ -61,15 +63,15 @@ class Settings:
     importance_high: float = 5.0
 
 
-def make_model(seed: int = 0) -> Any:
+def make_model(seed: int = 0, heads: int = 2, kv_heads: int = 2) -> Any:
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=16,
         intermediate_size=24,
         num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
         tie_word_embeddings=True,
         max_position_embeddings=64,
     )

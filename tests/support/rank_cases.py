@@ -26,7 +26,7 @@ from tests.support.learners import Settings, make_batch, make_model
 NUM_RANKS = 2
 NUM_UPDATES = 5
 SAVED_AFTER = 2
-SHORT_OF_MEMORY = ("short-ppo",)  # cases in which one rank runs out of memory
+SHORT_OF_MEMORY = ("short-ppo", "context-2-short")  # cases in which one rank runs out of memory
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -35,6 +35,7 @@ class RankCase:
     is_sgd: bool = False
     is_skeleton: bool = False  # build the ranks from a model without weights
     is_adapted: bool = False
+    kv_heads: int | None = None  # with this, the model has four heads
     num_updates: int = NUM_UPDATES
 
 
@@ -60,6 +61,38 @@ CASES = {
     "adapters": RankCase(
         settings=Settings(micro_tokens=24, lr=1.0), is_sgd=True, is_skeleton=True, is_adapted=True, num_updates=2
     ),
+}
+_LONG = Settings(micro_tokens=40, lr=0.1, context_parallel=2)
+CONTEXT_CASES = {
+    "context-2": RankCase(settings=_LONG, is_sgd=True),
+    # One head of keys and values, which both ranks of a group need.
+    "context-2-ppo": RankCase(
+        settings=replace(
+            _LONG, algorithm="ppo", kl_coef=0.1, importance="token", entropy_coef=0.01, inner_steps=2, recompute=True
+        ),
+        is_sgd=True,
+        is_skeleton=True,
+        kv_heads=1,
+        num_updates=2,
+    ),
+    # Each mini-batch is one sample: one of the ranks has nothing but the prompt of a short answer.
+    "context-2-one-by-one": RankCase(
+        settings=replace(_LONG, inner_steps=8, entropy_coef=0.05), is_sgd=True, num_updates=1
+    ),
+    "context-2-short": RankCase(
+        settings=replace(_LONG, micro_tokens=100, algorithm="ppo", kl_coef=0.1), is_sgd=True, num_updates=1
+    ),
+    "context-2-adapters": RankCase(
+        settings=replace(_LONG, lr=1.0, algorithm="gspo", importance_mask="sequence", recompute=True),
+        is_sgd=True,
+        is_skeleton=True,
+        is_adapted=True,
+        num_updates=2,
+    ),
+}
+WIDE_CONTEXT_CASES = {
+    "context-4": RankCase(settings=replace(_LONG, context_parallel=4), is_sgd=True, kv_heads=2),
+    "context-2-of-4": RankCase(settings=replace(_LONG, micro_tokens=24), is_sgd=True, kv_heads=4),
 }
 _LOW = Settings(micro_tokens=40, lr=0.1, dtype="bfloat16")
 LOW_CASES = {
@@ -100,11 +133,12 @@ ALL_LOW_CASES = {
     for kind in ("full", "adapters")
     for number, name in enumerate(ALGORITHMS)
 }
-EVERY_CASE = CASES | LOW_CASES | FIVE_LOW_UPDATES | ALL_LOW_CASES
+EVERY_CASE = CASES | LOW_CASES | FIVE_LOW_UPDATES | ALL_LOW_CASES | CONTEXT_CASES | WIDE_CONTEXT_CASES
 
 
 def model_of(name: str) -> Any:
-    model = make_model()
+    kv_heads = EVERY_CASE[name].kv_heads
+    model = make_model() if kv_heads is None else make_model(heads=4, kv_heads=kv_heads)
     if EVERY_CASE[name].is_adapted:
         from peft import LoraConfig, get_peft_model
 

@@ -78,6 +78,7 @@ CHANGEABLE = frozenset(
         "engine.health_s",
         "learner.device",
         "learner.ranks",
+        "learner.context_parallel",
         "learner.own_process",
         "learner.rank_cpus",
         "learner.rank_gpus",
@@ -95,6 +96,7 @@ CHANGEABLE = frozenset(
         "environment.keep_env",
         "learner.micro_tokens",
         "learner.recompute",
+        "learner.offload_activations",
         "learner.offload",
         "learner.lr",
         "learner.lr_final",
@@ -257,6 +259,12 @@ class SortedConfig(Section):
         return self.learner.ranks if self.placement.ranks is None else self.placement.ranks
 
     @property
+    def context_parallel(self) -> int:
+        """Ranks that compute a micro-batch together."""
+        chosen = self.placement.context_parallel
+        return self.learner.context_parallel if chosen is None else chosen
+
+    @property
     def has_rank_actors(self) -> bool:
         """Whether the learner runs in Ray actors. A single one does if it has a GPU of its own."""
         return self.num_ranks > 1 or self.placement.mode == "separate"
@@ -290,7 +298,8 @@ class SortedConfig(Section):
             return self
         engine = {"replicas": self.num_engines, "tensor_parallel": self.tensor_parallel}
         engine |= {"replica_gpus": self.engine_gpus, "own_process": self.engine.own_process or self.has_engine_pool}
-        return self.replaced(engine=engine, learner={"ranks": self.num_ranks, "rank_gpus": self.rank_gpus})
+        learner = {"ranks": self.num_ranks, "rank_gpus": self.rank_gpus, "context_parallel": self.context_parallel}
+        return self.replaced(engine=engine, learner=learner)
 
     @property
     def is_grouped(self) -> bool:

@@ -246,6 +246,8 @@ NEIGHBOURS: tuple[Neighbour, ...] = (
         "A.model.enable_gradient_checkpointing",
         "actor.gradient_checkpointing_enable",
     ),
+    _row("learner.offload_activations", "", "A.model.enable_activation_offload"),
+    _row("learner.context_parallel", "", "A.actor.ulysses_sequence_parallel_size", "ring_attn_size"),
     _row("learner.ranks", "", "trainer.n_gpus_per_node", "actor_num_gpus_per_node actor.num_gpus_per_node"),
     # ---- evaluation, checkpoints, trackers
     _row("eval.every_samples", "eval_strategy eval_steps", "trainer.test_freq", "eval.steps", _IN_SAMPLES),

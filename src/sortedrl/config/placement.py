@@ -26,6 +26,7 @@ SAME_KEYS = {
     ("placement", "engines"): ("engine", "replicas"),
     ("placement", "tensor_parallel"): ("engine", "tensor_parallel"),
     ("placement", "ranks"): ("learner", "ranks"),
+    ("placement", "context_parallel"): ("learner", "context_parallel"),
 }
 
 
@@ -141,6 +142,14 @@ def check_placement(config: SortedConfig) -> None:
         raise ConfigError(
             f"engine.tensor_parallel {config.tensor_parallel} needs engine.kind = vllm: set it, or remove the key"
         )
+    together, ranks = config.context_parallel, config.num_ranks
+    if ranks % together:
+        raise ConfigError(
+            f"learner.context_parallel {together} does not divide learner.ranks {ranks}: set learner.ranks to a "
+            f"multiple of it, such as {-(-ranks // together) * together}"
+        )
+    if config.learner.offload_activations and not config.learner.recompute:
+        raise ConfigError("learner.offload_activations needs learner.recompute = true: set it, or remove the key")
     if config.learner.offload and (config.has_rank_actors or config.knobs.overlap):
         raise ConfigError(
             "learner.offload is for a learner in one process that takes turns with the engine: remove it, or set "

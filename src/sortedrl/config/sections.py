@@ -297,6 +297,8 @@ class PlacementSection(Section):
     """GPUs of each engine; another name of `engine.tensor_parallel`."""
     ranks: Int | None = Field(default=None, ge=1)
     """Number of learner processes, each with one GPU; another name of `learner.ranks`."""
+    context_parallel: Int | None = Field(default=None, ge=1)
+    """Number of learner processes that compute a micro-batch together; another name of `learner.context_parallel`."""
     nodes: Int = Field(default=1, ge=1)
     """Number of machines. More than one need `engine.cluster`."""
     gpus_per_node: Int = Field(default=8, ge=1)
@@ -429,6 +431,9 @@ class LearnerSection(Section):
     the GPUs of `rank_gpus`."""
     ranks: Int = Field(default=1, ge=1)
     """Number of learner processes (FSDP2 over Ray actors) that share weights and updates. 1: train in this process."""
+    context_parallel: Int = Field(default=1, ge=1)
+    """Number of learner processes that compute a micro-batch together, each a share of its tokens, for long answers. It
+    divides `ranks` and the model's attention heads. Another name of `placement.context_parallel`."""
     own_process: bool | None = None
     """With `schedule.overlap`: update in a child process, so that rollout and updates do not share an interpreter.
     Unset: if that is possible here (Linux, a model on the CPU, `run.threads` 1, two processors)."""
@@ -445,9 +450,13 @@ class LearnerSection(Section):
     inner_epochs: Int = Field(default=1, ge=1)
     """Number of passes over each update batch."""
     micro_tokens: Int = Field(default=16384, ge=1)
-    """Largest number of tokens in one forward and backward pass. It changes memory and speed, not the update."""
+    """Largest number of tokens in one forward and backward pass. It changes memory and speed, not the update. With
+    `context_parallel`, so many processes share them."""
     recompute: bool = False
     """Activation checkpointing: store only the input of each layer and recompute the rest for the gradient."""
+    offload_activations: bool = False
+    """With `recompute`: keep the inputs of layers in host memory until the gradient needs them, for long answers. The
+    copies take time."""
     offload: bool = False
     """Keep weights and optimizer state in host memory between updates, for an engine that shares the learner's GPU
     (`placement.mode = "colocated"` on one GPU)."""

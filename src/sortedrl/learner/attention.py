@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -36,6 +36,18 @@ _SIMILAR = 0.8  # rows share a bucket while the shortest is at least this share 
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")  # attention options of some architectures that we do not implement
 
 
+class HeadsAcrossRanks(Protocol):
+    """Exchanges tokens for heads where several ranks compute one micro-batch (`sharded/context.py`)."""
+
+    def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """From this rank's tokens of all heads to all tokens of this rank's heads."""
+        ...
+
+    def to_tokens(self, output: Tensor) -> Tensor:
+        """Back to this rank's tokens of all heads."""
+        ...
+
+
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Layout:
     """Where the tokens of each row are among the packed tokens, with padding (buckets) and without."""
@@ -46,6 +58,7 @@ class Layout:
     unpadded_t: Tensor  # the packed token of each row's token, rows end to end without padding
     in_unpadded_n: Tensor  # the position there whose result each packed token takes
     edges: Tensor  # where rows begin and end there, [rows + 1]
+    heads: HeadsAcrossRanks | None = None  # set if the packed tokens are spread over ranks
 
     @property
     def longest_row(self) -> int:
@@ -116,12 +129,29 @@ def _attend(
                 f"{type(module).__name__} needs {name} in attention, which packed training does not support: use "
                 "another model"
             )
+    if packing.heads is None:
+        return _attend_rows(query, key, value, packing, scaling, dropout, sliding_window), None
+    query, key, value = packing.heads.to_heads(query, key, value)
+    output = _attend_rows(query, key, value, packing, scaling, dropout, sliding_window)
+    return packing.heads.to_tokens(output), None
+
+
+def _attend_rows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packing: Layout,
+    scaling: float | None,
+    dropout: float,
+    sliding_window: int | None,
+) -> Tensor:
+    """Attention within the rows: without padding where the GPU can, otherwise in buckets."""
     if query.is_cuda and varlen_attn is not None and dropout == 0:
         lower = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else query.dtype
         if lower != torch.float32:
             query, key, value = query.to(lower), key.to(lower), value.to(lower)
-            return _attend_without_padding(query, key, value, packing, scaling, sliding_window), None
-    return _attend_in_buckets(query, key, value, packing, scaling, dropout, sliding_window), None
+            return _attend_without_padding(query, key, value, packing, scaling, sliding_window)
+    return _attend_in_buckets(query, key, value, packing, scaling, dropout, sliding_window)
 
 
 def _attend_without_padding(

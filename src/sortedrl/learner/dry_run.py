@@ -7,14 +7,17 @@ shapes and storages, but no data, so a model of any size takes seconds and no me
 
 Guarantees: parts do not overlap and sum to the peak; neither weights nor a GPU nor other processes are needed. The pass
 counted is a later one of a run: gradients and optimizer state are there. The fake device is a CPU, since FSDP's streams
-need a real GPU; formulas add what only a GPU has (`run/device_memory.py`).
+need a real GPU; formulas add what only a GPU has (`run/device_memory.py`). Of ranks that share a micro-batch
+(`learner.context_parallel`), the last is measured, because it predicts most tokens. What goes to host memory
+(`learner.offload_activations`) is not counted.
 """
 
 from __future__ import annotations
 
+import gc
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -28,12 +31,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sortedrl.errors import LearnerError
 from sortedrl.learner.logprobs import LogprobScorer, PieceSizes
 from sortedrl.learner.lora import LoraSettings, import_peft, peft_config_of
 from sortedrl.learner.optimizer import LearnerSettings
-from sortedrl.learner.pack import pack, packed_attention
+from sortedrl.learner.pack import MicroBatch, lay_out, packed_attention, prompt_groups
 from sortedrl.learner.sharded.rank import RankLearner
 from sortedrl.learner.torch import TorchLearner
 from sortedrl.records import Prompt, Sample, Segment
@@ -135,14 +140,22 @@ def _measure(
     lora: LoraSettings | None,
     device_bytes: int,
 ) -> list[RankMemory]:
-    """The memory at the peak of the forward pass, and at that of the backward pass."""
+    """The memory at the peak of each phase: forward, and backward through the output layer, the layers, the embedding.
+
+    In each phase the peak grows with the depth of the model by the same size per layer.
+    """
     bare = _bare_model(model_config, lora)  # before tensors are fake, which have no meta device
-    with _fake_ranks(num_ranks) as mesh, FakeTensorMode(allow_non_fake_inputs=True), _quiet():
+    with (
+        _fake_ranks(num_ranks, settings.context_parallel) as mesh,
+        FakeTensorMode(allow_non_fake_inputs=True),
+        _quiet(),
+    ):
         model = _fake_model(bare)
         learner = _OneDevice(model, settings) if mesh is None else _OneRank(model, settings, mesh)
         learner.size_pieces(device_bytes)
-        samples = micro.samples
-        (packed,) = pack(samples, range(len(samples)), micro.num_tokens)
+        if settings.offload_activations:
+            _offload_inputs(learner.model)
+        packed = learner.laid_out(micro)
         trained = [parameter for parameter in learner.parameters if parameter.requires_grad]
         for parameter in trained:
             parameter.grad = torch.zeros_like(parameter)
@@ -156,13 +169,13 @@ def _measure(
         for storages in (held["reference"], held["gradients"], held["optimizer"]):  # with adapters: one model
             for key in held["weights"].keys() & storages.keys():
                 del storages[key]
-        tracker = _Tracker({key for storages in held.values() for key in storages})
+        tracker = _Tracker({key: storage for storages in held.values() for key, storage in storages.items()})
         learner.model.train()  # layers are recomputed in train mode only
-        with tracker, packed_attention(learner.model):
+        with _no_garbage(), tracker, packed_attention(learner.model), _phases_of(learner.model, tracker):
             total = learner.forward(packed)
             tracker.begin_phase()
             total.backward()
-    sizes = {name: sum(storages.values()) for name, storages in held.items()}
+    sizes = {name: sum(storage.nbytes() for storage in storages.values()) for name, storages in held.items()}
     return [RankMemory(**sizes, **peak) for peak in tracker.peaks]
 
 
@@ -191,6 +204,11 @@ class _OneDevice(TorchLearner):
         sizes = PieceSizes.on_gpu(device_bytes)
         self._scorer = LogprobScorer(1.0, is_fp32=self.settings.fp32_head, sizes=sizes)
 
+    def laid_out(self, micro: MicroShape) -> MicroBatch:
+        """The micro-batch that a pass gets."""
+        samples = micro.samples
+        return lay_out(samples, prompt_groups(samples, range(len(samples)), micro.num_tokens), self.device)
+
     def forward(self, packed: Any) -> Tensor:
         """A loss of every answer token's log-prob, and of the critic's values if there is one."""
         scores, values_a = self._forward(self.model, packed, has_values=True)
@@ -207,6 +225,10 @@ class _OneRank(RankLearner):
     reference_tensors = _OneDevice.reference_tensors
     size_pieces = _OneDevice.size_pieces
     forward = _OneDevice.forward
+
+    def laid_out(self, micro: MicroShape) -> MicroBatch:
+        samples = micro.samples
+        return self._lay_out(samples, prompt_groups(samples, range(len(samples)), micro.num_tokens))
 
 
 def _bare_model(model_config: Any, lora: LoraSettings | None) -> Any:
@@ -232,9 +254,27 @@ def _fake_model(bare: Any) -> Any:
 def _do_nothing(_module: nn.Module, _inputs: Any) -> None: ...
 
 
+def _offload_inputs(model: Any) -> None:
+    """Let recomputed layers keep the shape of their inputs only, as if those were in host memory."""
+
+    def to_host(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+        return tensor.shape, tensor.dtype
+
+    def from_host(packed: tuple[torch.Size, torch.dtype]) -> Tensor:
+        return torch.empty(packed[0], dtype=packed[1])
+
+    def recompute(function: Callable[..., Any], *inputs: Any) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(to_host, from_host):
+            return checkpoint(function, *inputs, use_reentrant=False)
+
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:
+            setattr(module, "_gradient_checkpointing_func", recompute)  # noqa: B010  (torch declares modules only)
+
+
 @contextmanager
-def _fake_ranks(num_ranks: int | None) -> Iterator[DeviceMesh | None]:
-    """A mesh of ranks of which only rank 0 exists; None without ranks."""
+def _fake_ranks(num_ranks: int | None, context_parallel: int) -> Iterator[DeviceMesh | None]:
+    """A mesh of ranks of which only one exists, the last of its context group; None without ranks."""
     if num_ranks is None:
         yield None
         return
@@ -242,11 +282,47 @@ def _fake_ranks(num_ranks: int | None) -> Iterator[DeviceMesh | None]:
         raise LearnerError("a dry run needs a process without torch.distributed: run sortedrl doctor on its own")
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+    dist.init_process_group("fake", store=FakeStore(), rank=context_parallel - 1, world_size=num_ranks)
     try:
         yield init_device_mesh("cpu", (num_ranks,))
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def _phases_of(model: Any, tracker: _Tracker) -> Iterator[None]:
+    """Inside, begin a phase where the backward pass leaves the output layer, and where it leaves the layers."""
+
+    def begin_phase(_gradient: Tensor) -> None:
+        tracker.begin_phase()
+
+    def watch(tensor: Any) -> None:
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            tensor.register_hook(begin_phase)
+
+    hooks = [
+        model.get_output_embeddings().register_forward_pre_hook(lambda _module, inputs: watch(inputs[0])),
+        model.get_input_embeddings().register_forward_hook(lambda _module, _inputs, output: watch(output)),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def _no_garbage() -> Iterator[None]:
+    """Inside the block, garbage is collected only where that is asked for, and only what was made there: it is fast."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager
@@ -257,13 +333,13 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _storages(tensors: Iterable[Any]) -> dict[int, int]:
-    """The bytes of each storage, by its address in torch; shared ones once."""
-    found: dict[int, int] = {}
+def _storages(tensors: Iterable[Any]) -> dict[int, Any]:
+    """The storages by their address in torch, shared ones once. As long as they are kept, no other has that address."""
+    found: dict[int, Any] = {}
     for tensor in tensors:
         if isinstance(tensor, Tensor):
             storage = _local(tensor).untyped_storage()
-            found[storage._cdata] = storage.nbytes()
+            found[storage._cdata] = storage
     return found
 
 
@@ -278,7 +354,7 @@ class _Tracker(TorchDispatchMode):
     operators that touch them, and by `resize_`, with which FSDP frees and allocates gathered weights.
     """
 
-    def __init__(self, known: set[int]) -> None:
+    def __init__(self, known: Mapping[int, Any]) -> None:
         super().__init__()
         self.peaks: list[dict[str, int]] = []
         self._known = known
@@ -288,6 +364,7 @@ class _Tracker(TorchDispatchMode):
         self.begin_phase()
 
     def begin_phase(self) -> None:
+        gc.collect()  # fake tensors leave reference cycles, which would count until Python happens to find them
         self.peaks.append(dict(self._now))
 
     def __enter__(self) -> _Tracker:
@@ -319,21 +396,24 @@ class _Tracker(TorchDispatchMode):
         key = storage._cdata
         if key in self._known:
             return
+        reference = None
         if key in self._live:
-            reference, size, before = self._live[key]
-            part = part or before
+            reference, size, before = self._live.pop(key)
             self._now[before] -= size
-        else:
-            reference, part = weakref.ref(storage, lambda _: self._forget(key)), part or "activations"
-        size = storage.nbytes()
-        self._live[key] = (reference, size, part)
+            if reference() is storage:
+                part = part or before
+            else:  # the address of a storage that is gone, and was not reported yet
+                reference = None
+        size, part = storage.nbytes(), part or "activations"
+        self._live[key] = (reference or weakref.ref(storage, partial(self._forget, key)), size, part)
         self._now[part] += size
         if sum(self._now.values()) > sum(self.peaks[-1].values()):
             self.peaks[-1] = dict(self._now)
 
-    def _forget(self, key: int) -> None:
-        _, size, part = self._live.pop(key)
-        self._now[part] -= size
+    def _forget(self, key: int, reference: Any) -> None:
+        if key in self._live and self._live[key][0] is reference:
+            _, size, part = self._live.pop(key)
+            self._now[part] -= size
 
 
 def _make_sample(index: int, prompt_tokens: int, answer_tokens: int) -> Sample:

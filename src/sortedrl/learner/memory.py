@@ -17,8 +17,12 @@ import torch
 from sortedrl.errors import first_line
 from sortedrl.learner.pack import MicroBatch
 
-# Messages of plain RuntimeErrors that CPU allocators, or libraries that could not allocate, raise.
-_MESSAGES = ("can't allocate memory", "Cannot allocate memory", "out of memory", "bad_alloc", "ALLOC_FAILED")
+# Messages of plain RuntimeErrors that CPU allocators, or libraries that could not allocate, raise. The last is that of
+# oneDNN in bfloat16. It has other causes too, which remain when micro-batches get smaller, and are then reported.
+_MESSAGES = (
+    *("can't allocate memory", "Cannot allocate memory", "out of memory", "bad_alloc", "ALLOC_FAILED"),
+    "could not create a primitive",
+)
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 _MAX_MMAP_THRESHOLD = 1 << 25  # the largest that glibc accepts

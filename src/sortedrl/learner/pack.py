@@ -115,8 +115,40 @@ def prompt_groups(samples: Sequence[Sample], indices: Iterable[int], micro_token
     return groups
 
 
+@dataclass(slots=True, kw_only=True, frozen=True)
+class PackedArrays:
+    """A micro-batch in host memory, before it goes to a device."""
+
+    indices: list[int]
+    lengths: list[int]
+    tokens_n: np.ndarray
+    positions_n: np.ndarray
+    rows: list[np.ndarray]  # the packed tokens of each sample with its prompt
+    predictor_a: np.ndarray
+    targets_a: np.ndarray
+    behaviour_a: np.ndarray
+
+    def on(self, device: torch.device | str) -> MicroBatch:
+        return MicroBatch(
+            indices=self.indices,
+            lengths=self.lengths,
+            tokens_n=to_device(self.tokens_n, device),
+            positions_n=to_device(self.positions_n, device),
+            layout=make_layout(self.rows, len(self.tokens_n), device),
+            predictor_a=to_device(self.predictor_a, device),
+            targets_a=to_device(self.targets_a, device),
+            behaviour_a=to_device(self.behaviour_a, device),
+            sample_a=to_device(np.repeat(np.array(self.indices, dtype=np.int64), self.lengths), device),
+        )
+
+
 def lay_out(samples: Sequence[Sample], groups: Sequence[PromptGroup], device: torch.device | str) -> MicroBatch:
     """The micro-batch of some groups of samples, on the device."""
+    return arrange(samples, groups).on(device)
+
+
+def arrange(samples: Sequence[Sample], groups: Sequence[PromptGroup]) -> PackedArrays:
+    """Pack some groups of samples end to end."""
     tokens: list[int] = []
     targets: list[int] = []
     behaviour: list[float] = []
@@ -124,7 +156,6 @@ def lay_out(samples: Sequence[Sample], groups: Sequence[PromptGroup], device: to
     positions: list[np.ndarray] = []
     predictors: list[np.ndarray] = []
     lengths: list[int] = []
-    indices = [index for group in groups for index in group.indices]
     for group in groups:
         prompt_range = np.arange(len(tokens), len(tokens) + len(group.prompt))
         tokens.extend(group.prompt)
@@ -141,16 +172,15 @@ def lay_out(samples: Sequence[Sample], groups: Sequence[PromptGroup], device: to
             targets.extend(compress(answer, is_sampled))
             behaviour.extend(compress(logprobs, is_sampled))
             lengths.append(int(is_sampled.sum()))
-    return MicroBatch(
-        indices=indices,
+    return PackedArrays(
+        indices=[index for group in groups for index in group.indices],
         lengths=lengths,
-        tokens_n=to_device(torch.tensor(tokens), device),
-        positions_n=to_device(np.concatenate(positions), device),
-        layout=make_layout(rows, len(tokens), device),
-        predictor_a=to_device(np.concatenate(predictors), device),
-        targets_a=to_device(torch.tensor(targets), device),
-        behaviour_a=to_device(torch.tensor(behaviour, dtype=torch.float32), device),
-        sample_a=to_device(np.repeat(np.array(indices, dtype=np.int64), lengths), device),
+        tokens_n=np.array(tokens, dtype=np.int64),
+        positions_n=np.concatenate(positions),
+        rows=rows,
+        predictor_a=np.concatenate(predictors),
+        targets_a=np.array(targets, dtype=np.int64),
+        behaviour_a=np.array(behaviour, dtype=np.float32),
     )
 
 

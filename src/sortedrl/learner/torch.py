@@ -117,7 +117,8 @@ class TorchLearner:
         self._skipped_in_row = 0
         self._micro_tokens = settings.micro_tokens  # lowered when memory runs out
         if settings.recompute:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            is_offloaded = settings.offload_activations and self.device.type != "cpu"  # there, the host is the device
+            recompute_layers(model, is_offloaded=is_offloaded)
         self._live = ModuleWeights(model)
         self._has_overlap = overlap
         self._source = self._live.snapshot() if overlap else self._live
@@ -493,3 +494,15 @@ class TorchLearner:
             f"{_MAX_SKIPPED} steps in a row were not finite ({reason}{saved}): "
             "lower learner.lr, or resume from an earlier checkpoint"
         )
+
+
+def recompute_layers(model: Any, *, is_offloaded: bool) -> None:
+    """Let layers keep their inputs only, on the device or in host memory, and compute the rest for the gradient."""
+    options: dict[str, Any] = {"offload": True} if is_offloaded else {}
+    try:
+        model.gradient_checkpointing_enable({"use_reentrant": False}, **options)
+    except TypeError as error:
+        raise ConfigError(
+            "learner.offload_activations needs a newer transformers, whose gradient_checkpointing_enable takes "
+            "offload: upgrade it, or remove the key"
+        ) from error

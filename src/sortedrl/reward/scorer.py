@@ -7,11 +7,12 @@ one scorer for training and one for held-out prompts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from sortedrl.errors import RewardError
 from sortedrl.records import Prompt, Sample
+from sortedrl.reward.answer_text import Decoder, decoder_of
 from sortedrl.reward.pool import RewardCall, RewardPool, RewardScore
 
 
@@ -31,6 +32,10 @@ class SampleScorer:
     on_score: Callable[[RewardScore], None] | None = None
     on_call: Callable[[RewardCall], None] | None = None
     conversation: Callable[[Sequence[int], Sequence[range]], list[dict[str, str]]] | None = None
+    _decode: Decoder = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._decode = decoder_of(self.tokenizer)
 
     def submit(self, sample: Sample) -> None:
         tokens = sample.tokens
@@ -43,7 +48,7 @@ class SampleScorer:
         if self.conversation is not None and not isinstance(prompt.content, str):
             answer: str | list[dict[str, str]] = self.conversation(tokens, masked)
         else:
-            answer = self.tokenizer.decode(tokens, skip_special_tokens=True)
+            answer = self._decode(tokens)
         self.pool.submit(key, prompt.content, answer, prompt.columns, tokens)
 
     def poll(self, timeout: float) -> list[RewardScore]:

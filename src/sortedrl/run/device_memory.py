@@ -91,7 +91,7 @@ def dry_rank_memory(
     config: SortedConfig, folder: Path, shape: ModelShape, *, device_bytes: int, is_whole: bool = False
 ) -> RankMemory:
     """The learner's memory on one GPU by a dry run. `is_whole`: at full depth, which takes longer."""
-    settings = config.learner
+    settings = config.learner.model_copy(update={"context_parallel": config.context_parallel})
     if settings.dtype == "auto":  # on a GPU
         settings = settings.model_copy(update={"dtype": "bfloat16"})
     return measure_update(

@@ -199,7 +199,8 @@ def _ranks(config: SortedConfig, target: Target) -> list[Finding]:
     import torch.distributed as dist
 
     backend = "nccl" if config.rank_gpus else "gloo"
-    text = f"{config.num_ranks}, over {backend}"
+    together = config.context_parallel
+    text = f"{config.num_ranks}, over {backend}" + (f", {together} together on a micro-batch" if together > 1 else "")
     if target.hardware is not None:
         is_fine = True  # another machine is planned
     elif importlib.util.find_spec("ray") is None:

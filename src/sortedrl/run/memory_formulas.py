@@ -69,7 +69,7 @@ def estimate_memory(config: SortedConfig, model: ModelShape) -> Memory:
     weights = int(model.params) * FLOAT
     has_adapters, trained = has_lora(config), num_trained(config, model)
     window, ranks = config.task.max_prompt_tokens + config.engine.max_new_tokens, config.num_ranks
-    micro = micro_shape(config).num_tokens
+    micro = _rank_tokens(config)
     # With LoRA, the model without its adapters is the reference.
     has_reference = config.learner.kl_coef > 0 and not has_adapters
     return Memory(
@@ -159,9 +159,12 @@ def adapters_of(config: SortedConfig) -> LoraSection | None:
 
 
 def micro_shape(config: SortedConfig) -> MicroShape:
-    """The longest micro-batch: `micro_tokens`, unless a single answer is longer or a rank's share of them shorter."""
+    """The longest micro-batch: `micro_tokens`, unless a single answer is longer or a rank's share of them shorter.
+
+    Ranks of a context group compute it together.
+    """
     prompt, answer = config.task.max_prompt_tokens, config.engine.max_new_tokens
-    share = -(-config.schedule.update_batch // config.num_ranks)
+    share = -(-config.schedule.update_batch * config.context_parallel // config.num_ranks)
     most = max(min(config.learner.micro_tokens, share * (prompt + answer)), prompt + answer)
     return MicroShape(prompt_tokens=prompt, answer_tokens=answer, num_tokens=most)
 
@@ -196,9 +199,16 @@ def formula_rank_memory(config: SortedConfig, model: ModelShape, device_bytes: i
     )
 
 
+def _rank_tokens(config: SortedConfig) -> int:
+    """Tokens of the longest micro-batch that one rank computes: all, or its share in a context group."""
+    return -(-micro_shape(config).num_tokens // config.context_parallel)
+
+
 def _kept_bytes(config: SortedConfig, model: ModelShape) -> int:
-    """Activations that all layers keep for the backward pass: their inputs only, or everything."""
-    tokens, q, kv = micro_shape(config).num_tokens, model.heads * model.head_dim, model.kv_heads * model.head_dim
+    """Activations that all layers keep for the backward pass: their inputs only, or everything; none on the host."""
+    tokens, q, kv = _rank_tokens(config), model.heads * model.head_dim, model.kv_heads * model.head_dim
+    if config.learner.offload_activations:
+        return 0
     if config.learner.recompute:
         return tokens * model.layers * model.hidden * _stream_bytes(config)
     return int(tokens * model.layers * (7.5 * model.hidden + 3 * q + 3 * kv + 4 * model.intermediate) * HALF)
@@ -214,7 +224,7 @@ def _layer_moment(config: SortedConfig, model: ModelShape) -> int:
     """Activations while the gradient of a layer is computed, with what it has computed again."""
     if not config.learner.recompute:
         return _kept_bytes(config, model)
-    tokens, q, kv = micro_shape(config).num_tokens, model.heads * model.head_dim, model.kv_heads * model.head_dim
+    tokens, q, kv = _rank_tokens(config), model.heads * model.head_dim, model.kv_heads * model.head_dim
     wide = 9.25 if _stream_bytes(config) == HALF else 14.5
     working = tokens * (6 * model.intermediate + wide * model.hidden + 3 * q + 2 * kv) * HALF
     return _kept_bytes(config, model) + int(working) + model.hidden * model.intermediate * HALF
@@ -222,13 +232,15 @@ def _layer_moment(config: SortedConfig, model: ModelShape) -> int:
 
 def _head_moment(config: SortedConfig, model: ModelShape, device_bytes: int) -> int:
     """Activations while log-probs or their gradients are computed, piece by piece, and the output layer's gradient."""
-    micro = micro_shape(config)
-    num_answers = sum(sample.num_tokens for sample in micro.samples)
-    logits = num_answers * model.vocab
-    piece = min(logits, PieceSizes.on_gpu(device_bytes).piece) if logits > WHOLE_ELEMENTS else logits
+    tokens = _rank_tokens(config)
+    num_answers = sum(sample.num_tokens for sample in micro_shape(config).samples)
+    num_answers = num_answers if config.context_parallel == 1 else min(num_answers, tokens)
+    logits = piece = num_answers * model.vocab
+    if logits > WHOLE_ELEMENTS:
+        piece = -(-logits // -(-num_answers // max(PieceSizes.on_gpu(device_bytes).piece // model.vocab, 1)))
     gradient = 0 if has_lora(config) else model.vocab * model.hidden * (FLOAT + HALF)
     # Of a piece: logits in bfloat16 and float32, log-probs, and those that are kept.
-    return _kept_bytes(config, model) + 14 * piece + 5 * micro.num_tokens * model.hidden * HALF + gradient
+    return _kept_bytes(config, model) + 14 * piece + 5 * tokens * model.hidden * HALF + gradient
 
 
 def _layer_params(model: ModelShape) -> int:

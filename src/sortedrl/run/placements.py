@@ -10,6 +10,7 @@ first of all.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +33,7 @@ from sortedrl.simulate.costs import Hardware, ModelShape, RooflineCost, load_har
 MAX_DEVICES = 1024  # no larger cluster is proposed
 TYPICAL_SHARE = 0.25  # mean length of answers, as a share of the token budget, for comparing speeds
 LEAST_ANSWERS = 4  # of full length that the KV cache of an engine must hold
+MAX_CONTEXT = 8  # ranks that are proposed to compute a micro-batch together: those of a machine
 NODE_GPUS = 8  # GPUs of a machine, unless the configuration says otherwise
 
 
@@ -58,7 +60,7 @@ class PlacementOption:
     @property
     def settings(self) -> dict[str, Any]:
         """The keys of `placement`."""
-        names = ("mode", "engines", "tensor_parallel", "ranks", "nodes", "gpus_per_node")
+        names = ("mode", "engines", "tensor_parallel", "ranks", "context_parallel", "nodes", "gpus_per_node")
         return {name: getattr(self.config.placement, name) for name in names}
 
     def as_dict(self) -> dict[str, Any]:
@@ -75,18 +77,26 @@ class PlacementOption:
         }
 
     def __str__(self) -> str:
-        return f"placement.mode = {self.config.placement.mode}, {self.placement}"
+        together = self.config.context_parallel
+        context = f" with placement.context_parallel = {together}" if together > 1 else ""
+        return f"placement.mode = {self.config.placement.mode}, {self.placement}{context}"
 
 
 def propose_placements(
-    config: SortedConfig, shape: ModelShape, hardware: Hardware, num_devices: int
+    config: SortedConfig, shape: ModelShape, hardware: Hardware, num_devices: int, context: int | None = None
 ) -> list[PlacementOption]:
-    """All sensible placements on so many GPUs: those that fit first, by speed; then the others, by what they lack."""
+    """All sensible placements on so many GPUs: those that fit first, by speed; then the others, by what they lack.
+
+    `context` is how many ranks compute a micro-batch together; None: as many as the configuration says.
+    """
+    context = config.context_parallel if context is None else context
     gpus_per_node = min(config.placement.gpus_per_node if config.placement.mode else NODE_GPUS, num_devices)
     cluster = Cluster.of(num_devices, gpus_per_node)
     options: list[PlacementOption] = []
     for mode, engines, width, ranks in _candidates(config, shape, cluster):
+        together = math.gcd(context, ranks, shape.heads)
         keys = {"mode": mode, "engines": engines, "tensor_parallel": width, "ranks": ranks}
+        keys["context_parallel"] = together
         machines = {"nodes": len(cluster.gpus), "gpus_per_node": gpus_per_node}
         try:
             placed = with_placement(config, **keys, **machines)
@@ -143,6 +153,7 @@ def with_placement(config: SortedConfig, **placement: Any) -> SortedConfig:
         ("engine", "replica_gpus"),
         ("learner", "ranks"),
         ("learner", "rank_gpus"),
+        ("learner", "context_parallel"),
     ):
         tree[section].pop(key, None)
     tree["engine"]["kind"] = "vllm"
@@ -228,42 +239,61 @@ def what_would_fit(config: SortedConfig, shape: ModelShape, hardware: Hardware, 
         if more and more[0].fits:
             found.append(f"{count} x {name} with {more[0]}")
         count *= 2
-    for changed, text in _smaller(config):
-        options = propose_placements(changed, shape, hardware, num_devices)
+    for changed, context, text in _smaller(config, shape):
+        options = propose_placements(changed, shape, hardware, num_devices, context)
         if options and options[0].fits:
             found.append(f"{text} with {options[0]}")
             break
     return "; or ".join(found) if found else "a smaller model"
 
 
-def _smaller(config: SortedConfig) -> Iterator[tuple[SortedConfig, str]]:
-    """Changes that need less memory, the smallest change first, each on top of those before."""
+def _smaller(config: SortedConfig, shape: ModelShape) -> Iterator[tuple[SortedConfig, int, str]]:
+    """Changes that need less memory, the smallest change first, each on top of those before.
+
+    With each comes the number of ranks that compute a micro-batch together.
+    """
+    context = config.context_parallel
     if not config.learner.recompute:
         config = config.replaced(learner={"recompute": True})
-        yield config, "learner.recompute = true"
+        yield config, context, "learner.recompute = true"
+    while context < MAX_CONTEXT and shape.heads % (context * 2) == 0:
+        context *= 2
+        yield config, context, "long answers divided over ranks"
     answer = config.engine.max_new_tokens
     while not has_lora(config) and answer >= 2048:
         answer //= 2
         micro = config.task.max_prompt_tokens + answer
         yield (
             config.replaced(engine={"max_new_tokens": answer}, learner={"micro_tokens": micro}),
+            context,
             f"engine.max_new_tokens = {answer} and learner.micro_tokens = {micro}",
         )
     if not has_lora(config):
-        yield config.replaced(lora={"rank": 32}, learner={"kl_coef": 0.0}), "lora.rank = 32"
+        yield config.replaced(lora={"rank": 32}, learner={"kl_coef": 0.0}), context, "lora.rank = 32"
 
 
 def placements_table(options: list[PlacementOption], title: str) -> Table:
     table = Table(
         title=title, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, caption="* fits, and is fastest"
     )
-    for header in ("", "mode", "engines", "GPUs per engine", "ranks", "peak per GPU", "of", "when", "update every"):
+    for header in (
+        "",
+        "mode",
+        "engines",
+        "GPUs per engine",
+        "ranks",
+        "together",
+        "peak per GPU",
+        "of",
+        "when",
+        "update every",
+    ):
         table.add_column(header, justify="left" if header in ("", "mode", "when") else "right")
     for number, option in enumerate(options):
         keys = option.settings
         table.add_row(
             "*" if option.fits and number == 0 else "" if option.fits else "no",
-            *(str(keys[name]) for name in ("mode", "engines", "tensor_parallel", "ranks")),
+            *(str(keys[name]) for name in ("mode", "engines", "tensor_parallel", "ranks", "context_parallel")),
             gib(option.worst.total),
             gib(option.room),
             f"{option.worst.phase} ({option.worst.owners})",

@@ -47,6 +47,8 @@ class Hardware:
     memory_share: float
     step_overhead_s: float
     reduce_s: float
+    network_bandwidth: float = 25e9  # this and the next are for clusters (cluster_cost.py)
+    network_latency_s: float = 20e-6
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

@@ -13,6 +13,9 @@ Guarantees:
   micro-batches, before any weight moves;
 - the saved state is that of one process, so a run can resume with any number of ranks or in one process.
 
+With `learner.context_parallel`, a context group of ranks takes the place of a rank: its ranks compute one micro-batch
+together (`context.py`), know the same figures of it, and the first of them counts.
+
 Shapes: a sampled answer tokens, f metrics.
 """
 
@@ -34,12 +37,14 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from sortedrl.learner.attention import packed_attention
 from sortedrl.learner.base import UpdateResult
 from sortedrl.learner.device import to_device, to_host
+from sortedrl.learner.logprobs import Scores
 from sortedrl.learner.loss_inputs import LossInputs, PerToken
 from sortedrl.learner.memory import Shortage, collect_and_release, try_pass
 from sortedrl.learner.optimizer import LearnerSettings
-from sortedrl.learner.pack import MicroBatch, lay_out, prompt_groups
+from sortedrl.learner.pack import MicroBatch, PromptGroup, lay_out, prompt_groups
 from sortedrl.learner.precision import product_dtype
 from sortedrl.learner.sharded.balance import attention_weight, plan_rounds
+from sortedrl.learner.sharded.context import ContextGroup, SplitMicroBatch, check_heads
 from sortedrl.learner.sharded.exchange import Exchange
 from sortedrl.learner.sharded.shards import META, Sharding, full_local, full_tensor, shard_like, shard_model
 from sortedrl.learner.torch import TorchLearner
@@ -51,7 +56,10 @@ from sortedrl.weights import array_of
 class RankLearner(TorchLearner):
     """`weights` are the weights to fill a skeleton model with (see `shards.py`)."""
 
-    _memory_remedy = "lower engine.max_new_tokens, raise learner.ranks, or set learner.recompute, and resume"
+    _memory_remedy = (
+        "raise learner.context_parallel or learner.ranks, set learner.recompute, or lower engine.max_new_tokens, and "
+        "resume"
+    )
 
     def __init__(
         self,
@@ -66,6 +74,11 @@ class RankLearner(TorchLearner):
         self._weights = weights
         self._group = mesh.get_group()
         self._exchange = Exchange()
+        self._context: ContextGroup | None = None
+        if settings.context_parallel > 1:
+            check_heads(model.config, settings.context_parallel)
+            device = torch.device(mesh.device_type)
+            self._context = ContextGroup(self._group, settings.context_parallel, self._exchange, device)
         self._attention = attention_weight(model)
         super().__init__(model, settings, temperature=temperature)
         self._weights = None
@@ -76,7 +89,7 @@ class RankLearner(TorchLearner):
     def _make_first_pass(self) -> None:
         """FSDP2 sees at the first pass what is trained. The reference pass of a model with adapters trains nothing."""
         with packed_attention(self.model):
-            self._forward(self.model, _tiny(self.device), has_values=False)
+            self._forward(self.model, self._tiny(), has_values=False)
 
     def trained_weights(self) -> dict[str, Any]:
         """The full trainable weights as arrays. Every rank must call it; only rank 0 gets them."""
@@ -156,25 +169,54 @@ class RankLearner(TorchLearner):
     ) -> Shortage | None:
         """Run this rank's share of the micro-batches. All ranks return a shortage if one of them has one."""
         shortage: Shortage | None = None
-        for plans in plan_rounds(samples, indices, self._micro_tokens, self._mesh.size(), self._attention):
-            own = plans[self._mesh.get_rank()]
+        number, num_groups = self._mesh.get_rank(), self._mesh.size()
+        if self._context is not None:
+            number, num_groups = self._context.number, self._context.num_groups
+        for plans in plan_rounds(samples, indices, self._micro_tokens, num_groups, self._attention):
+            own = plans[number]
             self._exchange.begin_pass()
-            if own is None or shortage is not None:  # after a shortage, what is computed is discarded
-                idle(_tiny(self.device))
+            if own is None:
+                idle(self._tiny())
                 continue
-            shortage = try_pass(run, lay_out(samples, own.groups, self.device))
+            micro = self._lay_out(samples, own.groups)
+            if shortage is not None:  # what is computed is discarded
+                idle(self._tiny(micro))
+                continue
+            shortage = try_pass(run, micro)
             if shortage is not None:
-                self._catch_up(idle)
+                self._catch_up(idle, micro)
         return self._agree(shortage)
 
-    def _catch_up(self, idle: Callable[[MicroBatch], None]) -> None:
+    def _lay_out(self, samples: Sequence[Sample], groups: Sequence[PromptGroup]) -> MicroBatch:
+        if self._context is None:
+            return lay_out(samples, groups, self.device)
+        return self._context.split(samples, groups, self.device)
+
+    def _tiny(self, real: MicroBatch | None = None) -> MicroBatch:
+        """A micro-batch of one token, for passes whose result is not used. `real`: what the context group computes."""
+        tiny = self._lay_out([_IDLE], prompt_groups([_IDLE], [0], 1))
+        if self._context is None or not (isinstance(tiny, SplitMicroBatch) and isinstance(real, SplitMicroBatch)):
+            return tiny
+        return self._context.stand_in(tiny, real)
+
+    def _forward(self, module: Any, micro: MicroBatch, *, has_values: bool) -> tuple[Scores, Tensor | None]:
+        if self._context is None or not isinstance(micro, SplitMicroBatch):
+            return super()._forward(module, micro, has_values=has_values)
+        return self._context.join(micro, *super()._forward(module, micro.own, has_values=has_values))
+
+    @property
+    def _is_counted(self) -> bool:
+        """Whether this rank adds its figures: the ranks of a context group have the same ones."""
+        return self._context is None or self._context.is_first
+
+    def _catch_up(self, idle: Callable[[MicroBatch], None], failed: MicroBatch) -> None:
         """Finish the pass that failed, so that the other ranks can finish theirs."""
         for root in self._roots:
             with suppress(AttributeError):  # a root that has made no pass has nothing to reset, and says so like this
                 root.reset_iter_state()
         collect_and_release()
         with self._exchange.catching_up():
-            idle(_tiny(self.device))
+            idle(self._tiny(failed))
 
     def _agree(self, own: Shortage | None) -> Shortage | None:
         """A shortage that all ranks know: that of the largest micro-batch; a single sample comes before others."""
@@ -198,7 +240,8 @@ class RankLearner(TorchLearner):
         ]
 
     def _gradients(self, inputs: LossInputs, indices: range, learned: Sequence[int]) -> StepMetrics:
-        return self._sum_over_ranks(super()._gradients(inputs, indices, learned))
+        step = super()._gradients(inputs, indices, learned)
+        return self._sum_over_ranks(step if self._is_counted else StepMetrics.zeros(self.device))
 
     def _clip_gradients(self) -> Tensor:
         parameters = [parameter for parameter in self._parameters().values() if parameter.grad is not None]
@@ -217,7 +260,7 @@ class RankLearner(TorchLearner):
     def _gather_samples(self, samples: Sequence[Sample], indices: Sequence[int], own: PerToken) -> PerToken:
         """Values at the tokens of the samples at `indices`, from the ranks that computed them."""
         lengths = [samples[index].num_sampled for index in indices]
-        mine = [index for index in indices if index in own]
+        mine = [index for index in indices if index in own and self._is_counted]
         if mine:
             starts = dict(zip(indices, accumulate([0, *lengths]), strict=False))
             places = np.concatenate([np.arange(samples[i].num_sampled) + starts[i] for i in mine])
@@ -269,9 +312,13 @@ class RankLearner(TorchLearner):
         return torch.cat([block[:, :size] for block, size in zip(blocks, sizes, strict=True)], dim=1)
 
 
-def _tiny(device: torch.device) -> MicroBatch:
-    """A micro-batch of one token, for passes whose result is not used."""
-    segment = Segment(version=0, tokens=[0], logprobs=[0.0])
-    prompt = Prompt(id="idle", tokens=(0,), content="")
-    sample = Sample(id=0, prompt=prompt, index=0, epoch=0, cohort=0, seed=0, budget=1, segments=[segment])
-    return lay_out([sample], prompt_groups([sample], [0], 1), device)
+_IDLE = Sample(
+    id=0,
+    prompt=Prompt(id="idle", tokens=(0,), content=""),
+    index=0,
+    epoch=0,
+    cohort=0,
+    seed=0,
+    budget=1,
+    segments=[Segment(version=0, tokens=[0], logprobs=[0.0])],
+)

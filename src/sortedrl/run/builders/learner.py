@@ -16,6 +16,7 @@ from sortedrl.config import SortedConfig
 from sortedrl.engine.pool.ray_cluster import connect, disconnect, is_connected
 from sortedrl.errors import ConfigError
 from sortedrl.learner.forked import ForkedLearner
+from sortedrl.learner.sharded.context import check_heads
 from sortedrl.learner.sharded.learner import ShardedLearner
 from sortedrl.learner.sharded.shards import check_torch
 from sortedrl.learner.unscored import SkippingLearner
@@ -38,6 +39,7 @@ def build_learner(config: SortedConfig, model: Any) -> RunLearner:
         )
         return ForkedLearner(learner) if is_apart else learner
     check_torch()
+    check_heads(model.config, config.context_parallel)
     check_rank_device(config)
     check_room(config)
     is_ours = connect(config.engine.cluster or None, run_dir=config.run_dir)
