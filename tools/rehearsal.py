@@ -108,7 +108,8 @@ def make_step(part: Part) -> Step:
     arguments = part.command or ("-m", "pytest", "-q", "-p", "no:cacheprovider", *part.tests)
     environment = {"OMP_NUM_THREADS": "1"}
     if part.needs_vllm:
-        environment["PYTHONPATH"] = str(V2_FOLDER)
+        paths = (str(V2_FOLDER), os.environ.get("PYTHONPATH", ""))
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     return Step(
         name=part.name,
         command=[python, *arguments],

@@ -9,6 +9,9 @@ Ways to publish, one after the other, each with the same learner:
 - `tp2`: to one engine that is split over two workers, from the ranks to the workers over gloo;
 - `two`: to a pool of two engines in Ray actors, to all workers at once.
 
+vLLM splits layers by attention heads, and SmolLM2-135M has 9. So `tp2` takes the same tensors for heads of half the
+width, 18: shapes and bytes are SmolLM2's, and only its answers would differ.
+
 Each round moves the weights on the ranks, publishes them and takes the time. After the last round each worker applies
 its layers to the identity, and the products are compared, bit by bit, with those after vLLM's own loader has read the
 same weights from a file. `learner_bytes` counts what torch's operators wrote in rank 0's memory in one publication, and
@@ -185,9 +188,19 @@ def two_engines(options: argparse.Namespace, model: Any) -> Iterator[tuple[Engin
 
 def make_engine(options: argparse.Namespace, model: Any, **settings: Any) -> tuple[Any, Any]:
     described = model if isinstance(model, dict) else model.config.to_dict()
+    described = with_even_heads(described) if settings.get("tensor_parallel", 1) > 1 else described
     dtype = getattr(torch, options.dtype)
     common = {"slots": SLOTS, "max_length": MAX_LENGTH, "weights_dtype": torch.float32, "dtype": dtype}
     return vllm_engine(described, **common, **({"transfer": "gloo", "limit_s": LIMIT_S} | settings))
+
+
+def with_even_heads(config: dict[str, Any]) -> dict[str, Any]:
+    """The same model, read as one with twice the heads of half the width if the number of heads is odd."""
+    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+    if heads % 2 == groups % 2 == 0:
+        return config
+    width = config.get("head_dim") or config["hidden_size"] // heads
+    return {**config, "num_attention_heads": 2 * heads, "num_key_value_heads": 2 * groups, "head_dim": width // 2}
 
 
 class OneEngine:
