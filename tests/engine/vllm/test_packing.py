@@ -40,7 +40,7 @@ class Model(nn.Module):
 
 
 def wire(tensors: Sequence[Tensor]) -> list[WireTensor]:
-    return [WireTensor(tensor=tensor, dtype=torch.bfloat16, shape=tensor.shape) for tensor in tensors]
+    return [WireTensor(tensor, torch.bfloat16) for tensor in tensors]
 
 
 def packed_bytes(tensors: Sequence[Tensor]) -> Tensor:

@@ -36,13 +36,13 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.packed_tensor import unpack_tensor
 
-from sortedrl.engine.vllm.transfer.packing import NUM_BUFFERS, BucketPacker
+from sortedrl.engine.vllm.transfer.packing import NUM_BUFFERS, BucketPacker, Buffers
 from sortedrl.engine.vllm.transfer.source import CastSource
-from sortedrl.native.huge_pages import zeros_in_huge_pages
 
 BACKEND = "gloo"
 BUCKET_BYTES = 32 << 20
 _AT_ONCE = 2  # buckets that a worker receives at the same time
+_KEPT_BYTES = 1 << 30  # of received weights, in a worker
 
 
 @dataclass(kw_only=True)
@@ -109,6 +109,7 @@ class GlooTransferEngine(WeightTransferEngine[GlooInitInfo, NCCLWeightTransferUp
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._group: GlooGroup | None = None
+        self._buffers = Buffers(0)
         self._bucket_bytes = BUCKET_BYTES
         self._is_broken = False  # an update broke off, and some layers have not been completed
 
@@ -137,15 +138,27 @@ class GlooTransferEngine(WeightTransferEngine[GlooInitInfo, NCCLWeightTransferUp
             raise RuntimeError("no group to receive weights in: call init_weight_transfer_engine first")
         self._is_broken = True
         waiting: list[tuple[_Bucket, torch.Tensor, Any]] = []
-        for bucket in _buckets(update_info, self._bucket_bytes):
-            # New memory for each: a layer keeps its tensors until its last one has come.
-            packed = zeros_in_huge_pages(sum(bucket.sizes), dtype=torch.uint8, device=torch.device("cpu"))
+        buckets = list(_buckets(update_info, self._bucket_bytes))
+        buffers = self._take_buffers(buckets)
+        for number, bucket in enumerate(buckets):
+            packed = buffers.take(number, sum(bucket.sizes))
             waiting.append((bucket, packed, self._group.broadcast(packed)))
             if len(waiting) >= _AT_ONCE:
                 self._load(*waiting.pop(0))
         for arrival in waiting:
             self._load(*arrival)
         self._is_broken = False
+
+    def _take_buffers(self, buckets: Sequence[_Bucket]) -> Buffers:
+        """A buffer for each bucket, because a layer keeps its tensors until its last one has come.
+
+        They are kept for the next publication if the model is small.
+        """
+        if sum(size for bucket in buckets for size in bucket.sizes) > _KEPT_BYTES:
+            return Buffers(len(buckets))
+        if len(self._buffers) != len(buckets):
+            self._buffers = Buffers(len(buckets))
+        return self._buffers
 
     def _load(self, bucket: _Bucket, packed: torch.Tensor, handle: Any) -> None:
         handle.wait()

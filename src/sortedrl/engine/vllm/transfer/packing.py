@@ -27,17 +27,28 @@ from sortedrl.native.huge_pages import zeros_in_huge_pages
 NUM_BUFFERS = 3
 
 
-@dataclass(slots=True, kw_only=True, frozen=True)
 class WireTensor:
     """A parameter, or this rank's shard of it, as it is sent: a number format and a full shape."""
 
-    tensor: Tensor
-    dtype: torch.dtype
-    shape: torch.Size
+    def __init__(self, tensor: Tensor, dtype: torch.dtype) -> None:
+        self.tensor, self.dtype, self.shape = tensor, dtype, tensor.shape
+        self.num_bytes = tensor.shape.numel() * dtype.itemsize
+        self.mesh = tensor.device_mesh if is_host_shard(tensor) else None  # type: ignore[union-attr]
+        self._num_ranks = 1 if self.mesh is None else self.mesh.size()
 
     @property
-    def num_bytes(self) -> int:
-        return self.shape.numel() * self.dtype.itemsize
+    def is_shard(self) -> bool:
+        return self.mesh is not None
+
+    def rows(self, rank: int) -> tuple[int, int]:
+        """The first row that a rank holds and the row after its last: torch divides them as `chunk` does."""
+        num_rows = self.shape[0]
+        share = -(-num_rows // self._num_ranks)
+        return min(rank * share, num_rows), min((rank + 1) * share, num_rows)
+
+    def shard_shape(self, rank: int) -> torch.Size:
+        start, stop = self.rows(rank)
+        return torch.Size((stop - start, *self.shape[1:]))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,6 +78,9 @@ class Buffers:
     def __init__(self, count: int) -> None:
         self._memory = [torch.empty(0, dtype=torch.uint8)] * count
 
+    def __len__(self) -> int:
+        return len(self._memory)
+
     def take(self, number: int, num_bytes: int) -> Tensor:
         """The buffer for the use of this number; the use `count` numbers before must be over."""
         index = number % len(self._memory)
@@ -86,7 +100,7 @@ class BucketPacker:
     def pack(self, tensors: Sequence[WireTensor], limit: int) -> Iterator[Tensor]:
         """On rank 0 the packed buckets one after another; the other ranks send their shards and yield nothing."""
         buckets = split_into_buckets(tensors, limit)
-        mesh = next((wire.tensor.device_mesh for wire in tensors if is_host_shard(wire.tensor)), None)  # type: ignore[union-attr]
+        mesh = next((wire.mesh for wire in tensors if wire.mesh is not None), None)
         peers = [] if mesh is None else range(1, mesh.size())
         if self._rank == 0:
             yield from self._gather(buckets, [] if mesh is None else [(peer, mesh.get_group()) for peer in peers])
@@ -106,8 +120,8 @@ class BucketPacker:
             expect(number + 1)
             packed = self._packed.take(number, bucket.num_bytes)
             for wire, part in _parts(bucket, packed):
-                if is_host_shard(wire.tensor):
-                    _rows(part, wire, 0).copy_(wire.tensor.to_local())  # type: ignore[union-attr]
+                if wire.is_shard:
+                    part[slice(*wire.rows(0))].copy_(wire.tensor.to_local())  # type: ignore[union-attr]
                 else:
                     part.copy_(_full_tensor(wire.tensor))
             for peer, message, handle in arriving.pop(number):
@@ -134,7 +148,7 @@ class BucketPacker:
             message = buffers.take(number, _message_bytes(bucket, self._rank))
             places = iter(_message_parts(bucket, message, self._rank))
             for wire in bucket.tensors:
-                if is_host_shard(wire.tensor):
+                if wire.is_shard:
                     next(places).copy_(wire.tensor.to_local())  # type: ignore[union-attr]
                 else:
                     _full_tensor(wire.tensor)
@@ -164,32 +178,15 @@ def _parts(bucket: Bucket, packed: Tensor) -> Iterator[tuple[WireTensor, Tensor]
         yield wire, part.view(wire.dtype).view(wire.shape)
 
 
-def _rows(part: Tensor, wire: WireTensor, rank: int) -> Tensor:
-    """The rows of a full tensor that a rank holds: torch divides them as `chunk` does."""
-    start, stop = _row_range(wire, rank)
-    return part[start:stop]
-
-
-def _row_range(wire: WireTensor, rank: int) -> tuple[int, int]:
-    num_rows, num_ranks = wire.shape[0], wire.tensor.device_mesh.size()  # type: ignore[union-attr]
-    share = -(-num_rows // num_ranks)
-    return min(rank * share, num_rows), min((rank + 1) * share, num_rows)
-
-
 def _shard_places(bucket: Bucket, packed: Tensor, rank: int) -> Iterator[Tensor]:
     """Where the shards of a rank belong in a packed bucket."""
     for wire, part in _parts(bucket, packed):
-        if is_host_shard(wire.tensor):
-            yield _rows(part, wire, rank)
+        if wire.is_shard:
+            yield part[slice(*wire.rows(rank))]
 
 
 def _shard_shapes(bucket: Bucket, rank: int) -> list[tuple[WireTensor, torch.Size]]:
-    found: list[tuple[WireTensor, torch.Size]] = []
-    for wire in bucket.tensors:
-        if is_host_shard(wire.tensor):
-            start, stop = _row_range(wire, rank)
-            found.append((wire, torch.Size((stop - start, *wire.shape[1:]))))
-    return found
+    return [(wire, wire.shard_shape(rank)) for wire in bucket.tensors if wire.is_shard]
 
 
 def _message_bytes(bucket: Bucket, rank: int) -> int:

@@ -32,10 +32,7 @@ class CastSource(WeightSource):
 
     def wire_tensors(self) -> list[WireTensor]:
         """The parameters in the same order, as they are: `packing.py` casts and gathers them."""
-        return [
-            WireTensor(tensor=tensor, dtype=self._wire_dtype(tensor), shape=tensor.shape)
-            for _, tensor in self._parameters()
-        ]
+        return [WireTensor(tensor, self._wire_dtype(tensor)) for _, tensor in self._parameters()]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         with torch.no_grad():
