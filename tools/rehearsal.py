@@ -98,7 +98,11 @@ PARTS = (
         name="sleep",
         stands_for="engine and learner in turns on one GPU, with counted memory",
         cannot_show="real memory, its fragmentation, the time to wake",
-        tests=("tests/conformance/test_conformance_sleep.py", "tests/engine/vllm/test_vllm_promises.py"),
+        tests=(
+            "tests/conformance/test_conformance_sleep.py",
+            "tests/engine/pool/test_pool_sleep.py",
+            "tests/engine/vllm/test_vllm_promises.py",
+        ),
     ),
 )
 
