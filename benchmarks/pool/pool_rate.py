@@ -91,6 +91,12 @@ class InstantMember:
         self.version = version
         return done(None)
 
+    def sleep(self) -> Future[None]:
+        return done(None)
+
+    def wake(self) -> Future[None]:
+        return done(None)
+
     def stats(self) -> Future[EngineStats]:
         return done(EngineStats(running=len(self.running)))
 

@@ -87,7 +87,8 @@ def vllm_member() -> tuple[Engine, Any]:
     from sortedrl.engine.vllm.engine import VllmEngine
 
     model = tiny_model(**HEADS).to("meta")
-    return VllmEngine(model, slots=SLOTS, max_length=POOL_LENGTH, decode=letters, stream_s=0.5, transfer="gloo"), model
+    settings = {"slots": SLOTS, "max_length": POOL_LENGTH, "stream_s": 0.5, "transfer": "gloo", "sleeps": True}
+    return VllmEngine(model, decode=letters, **settings), model
 
 
 @contextmanager
@@ -114,7 +115,7 @@ def vllm_pool_case() -> Iterator[EngineCase]:
     from sortedrl.engine.vllm.transfer.link import WeightLink
 
     route = WeightLink(backend="gloo", dtype=torch.float32, num_workers=1, limit_s=300, is_local=True)
-    with _pool_case(vllm_member, tiny_model(**HEADS), health_s=300, start_s=900, route=route) as case:
+    with _pool_case(vllm_member, tiny_model(**HEADS), health_s=300, start_s=900, route=route, sleeps=True) as case:
         yield case
 
 

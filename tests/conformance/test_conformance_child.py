@@ -23,7 +23,7 @@ from tests.engine.pool.test_pool import check_same, serve_through
 from tests.support.tiny_models import make_requests, serve, source, tiny_model
 
 # They kill the child, which is started again. One such test is below; test_pool_faults.py has more on threads.
-# Engines of a pool cannot sleep.
+# Local engines cannot sleep; tests/engine/pool/test_pool_sleep.py has one in a child that does.
 APPLYING = [check for check in CHECKS if check.guarantee != "sleep" and "sleeps" not in check.name]
 SLOW = ("staleness-survives-a-recovery", "a-dead-engine-gives-its-samples-back")
 MARKED = [pytest.param(check, marks=pytest.mark.slow) if check.name in SLOW else check for check in APPLYING]

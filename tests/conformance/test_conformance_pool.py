@@ -45,7 +45,7 @@ def wait_until_all_are_up(pool: Pool) -> None:
 
 
 # Kills two more processes, which are started again. test_pool_faults.py shows the same on members in threads.
-# Engines of a pool cannot sleep.
+# Local engines cannot sleep; tests/engine/pool/test_pool_sleep.py has a pool of engines that do.
 APPLYING = [check for check in CHECKS if check.guarantee != "sleep" and "sleeps" not in check.name]
 SLOW = ("staleness-survives-a-recovery",)
 MARKED = [pytest.param(check, marks=pytest.mark.slow) if check.name in SLOW else check for check in APPLYING]

@@ -111,7 +111,7 @@ def test_bfloat16_may_replay_on_a_gpu_with_batch_invariance(
     ("changes", "message"),
     [
         (["engine=vllm", "schedule.overlap=true", "schedule.strategy=sorted-partial"], "schedule.overlap exclude"),
-        (["engine=vllm", "engine.replicas=2", "schedule.strategy=sorted-partial"], "engines of a pool cannot sleep"),
+        (["engine=local", "engine.replicas=2", "schedule.strategy=sorted-partial"], "local cannot free its memory"),
         (["engine=local", "schedule.strategy=sorted-partial"], "local cannot free its memory"),
     ],
 )

@@ -64,7 +64,7 @@ def test_a_rehearsal_names_tests_that_exist_and_what_they_cannot_show() -> None:
         assert all((ROOT / test).is_file() for test in part.tests), part.name
         assert part.tests or part.command
         command = rehearsal.make_step(part).command
-        assert ("vllm" in str(command[0])) == part.needs_vllm
+        assert (command[0] == str(rehearsal.V2_PYTHON)) == part.needs_vllm
 
 
 def test_the_table_of_a_rehearsal_tells_why_a_part_failed(tmp_path: Path) -> None:

@@ -89,6 +89,12 @@ class ThreadMember:
     def publish(self, version: int, weights: Any, in_flight: InFlight) -> Future[None]:
         return self._call(self.host.publish, version, weights, in_flight)
 
+    def sleep(self) -> Future[None]:
+        return self._call(self.host.sleep)
+
+    def wake(self) -> Future[None]:
+        return self._call(self.host.wake)
+
     def stats(self) -> Future[EngineStats]:
         return self._call(self.host.stats)
 

@@ -246,8 +246,8 @@ class EngineSection(Section):
     at the cost of speed. `auto`: if the strategy replays and the device can; `on`: always; `off`: never. A probe at the
     start decides whether exact replay is promised (see docs/guides/vllm.md)."""
     sleep_during_updates: bool = False
-    """`vllm` and learner on one device: the engine frees the memory of weights and KV cache for each update, and gets
-    the new weights before it continues. Not with `schedule.overlap`."""
+    """`vllm` and learner on the same devices: engines free the memory of weights and KV cache for each update, and get
+    the new weights before they continue. Not with `schedule.overlap`."""
     kv_gb: float | None = Field(default=None, gt=0.0)
     """`vllm`: memory for the KV cache on each device, in GiB. Unset: on GPUs what `memory_share` leaves, on a CPU
     enough for all slots at full length."""

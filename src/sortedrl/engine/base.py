@@ -286,3 +286,9 @@ class SleepingEngine(Engine, Protocol):
     def wake(self) -> None:
         """Serve requests again. Weights must have been published since `sleep`, because the old ones are gone."""
         ...
+
+
+def as_sleeping(engine: Engine) -> SleepingEngine:
+    """The engine itself, which must be one that sleeps."""
+    assert isinstance(engine, SleepingEngine), "only an engine with `sleeps` is sent to sleep"
+    return engine

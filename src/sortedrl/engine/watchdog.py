@@ -34,7 +34,7 @@ from sortedrl.engine.base import (
     Handle,
     InFlight,
     Request,
-    SleepingEngine,
+    as_sleeping,
 )
 from sortedrl.errors import ConfigError, EngineError, SortedRLError
 
@@ -108,12 +108,10 @@ class Watchdog:
         return _WatchedHandle(self, handle)
 
     def sleep(self) -> None:
-        assert isinstance(self.engine, SleepingEngine), "only an engine with `sleeps` is sent to sleep"
-        self._watched("sleep", self.limit_s, self.engine.sleep)
+        self._watched("sleep", self._submit_limit_s, as_sleeping(self.engine).sleep)  # a pool may wait for a start
 
     def wake(self) -> None:
-        assert isinstance(self.engine, SleepingEngine), "only an engine with `sleeps` is woken"
-        self._watched("wake", self.limit_s, self.engine.wake)
+        self._watched("wake", self.limit_s, as_sleeping(self.engine).wake)
 
     def stats(self) -> EngineStats:
         return self.engine.stats()

@@ -149,15 +149,6 @@ def test_the_number_of_chunks_depends_on_the_schedule_alone(
     assert max(chunks[0]) <= 16
 
 
-def test_tensor_parallel(answers: list[tuple[Request, Answer]]) -> None:
-    with start_vllm(
-        worker_extension_cls=EXTENSION, logprobs_mode="processed_logprobs", max_num_seqs=6, tensor_parallel_size=2
-    ) as llm:
-        reports = llm.collective_rpc("sorted_prepare", args=("",))
-        assert [report["tensor_parallel"] for report in reports] == [2, 2]
-        check_replays(llm, answers)
-
-
 def test_torch_verifies_like_the_kernel(
     chunked: Any, answers: list[tuple[Request, Answer]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,3 +158,13 @@ def test_torch_verifies_like_the_kernel(
     (turn,) = verify(chunked, [(answers[1][0], answers[1][1].tokens)])
     assert turn.accepted == NUM_TOKENS
     assert torch.tensor(turn.logprobs).isfinite().all()
+
+
+def test_tensor_parallel(answers: list[tuple[Request, Answer]]) -> None:
+    """The last test: vLLM's clean-up at its end takes the process groups from `chunked` too."""
+    with start_vllm(
+        worker_extension_cls=EXTENSION, logprobs_mode="processed_logprobs", max_num_seqs=6, tensor_parallel_size=2
+    ) as llm:
+        reports = llm.collective_rpc("sorted_prepare", args=("",))
+        assert [report["tensor_parallel"] for report in reports] == [2, 2]
+        check_replays(llm, answers)

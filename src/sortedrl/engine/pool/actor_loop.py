@@ -19,7 +19,16 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from sortedrl.engine.base import Engine, EngineEvent, EngineStats, Failed, Finished, InFlight, Request
+from sortedrl.engine.base import (
+    Engine,
+    EngineEvent,
+    EngineStats,
+    Failed,
+    Finished,
+    InFlight,
+    Request,
+    as_sleeping,
+)
 from sortedrl.errors import EngineError
 
 POLL_S = 0.05  # timeout of `poll` for engines that decode in other processes: commands wait that long
@@ -84,6 +93,12 @@ class ActorLoop:
 
     def publish(self, version: int, weights: Any, in_flight: InFlight) -> None:
         self._call(lambda engine: self._load_weights(engine, version, weights, in_flight))
+
+    def sleep(self) -> None:
+        self._call(lambda engine: as_sleeping(engine).sleep())
+
+    def wake(self) -> None:
+        self._call(lambda engine: as_sleeping(engine).wake())
 
     def apply(self, function: Callable[[Engine], Any]) -> Any:
         return self._call(function)

@@ -96,6 +96,12 @@ class ChildEngine:
     def publish(self, version: int, weights: Any, in_flight: InFlight) -> Future[None]:
         return self._call("publish", version, weights, in_flight.value)
 
+    def sleep(self) -> Future[None]:
+        return self._call("sleep")
+
+    def wake(self) -> Future[None]:
+        return self._call("wake")
+
     def stats(self) -> Future[EngineStats]:
         return self._call("stats", unpack=lambda stats, _: EngineStats(**stats))
 

@@ -28,7 +28,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from sortedrl.channel import Channel, ChannelClosed, Numbers
-from sortedrl.engine.base import Engine, EngineEvent, Failed, Finished, InFlight
+from sortedrl.engine.base import Engine, EngineEvent, Failed, Finished, InFlight, as_sleeping
 from sortedrl.engine.pool.actor_loop import Report
 from sortedrl.engine.pool.shared_weights import Place, SharedWeights
 from sortedrl.engine.pool.wire import pack_report, unpack_requests
@@ -93,6 +93,10 @@ class EngineServer:
                     result = pack_report(self._interrupt(*arguments), answer)
                 case "publish":
                     result = self._publish(*arguments)
+                case "sleep":
+                    result = as_sleeping(self._opened).sleep()
+                case "wake":
+                    result = as_sleeping(self._opened).wake()
                 case "stats":
                     result = self._stats()
                 case _:

@@ -18,6 +18,8 @@
   unless the load is uneven. Then the pool interrupts some samples, so that they continue on another engine.
 - When an engine dies (a call fails, or does not return within `health_s`; a publication within `publish_s`), its
   samples come back as interrupted with the tokens last taken, and run elsewhere while the engine restarts.
+- `sleep` puts all engines to sleep. One that is starting is waited for first, because it would take memory during the
+  update. An engine that dies asleep is found out by the publication or by `wake`, and restarts after `wake`.
 - With a `route`, all engines receive weights at the same time. If one dies meanwhile, the others are sent them again.
   An engine that restarts is sent the weights in force if these cannot change (`is_stable`), otherwise the next ones.
 
@@ -50,6 +52,7 @@ from sortedrl.engine.pool.actor_loop import Report
 from sortedrl.engine.pool.member import MAX_DEATHS, EngineLauncher, PoolMember, WeightRoute
 from sortedrl.engine.pool.router import Router
 from sortedrl.engine.replay_probe import ReplayEvidence
+from sortedrl.engine.sleep_state import SleepState
 from sortedrl.errors import EngineError, WeightsNotReceived
 
 TAKE_S = 0.5  # an engine reports at least this often: a dead engine loses the tokens since its last report
@@ -77,6 +80,7 @@ class Pool:
         exact_replay: bool,
         keep_kv: bool,
         waits: bool = False,
+        sleeps: bool = False,
         noise: str = OWN_NOISE,
         health_s: float = 60.0,
         start_s: float = 900.0,
@@ -91,8 +95,9 @@ class Pool:
         self._publish_s = publish_s
         self._slots = slots
         self._capabilities = Capabilities(
-            slots=size * slots, exact_replay=exact_replay, keep_kv=keep_kv, waits=waits, noise=noise
+            slots=size * slots, exact_replay=exact_replay, keep_kv=keep_kv, waits=waits, noise=noise, sleeps=sleeps
         )
+        self._sleep_state = SleepState()
         self._pause_id = 0  # number of interrupts
         self._health_s = health_s
         self._start_s = start_s
@@ -127,6 +132,7 @@ class Pool:
 
     def submit(self, requests: Iterable[Request]) -> None:
         """Start requests. Those for which no living member has a free slot wait in the pool."""
+        self._sleep_state.check_awake()
         requests = list(requests)
         free = self._capabilities.slots - self.num_running
         if len(requests) > free:
@@ -173,6 +179,7 @@ class Pool:
     def publish(self, version: int, source: Any, in_flight: InFlight = InFlight.ABORT) -> _Publication:
         if in_flight is InFlight.ABORT:
             assert not self.num_running, "weights published with abort while samples run: interrupt them first"
+        self._sleep_state.begin_publication()
         # Release the old weights before the new ones are stored, so that the store needs room for one copy only.
         self._published, self._is_stored = None, False
         weights = self._launcher.put(source) if self._route is None else source
@@ -182,6 +189,20 @@ class Pool:
         return _Publication(
             pool=self, members=members, joining=joining, in_flight=in_flight, offers=self._offer(members, in_flight)
         )
+
+    def sleep(self) -> None:
+        self._sleep_state.begin_sleep(self.num_running)
+        self._wait_for_restarts()
+        self._on_all([(member, member.engine.sleep()) for member in self._members if member.engine is not None])
+
+    def wake(self) -> None:
+        self._sleep_state.begin_wake()
+        self._on_all([(member, member.engine.wake()) for member in self._members if member.engine is not None])
+
+    def _on_all(self, calls: Sequence[tuple[PoolMember, Future[None]]]) -> None:
+        """Wait for these calls. A member whose call fails is retired."""
+        for member, future in calls:
+            self._result(member, future)
 
     def stats(self) -> EngineStats:
         """The sum over all engines. Dead ones count with their last report."""
@@ -356,6 +377,8 @@ class Pool:
 
     def _maintain(self) -> None:
         """Restart dead engines when it is time, activate those that have started, send waiting requests."""
+        if not self._sleep_state.is_awake:
+            return  # the learner has the memory that a new engine would take
         for member in self._members:
             if member.starting is not None and member.starting.done():
                 self._activate(member)
@@ -409,6 +432,20 @@ class Pool:
             logger.info(BACK, member.index, self._clock() - member.died_at)
         self._request_events(member)
         self._launcher.prepare_spare()
+
+    def _wait_for_restarts(self) -> None:
+        """Wait until engines that are starting are up. They may lack weights, which the next publication brings."""
+        for member in self._members:
+            if member.starting is None:
+                continue
+            try:
+                member.starting.result(timeout=max(0.0, member.asked_at + self._start_s - self._clock()))
+            except TimeoutError:
+                self._retire(member, f"it did not start within {self._start_s:g} s")
+            except Exception as error:  # raised by the engine, or by Ray if its process is gone
+                self._retire(member, _first_line(error))
+            else:
+                self._use(member)
 
     def _wait_for_start(self) -> None:
         """Wait for all engines of a new pool. An error here ends the pool: a retry would fail in the same way."""

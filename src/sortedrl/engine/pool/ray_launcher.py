@@ -132,6 +132,12 @@ class _EngineActor:
     def publish(self, version: int, weights: Any, in_flight: InFlight) -> None:
         self._loop.publish(version, weights, in_flight)
 
+    def sleep(self) -> None:
+        self._loop.sleep()
+
+    def wake(self) -> None:
+        self._loop.wake()
+
     def apply(self, function: Callable[[Engine], Any]) -> Any:
         """Call a function with the engine, in its thread. Benchmarks look into engines with it."""
         return self._loop.apply(function)
@@ -164,6 +170,12 @@ class RayEngine:
 
     def publish(self, version: int, weights: Any, in_flight: InFlight) -> Future[None]:
         return self._actor.publish.remote(version, weights, in_flight).future()
+
+    def sleep(self) -> Future[None]:
+        return self._actor.sleep.remote().future()
+
+    def wake(self) -> Future[None]:
+        return self._actor.wake.remote().future()
 
     def stats(self) -> Future[EngineStats]:
         return self._actor.stats.remote().future()

@@ -72,8 +72,8 @@ def build_engine(
         raise ConfigError(f"engine.options has no effect on engine.kind {config.engine.kind}: remove it")
     if config.engine.sleep_during_updates and knobs.overlap:
         raise ConfigError("engine.sleep_during_updates and schedule.overlap exclude each other: set one to false")
-    if config.engine.sleep_during_updates and has_members:
-        raise ConfigError("engines of a pool cannot sleep: remove engine.sleep_during_updates, or use one vLLM engine")
+    if config.engine.sleep_during_updates and config.engine.kind == "local":  # before a pool is started in vain
+        raise _sleepless(config)
     if config.engine.stop and has_members:
         raise ConfigError("engine.stop does not work with a pool: remove it, or set engine.replicas = 1")
     if has_members and (config.engine.address or config.engine.port):
@@ -132,10 +132,7 @@ def build_engine(
                 "set engine.in_flight = reprefill"
             )
         if config.engine.sleep_during_updates and not engine.capabilities.sleeps:
-            raise ConfigError(
-                f"the engine {name_of(config.engine.kind)} cannot free its memory during updates: remove "
-                "engine.sleep_during_updates, or set engine.kind = vllm without a pool or a server"
-            )
+            raise _sleepless(config)
         check_replay(config, is_exact=engine.capabilities.exact_replay, probe=engine.capabilities.replay_probe)
     except ConfigError:
         engine.close()
@@ -144,6 +141,13 @@ def build_engine(
     is_remote = has_members or settings.kind == "vllm"
     extra = {"start_s": settings.start_s, "publish_s": settings.publish_s} if is_remote else {}
     return Watchdog(engine, settings.watchdog_s, **extra)
+
+
+def _sleepless(config: SortedConfig) -> ConfigError:
+    return ConfigError(
+        f"the engine {name_of(config.engine.kind)} cannot free its memory during updates: remove "
+        "engine.sleep_during_updates, or set engine.kind = vllm without engine.address and engine.port"
+    )
 
 
 def engine_model(config: SortedConfig, model: Any, source: ModuleWeights) -> Any:
@@ -454,6 +458,7 @@ def build_vllm_pool(
         exact_replay=dtype in EXACT_DTYPES or is_invariant_pool(config),
         noise=SCHEME,
         keep_kv=True,
+        sleeps=settings.sleep_during_updates,
         health_s=settings.health_s,
         start_s=settings.start_s,
         publish_s=settings.publish_s,

@@ -2,19 +2,19 @@
 """Weight transfer over gloo: a backend of vLLM's `weight_transfer` for machines without GPUs, as `nccl` is for GPUs.
 
 Importing this module registers the backend `gloo` with vLLM, for workers and for trainers. `worker.py` imports it in
-vLLM's workers, `sender.py` where the learner's weights are. Rank 0 of the learner packs tensors into buckets and
-broadcasts each to all workers. While one bucket travels, the next is gathered and packed, and the workers load the one
-before.
+vLLM's workers, `sender.py` where the learner's weights are. Rank 0 of the learner gathers tensors in packed buckets
+(`packing.py`) and broadcasts each to all workers. While one bucket travels, the next is packed, and the workers load
+the one before.
 
 Guarantees: workers get the bytes that the source yields, in its order; a transfer that breaks off raises on all sides
-within the group's time limit, and the next transfer starts from the beginning; without a network address, sockets
-listen on loopback only.
+within the group's time limit, and the next transfer starts from the beginning, on all ranks of the learner; without a
+network address, sockets listen on loopback only.
 """
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 from vllm.distributed.weight_transfer.base import (
+    ParamMeta,
     TrainerInitInfo,
     TrainerWeightTransferEngine,
     VLLMWeightSyncClient,
@@ -32,12 +33,16 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
-from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine, NCCLWeightTransferUpdateInfo
-from vllm.distributed.weight_transfer.packed_tensor import pack_tensors, unpack_tensor
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.packed_tensor import unpack_tensor
+
+from sortedrl.engine.vllm.transfer.packing import NUM_BUFFERS, BucketPacker, Buffers
+from sortedrl.engine.vllm.transfer.source import CastSource
 
 BACKEND = "gloo"
 BUCKET_BYTES = 32 << 20
-_AT_ONCE = 2  # buckets on their way
+_AT_ONCE = 2  # buckets that a worker receives at the same time
+_KEPT_BYTES = 1 << 30  # of received weights, in a worker
 
 
 @dataclass(kw_only=True)
@@ -104,6 +109,7 @@ class GlooTransferEngine(WeightTransferEngine[GlooInitInfo, NCCLWeightTransferUp
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._group: GlooGroup | None = None
+        self._buffers = Buffers(0)
         self._bucket_bytes = BUCKET_BYTES
         self._is_broken = False  # an update broke off, and some layers have not been completed
 
@@ -132,14 +138,27 @@ class GlooTransferEngine(WeightTransferEngine[GlooInitInfo, NCCLWeightTransferUp
             raise RuntimeError("no group to receive weights in: call init_weight_transfer_engine first")
         self._is_broken = True
         waiting: list[tuple[_Bucket, torch.Tensor, Any]] = []
-        for bucket in _buckets(update_info, self._bucket_bytes):
-            packed = torch.empty(sum(bucket.sizes), dtype=torch.uint8)
+        buckets = list(_buckets(update_info, self._bucket_bytes))
+        buffers = self._take_buffers(buckets)
+        for number, bucket in enumerate(buckets):
+            packed = buffers.take(number, sum(bucket.sizes))
             waiting.append((bucket, packed, self._group.broadcast(packed)))
             if len(waiting) >= _AT_ONCE:
                 self._load(*waiting.pop(0))
         for arrival in waiting:
             self._load(*arrival)
         self._is_broken = False
+
+    def _take_buffers(self, buckets: Sequence[_Bucket]) -> Buffers:
+        """A buffer for each bucket, because a layer keeps its tensors until its last one has come.
+
+        They are kept for the next publication if the model is small.
+        """
+        if sum(size for bucket in buckets for size in bucket.sizes) > _KEPT_BYTES:
+            return Buffers(len(buckets))
+        if len(self._buffers) != len(buckets):
+            self._buffers = Buffers(len(buckets))
+        return self._buffers
 
     def _load(self, bucket: _Bucket, packed: torch.Tensor, handle: Any) -> None:
         handle.wait()
@@ -180,11 +199,10 @@ class GlooTrainerEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):
 
     init_info_cls = GlooTrainerInitInfo
 
-    def __init__(
-        self, *, client: VLLMWeightSyncClient, source: WeightSource, is_sender: bool, bucket_bytes: int
-    ) -> None:
-        super().__init__(client=client, source=source, is_sender=is_sender)
-        self._bucket_bytes = bucket_bytes
+    def __init__(self, info: GlooTrainerInitInfo, *, client: VLLMWeightSyncClient, source: WeightSource) -> None:
+        super().__init__(client=client, source=source, is_sender=info.is_sender)
+        self._bucket_bytes = info.bucket_bytes
+        self._packer = BucketPacker(info.rank)
         self._group: GlooGroup | None = None
 
     @classmethod
@@ -193,16 +211,15 @@ class GlooTrainerEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):
     ) -> Self:
         if source is None:
             raise ValueError("a transfer over gloo needs a WeightSource")
-        is_sender, bucket_bytes = init_info.is_sender, init_info.bucket_bytes
-        engine = cls(client=client, source=source, is_sender=is_sender, bucket_bytes=bucket_bytes)
-        if is_sender:
+        engine = cls(init_info, client=client, source=source)
+        if init_info.is_sender:
             workers = GlooInitInfo(
                 master_address=init_info.master_address,
                 master_port=init_info.master_port,
                 rank_offset=1,
                 world_size=init_info.world_size,
                 timeout_s=init_info.timeout_s,
-                bucket_bytes=bucket_bytes,
+                bucket_bytes=init_info.bucket_bytes,
             )
             with ThreadPoolExecutor(1) as executor:  # both sides wait for each other
                 joining = executor.submit(client.init_weight_transfer_engine, asdict(workers))
@@ -211,41 +228,51 @@ class GlooTrainerEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):
         return engine
 
     def send_weights(self) -> None:
-        assert self.source is not None, "the sender has a source"
-        metadata = self.source.metadata()
-        if not self.is_sender:
-            for _ in self.source:
-                pass
-            return
+        source = self.source
+        assert isinstance(source, CastSource), "the sender has a source"
+        with torch.no_grad():
+            buckets = self._packer.pack(source.wire_tensors(), self._bucket_bytes)
+            if self.is_sender:
+                self._send_buckets(buckets, source.metadata())
+            else:
+                _exhaust(buckets)
+
+    def _send_buckets(self, buckets: Iterator[torch.Tensor], metadata: Sequence[ParamMeta]) -> None:
         update = NCCLWeightTransferUpdateInfo(
             names=[entry.name for entry in metadata],
             dtype_names=[str(entry.dtype).removeprefix("torch.") for entry in metadata],
             shapes=[list(entry.shape) for entry in metadata],
         )
-        self.client.start_weight_update()
         executor = ThreadPoolExecutor(1)
         try:
+            self.client.start_weight_update()
             receiving = executor.submit(self.client.update_weights, asdict(update))
-            self._broadcast(NCCLTrainerWeightTransferEngine._checked_iter(self.source, metadata))
+            self._broadcast(buckets)
             receiving.result()
         finally:
+            _exhaust(buckets)  # the other ranks go through all of them, also if the workers are gone
             executor.shutdown(wait=False)  # after an error the workers may never answer
         self.client.finish_weight_update()
 
-    def _broadcast(self, pairs: Iterator[tuple[str, torch.Tensor]]) -> None:
+    def _broadcast(self, buckets: Iterator[torch.Tensor]) -> None:
         assert self._group is not None, "the sender has joined the group"
-        waiting: list[tuple[Any, torch.Tensor]] = []
-        while (chunk := pack_tensors(pairs, lambda pair: pair[1], self._bucket_bytes)) is not None:
-            waiting.append((self._group.broadcast(chunk.packed_tensor), chunk.packed_tensor))
-            if len(waiting) >= _AT_ONCE:
-                waiting.pop(0)[0].wait()
-        for handle, _ in waiting:
+        waiting: list[Any] = []
+        for packed in buckets:
+            waiting.append(self._group.broadcast(packed))
+            if len(waiting) >= NUM_BUFFERS:  # the next bucket is packed into the memory of the oldest
+                waiting.pop(0).wait()
+        for handle in waiting:
             handle.wait()
 
     def shutdown(self) -> None:
         if self._group is not None:
             self._group.close()
             self._group = None
+
+
+def _exhaust(buckets: Iterator[torch.Tensor]) -> None:
+    for _ in buckets:
+        pass
 
 
 def register() -> None:

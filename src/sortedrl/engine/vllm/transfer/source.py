@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource, materialize_full_tensor
 
+from sortedrl.engine.vllm.transfer.packing import WireTensor
+
 _ADAPTED = "base_model.model."  # how peft's names begin
 _BASE_LAYER = ".base_layer"
 
@@ -28,16 +30,20 @@ class CastSource(WeightSource):
     def metadata(self) -> list[ParamMeta]:
         return [ParamMeta(name, self._wire_dtype(tensor), tuple(tensor.shape)) for name, tensor in self._parameters()]
 
+    def wire_tensors(self) -> list[WireTensor]:
+        """The parameters in the same order, as they are: `packing.py` casts and gathers them."""
+        return [WireTensor(tensor, self._wire_dtype(tensor)) for _, tensor in self._parameters()]
+
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         with torch.no_grad():
             for name, tensor in self._parameters():
-                yield name, materialize_full_tensor(tensor.to(self._wire_dtype(tensor)))
+                yield name, materialize_full_tensor(tensor.detach().to(self._wire_dtype(tensor)))
 
     def _parameters(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._module.named_parameters():
             plain = plain_name(name)
             if plain is not None:
-                yield plain, parameter.detach()
+                yield plain, parameter
 
     def _wire_dtype(self, tensor: Tensor) -> torch.dtype:
         return self._dtype if tensor.is_floating_point() else tensor.dtype
