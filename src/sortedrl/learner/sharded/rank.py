@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from sortedrl.errors import LearnerError
 from sortedrl.learner.attention import packed_attention
 from sortedrl.learner.base import UpdateResult
 from sortedrl.learner.device import to_device, to_host
@@ -41,7 +42,15 @@ from sortedrl.learner.pack import MicroBatch, lay_out, prompt_groups
 from sortedrl.learner.precision import product_dtype
 from sortedrl.learner.sharded.balance import attention_weight, plan_rounds
 from sortedrl.learner.sharded.exchange import Exchange
-from sortedrl.learner.sharded.shards import META, Sharding, full_local, full_tensor, shard_like, shard_model
+from sortedrl.learner.sharded.shards import (
+    META,
+    Sharding,
+    full_local,
+    full_tensor,
+    replicated_mesh,
+    shard_like,
+    shard_model,
+)
 from sortedrl.learner.torch import TorchLearner
 from sortedrl.learner.update_metrics import MEANS, StepMetrics, TokenFigures
 from sortedrl.records import Batch, Prompt, Sample, Segment
@@ -66,6 +75,7 @@ class RankLearner(TorchLearner):
         self._weights = weights
         self._group = mesh.get_group()
         self._exchange = Exchange()
+        self._num_replicas: int = getattr(settings, "rank_replicas", 1)
         self._attention = attention_weight(model)
         super().__init__(model, settings, temperature=temperature)
         self._weights = None
@@ -131,7 +141,13 @@ class RankLearner(TorchLearner):
 
     def _place_weights(self) -> None:
         dtype = product_dtype(self.settings.dtype, self.model, self.device)
-        sharding = Sharding(mesh=self._mesh, dtype=dtype, is_head_fp32=self.settings.fp32_head, exchange=self._exchange)
+        sharding = Sharding(
+            mesh=replicated_mesh(self._mesh, self._num_replicas),
+            dtype=dtype,
+            is_head_fp32=self.settings.fp32_head,
+            exchange=self._exchange,
+            is_on_host=getattr(self.settings, "host_states", False),
+        )
         shard_model(self.model, sharding, self._weights)
         self._roots: list[Any] = [self.model]
         if self.reference is not None:
@@ -164,8 +180,17 @@ class RankLearner(TorchLearner):
                 continue
             shortage = try_pass(run, lay_out(samples, own.groups, self.device))
             if shortage is not None:
+                self._check_repeatable(shortage)
                 self._catch_up(idle)
         return self._agree(shortage)
+
+    def _check_repeatable(self, shortage: Shortage) -> None:
+        """FSDP2 adds gradients of copies of the model by a collective that `exchange.py` cannot count."""
+        if self._num_replicas > 1:
+            raise LearnerError(
+                f"a micro-batch of {shortage.num_tokens} tokens does not fit in memory ({shortage.reason}), and with "
+                "learner.rank_replicas above 1 it cannot be tried again: lower learner.micro_tokens and resume"
+            )
 
     def _catch_up(self, idle: Callable[[MicroBatch], None]) -> None:
         """Finish the pass that failed, so that the other ranks can finish theirs."""
@@ -204,7 +229,7 @@ class RankLearner(TorchLearner):
         parameters = [parameter for parameter in self._parameters().values() if parameter.grad is not None]
         norm = full_tensor(get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None]))
         clip_grads_with_norm_(parameters, self.settings.grad_clip, norm)
-        return norm
+        return norm.to(self.device)  # gradients may be in host memory
 
     def _score(
         self, module: Any, samples: Sequence[Sample], indices: Sequence[int], *, is_policy: bool = True
