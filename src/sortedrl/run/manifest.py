@@ -29,8 +29,8 @@ def write_manifest(folder: Path, known: Mapping[str, Mapping[str, Any]] | None =
     try:
         sizes = dict(_files(folder))
         for name, entry in (known or {}).items():
-            if sizes.get(name) != entry["size"]:
-                raise _Damage(name, f"{sizes.get(name)} bytes, {entry['size']} were written")
+            if name not in sizes or sizes[name] != entry["size"]:
+                raise _Damage(name, f"{sizes.get(name, 0)} bytes here, {entry['size']} were written")
         files = {
             name: dict(known[name]) if known and name in known else {"size": size, "sha256": _digest(folder / name)}
             for name, size in sizes.items()

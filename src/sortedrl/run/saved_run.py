@@ -27,11 +27,13 @@ def read_state(folder: Path) -> dict[str, Any]:
     version = state["schema_version"]
     if version == 1:
         state["layout"] = WHOLE
-    if version not in (1, SCHEMA_VERSION) or state["layout"] not in (WHOLE, SHARDED):
+    elif version != SCHEMA_VERSION:
         raise RunDirError(
             f"{folder} has state of version {version}, this sortedrl reads 1 to {SCHEMA_VERSION}: use the version that "
             "wrote it"
         )
+    if state["layout"] not in (WHOLE, SHARDED):
+        raise RunDirError(f"{folder} has the unknown layout {state['layout']!r}: use the sortedrl that wrote it")
     return state
 
 

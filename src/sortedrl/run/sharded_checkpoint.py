@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from sortedrl.errors import RankLostError, first_line
+from sortedrl.errors import RankLostError
 from sortedrl.learner.model import no_progress_bars
 from sortedrl.learner.sharded.learner import ShardedLearner, ShardSave
 from sortedrl.learner.sharded.shard_files import SHARDS_FOLDER
@@ -88,7 +88,7 @@ class SaveInFlight:
         try:
             written = save.wait()
         except RankLostError as error:
-            log.warning("checkpoint %d is given up: %s", self.version, first_line(error))
+            log.warning("checkpoint %d is given up: %s", self.version, error.what)
             shutil.rmtree(self._temporary, ignore_errors=True)
             return False
         known = {f"{SHARDS_FOLDER}/{name}": entry for files in written for name, entry in files.items()}

@@ -264,12 +264,12 @@ class RayRanks:
             self._on_close = None
 
     def _launch(self, rank: int, num_cpus: float, num_gpus: float, threads: int) -> Any:
-        actor_class = ray.remote(_RankActor).options(
+        as_actor: Any = ray.remote(concurrency_groups={_SAVING: 1})  # pyright: ignore[reportCallIssue]
+        actor_class = as_actor(_RankActor).options(
             num_cpus=num_cpus,
             num_gpus=num_gpus,
             max_restarts=0,
             max_task_retries=0,
-            concurrency_groups={_SAVING: 1},
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=rank),
         )
         return actor_class.remote(rank, self.size, threads)
@@ -312,13 +312,14 @@ class RayRanks:
             return LearnerError(f"{name}: {cause}")
         if isinstance(error, _DIED):
             return RankLostError(
-                f"{name} has died ({first_line(error)}): it was killed, its machine ran out of memory (lower "
-                "learner.micro_tokens or raise learner.ranks), or its machine lacks this package; fix that and resume"
+                f"{name} has died ({first_line(error)})",
+                "it was killed, its machine ran out of memory (lower learner.micro_tokens or raise learner.ranks), or "
+                "its machine lacks this package; fix that and resume",
             )
         others = f"; {', '.join(self._name(other) for other in silent)} did not answer" if silent else ""
         return RankLostError(
-            f"{name} failed ({type(cause).__name__}: {first_line(cause)}){others}: fix that and resume; "
-            "learner.rank_timeout_s is how long ranks wait for each other"
+            f"{name} failed ({type(cause).__name__}: {first_line(cause)}){others}",
+            "fix that and resume; learner.rank_timeout_s is how long ranks wait for each other",
         )
 
     def _name(self, rank: int) -> str:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from sortedrl.channel import Numbers
-from sortedrl.errors import RankLostError, first_line
+from sortedrl.errors import RankLostError
 from sortedrl.learner.forked import pack_batch, unpack_batch
 from sortedrl.records import Batch
 
@@ -162,8 +162,8 @@ class RestartingRanks:
                 self.num_restarts += 1
                 began, point = time.monotonic(), self._point
                 log.warning(
-                    "%s. The ranks start again from %s and repeat %d updates (restart %d of %d)",
-                    first_line(error),
+                    "%s: the ranks start again from %s and repeat %d updates (restart %d of %d)",
+                    error.what,
                     point.name,
                     len(self._kept),
                     self.num_restarts,
@@ -178,7 +178,7 @@ class RestartingRanks:
                 self._told.append(
                     Restart(
                         number=self.num_restarts,
-                        reason=first_line(error),
+                        reason=error.what,
                         point=point.name,
                         num_repeated=len(self._kept),
                         seconds=seconds,

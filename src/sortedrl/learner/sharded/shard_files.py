@@ -19,18 +19,16 @@ import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from sortedrl.errors import LearnerError, RunDirError, first_line
+
+if TYPE_CHECKING:  # it takes a second to import, and most runs save no shards
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 SHARDS_FOLDER = "shards"  # in a checkpoint
 WEIGHTS = "weights/"  # begins the names of the model's parameters
@@ -54,6 +52,9 @@ class ShardWriter:
                 f"{folder.parent} is not there on the machine of rank {self._group.rank()}: put run.dir on a file "
                 "system that all machines share, or set checkpoint.sharded = false"
             )
+        from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+        from torch.distributed.checkpoint.state_dict_saver import async_save
+
         writer = HuggingFaceStorageWriter(
             str(folder), fqn_to_index_mapping=_assign_files(tensors, self._group.size()), save_distributed=True
         )
@@ -65,6 +66,8 @@ class ShardWriter:
 
     def wait(self) -> dict[str, dict[str, Any]]:
         """Wait until all ranks have written; returns size and SHA-256 of this rank's files by name."""
+        from torch.distributed.checkpoint.api import CheckpointException
+
         assert self._saving is not None, "nothing is being saved"
         saving, self._saving = self._saving, None
         try:
@@ -81,11 +84,17 @@ class ShardWriter:
 
 def load_shards(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
     """Fill the tensors, sharded or not, from a folder. All ranks must call it with the same names."""
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
     load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), process_group=group)
 
 
 def read_shards(folder: Path, prefix: str) -> dict[str, Tensor]:
     """The whole tensors of a folder whose names begin with `prefix`, by the rest of their names."""
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
     found = {name: entry for name, entry in shard_metadata(folder).items() if name.startswith(prefix)}
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in found.items()}
     with warnings.catch_warnings():
@@ -96,6 +105,9 @@ def read_shards(folder: Path, prefix: str) -> dict[str, Tensor]:
 
 def shard_metadata(folder: Path) -> dict[str, TensorStorageMetadata]:
     """Size and number format of the whole tensors in a folder, by name."""
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
     found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     return {name: entry for name, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
 
