@@ -468,15 +468,9 @@ class SortedTrainer:
 
     def _export(self, parts: RunParts) -> None:
         """At the end of a run whose checkpoints are shards, write its weights for `from_pretrained` too."""
-        from sortedrl.run.export import export_run
-
-        settings = self.config.checkpoint
-        if (
-            settings.save
-            and settings.export
-            and self.config.has_sharded_checkpoints(has_adapters=is_adapted(parts.model))
-        ):
-            export_run(self.run_dir, self.run_dir / "model", overwrite=True)
+        settings, has_adapters = self.config.checkpoint, is_adapted(parts.model)
+        if settings.save and settings.export and self.config.has_sharded_checkpoints(has_adapters=has_adapters):
+            self.save_model()
 
     def _raise_failures(self, parts: RunParts) -> None:
         """Once everything is saved: report answers without a score, and raise the error that ended the run."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from sortedrl.config import SortedConfig
 from sortedrl.config.placement import Placement
 from sortedrl.learner.dry_run import RankMemory, measure_update
-from sortedrl.run.memory_formulas import CONTEXT, GIB, EngineMemory, adapters_of, micro_shape, wire_bytes
+from sortedrl.run.memory_formulas import CONTEXT, GIB, EngineMemory, adapters_of, micro_shape, on_device, wire_bytes
 from sortedrl.run.model_shapes import architecture
 from sortedrl.simulate.costs import ModelShape
 
@@ -91,10 +91,10 @@ def dry_rank_memory(
     config: SortedConfig, folder: Path, shape: ModelShape, *, device_bytes: int, is_whole: bool = False
 ) -> RankMemory:
     """The learner's memory on one GPU by a dry run. `is_whole`: at full depth, which takes longer."""
-    settings = config.learner
+    settings = config.learner.model_copy(update={"host_states": False})  # the fake device is a CPU
     if settings.dtype == "auto":  # on a GPU
         settings = settings.model_copy(update={"dtype": "bfloat16"})
-    return measure_update(
+    memory = measure_update(
         architecture(folder, shape),
         settings,
         micro_shape(config),
@@ -103,6 +103,7 @@ def dry_rank_memory(
         device_bytes=device_bytes,
         layers=None if is_whole else DRY_LAYERS,
     )
+    return on_device(config, memory)
 
 
 def needs_text(needs: Iterable[DeviceNeed]) -> str:
