@@ -444,8 +444,7 @@ class SortedTrainer:
             facts, stats = controller.summary_facts(), session.stats()
             if self.config.checkpoint.save:
                 with clock.stopped():
-                    saver.run(buffer, controller.state_dict())
-                    saver.finish()
+                    saver.run_to_end(buffer, controller.state_dict())
         emit(RunEnded(t=clock.now(), reason="complete" if complete else "stopped"))
         summary = summarize(
             session.metrics,

@@ -436,7 +436,7 @@ class LearnerSection(Section):
     """Seconds that learner processes wait for each other before they fail."""
     max_restarts: Int = Field(default=3, ge=0)
     """How often lost learner processes are started again from the last checkpoint during a run, while engines and
-    buffer live on. 0: a lost one ends the run."""
+    buffer live on. 0: a lost one ends the run. Needs `checkpoint.every_updates`."""
     rank_replicas: Int = Field(default=1, ge=1)
     """Copies of the model among the learner processes (HSDP): each is sharded over `ranks / rank_replicas` of them,
     which should be on one machine."""

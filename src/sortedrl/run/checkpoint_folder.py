@@ -22,7 +22,7 @@ import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -32,7 +32,6 @@ from sortedrl.errors import ConfigError, RunDirError, SortedRLError
 from sortedrl.learner.finite_weights import check_weights
 from sortedrl.learner.lora import save_adapted
 from sortedrl.learner.model import load_model, no_progress_bars
-from sortedrl.learner.sharded.learner import ShardedLearner
 from sortedrl.learner.sharded.shard_files import OPTIMIZER, SHARDS_FOLDER, read_shards
 from sortedrl.run.atomic_folder import parse_temporary, remove, written_whole
 from sortedrl.run.manifest import find_damage, num_bytes, write_manifest
@@ -52,6 +51,13 @@ class HasState(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@runtime_checkable
+class _LoadsShards(Protocol):
+    """A learner whose ranks each read their own shards."""
+
+    def load_shards(self, folder: Path, state: dict[str, Any], /) -> None: ...
 
 
 def save_checkpoint(
@@ -94,7 +100,7 @@ def load_state(folder: str | Path, learner: HasState | None = None) -> dict[str,
         if learner is not None and not is_sharded:
             _require(folder, OPTIMIZER_FILE)
             learner.load_state_dict({"optimizer": load_file(folder / OPTIMIZER_FILE), **state["learner"]})
-        elif isinstance(learner, ShardedLearner):
+        elif isinstance(learner, _LoadsShards):
             learner.load_shards(folder / SHARDS_FOLDER, state["learner"])
         elif learner is not None:
             tensors = read_shards(folder / SHARDS_FOLDER, OPTIMIZER)

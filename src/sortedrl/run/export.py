@@ -62,7 +62,8 @@ def export_run(
                 if path.is_file() and not any(path.match(pattern) for pattern in left_out):
                     shutil.copyfile(path, temporary / path.name)
             if has_shards(checkpoint):
-                load_model(checkpoint)[0].save_pretrained(temporary)
+                with no_progress_bars():
+                    load_model(checkpoint)[0].save_pretrained(temporary)
             if is_adapter:
                 for path in (checkpoint / ADAPTER_FOLDER).iterdir():
                     shutil.copyfile(path, temporary / path.name)

@@ -125,18 +125,27 @@ class RunSaver:
             self.finish()
         return self.every_updates > 0 and num_updates % self.every_updates == 0
 
-    def finish(self) -> None:
-        """Wait until a checkpoint that is being written has its name."""
+    def finish(self) -> bool:
+        """Wait until a checkpoint that is being written has its name; False if it was given up."""
         if self.in_flight is None:
-            return
+            return True
         flight, self.in_flight = self.in_flight, None
-        if flight.save.wait():
-            self.last_seq, now = flight.seq, self.clock.now()
-            self.emit(
-                CheckpointSaved(
-                    t=now, version=flight.save.version, seq=flight.seq, seconds=0.0, background_s=now - flight.began
-                )
+        if not flight.save.wait():
+            return False
+        self.last_seq, now = flight.seq, self.clock.now()
+        self.emit(
+            CheckpointSaved(
+                t=now, version=flight.save.version, seq=flight.seq, seconds=0.0, background_s=now - flight.began
             )
+        )
+        return True
+
+    def run_to_end(self, buffer: Buffer, controller_state: Mapping[str, Any]) -> None:
+        """Save the run and wait until the checkpoint has its name; again if a rank is lost meanwhile."""
+        self.run(buffer, controller_state)
+        while not self.finish():
+            self.run(buffer, controller_state)
+        self._tell_restarts()
 
     def wait_after(self, kind: type[BaseException] | None) -> None:
         """Wait for a checkpoint that is being written when the run has ended with an error of this kind, if any.

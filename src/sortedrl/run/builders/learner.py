@@ -61,8 +61,10 @@ def build_learner(
         )
 
     on_close = disconnect if is_ours else None
+    # Without checkpoints, all updates of the run would be kept in memory.
+    has_points = config.checkpoint.save and config.checkpoint.every_updates > 0
     try:
-        ranks = RestartingRanks(launch, max_restarts=settings.max_restarts, on_close=on_close)
+        ranks = RestartingRanks(launch, max_restarts=settings.max_restarts if has_points else 0, on_close=on_close)
     except BaseException:
         if on_close is not None:
             on_close()
