@@ -41,6 +41,7 @@ from sortedrl.ledger.verify import verify
 from sortedrl.telemetry.summary import Summary
 
 RANKS, ENGINES = "ray::_RankActor", "ray::_EngineActor"  # the titles that Ray gives to their processes
+NUM_ENGINES = 2
 PATIENCE_S = 300.0
 LONGEST_SAVE_S = 0.5  # a kill comes at most this long after a checkpoint was begun
 
@@ -121,7 +122,7 @@ def wait_for(is_there: Callable[[], object], child: subprocess.Popen[bytes], err
         if time.monotonic() > deadline:
             child.kill()
             raise SystemExit(f"the training process did nothing for {PATIENCE_S:g} s:\n{errors.read_text()[-3000:]}")
-        time.sleep(0.002)
+        time.sleep(0.005)
     return True
 
 
@@ -196,8 +197,8 @@ def kill_in_save(child: subprocess.Popen[bytes], run_dir: Path, rng: random.Rand
 def kill_ranks(folder: Path, kills: int, seed: int, updates: int) -> dict[str, Any]:
     """Kill a rank again and again in one run."""
     rng, errors, run_dir = random.Random(seed), folder / "errors.txt", folder / "ranks"
-    child = start([QUICKSTART, *settings(folder, run_dir.name, seed, updates, engines=2)], errors)
-    engines: set[int] = set()
+    child = start([QUICKSTART, *settings(folder, run_dir.name, seed, updates, engines=NUM_ENGINES)], errors)
+    engines: set[int] = set()  # all their processes
     for number in range(kills):
 
         def has_progressed(num_restarts: int = number) -> bool:
@@ -211,15 +212,14 @@ def kill_ranks(folder: Path, kills: int, seed: int, updates: int) -> dict[str, A
         time.sleep(rng.uniform(0, 1.5))
         engines |= {process.pid for process in processes_of(child, ENGINES)}
         rng.choice(processes_of(child, RANKS)).send_signal(signal.SIGKILL)
-    last: set[int] = set()
 
     def look() -> bool:
-        nonlocal last
-        last = {process.pid for process in processes_of(child, ENGINES)} or last
+        engines.update(process.pid for process in processes_of(child, ENGINES))
         time.sleep(0.2)
         return False
 
     wait_for(look, child, errors)
+    assert len(engines) >= NUM_ENGINES, "the engines have processes of their own"
     events = [json.loads(line) for line in _lines(run_dir / "events.jsonl")]
     restarts = [event for event in events if event["kind"] == "LearnerRestarted"]
     return {
@@ -228,7 +228,7 @@ def kill_ranks(folder: Path, kills: int, seed: int, updates: int) -> dict[str, A
         "updates_repeated": [event["updates_repeated"] for event in restarts],
         "restart_s": [round(event["seconds"], 2) for event in restarts],
         "violations": check_ledger(run_dir),
-        "engines_restarted": len((engines | last) - (engines & last)),
+        "engines_restarted": len(engines) - NUM_ENGINES,
         **totals([run_dir]),
     }
 
