@@ -42,7 +42,7 @@ from sortedrl.telemetry.summary import Summary
 
 RANKS, ENGINES = "ray::_RankActor", "ray::_EngineActor"  # the titles that Ray gives to their processes
 NUM_ENGINES = 2
-PATIENCE_S = 300.0
+PATIENCE_S = 900.0  # a busy machine may hold a process for minutes
 LONGEST_SAVE_S = 0.5  # a kill comes at most this long after a checkpoint was begun
 
 
