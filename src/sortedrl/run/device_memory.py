@@ -91,12 +91,12 @@ def dry_rank_memory(
     config: SortedConfig, folder: Path, shape: ModelShape, *, device_bytes: int, is_whole: bool = False
 ) -> RankMemory:
     """The learner's memory on one GPU by a dry run. `is_whole`: at full depth, which takes longer."""
-    settings = config.learner.model_copy(update={"host_states": False})  # the fake device is a CPU
+    settings = config.learner
     if settings.dtype == "auto":  # on a GPU
         settings = settings.model_copy(update={"dtype": "bfloat16"})
     memory = measure_update(
         architecture(folder, shape),
-        settings,
+        settings.model_copy(update={"host_states": False}),  # the fake device is a CPU
         micro_shape(config),
         num_ranks=config.num_ranks if config.has_rank_actors else None,
         lora=adapters_of(config),

@@ -71,11 +71,11 @@ class RankLearner(TorchLearner):
         mesh: DeviceMesh,
         weights: Mapping[str, Any] | None = None,
     ) -> None:
+        self._num_replicas: int = getattr(settings, "rank_replicas", 1)
         self._mesh = mesh
         self._weights = weights
         self._group = mesh.get_group()
         self._exchange = Exchange()
-        self._num_replicas: int = getattr(settings, "rank_replicas", 1)
         self._attention = attention_weight(model)
         super().__init__(model, settings, temperature=temperature)
         self._weights = None
@@ -180,20 +180,12 @@ class RankLearner(TorchLearner):
                 continue
             shortage = try_pass(run, lay_out(samples, own.groups, self.device))
             if shortage is not None:
-                self._check_repeatable(shortage)
                 self._catch_up(idle)
         return self._agree(shortage)
 
-    def _check_repeatable(self, shortage: Shortage) -> None:
-        """FSDP2 adds gradients of copies of the model by a collective that `exchange.py` cannot count."""
-        if self._num_replicas > 1:
-            raise LearnerError(
-                f"a micro-batch of {shortage.num_tokens} tokens does not fit in memory ({shortage.reason}), and with "
-                "learner.rank_replicas above 1 it cannot be tried again: lower learner.micro_tokens and resume"
-            )
-
     def _catch_up(self, idle: Callable[[MicroBatch], None]) -> None:
         """Finish the pass that failed, so that the other ranks can finish theirs."""
+        self._check_repeatable()
         for root in self._roots:
             with suppress(AttributeError):  # a root that has made no pass has nothing to reset, and says so like this
                 root.reset_iter_state()
@@ -211,6 +203,14 @@ class RankLearner(TorchLearner):
             return None
         reason = "on another rank" if own is None else own.reason
         return Shortage(num_tokens=num_tokens, num_samples=1 if is_single else num_samples, reason=reason)
+
+    def _check_repeatable(self) -> None:
+        """FSDP2 adds the gradients of copies of the model by a collective that `exchange.py` cannot count."""
+        if self._num_replicas > 1:
+            raise LearnerError(
+                "a micro-batch does not fit in memory, and with learner.rank_replicas above 1 it cannot be tried again "
+                "with half of it: lower learner.micro_tokens and resume"
+            )
 
     def _sum_names(self) -> list[str]:
         """What every rank sums over tokens, also a rank that computed none."""
