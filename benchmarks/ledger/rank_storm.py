@@ -280,6 +280,7 @@ def main() -> None:
         train(options.train)
         return
     os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", "300")  # on a busy machine
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         record: dict[str, Any] = {"updates": options.updates}
