@@ -47,6 +47,14 @@ class LearnerError(SortedRLError, RuntimeError):
     """An update that failed; training stops."""
 
 
+class RankLostError(LearnerError):
+    """A learner process that died, hangs or failed for a reason outside of this package: starting it again may help."""
+
+    def __init__(self, what: str, remedy: str) -> None:
+        super().__init__(f"{what}: {remedy}")
+        self.what = what
+
+
 class ScheduleError(SortedRLError, RuntimeError):
     """A schedule of the user's that broke a rule of the loop; nothing was changed."""
 

@@ -42,6 +42,7 @@ from sortedrl.telemetry.report.report import write_report
 from sortedrl.telemetry.sinks import Fanout, Sink
 from sortedrl.telemetry.summary import Summary, summarize
 from sortedrl.telemetry.trackers import TrackSettings
+from sortedrl.weights import is_adapted
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitInfo
@@ -175,6 +176,8 @@ class SortedTrainer:
             (self.run_dir / "summary.json").unlink(missing_ok=True)  # it would tell of an end that did not last
             session = self._open_session(stack, parts, clock, checkpoint)
             starting.close()
+            # Also when the run fails; not on a second signal, which ends it at once.
+            stack.push(lambda kind, error, at: session.saver.wait_after(kind))
             try:
                 return self._train(session, is_new=checkpoint is None)
             except SortedRLError as error:
@@ -441,7 +444,7 @@ class SortedTrainer:
             facts, stats = controller.summary_facts(), session.stats()
             if self.config.checkpoint.save:
                 with clock.stopped():
-                    saver.run(buffer, controller.state_dict())
+                    saver.run_to_end(buffer, controller.state_dict())
         emit(RunEnded(t=clock.now(), reason="complete" if complete else "stopped"))
         summary = summarize(
             session.metrics,
@@ -454,11 +457,19 @@ class SortedTrainer:
         )
         summary.write(self.run_dir / "summary.json")
         self._trained = _Trained.of(session, self.config, summary)
+        if complete:
+            self._export(session.parts)
         if self.config.run.report:
             decode = session.parts.tokenizer.decode
             write_report([self.run_dir], self.run_dir / "report.html", find_decode=lambda _: decode)
         self._raise_failures(session.parts)
         return summary
+
+    def _export(self, parts: RunParts) -> None:
+        """At the end of a run whose checkpoints are shards, write its weights for `from_pretrained` too."""
+        settings, has_adapters = self.config.checkpoint, is_adapted(parts.model)
+        if settings.save and settings.export and self.config.has_sharded_checkpoints(has_adapters=has_adapters):
+            self.save_model()
 
     def _raise_failures(self, parts: RunParts) -> None:
         """Once everything is saved: report answers without a score, and raise the error that ended the run."""

@@ -61,6 +61,8 @@ class Settings:
     importance_mask: str = "none"
     importance_low: float = 0.5
     importance_high: float = 5.0
+    rank_replicas: int = 1
+    host_states: bool = False
 
 
 def make_model(seed: int = 0, heads: int = 2, kv_heads: int = 2) -> Any:

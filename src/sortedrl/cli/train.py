@@ -67,7 +67,7 @@ def train(
 
 def _print_end(trainer: SortedTrainer, summary: Summary, as_json: bool) -> None:
     _print_summaries([summary], as_json)
-    files = {"report": "report.html", "summary": "summary.json", "weights": "checkpoints"}
+    files = {"report": "report.html", "summary": "summary.json", "weights": "checkpoints", "model": "model"}
     paths = {name: trainer.run_dir / file for name, file in files.items()}
     kept = ", ".join(f"{name} {path}" for name, path in paths.items() if path.exists())
     if summary.status == "complete":

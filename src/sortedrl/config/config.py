@@ -83,6 +83,9 @@ CHANGEABLE = frozenset(
         "learner.rank_cpus",
         "learner.rank_gpus",
         "learner.rank_timeout_s",
+        "learner.max_restarts",
+        "learner.rank_replicas",
+        "learner.host_states",
         "reward.timeout_s",
         "reward.grace_s",
         "reward.workers",
@@ -109,6 +112,8 @@ CHANGEABLE = frozenset(
         "checkpoint.save",
         "checkpoint.every_updates",
         "checkpoint.keep",
+        "checkpoint.sharded",
+        "checkpoint.export",
         "track.to",
         "track.project",
         "track.mode",
@@ -268,6 +273,10 @@ class SortedConfig(Section):
     def has_rank_actors(self) -> bool:
         """Whether the learner runs in Ray actors. A single one does if it has a GPU of its own."""
         return self.num_ranks > 1 or self.placement.mode == "separate"
+
+    def has_sharded_checkpoints(self, *, has_adapters: bool) -> bool:
+        """Whether ranks write their own shards of a checkpoint. Adapters are small, and saved whole."""
+        return self.has_rank_actors and self.checkpoint.sharded and not has_adapters
 
     @property
     def has_engine_pool(self) -> bool:

@@ -155,8 +155,19 @@ def check_placement(config: SortedConfig) -> None:
             "learner.offload is for a learner in one process that takes turns with the engine: remove it, or set "
             "learner.ranks = 1 and a strategy without schedule.overlap"
         )
+    check_replicas(config)
     if config.placement.mode is not None:
         plan_placement(Demand.of(config), cluster_of(config))
+
+
+def check_replicas(config: SortedConfig) -> None:
+    """Refuse copies of the model that the ranks cannot be divided into."""
+    replicas = config.learner.rank_replicas
+    if config.num_ranks % replicas:
+        raise ConfigError(
+            f"learner.rank_replicas {replicas} does not divide the {config.num_ranks} learner processes of "
+            "learner.ranks: change one of them"
+        )
 
 
 def cluster_of(config: SortedConfig) -> Cluster:

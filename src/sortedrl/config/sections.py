@@ -443,6 +443,15 @@ class LearnerSection(Section):
     """Number of GPUs that Ray reserves for each learner process."""
     rank_timeout_s: float = Field(default=600.0, gt=0, le=_MAX_SECONDS)
     """Seconds that learner processes wait for each other before they fail."""
+    max_restarts: Int = Field(default=3, ge=0)
+    """How often lost learner processes are started again from the last checkpoint during a run, while engines and
+    buffer live on. 0: a lost one ends the run. Needs `checkpoint.every_updates`."""
+    rank_replicas: Int = Field(default=1, ge=1)
+    """Copies of the model among the learner processes (HSDP): each is sharded over `ranks / rank_replicas` of them,
+    which should be on one machine."""
+    host_states: bool = False
+    """Learner processes with GPUs keep weights, gradients and optimizer state in host memory and step there (FSDP2's
+    CPU offload): slower, for models that do not fit otherwise."""
     grad_clip: float = Field(default=1.0, gt=0)
     """Largest gradient norm. Larger gradients are scaled down to it."""
     inner_steps: Int = Field(default=1, ge=1)
@@ -490,6 +499,12 @@ class CheckpointSection(Section):
     """Number of updates between two checkpoints. 0: save only when the run ends or is stopped."""
     keep: Int = Field(default=2, ge=1)
     """Number of checkpoints to keep. Older ones are deleted."""
+    sharded: bool = True
+    """Learner processes (`learner.ranks`) write their own shards, in the background. false: the state passes through
+    the main process, which writes a folder for `from_pretrained`. Runs with adapters always do that."""
+    export: bool = True
+    """At the end of a run with sharded checkpoints, also write the weights for `from_pretrained`, to `model` in the run
+    directory."""
 
 
 class SftSection(Section):

@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.initialization import no_init_weights
 
 from sortedrl.errors import ModelError, first_line
 from sortedrl.external.hub import commit_of, shown
+from sortedrl.learner.sharded.shard_files import SHARDS_FOLDER, WEIGHTS, read_shards
 from sortedrl.weights import no_progress_bars
 
 
@@ -34,7 +36,7 @@ def check_model_folder(path: str | Path) -> Path:
         )
     if not (folder / "config.json").is_file():
         raise ModelError(f"{shown(folder)} is not a model folder: config.json is missing")
-    if not any(folder.glob("*.safetensors")):
+    if not any(folder.glob("*.safetensors")) and not has_shards(folder):
         raise ModelError(f"{shown(folder)} has no safetensors weights: {_remedy(folder)}")
     return folder
 
@@ -60,6 +62,8 @@ def read_window(folder: Path) -> int | None:
 def load_model(path: str | Path, *, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     """Load the causal language model, in eval mode, and the tokenizer of a folder."""
     folder = check_model_folder(path)
+    if has_shards(folder):
+        return _load_sharded(folder, dtype), load_tokenizer(folder)
     try:
         with no_progress_bars():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -80,6 +84,32 @@ def load_model(path: str | Path, *, dtype: torch.dtype = torch.float32) -> tuple
             "missing or have another shape; save the model again with save_pretrained"
         )
     return model.eval(), load_tokenizer(folder)
+
+
+def has_shards(folder: Path) -> bool:
+    """Whether a folder is a checkpoint whose weights are shards of several ranks."""
+    return (folder / SHARDS_FOLDER).is_dir()
+
+
+def _load_sharded(folder: Path, dtype: torch.dtype) -> Any:
+    """Build the model from config.json and fill it with the shards of a checkpoint."""
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        with no_init_weights():  # all of them are loaded
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+        model.tie_weights()
+        weights = read_shards(folder / SHARDS_FOLDER, WEIGHTS)
+        parameters = dict(model.named_parameters())
+        if absent := sorted(parameters.keys() ^ weights.keys()):
+            raise ValueError(f"{absent[0]} and {len(absent) - 1} others are in only one of shards and model")
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(weights[name])
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise ModelError(f"the model in {shown(folder)} cannot be loaded: {first_line(error)}") from error
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    return model.eval()
 
 
 def load_tokenizer(folder: Path) -> Any:

@@ -23,15 +23,30 @@ _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<why>partial|replaced|removed)-[0-9
 @contextmanager
 def written_whole(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder that replaces `folder` when the block ends, and is deleted if the block raises."""
-    temporary = _temporary_path(folder, "partial")
+    temporary = begin_folder(folder)
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        _make(temporary)
         yield temporary
-        _flush(temporary)
-        _put_in_place(temporary, folder)
+        complete_folder(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def begin_folder(folder: Path) -> Path:
+    """Make the temporary folder for a folder that takes long to write: call `complete_folder`, or remove it."""
+    temporary = _temporary_path(folder, "partial")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        _make(temporary)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return temporary
+
+
+def complete_folder(temporary: Path, folder: Path) -> None:
+    """Sync a temporary folder to disk and give it its name."""
+    _flush(temporary)
+    _put_in_place(temporary, folder)
 
 
 def remove(folder: Path) -> None:

@@ -2,7 +2,8 @@
 
 `RunSaver` saves through `Checkpoints`, which keeps one folder per version; supervised fine-tuning calls
 `save_checkpoint`. Tensors are safetensors files and all else is JSON, so that loading a checkpoint runs no code of it.
-A model with adapters is saved twice: merged, as any other model, and the adapters alone in a folder beside it.
+A model with adapters is saved twice: merged, as any other model, and the adapters alone in a folder beside it. Ranks
+write weights and optimizer state as shards instead (`sharded_checkpoint.py`); all functions here read both layouts.
 
 Guarantees: a folder appears under its name only when it is complete, because it is written under another name,
 described by a manifest, synced to disk and then renamed; if the process is killed at any moment, `latest` still finds
@@ -21,7 +22,7 @@ import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -31,9 +32,10 @@ from sortedrl.errors import ConfigError, RunDirError, SortedRLError
 from sortedrl.learner.finite_weights import check_weights
 from sortedrl.learner.lora import save_adapted
 from sortedrl.learner.model import load_model, no_progress_bars
+from sortedrl.learner.sharded.shard_files import OPTIMIZER, SHARDS_FOLDER, read_shards
 from sortedrl.run.atomic_folder import parse_temporary, remove, written_whole
 from sortedrl.run.manifest import find_damage, num_bytes, write_manifest
-from sortedrl.run.saved_run import SCHEMA_VERSION, STATE_FILE, read_state
+from sortedrl.run.saved_run import SCHEMA_VERSION, SHARDED, STATE_FILE, WHOLE, read_state
 from sortedrl.weights import is_adapted
 
 __all__ = ["Checkpoints", "HasState", "load_model", "load_state", "save_checkpoint"]
@@ -49,6 +51,13 @@ class HasState(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@runtime_checkable
+class _LoadsShards(Protocol):
+    """A learner whose ranks each read their own shards."""
+
+    def load_shards(self, folder: Path, state: dict[str, Any], /) -> None: ...
 
 
 def save_checkpoint(
@@ -67,14 +76,14 @@ def save_checkpoint(
     """
     folder = Path(folder)
     check_weights(f"the weights to save as {folder}", model.named_parameters())
-    with _writing(folder), written_whole(folder) as temporary:
+    with writing(folder), written_whole(folder) as temporary:
         with no_progress_bars():
             if is_adapted(model):
                 save_adapted(model, temporary)
             else:
                 model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
-        _write_state(temporary, learner.state_dict() if learner is not None else {}, extra or {})
+        write_state(temporary, learner.state_dict() if learner is not None else {}, extra or {})
         if add is not None:
             add(temporary)
         write_manifest(temporary)
@@ -84,16 +93,26 @@ def save_checkpoint(
 def load_state(folder: str | Path, learner: HasState | None = None) -> dict[str, Any]:
     """Load a checkpoint's state into a learner, if one is given, and return its `extra`."""
     folder = Path(folder)
-    for name in (STATE_FILE,) if learner is None else (STATE_FILE, OPTIMIZER_FILE):
-        if not (folder / name).is_file():
-            raise RunDirError(f"{folder} has no {name}: give a folder that save_checkpoint wrote for a learner")
+    _require(folder, STATE_FILE)
     try:
         state = read_state(folder)
-        if learner is not None:
+        is_sharded = state["layout"] == SHARDED
+        if learner is not None and not is_sharded:
+            _require(folder, OPTIMIZER_FILE)
             learner.load_state_dict({"optimizer": load_file(folder / OPTIMIZER_FILE), **state["learner"]})
+        elif isinstance(learner, _LoadsShards):
+            learner.load_shards(folder / SHARDS_FOLDER, state["learner"])
+        elif learner is not None:
+            tensors = read_shards(folder / SHARDS_FOLDER, OPTIMIZER)
+            learner.load_state_dict({"optimizer": tensors, **state["learner"]})
         return state["extra"]
     except (json.JSONDecodeError, SafetensorError, KeyError, TypeError) as error:
         raise RunDirError(f"the state in {folder} is damaged ({error}): resume from another checkpoint") from error
+
+
+def _require(folder: Path, name: str) -> None:
+    if not (folder / name).is_file():
+        raise RunDirError(f"{folder} has no {name}: give a folder that save_checkpoint wrote for a learner")
 
 
 class Checkpoints:
@@ -122,16 +141,25 @@ class Checkpoints:
 
         Later versions come from training that was abandoned when the run was resumed from an earlier checkpoint.
         """
+        folder = self.prepare(version, model, has_learner=learner is not None)
+        save_checkpoint(folder, model, tokenizer, learner=learner, extra=extra, add=add)
+        self.drop_others(version)
+        return folder
+
+    def prepare(self, version: int, model: Any, *, has_learner: bool) -> Path:
+        """Make room for a checkpoint of this version; returns its folder, which is not made yet."""
         assert version >= 0, f"version {version} is negative"
         folder = self.folder / str(version)
-        with _writing(folder):
+        with writing(folder):
             self._clean()
             self._prune()  # `keep` may be smaller than before; this frees space
-            self._check_space(folder, model, has_learner=learner is not None)
-        save_checkpoint(folder, model, tokenizer, learner=learner, extra=extra, add=add)
+            self._check_space(folder, model, has_learner=has_learner)
+        return folder
+
+    def drop_others(self, version: int) -> None:
+        """Now that `version` is saved, remove older checkpoints beyond `keep`, and all later versions."""
         self.drop_after(version)
         self._prune()
-        return folder
 
     def versions(self) -> list[int]:
         """All saved versions, whole or damaged, in ascending order."""
@@ -218,7 +246,7 @@ def _is_version(name: str) -> bool:
 
 
 @contextmanager
-def _writing(folder: Path) -> Iterator[None]:
+def writing(folder: Path) -> Iterator[None]:
     """Turn the libraries' write errors into a RunDirError that names the remedy."""
     try:
         yield
@@ -234,13 +262,14 @@ def _writing(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _write_state(folder: Path, state: dict[str, Any], extra: dict[str, Any]) -> None:
+def write_state(folder: Path, state: dict[str, Any], extra: dict[str, Any], layout: str = WHOLE) -> None:
+    """Write the state of a learner, its tensors apart, and that of the run."""
     tensors: dict[str, Tensor] | None = state.pop("optimizer", None)
     if tensors is not None:
         save_file(
             {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}, folder / OPTIMIZER_FILE
         )
-    document = {"schema_version": SCHEMA_VERSION, "learner": state or None, "extra": extra}
+    document = {"schema_version": SCHEMA_VERSION, "layout": layout, "learner": state or None, "extra": extra}
     (folder / STATE_FILE).write_text(json.dumps(document, indent=1), encoding="utf-8")
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from sortedrl.config import SortedConfig
 from sortedrl.config.placement import Placement
 from sortedrl.learner.dry_run import RankMemory, measure_update
-from sortedrl.run.memory_formulas import CONTEXT, GIB, EngineMemory, adapters_of, micro_shape, wire_bytes
+from sortedrl.run.memory_formulas import CONTEXT, GIB, EngineMemory, adapters_of, micro_shape, on_device, wire_bytes
 from sortedrl.run.model_shapes import architecture
 from sortedrl.simulate.costs import ModelShape
 
@@ -94,15 +94,16 @@ def dry_rank_memory(
     settings = config.learner.model_copy(update={"context_parallel": config.context_parallel})
     if settings.dtype == "auto":  # on a GPU
         settings = settings.model_copy(update={"dtype": "bfloat16"})
-    return measure_update(
+    memory = measure_update(
         architecture(folder, shape),
-        settings,
+        settings.model_copy(update={"host_states": False}),  # the fake device is a CPU
         micro_shape(config),
         num_ranks=config.num_ranks if config.has_rank_actors else None,
         lora=adapters_of(config),
         device_bytes=device_bytes,
         layers=None if is_whole else DRY_LAYERS,
     )
+    return on_device(config, memory)
 
 
 def needs_text(needs: Iterable[DeviceNeed]) -> str:

@@ -17,6 +17,7 @@ from sortedrl.config import SortedConfig
 from sortedrl.errors import ConfigError, RunDirError
 from sortedrl.learner.finite_weights import check_weights
 from sortedrl.learner.lora import ADAPTER_FOLDER
+from sortedrl.learner.model import has_shards, load_model
 from sortedrl.run.atomic_folder import written_whole
 from sortedrl.run.checkpoint_folder import Checkpoints, load_state
 from sortedrl.run.manifest import MANIFEST_FILE, find_damage
@@ -60,6 +61,9 @@ def export_run(
             for path in checkpoint.iterdir():
                 if path.is_file() and not any(path.match(pattern) for pattern in left_out):
                     shutil.copyfile(path, temporary / path.name)
+            if has_shards(checkpoint):
+                with no_progress_bars():
+                    load_model(checkpoint)[0].save_pretrained(temporary)
             if is_adapter:
                 for path in (checkpoint / ADAPTER_FOLDER).iterdir():
                     shutil.copyfile(path, temporary / path.name)

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -21,10 +21,20 @@ MANIFEST_FILE = "manifest.json"
 SCHEMA_VERSION = 1
 
 
-def write_manifest(folder: Path) -> None:
-    """Write the manifest of all files in the folder; raises if it holds anything but files and folders."""
+def write_manifest(folder: Path, known: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+    """Write the manifest of all files in the folder; raises if it holds anything but files and folders.
+
+    `known`: size and SHA-256 of files that other processes wrote, by name. They must be there, and are not read again.
+    """
     try:
-        files = {name: {"size": size, "sha256": _digest(folder / name)} for name, size in _files(folder)}
+        sizes = dict(_files(folder))
+        for name, entry in (known or {}).items():
+            if name not in sizes or sizes[name] != entry["size"]:
+                raise _Damage(name, f"{sizes.get(name, 0)} bytes here, {entry['size']} were written")
+        files = {
+            name: dict(known[name]) if known and name in known else {"size": size, "sha256": _digest(folder / name)}
+            for name, size in sizes.items()
+        }
     except _Damage as damage:
         raise RunDirError(f"{damage}: write only regular files to {folder}") from None
     document = {"schema_version": SCHEMA_VERSION, "files": files}

@@ -179,7 +179,7 @@ def formula_rank_memory(config: SortedConfig, model: ModelShape, device_bytes: i
     output layer and a whole layer are there.
     """
     is_sharded = config.has_rank_actors
-    ranks = config.num_ranks if is_sharded else 1
+    ranks = config.num_ranks // config.learner.rank_replicas if is_sharded else 1
     trained, adapters = num_trained(config, model), adapters_of(config)
     weights = int(model.params) * FLOAT
     if adapters is not None:
@@ -189,7 +189,7 @@ def formula_rank_memory(config: SortedConfig, model: ModelShape, device_bytes: i
     layer_gathers = 2 * HALF * _layer_params(model) + output if is_sharded else 0
     head_gathers = output if is_sharded else 0
     is_layer = layer + layer_gathers >= head + head_gathers
-    return RankMemory(
+    memory = RankMemory(
         weights=weights // ranks,
         reference=weights // ranks if config.learner.kl_coef > 0 and adapters is None else 0,
         gradients=trained * FLOAT // ranks,
@@ -197,6 +197,14 @@ def formula_rank_memory(config: SortedConfig, model: ModelShape, device_bytes: i
         activations=layer if is_layer else head,
         gathers=layer_gathers if is_layer else head_gathers,
     )
+    return on_device(config, memory)
+
+
+def on_device(config: SortedConfig, memory: RankMemory) -> RankMemory:
+    """What of it is on the GPU: with `learner.host_states` not what is sharded."""
+    if not (config.has_rank_actors and config.learner.host_states):
+        return memory
+    return replace(memory, weights=0, reference=0, gradients=0, optimizer=0)
 
 
 def _rank_tokens(config: SortedConfig) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,16 +19,19 @@ from sortedrl.buffer import Buffer
 from sortedrl.clock import Clock
 from sortedrl.config import SortedConfig
 from sortedrl.engine.base import EngineStats
-from sortedrl.errors import DamagedLedgerError, RunDirError
+from sortedrl.errors import DamagedLedgerError, RunDirError, SortedRLError
+from sortedrl.learner.sharded.learner import ShardedLearner
 from sortedrl.ledger.schema import FIRST_NOISE
 from sortedrl.ledger.store import Store
 from sortedrl.run.builders.parts import RunParts
 from sortedrl.run.checkpoint_folder import Checkpoints, load_state
 from sortedrl.run.evaluate import Evaluator
 from sortedrl.run.rng import rng_state, set_rng_state
-from sortedrl.telemetry.events import CheckpointSaved, Emit
+from sortedrl.run.sharded_checkpoint import SaveInFlight
+from sortedrl.telemetry.events import CheckpointBegun, CheckpointSaved, Emit, LearnerRestarted
 from sortedrl.telemetry.metrics import RunMetrics
 from sortedrl.telemetry.sinks import JsonlSink, MetricsSink
+from sortedrl.weights import is_adapted
 
 LEDGER_FILE = "ledger.sqlite"
 CHECKPOINTS = "checkpoints"
@@ -112,16 +116,56 @@ class RunSaver:
     emit: Emit
     every_updates: int
     last_seq: int = -1  # the ledger's row number at the last checkpoint
+    in_flight: _InFlight | None = None
 
     def is_due(self, num_updates: int) -> bool:
+        """Called after every update; also tells of a checkpoint that was completed in the background meanwhile."""
+        self._tell_restarts()
+        if self.in_flight is not None and self.in_flight.save.is_done:
+            self.finish()
         return self.every_updates > 0 and num_updates % self.every_updates == 0
+
+    def finish(self) -> bool:
+        """Wait until a checkpoint that is being written has its name; False if it was given up."""
+        if self.in_flight is None:
+            return True
+        flight, self.in_flight = self.in_flight, None
+        if not flight.save.wait():
+            return False
+        self.last_seq, now = flight.seq, self.clock.now()
+        self.emit(
+            CheckpointSaved(
+                t=now, version=flight.save.version, seq=flight.seq, seconds=0.0, background_s=now - flight.began
+            )
+        )
+        return True
+
+    def run_to_end(self, buffer: Buffer, controller_state: Mapping[str, Any]) -> None:
+        """Save the run and wait until the checkpoint has its name; again if a rank is lost meanwhile."""
+        self.run(buffer, controller_state)
+        while not self.finish():
+            self.run(buffer, controller_state)
+        self._tell_restarts()
+
+    def wait_after(self, kind: type[BaseException] | None) -> None:
+        """Wait for a checkpoint that is being written when the run has ended with an error of this kind, if any.
+
+        Only after an error of this package: others end the process at once, and the checkpoint before stays.
+        """
+        if self.in_flight is not None and (kind is None or issubclass(kind, SortedRLError)):
+            with suppress(SortedRLError):  # the run ends with its own error
+                self.in_flight.save.wait()
 
     def run(self, buffer: Buffer, controller_state: Mapping[str, Any]) -> None:
         """Save the whole run, unless nothing has happened since the last checkpoint.
 
-        Nor is it saved if every answer of the last update failed and an earlier checkpoint exists: such answers teach
-        nothing, and weights that cannot answer must not replace sound ones.
+        Ranks write their shards while the run goes on: `finish` waits for them. One save at a time: this waits for the
+        one before.
+
+        The run is not saved if every answer of the last update failed and an earlier checkpoint exists: such answers
+        teach nothing, and weights that cannot answer must not replace sound ones.
         """
+        self.finish()
         parts, began = self.parts, self.clock.now()
         if controller_state.get("num_failed_updates") and self.checkpoints.versions():
             log.warning("no checkpoint is written, because every answer of the last update failed")
@@ -148,20 +192,53 @@ class RunSaver:
             "rng": rng_state(),
             **synced,
         }
+
+        def add(folder: Path) -> None:
+            self.files.store.snapshot(folder / LEDGER_FILE)
+
+        learner, version = parts.learner, buffer.version
+        if isinstance(learner, ShardedLearner) and self.config.has_sharded_checkpoints(
+            has_adapters=is_adapted(parts.model)
+        ):
+            save = SaveInFlight(self.checkpoints, version, learner, parts.model, parts.tokenizer, extra=state, add=add)
+            self.in_flight = _InFlight(save=save, seq=synced["seq"], began=began)
+            self.emit(CheckpointBegun(t=self.clock.now(), version=version, seconds=self.clock.now() - began))
+            return
         self.checkpoints.save(
-            buffer.version,
-            parts.learner.model,  # of ranks: fetched now
+            version,
+            learner.model,  # of ranks: fetched now
             parts.tokenizer,
-            learner=parts.learner,
+            learner=learner,
             extra=state,
-            add=lambda folder: self.files.store.snapshot(folder / LEDGER_FILE),
+            add=add,
         )
-        self.last_seq = synced["seq"]
-        self.emit(
-            CheckpointSaved(
-                t=self.clock.now(), version=buffer.version, seq=self.last_seq, seconds=self.clock.now() - began
+        if isinstance(learner, ShardedLearner):
+            learner.mark_saved()
+        self.last_seq, now = synced["seq"], self.clock.now()
+        self.emit(CheckpointSaved(t=now, version=version, seq=self.last_seq, seconds=now - began))
+
+    def _tell_restarts(self) -> None:
+        learner = self.parts.learner
+        for restart in learner.take_restarts() if isinstance(learner, ShardedLearner) else ():
+            self.emit(
+                LearnerRestarted(
+                    t=self.clock.now(),
+                    number=restart.number,
+                    reason=restart.reason,
+                    point=restart.point,
+                    updates_repeated=restart.num_repeated,
+                    seconds=restart.seconds,
+                )
             )
-        )
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class _InFlight:
+    """A checkpoint that ranks are writing."""
+
+    save: SaveInFlight
+    seq: int  # the ledger's row number in it
+    began: float
 
 
 def check_noise(checkpoint: Path, noise: str) -> None:

@@ -17,17 +17,23 @@ from sortedrl.run.manifest import find_damage
 from sortedrl.telemetry.summary import Summary
 
 STATE_FILE = "learner_state.json"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # 1 had no `layout`: all its checkpoints are whole
+WHOLE, SHARDED = "whole", "sharded"  # layouts of a checkpoint
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The JSON state of a checkpoint: the learner's under `learner`, that of the run under `extra`."""
+    """The JSON state of a checkpoint: that of the learner (`learner`) and of the run (`extra`), and its `layout`."""
     state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
-    if state["schema_version"] != SCHEMA_VERSION:
+    version = state["schema_version"]
+    if version == 1:
+        state["layout"] = WHOLE
+    elif version != SCHEMA_VERSION:
         raise RunDirError(
-            f"{folder} has state of version {state['schema_version']}, this sortedrl reads {SCHEMA_VERSION}: use "
-            "the version that wrote it"
+            f"{folder} has state of version {version}, this sortedrl reads 1 to {SCHEMA_VERSION}: use the version that "
+            "wrote it"
         )
+    if state["layout"] not in (WHOLE, SHARDED):
+        raise RunDirError(f"{folder} has the unknown layout {state['layout']!r}: use the sortedrl that wrote it")
     return state
 
 

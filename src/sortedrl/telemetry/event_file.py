@@ -250,7 +250,9 @@ def read_events(
 def _read_events(file: EventFile, unknown: Counter[str] | None, damage: list[str] | None) -> Iterator[Event]:
     file.needs_event = damage is None
     events, is_new = file.read()
-    while events or is_new:
+    num_lines = 0
+    while events or is_new or file.num_lines > num_lines:  # a part of the file may have damaged lines only
+        num_lines = file.num_lines
         for event in events:
             if isinstance(event, RunStarted) and (note := schema_note(event)):
                 log.warning("%s %s", file.path, note)

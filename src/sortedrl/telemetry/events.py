@@ -208,9 +208,29 @@ class Evaluated(Event):
 
 
 @dataclass(slots=True)
+class CheckpointBegun(Event):
+    """Everything was copied for a checkpoint that is written in the background; the run waited for that."""
+
+    version: int
+    seconds: float
+
+
+@dataclass(slots=True)
 class CheckpointSaved(Event):
     version: int
     seq: int  # last sequence number of the ledger
+    seconds: float  # that the run waited; 0 if the checkpoint was written in the background
+    background_s: float = 0.0  # from its begin until it had its name, if it was written in the background
+
+
+@dataclass(slots=True)
+class LearnerRestarted(Event):
+    """A rank of the learner was lost, and all ranks were started again."""
+
+    number: int  # of the restart, from 1
+    reason: str
+    point: str  # where they started from
+    updates_repeated: int
     seconds: float
 
 

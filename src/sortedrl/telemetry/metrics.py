@@ -27,11 +27,13 @@ from sortedrl.telemetry.events import (
     AttemptStarted,
     AttemptVerified,
     BatchTaken,
+    CheckpointBegun,
     CheckpointSaved,
     CohortLoaded,
     Evaluated,
     Event,
     FunctionsScored,
+    LearnerRestarted,
     MachineMeasured,
     RewardCalled,
     RewardFailed,
@@ -48,13 +50,15 @@ from sortedrl.telemetry.events import (
 )
 from sortedrl.telemetry.slot_time import Cause, SlotTime
 
-# Slots were paused before the first three. The next three overlap other events. The last two may follow the end of
+# Slots were paused before the first four. The next four overlap other events. The last two may follow the end of
 # training, and that time does not count.
 _OWN_TIMING = frozenset(
     {
         ScoresAwaited,
         WeightsPublished,
+        CheckpointBegun,
         CheckpointSaved,
+        LearnerRestarted,
         RewardCalled,
         FunctionsScored,
         MachineMeasured,
@@ -241,7 +245,7 @@ class RunMetrics:
                 slots.record_wait(event.t, Cause.REWARD, seconds=event.seconds, paused=event.num_paused)
             case WeightsPublished():
                 slots.record_wait(event.t, Cause.PUBLISH, seconds=event.seconds, paused=slots.running)
-            case CheckpointSaved():
+            case CheckpointBegun() | CheckpointSaved():
                 slots.record_wait(event.t, Cause.SAVE, seconds=event.seconds, paused=0)
             case _:
                 pass

@@ -21,9 +21,11 @@ from sortedrl.telemetry.events import (
     AttemptEnded,
     AttemptStarted,
     BatchTaken,
+    CheckpointBegun,
     CheckpointSaved,
     Evaluated,
     Event,
+    LearnerRestarted,
     RewardCalled,
     RunResumed,
     RunStarted,
@@ -114,6 +116,10 @@ class TraceWriter:
                 self._end_call(event)
             case CheckpointSaved():
                 self._slice(LEARNER, _CHECKPOINTS, event.t - event.seconds, event.t, f"version {event.version}", {})
+            case CheckpointBegun():
+                self._slice(LEARNER, _CHECKPOINTS, event.t - event.seconds, event.t, f"copy {event.version}", {})
+            case LearnerRestarted():
+                self._instant(event.t, f"ranks started again from {event.point}")
             case Evaluated():
                 self._instant(event.t, f"evaluated: {event.sampled_accuracy:.3f}")
             case RunResumed():

@@ -21,6 +21,7 @@ from sortedrl.engine.vllm.owner import end_with_owner, is_running, own_mark
 from sortedrl.engine.vllm.transfer import link as transfer_link
 from sortedrl.engine.vllm.transfer.link import WeightLink, choose_transfer
 from sortedrl.errors import ConfigError, EngineError, LearnerError
+from sortedrl.learner.sharded.restarts import RanksRestarted
 from sortedrl.run.builders.engine import pool_transfer
 from sortedrl.weights import ModuleWeights
 from tests.support.tiny_models import tiny_model
@@ -94,6 +95,29 @@ def test_a_transfer_that_broke_off_is_told_and_begun_anew(link: WeightLink) -> N
     link.begin(source, ["a"])
     with pytest.raises(LearnerError, match="rank 1 has died"):
         link.finish()
+
+
+def test_engines_connect_to_ranks_that_were_started_again(link: WeightLink, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the connection is opened, and while weights are sent; then another place has them."""
+    source = Source()
+    (first,) = link.begin(source, ["a"])
+    assert link.finish() is None
+    apply, failures = source.apply, ["describe", "send"]
+
+    def restart(function: Any, *arguments: Any) -> list[Any]:
+        if failures[:1] == [function]:
+            source.place = f"after {failures.pop(0)}"
+            raise RanksRestarted("the ranks of the learner were started again")
+        return apply(function, *arguments)
+
+    monkeypatch.setattr(source, "apply", restart)
+    source.place = "elsewhere"
+    (second,) = link.begin(source, ["a"])
+    assert link.finish() == "RanksRestarted: the ranks of the learner were started again"
+    (third,) = link.begin(source, ["a"])
+    assert link.finish() is None
+    assert len({first.session, second.session, third.session}) == 3
+    assert source.plans[-1].session == third.session
 
 
 def test_weights_are_held_by_this_process() -> None:

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from sortedrl.errors import LearnerError
 from sortedrl.learner.attention import packed_attention
 from sortedrl.learner.base import UpdateResult
 from sortedrl.learner.device import to_device, to_host
@@ -46,7 +47,15 @@ from sortedrl.learner.precision import product_dtype
 from sortedrl.learner.sharded.balance import attention_weight, plan_rounds
 from sortedrl.learner.sharded.context import ContextGroup, SplitMicroBatch, check_heads
 from sortedrl.learner.sharded.exchange import Exchange
-from sortedrl.learner.sharded.shards import META, Sharding, full_local, full_tensor, shard_like, shard_model
+from sortedrl.learner.sharded.shards import (
+    META,
+    Sharding,
+    full_local,
+    full_tensor,
+    replicated_mesh,
+    shard_like,
+    shard_model,
+)
 from sortedrl.learner.torch import TorchLearner
 from sortedrl.learner.update_metrics import MEANS, StepMetrics, TokenFigures
 from sortedrl.records import Batch, Prompt, Sample, Segment
@@ -70,6 +79,7 @@ class RankLearner(TorchLearner):
         mesh: DeviceMesh,
         weights: Mapping[str, Any] | None = None,
     ) -> None:
+        self._num_replicas: int = getattr(settings, "rank_replicas", 1)
         self._mesh = mesh
         self._weights = weights
         self._group = mesh.get_group()
@@ -144,7 +154,13 @@ class RankLearner(TorchLearner):
 
     def _place_weights(self) -> None:
         dtype = product_dtype(self.settings.dtype, self.model, self.device)
-        sharding = Sharding(mesh=self._mesh, dtype=dtype, is_head_fp32=self.settings.fp32_head, exchange=self._exchange)
+        sharding = Sharding(
+            mesh=replicated_mesh(self._mesh, self._num_replicas),
+            dtype=dtype,
+            is_head_fp32=self.settings.fp32_head,
+            exchange=self._exchange,
+            is_on_host=getattr(self.settings, "host_states", False),
+        )
         shard_model(self.model, sharding, self._weights)
         self._roots: list[Any] = [self.model]
         if self.reference is not None:
@@ -211,6 +227,7 @@ class RankLearner(TorchLearner):
 
     def _catch_up(self, idle: Callable[[MicroBatch], None], failed: MicroBatch) -> None:
         """Finish the pass that failed, so that the other ranks can finish theirs."""
+        self._check_repeatable()
         for root in self._roots:
             with suppress(AttributeError):  # a root that has made no pass has nothing to reset, and says so like this
                 root.reset_iter_state()
@@ -228,6 +245,14 @@ class RankLearner(TorchLearner):
             return None
         reason = "on another rank" if own is None else own.reason
         return Shortage(num_tokens=num_tokens, num_samples=1 if is_single else num_samples, reason=reason)
+
+    def _check_repeatable(self) -> None:
+        """FSDP2 adds the gradients of copies of the model by a collective that `exchange.py` cannot count."""
+        if self._num_replicas > 1:
+            raise LearnerError(
+                "a micro-batch does not fit in memory, and with learner.rank_replicas above 1 it cannot be tried again "
+                "with half of it: lower learner.micro_tokens and resume"
+            )
 
     def _sum_names(self) -> list[str]:
         """What every rank sums over tokens, also a rank that computed none."""
@@ -247,7 +272,7 @@ class RankLearner(TorchLearner):
         parameters = [parameter for parameter in self._parameters().values() if parameter.grad is not None]
         norm = full_tensor(get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None]))
         clip_grads_with_norm_(parameters, self.settings.grad_clip, norm)
-        return norm
+        return norm.to(self.device)  # gradients may be in host memory
 
     def _score(
         self, module: Any, samples: Sequence[Sample], indices: Sequence[int], *, is_policy: bool = True

@@ -6,7 +6,7 @@ if they have GPUs. Each machine of the cluster needs this package, but no copy o
 
 Guarantees: ranks that are all on one machine listen on loopback only; a call never waits for a dead rank, because Ray
 reports a process that died, and a rank that hangs makes the others time out after `timeout_s`; after a failure all
-ranks are ended, and later calls raise the same error.
+ranks are ended, and later calls raise the same error. Ranks are numbered machine by machine.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import socket
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -29,12 +30,13 @@ from ray.exceptions import (
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from sortedrl.errors import LearnerError, SortedRLError, first_line
+from sortedrl.errors import LearnerError, RankLostError, SortedRLError, first_line
 
 _LOOPBACK = "127.0.0.1"
 _PLACEMENT_S = 120.0  # how long to wait for resources: a cluster may have to start machines
 _GRACE_S = 10.0  # how long to wait after a failure for another rank's failure that may have caused it
 _DIED = (RayActorError, WorkerCrashedError, NodeDiedError)
+_SAVING = "saving"  # Ray runs methods of this group beside the others
 
 
 class _RankActor:
@@ -49,6 +51,11 @@ class _RankActor:
         self._listening: socket.socket | None = None
         self._mesh: Any = None
         self._learner: Any = None
+        self._writer: Any = None
+
+    def take_rank(self, rank: int) -> None:
+        """Change this rank's number, before it joins the others."""
+        self._rank = rank
 
     def location(self) -> tuple[str, int]:
         """The address of the rank's machine, and its process id."""
@@ -85,7 +92,7 @@ class _RankActor:
             timeout=timeout,
             master_listen_fd=None if self._listening is None else self._listening.detach(),
         )
-        backend = "nccl" if has_gpu else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if has_gpu else "gloo"  # gloo also for checkpoints and states in host memory
         dist.init_process_group(backend, store=store, rank=self._rank, world_size=self._size, timeout=timeout)
         self._mesh = init_device_mesh("cuda" if has_gpu else "cpu", (self._size,))
 
@@ -107,6 +114,42 @@ class _RankActor:
         from sortedrl.weights import WeightHolder
 
         return function(WeightHolder(rank=self._rank, module=self._learner.model), *arguments)
+
+    def save_shards(self, folder: Path) -> Any:
+        """Copy this rank's shards and start to write them; `wait_saved` waits for that.
+
+        Rank 0 returns the learner's state without tensors, and the name of a weight that is not finite: then nothing is
+        written.
+        """
+        from sortedrl.learner.sharded.rank_states import shard_tensors
+        from sortedrl.learner.sharded.shard_files import ShardWriter
+
+        if self._writer is None:
+            self._writer = ShardWriter(self._new_group())
+        broken = self._learner.find_nonfinite()
+        tensors, state = shard_tensors(self._learner)
+        if broken is None:
+            self._writer.begin(folder, tensors)
+        return (state, broken) if self._rank == 0 else None
+
+    @ray.method(concurrency_group=_SAVING)
+    def wait_saved(self) -> Any:
+        return self._writer.wait()
+
+    def load_shards(self, folder: Path, state: dict[str, Any]) -> None:
+        import torch.distributed as dist
+
+        from sortedrl.learner.sharded.rank_states import load_shard_tensors
+
+        group = self._new_group()
+        load_shard_tensors(self._learner, folder, state, group)
+        dist.destroy_process_group(group)
+
+    def _new_group(self) -> Any:
+        """A group for checkpoints alone, on the CPU."""
+        import torch.distributed as dist
+
+        return dist.new_group(backend="gloo")
 
     def state(self) -> Any:
         from sortedrl.weights import array_of
@@ -139,7 +182,7 @@ class RayRanks:
         self._on_close = on_close
         self._actors: list[Any] = []
         self._locations: list[tuple[str, int]] = []
-        self._failure: str | None = None
+        self._failure: LearnerError | None = None
         resources = {"CPU": num_cpus} | ({"GPU": num_gpus} if num_gpus else {})
         self._placement = placement_group([resources] * size, strategy="PACK")
         try:
@@ -149,6 +192,7 @@ class RayRanks:
                     "learner.ranks, learner.rank_cpus or learner.rank_gpus, or add machines"
                 )
             self._actors = [self._launch(rank, num_cpus, num_gpus, threads) for rank in range(size)]
+            self._order_by_machine()
             self._locations = self.call("location")
             host = _LOOPBACK if len({node for node, _ in self._locations}) == 1 else self._locations[0][0]
             port = self.call("listen", host)[0]
@@ -168,10 +212,34 @@ class RayRanks:
         return [gpu for gpu in self.call("gpu") if gpu is not None]
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
+        results, failures, silent = self._collect(self._send(method, *arguments))
+        if failures:
+            raise self._failed(failures, silent)
+        return results
+
+    def start(self, method: str) -> Callable[[], list[Any]]:
+        """Call a method that runs beside others on every rank; returns a function that waits for the results.
+
+        A failure of such a method does not end the ranks: a rank that has died makes the next call fail too.
+        """
+        pending = self._send(method)
+
+        def wait() -> list[Any]:
+            results, failures, silent = self._collect(pending)
+            if failures:
+                raise self._describe(failures, silent)
+            return results
+
+        return wait
+
+    def _send(self, method: str, *arguments: Any) -> dict[Any, int]:
         if self._failure is not None:
-            raise LearnerError(self._failure)
+            raise self._failure
         shared = [self._put(argument) for argument in arguments]
-        pending = {getattr(actor, method).remote(*shared): rank for rank, actor in enumerate(self._actors)}
+        return {getattr(actor, method).remote(*shared): rank for rank, actor in enumerate(self._actors)}
+
+    def _collect(self, pending: dict[Any, int]) -> tuple[list[Any], dict[int, Exception], list[int]]:
+        """The results by rank, failures, and the ranks that did not answer because of those."""
         results: list[Any] = [None] * self.size
         failures: dict[int, Exception] = {}
         while pending:
@@ -185,20 +253,19 @@ class RayRanks:
                 failures[rank] = error
                 if _is_cause(error):
                     break
-        if failures:
-            raise self._failed(failures, silent=list(pending.values()))
-        return results
+        return results, failures, list(pending.values())
 
     def close(self) -> None:
         """End the ranks. `on_close` ends the connection to Ray if it was opened for them."""
         self._end()
-        self._failure = self._failure or "the ranks of the learner have been closed"
+        self._failure = self._failure or LearnerError("the ranks of the learner have been closed")
         if self._on_close is not None:
             self._on_close()
             self._on_close = None
 
     def _launch(self, rank: int, num_cpus: float, num_gpus: float, threads: int) -> Any:
-        actor_class = ray.remote(_RankActor).options(
+        as_actor: Any = ray.remote(concurrency_groups={_SAVING: 1})  # pyright: ignore[reportCallIssue]
+        actor_class = as_actor(_RankActor).options(
             num_cpus=num_cpus,
             num_gpus=num_gpus,
             max_restarts=0,
@@ -224,26 +291,36 @@ class RayRanks:
         self._actors = []
         remove_placement_group(self._placement)
 
+    def _order_by_machine(self) -> None:
+        """Number the ranks so that those of a machine follow each other: neighbours exchange the most."""
+        nodes = ray.get([actor.location.remote() for actor in self._actors])
+        order = sorted(range(self.size), key=lambda rank: (nodes[rank][0] != nodes[0][0], nodes[rank][0], rank))
+        self._actors = [self._actors[rank] for rank in order]
+        ray.get([actor.take_rank.remote(rank) for rank, actor in enumerate(self._actors)])
+
     def _failed(self, failures: dict[int, Exception], silent: list[int]) -> LearnerError:
         """End all ranks and return the error that names the rank that failed first."""
         self._end()
+        self._failure = self._describe(failures, silent)
+        return self._failure
+
+    def _describe(self, failures: dict[int, Exception], silent: list[int]) -> LearnerError:
         rank, error = next(((r, e) for r, e in failures.items() if _is_cause(e)), next(iter(failures.items())))
         name = self._name(rank)
         cause = error.cause if isinstance(error, RayTaskError) else error
         if isinstance(cause, SortedRLError):
-            self._failure = f"{name}: {cause}"
-        elif isinstance(error, _DIED):
-            self._failure = (
-                f"{name} has died ({first_line(error)}): it was killed, its machine ran out of memory (lower "
-                "learner.micro_tokens or raise learner.ranks), or its machine lacks this package; fix that and resume"
+            return LearnerError(f"{name}: {cause}")
+        if isinstance(error, _DIED):
+            return RankLostError(
+                f"{name} has died ({first_line(error)})",
+                "it was killed, its machine ran out of memory (lower learner.micro_tokens or raise learner.ranks), or "
+                "its machine lacks this package; fix that and resume",
             )
-        else:
-            others = f"; {', '.join(self._name(other) for other in silent)} did not answer" if silent else ""
-            self._failure = (
-                f"{name} failed ({type(cause).__name__}: {first_line(cause)}){others}: fix that and resume; "
-                "learner.rank_timeout_s is how long ranks wait for each other"
-            )
-        return LearnerError(self._failure)
+        others = f"; {', '.join(self._name(other) for other in silent)} did not answer" if silent else ""
+        return RankLostError(
+            f"{name} failed ({type(cause).__name__}: {first_line(cause)}){others}",
+            "fix that and resume; learner.rank_timeout_s is how long ranks wait for each other",
+        )
 
     def _name(self, rank: int) -> str:
         if rank >= len(self._locations):

@@ -13,14 +13,14 @@ float32, and gradients are summed in float32.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from sortedrl.errors import ConfigError, ModelError
@@ -53,6 +53,23 @@ def weights_of(model: nn.Module) -> dict[str, Any]:
     return {name: array_of(parameter) for name, parameter in model.named_parameters()}
 
 
+class BlankWeights(Mapping[str, Any]):
+    """Arrays for the parameters of a skeleton that will be loaded: they have memory, but no values yet."""
+
+    def __init__(self, skeleton: nn.Module) -> None:
+        self._shapes = {name: (tuple(p.shape), p.dtype) for name, p in skeleton.named_parameters()}
+
+    def __getitem__(self, name: str) -> Any:
+        shape, dtype = self._shapes[name]
+        return array_of(torch.zeros(shape, dtype=dtype))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
+
+
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Sharding:
     """How models are sharded: over which ranks, and in which format weights are gathered."""
@@ -61,6 +78,14 @@ class Sharding:
     dtype: torch.dtype = torch.float32
     is_head_fp32: bool = False  # the output layer is gathered in float32 all the same
     exchange: Exchange | None = None
+    is_on_host: bool = False  # weights, gradients and optimizer state are kept in host memory
+
+    @property
+    def offload(self) -> OffloadPolicy:
+        """FSDP2's policy for host memory. Pinned memory speeds up copies to a GPU, and needs one."""
+        if not self.is_on_host:
+            return OffloadPolicy()
+        return CPUOffloadPolicy(pin_memory=self.mesh.device_type == "cuda")
 
     def policy(self, *, is_head: bool = False) -> MixedPrecisionPolicy:
         if self.dtype == torch.float32:
@@ -78,17 +103,37 @@ def shard_model(model: nn.Module, sharding: Sharding, weights: Mapping[str, Any]
         modules = [module for _, module in group]
         policy = sharding.policy(is_head=head is not None and any(module is head for module in modules))
         shared: Any = modules if len(modules) > 1 else modules[0]
-        fully_shard(shared, mesh=sharding.mesh, reshard_after_forward=True, mp_policy=policy)
+        fully_shard(
+            shared,
+            mesh=sharding.mesh,
+            reshard_after_forward=True,
+            mp_policy=policy,
+            offload_policy=sharding.offload,
+        )
     if weights is not None:
         _fill([("", model)], weights)
     # The root is resharded after a pass too: otherwise its parameters would stay gathered, and be read as such.
-    fully_shard(model, mesh=sharding.mesh, reshard_after_forward=True, mp_policy=sharding.policy())
+    fully_shard(
+        model,
+        mesh=sharding.mesh,
+        reshard_after_forward=True,
+        mp_policy=sharding.policy(),
+        offload_policy=sharding.offload,
+    )
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it reduces
             if sharding.exchange is not None:
                 sharding.exchange.attach(module)
+
+
+def replicated_mesh(mesh: DeviceMesh, num_replicas: int) -> DeviceMesh:
+    """The mesh of copies of the model, each over neighbouring ranks (HSDP); without copies the same mesh."""
+    if num_replicas == 1:
+        return mesh
+    shape = (num_replicas, mesh.size() // num_replicas)
+    return init_device_mesh(mesh.device_type, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from sortedrl.errors import ConfigError
 from sortedrl.learner.forked import ForkedLearner
 from sortedrl.learner.sharded.context import check_heads
 from sortedrl.learner.sharded.learner import ShardedLearner
+from sortedrl.learner.sharded.restarts import RestartingRanks
 from sortedrl.learner.sharded.shards import check_torch
 from sortedrl.learner.unscored import SkippingLearner
 from sortedrl.run.builders.machines import check_gpus
@@ -27,8 +29,13 @@ RunLearner = SkippingLearner | ForkedLearner | ShardedLearner
 log = logging.getLogger(__name__)
 
 
-def build_learner(config: SortedConfig, model: Any) -> RunLearner:
-    """The configured learner. It saves batches whose steps are not finite in the run directory."""
+def build_learner(
+    config: SortedConfig, model: Any, initial: Callable[[], Mapping[str, Any]] | None = None
+) -> RunLearner:
+    """The configured learner. It saves batches whose steps are not finite in the run directory.
+
+    `initial` reads the model's weights again, for ranks that are lost before the first checkpoint.
+    """
     settings, overlap = config.learner, config.knobs.overlap
     temperature = config.engine.temperature or 1.0
     if not config.has_rank_actors:
@@ -46,17 +53,33 @@ def build_learner(config: SortedConfig, model: Any) -> RunLearner:
     check_gpus(config)
     from sortedrl.learner.sharded.ray_ranks import RayRanks  # imports Ray's actors, so only after `connect`
 
-    ranks = RayRanks(
-        config.num_ranks,
-        num_cpus=settings.rank_cpus,
-        num_gpus=config.rank_gpus,
-        threads=config.run.threads,
-        timeout_s=settings.rank_timeout_s,
-        on_close=disconnect if is_ours else None,
-    )
+    def launch() -> RayRanks:
+        return RayRanks(
+            config.num_ranks,
+            num_cpus=settings.rank_cpus,
+            num_gpus=config.rank_gpus,
+            threads=config.run.threads,
+            timeout_s=settings.rank_timeout_s,
+        )
+
+    on_close = disconnect if is_ours else None
+    # Without checkpoints, all updates of the run would be kept in memory.
+    has_points = config.checkpoint.save and config.checkpoint.every_updates > 0
+    try:
+        ranks = RestartingRanks(launch, max_restarts=settings.max_restarts if has_points else 0, on_close=on_close)
+    except BaseException:
+        if on_close is not None:
+            on_close()
+        raise
     try:
         return ShardedLearner(
-            model, settings, temperature=temperature, ranks=ranks, overlap=overlap, inspect_dir=config.run_dir
+            model,
+            settings,
+            temperature=temperature,
+            ranks=ranks,
+            overlap=overlap,
+            inspect_dir=config.run_dir,
+            initial=initial,
         )
     except BaseException:
         ranks.close()

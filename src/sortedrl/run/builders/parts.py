@@ -7,7 +7,7 @@ configuration, the task or the model raises here, so a run that cannot start lea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from sortedrl.learner.lora import (
 )
 from sortedrl.learner.model import check_model_folder, load_tokenizer, read_window
 from sortedrl.learner.sharded.learner import ShardedLearner
+from sortedrl.learner.sharded.shards import weights_of
 from sortedrl.learner.smollm2 import smollm2_path
 from sortedrl.records import Prompt
 from sortedrl.reward.pool import RewardPool
@@ -130,7 +131,7 @@ def build_parts(
     heldout = heldout_prompts(config, task, tokenizer, tools)
     model = build_model(config, folder if model is None else model, adapters, checkpoint)
     config, notice = fill_from_model(config, model, tokenizer)
-    learner = build_learner(config, model)
+    learner = build_learner(config, model, initial_weights(folder, model))
     try:
         weights = engine_model(config, model, learner.source)
         places = engine_places(config, learner.gpus) if isinstance(learner, ShardedLearner) else []
@@ -282,6 +283,13 @@ def build_model(config: SortedConfig, model: Any, adapters: Adapters, checkpoint
     if checkpoint is not None and has_adapters:
         check_base(model, checkpoint)
     return model
+
+
+def initial_weights(folder: Path | None, model: Any) -> Callable[[], dict[str, Any]] | None:
+    """Reads the weights of the model again; None for adapters and for a model object, which no folder has."""
+    if folder is None or is_adapted(model):
+        return None
+    return lambda: weights_of(load_model(folder)[0])
 
 
 def base_dtype(config: SortedConfig, adapters: Adapters) -> torch.dtype:

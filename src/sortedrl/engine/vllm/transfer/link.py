@@ -58,10 +58,7 @@ class WeightLink:
         from sortedrl.engine.vllm.transfer.sender import send
 
         source = _with_place(source)
-        key = (source.place, tuple(engines))
-        if self._session is None or self._session.key != key:
-            self._session = self._open(source, key, len(engines))
-        session = self._session
+        session = self._join(source, tuple(engines))
         self._sending = _in_thread(lambda: source.apply(send, session.plan))
         offsets = range(1, session.plan.world_size, self._num_workers)
         return [
@@ -109,6 +106,20 @@ class WeightLink:
     def abandon(self) -> None:
         """Do not wait for the learner's side: the engines are gone, and it ends with an error by itself."""
         self._session = self._sending = None
+
+    def _join(self, source: Any, engines: tuple[Hashable, ...]) -> _Session:
+        """The session with these engines. If the learner's processes are started again meanwhile, one with the new."""
+        for is_last in (False, True):
+            key = (source.place, engines)
+            if self._session is not None and self._session.key == key:
+                break
+            try:
+                self._session = self._open(source, key, len(engines))
+            except ConnectionError:
+                if is_last:
+                    raise
+        assert self._session is not None, "a session was opened, or an error raised"
+        return self._session
 
     def _open(self, source: Any, key: Hashable, num_engines: int) -> _Session:
         from sortedrl.engine.vllm.transfer.sender import SendPlan, describe
