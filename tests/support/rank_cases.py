@@ -93,6 +93,7 @@ CONTEXT_CASES = {
 WIDE_CONTEXT_CASES = {
     "context-4": RankCase(settings=replace(_LONG, context_parallel=4), is_sgd=True, kv_heads=2),
     "context-2-of-4": RankCase(settings=replace(_LONG, micro_tokens=24), is_sgd=True, kv_heads=4),
+    "context-2-copies": RankCase(settings=replace(_LONG, rank_replicas=2), is_sgd=True, kv_heads=4, num_updates=2),
 }
 _LOW = Settings(micro_tokens=40, lr=0.1, dtype="bfloat16")
 LOW_CASES = {
