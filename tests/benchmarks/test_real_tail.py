@@ -63,7 +63,7 @@ def test_runs_differ_in_the_strategy_alone(strategy: str) -> None:
     assert (config.strategy_name, config.run.seed, config.run_dir) == (strategy, 3, folder)
     assert (config.engine.slots, config.schedule.update_batch, config.engine.dtype) == (8, 8, "float32")
     assert config.lora.rank > 0
-    assert config.engine.max_new_tokens == 512
+    assert config.engine.max_new_tokens == 1024
 
 
 def test_flags_change_the_runs() -> None:
@@ -78,7 +78,7 @@ def test_flags_change_the_runs() -> None:
 
 def test_the_cold_start_is_made_anew_when_the_task_changes() -> None:
     base = SortedConfig.load(CONFIG)
-    other = SortedConfig.load(CONFIG, ["task.options.median=20"])
-    faster = SortedConfig.load(CONFIG, ["learner.lr=1e-5"])
+    other = SortedConfig.load(CONFIG, ["task.options.max_step=3"])
+    same = SortedConfig.load(CONFIG, ["task.options.median=20", "learner.lr=1e-5"])  # the cold start has its own median
     runs = Path("runs")
-    assert start_folder(runs, base) == start_folder(runs, faster) != start_folder(runs, other)
+    assert start_folder(runs, base) == start_folder(runs, same) != start_folder(runs, other)

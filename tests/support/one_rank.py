@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from sortedrl.errors import RankLostError
-from sortedrl.learner.sharded.ray_ranks import _RankActor
 
 
 class OneRank:
@@ -22,6 +21,9 @@ class OneRank:
     """
 
     def __init__(self, losses: list[str]) -> None:
+        # Not at the top: `ray_cluster.connect` must come before the first import of Ray in a process of tests.
+        from sortedrl.learner.sharded.ray_ranks import _RankActor
+
         self._losses = losses
         self._actor = _RankActor(0, 1, 1)
         self._actor._mesh = init_device_mesh("cpu", (1,))

@@ -125,7 +125,8 @@ def test_an_engine_that_is_starting_sleeps_too(pool: Pool, members: SleepyMember
         pool.poll(0.01)
     pool.sleep()
     assert len(members.engines) == 3
-    assert [engine.device.held for engine in members.engines[1:]] == [set(), set()]
+    # Engines are made in threads, in any order. The dead one still holds its memory.
+    assert sorted(len(engine.device.held) for engine in members.engines) == [0, 0, 2]
     pool.publish(1, source(moved(1))).wait()
     pool.wake()
     check_answers(pool, moved(1))
