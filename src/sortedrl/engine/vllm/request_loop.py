@@ -22,6 +22,7 @@ from sortedrl.engine.base import EngineEvent, EngineStats, Failed, Finished, InF
 from sortedrl.engine.vllm.abort_flag import AbortFlag
 from sortedrl.engine.vllm.adapter import ADAPTER_ID
 from sortedrl.engine.vllm.request import RequestState, VllmRequest
+from sortedrl.errors import first_line
 
 Load = Callable[[], Awaitable[None]]
 _DISCARD, _KEEP_ON_HOST = 2, 1  # levels of vLLM's sleep, by what becomes of the weights
@@ -195,7 +196,7 @@ class RequestLoop:
         except Exception as error:  # any error of vLLM here means that it can no longer be used
             with self.changed:
                 self.broken_invariant = error if isinstance(error, AssertionError) else self.broken_invariant
-                self.loss = f"vLLM's core was lost ({type(error).__name__})"
+                self.loss = f"vLLM's core was lost ({type(error).__name__}: {first_line(error)})"
                 self.changed.notify()
             return
         if state is not RequestState.STOPPED or not request.is_parked:
