@@ -41,6 +41,7 @@
       say("the server does not respond");
       return;
     }
+    if (paused) return; // since the request: a page that is paused keeps what it shows
     listed = answer.runs;
     const keys = new Set(listed.map((run) => run.key));
     const kept = shown.filter((key) => keys.has(key));
