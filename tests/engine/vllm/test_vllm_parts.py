@@ -221,6 +221,25 @@ def test_a_replay_continues_after_the_tokens_that_it_keeps() -> None:
     assert done.attempt.tokens == [4, 5]
 
 
+@pytest.mark.parametrize("prompt", [None, [None], [None, entry(t9=0.0), entry(t4=-1.0)]])
+def test_a_replay_that_is_stopped_before_its_verification_keeps_its_cached_tokens(prompt: list | None) -> None:
+    """The output of an aborted request has the prompt's log-probs up to where vLLM has read it: at first [None]."""
+    stopped = make_request((4, 5), Mode.REPLAY)
+    stopped.is_stopped = True
+    # The step was aborted: its token is no answer, whatever its log-prob.
+    assert stopped.apply_output(make_output([6], prompt=prompt), 1.0) is State.RUNNING
+    assert stopped.apply_output(make_output([], reason="abort", prompt=prompt), 2.0) is State.STOPPED
+    assert (stopped.attempt.tokens, stopped.num_decoded, stopped.replay) == ([4, 5], 0, None)
+    assert stopped.attempt.deliver(version=3, clock=2.0, decode_s=2.0) is None
+    # A complete answer asks for one token more, so an aborted step ends its request.
+    done = make_request((4, 5), Mode.REPLAY, budget=2)
+    done.is_stopped = True
+    assert done.apply_output(make_output([0], reason="length", prompt=prompt), 1.0) is State.STOPPED
+    assert make_request((4, 5), Mode.REPLAY).apply_output(make_output([], reason="error"), 1.0) is State.FAILED
+    with pytest.raises(AssertionError, match="not verified"):
+        make_request((4, 5), Mode.REPLAY).apply_output(make_output([6], reason="length", prompt=prompt), 1.0)
+
+
 # Missing or unsuitable parts
 
 
