@@ -155,6 +155,8 @@ def _device_arguments(settings: VllmSettings) -> dict[str, Any]:
     arguments: dict[str, Any] = {"tensor_parallel_size": settings.tensor_parallel}
     if settings.is_spread:
         arguments["distributed_executor_backend"] = "ray"
+    elif settings.plan.device == "cpu":
+        arguments["distributed_executor_backend"] = f"{__package__}.executor.PatientExecutor"
     if settings.kv_bytes is not None:
         arguments["kv_cache_memory_bytes"] = settings.kv_bytes
     if settings.memory_share is not None:
