@@ -51,7 +51,10 @@ class SharedBuckets:
     @classmethod
     def open(cls, address: str) -> Self:
         """The memory that another process of this machine has made and still holds."""
-        descriptor = os.open(address, os.O_RDWR)
+        try:
+            descriptor = os.open(address, os.O_RDWR)
+        except OSError as error:
+            raise OSError(f"cannot open the learner's memory at {address}: {error.strerror}") from error
         return cls(descriptor, os.fstat(descriptor).st_size)
 
     @property
