@@ -276,7 +276,8 @@ def build_model(config: SortedConfig, model: Any, adapters: Adapters, checkpoint
     elif checkpoint is not None and not has_adapters:
         model.load_state_dict(load_model(checkpoint)[0].state_dict())
     if adapters.is_wanted:
-        limit_layers(adapters.peft_config, model, config.lora.last_layers)
+        if config.lora.rank:  # not for adapters that bring their own settings
+            limit_layers(adapters.peft_config, model, config.lora.last_layers)
         model = adapt(model, adapters.peft_config, checkpoint=checkpoint, start=adapters.start)
         if commit:
             name_base(model, config.model.path, commit)
