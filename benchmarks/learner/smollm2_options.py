@@ -60,7 +60,8 @@ OPTIONS: dict[str, list[str]] = {
     "context-3": [*RANKS, "placement.ranks=3", "placement.context_parallel=3", "learner.algorithm=ppo"],
 }
 MASKED, OUT_OF_MEMORY = ("icepop", "mis"), "memory"
-ROOM_MB = 200  # that the process may allocate in the second update of the option `memory`
+# That the process may allocate in the second update of the option `memory`; gradients in full are 540 MB of it.
+ROOM_MB = {"lora": 100, "full": 750}
 
 
 def brevity(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float]:
@@ -74,7 +75,7 @@ def run(option: str, kind: str) -> dict[str, Any]:
         settings = [*SHORT, *KINDS[kind], *OPTIONS[option], f"run.dir={folder}/runs"]
         command = [sys.executable, "-m", "sortedrl", "train", RECIPE, *settings, "--json"]
         if option == OUT_OF_MEMORY:
-            command = [sys.executable, "-m", "benchmarks.learner.smollm2_options", "--short-of-memory", *settings]
+            command = [sys.executable, "-m", "benchmarks.learner.smollm2_options", "--short-of-memory", kind, *settings]
         paths = [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
         start = time.perf_counter()
         done = subprocess.run(
@@ -126,7 +127,7 @@ def faults(record: dict[str, Any], err: str) -> list[str]:
     return found
 
 
-def train_short_of_memory(settings: Sequence[str]) -> None:
+def train_short_of_memory(kind: str, settings: Sequence[str]) -> None:
     """Train in this process, with a limit of its memory from the second update on."""
     import resource
 
@@ -141,7 +142,7 @@ def train_short_of_memory(settings: Sequence[str]) -> None:
             lines = Path("/proc/self/status").read_text().splitlines()
             used = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData"))
             if state.global_step == 1:
-                resource.setrlimit(resource.RLIMIT_DATA, (used + ROOM_MB * 2**20, resource.RLIM_INFINITY))
+                resource.setrlimit(resource.RLIMIT_DATA, (used + ROOM_MB[kind] * 2**20, resource.RLIM_INFINITY))
             else:
                 resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
@@ -172,7 +173,7 @@ def table(records: Sequence[dict[str, Any]]) -> Table:
 
 def main() -> None:
     if sys.argv[1:2] == ["--short-of-memory"]:
-        train_short_of_memory(sys.argv[2:])
+        train_short_of_memory(sys.argv[2], sys.argv[3:])
         return
     parser = make_parser(__doc__)
     parser.add_argument("--only", default="lora,full", help="what is trained, separated by commas")
