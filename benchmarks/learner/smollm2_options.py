@@ -54,14 +54,13 @@ OPTIONS: dict[str, list[str]] = {
     # Ratios of engine and trainer differ from 1 by little here, so narrow limits are what leaves tokens out.
     "icepop": [*LOW, "learner.importance=token", "learner.importance_mask=token", *_limits("0.999", "1.001")],
     "mis": [*LOW, "learner.importance=sequence", "learner.importance_mask=sequence", *_limits("0.9", "1.1")],
-    "memory": ["learner.dtype=float32", "engine.max_new_tokens=48"],
+    "memory": ["learner.dtype=float32", "engine.max_new_tokens=96"],
     "ranks-2": [*RANKS, "learner.ranks=2"],
     "placement": [*RANKS, *LOW, "placement.ranks=2", "learner.recompute=true", "learner.kl_coef=0.05"],
     "context-3": [*RANKS, "placement.ranks=3", "placement.context_parallel=3", "learner.algorithm=ppo"],
 }
 MASKED, OUT_OF_MEMORY = ("icepop", "mis"), "memory"
-# That the process may allocate in the second update of the option `memory`; gradients in full are 540 MB of it.
-ROOM_MB = {"lora": 100, "full": 750}
+ROOMS_MB = (100, 200, 300, 400, 500, 600)  # that the process may allocate in the second update of the option `memory`
 
 
 def brevity(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float]:
@@ -69,13 +68,25 @@ def brevity(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> lis
     return [1 - min(len(completion_text(completion)), 400) / 400 for completion in completions]
 
 
-def run(option: str, kind: str) -> dict[str, Any]:
+def run_option(option: str, kind: str) -> dict[str, Any]:
+    """Train with an option. Short of memory, with the first of some limits under which a single sample fits."""
+    rooms = ROOMS_MB if option == OUT_OF_MEMORY else (None,)
+    record: dict[str, Any] = {}
+    for room_mb in rooms:
+        record = run(option, kind, room_mb)
+        if record["exit"] == 0:
+            break
+    return record
+
+
+def run(option: str, kind: str, room_mb: int | None = None) -> dict[str, Any]:
     """Train once; what it gave, and what was wrong with it."""
     with TemporaryDirectory() as folder:
         settings = [*SHORT, *KINDS[kind], *OPTIONS[option], f"run.dir={folder}/runs"]
         command = [sys.executable, "-m", "sortedrl", "train", RECIPE, *settings, "--json"]
-        if option == OUT_OF_MEMORY:
-            command = [sys.executable, "-m", "benchmarks.learner.smollm2_options", "--short-of-memory", kind, *settings]
+        if room_mb is not None:
+            module = "benchmarks.learner.smollm2_options"
+            command = [sys.executable, "-m", module, "--short-of-memory", str(room_mb), *settings]
         paths = [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
         start = time.perf_counter()
         done = subprocess.run(
@@ -94,6 +105,7 @@ def run(option: str, kind: str) -> dict[str, Any]:
     record = {
         "option": option,
         "kind": kind,
+        "room_mb": room_mb,
         "exit": done.returncode,
         "wall_s": seconds,
         "optimizer_steps": summary.get("optimizer_steps", 0),
@@ -127,7 +139,7 @@ def faults(record: dict[str, Any], err: str) -> list[str]:
     return found
 
 
-def train_short_of_memory(kind: str, settings: Sequence[str]) -> None:
+def train_short_of_memory(room_mb: int, settings: Sequence[str]) -> None:
     """Train in this process, with a limit of its memory from the second update on."""
     import resource
 
@@ -142,7 +154,7 @@ def train_short_of_memory(kind: str, settings: Sequence[str]) -> None:
             lines = Path("/proc/self/status").read_text().splitlines()
             used = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData"))
             if state.global_step == 1:
-                resource.setrlimit(resource.RLIMIT_DATA, (used + ROOM_MB[kind] * 2**20, resource.RLIM_INFINITY))
+                resource.setrlimit(resource.RLIMIT_DATA, (used + room_mb * 2**20, resource.RLIM_INFINITY))
             else:
                 resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
@@ -173,7 +185,7 @@ def table(records: Sequence[dict[str, Any]]) -> Table:
 
 def main() -> None:
     if sys.argv[1:2] == ["--short-of-memory"]:
-        train_short_of_memory(sys.argv[2], sys.argv[3:])
+        train_short_of_memory(int(sys.argv[2]), sys.argv[3:])
         return
     parser = make_parser(__doc__)
     parser.add_argument("--only", default="lora,full", help="what is trained, separated by commas")
@@ -183,7 +195,7 @@ def main() -> None:
     records: list[dict[str, Any]] = []
     for option in args.options.split(","):
         for kind in args.only.split(","):
-            records.append(run(option, kind))
+            records.append(run_option(option, kind))
             console.print(f"{option}, {kind}: {'; '.join(records[-1]['faults']) or 'sound'}")
     if len(records) == len(OPTIONS) * len(KINDS):
         save("smollm2_options", {"rows": records})
