@@ -62,7 +62,7 @@ OPTIONS: dict[str, list[str]] = {
 }
 MASKED, OUT_OF_MEMORY = ("icepop", "mis"), "memory"
 # That the process may allocate in the second update of the option `memory`. Gradients in full are 540 MB of it.
-ROOMS_MB = {"lora": range(100, 400, 100), "full": range(600, 1100, 100)}
+ROOMS_MB = {"lora": range(100, 400, 100), "full": range(620, 720, 20)}
 
 
 def brevity(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float]:
