@@ -17,7 +17,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fuzz import child, rows
+from fuzz import child, rows, trl_script
 from fuzz.audit import audit
 from fuzz.child import Ended, Limits
 from fuzz.control import Control
@@ -71,6 +71,8 @@ class Player:
         home, shared = self.folder / f"s{scenario.seed}", set(os.listdir(SHARED_MEMORY))
         shutil.rmtree(home, ignore_errors=True)
         program = Program(scenario=scenario, home=home)
+        if scenario.kind == Kind.TRL:
+            trl_script.warm_up()
         try:
             self._stages(program, result)
             if result.outcome == "complete" and scenario.has_twin and not result.findings:
@@ -100,7 +102,9 @@ class Player:
             result.num_changes += bool(stage.changes and is_resume)
             was_hit = ended.was_hit or (stage.fault == Fault.OUT_OF_MEMORY and ended.code != 0)
             result.faults += [stage.fault.value] * was_hit
-            result.findings += judge_end(ended, stage, is_script=scenario.kind == Kind.TRL)
+            has_damage = any(earlier.damage for earlier in scenario.stages[: number + 1])
+            may_raise = scenario.kind == Kind.TRL and (stage.fault == Fault.DISK_FULL or has_damage)
+            result.findings += judge_end(ended, stage, may_raise=may_raise)
             if result.findings:
                 return
             num_samples = program.num_samples or _num_samples(run_dir)
@@ -143,10 +147,10 @@ def _chaos(scenario: Scenario) -> list[str]:
     return [*found, "bad data file"] if scenario.kind == Kind.DATA and not is_sound else found
 
 
-def judge_end(ended: Ended, stage: Stage, *, is_script: bool = False) -> list[Finding]:
+def judge_end(ended: Ended, stage: Stage, *, may_raise: bool = False) -> list[Finding]:
     """What is wrong with exit code, output and the processes that are left.
 
-    `is_script`: a user's script, in which our errors are exceptions, and signals have no handler of ours.
+    `may_raise`: a user's script, in which an error of ours is an exception.
     """
     wrong, kinds = [], FindingKind
     allowed = {0, 2}
@@ -156,7 +160,7 @@ def judge_end(ended: Ended, stage: Stage, *, is_script: bool = False) -> list[Fi
         allowed.add(-9)
     if stage.fault == Fault.OUT_OF_MEMORY:
         allowed.add(_ABORTED)
-    is_raised = is_script and ended.code == 1 and (stage.fault == Fault.DISK_FULL or stage.damage is not None)
+    is_raised = may_raise and ended.code == 1
     if ended.code is None:
         wrong.append(Finding(kinds.END, f"a process does not end with {stage.fault}: {ended.err[-300:]!r}"))
     elif ended.code not in allowed and not is_raised:

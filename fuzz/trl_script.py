@@ -32,6 +32,14 @@ def reward(prompts: list[str], completions: list[str], **columns: Any) -> list[f
     return [len(text) / 100 + text.count("a") for text in completions]
 
 
+def warm_up() -> None:
+    """Import what the script needs, so that forked processes start quickly."""
+    import datasets
+    import trl.trainer.grpo_trainer
+
+    import sortedrl.adapters.trl  # noqa: F401
+
+
 def main(folder: Path, settings: Sequence[str]) -> None:
     import torch
     import trl
