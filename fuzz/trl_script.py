@@ -34,8 +34,8 @@ def reward(prompts: list[str], completions: list[str], **columns: Any) -> list[f
 
 def warm_up() -> None:
     """Import what the script needs, so that forked processes start quickly."""
-    import datasets
-    import trl.trainer.grpo_trainer
+    import datasets  # noqa: F401
+    import trl.trainer.grpo_trainer  # noqa: F401
 
     import sortedrl.adapters.trl  # noqa: F401
 
