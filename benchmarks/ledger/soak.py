@@ -48,7 +48,7 @@ from sortedrl.telemetry.events import RunEnded, RunStarted
 from sortedrl.telemetry.summary import summarize
 
 BATCH, SLOTS, NUM_PROMPTS, CAP, MEDIAN = 128, 128, 5_000, 96, 12
-NUM_TOKENS = 90  # of the embedded model's vocabulary
+NUM_TOKENS = 44  # of the embedded vocabulary
 DIVERGENCE = 1e-3  # share of tokens that each version writes otherwise
 GOAL_GROWTH_MB = 64.0
 
