@@ -23,7 +23,7 @@ def test_a_scenario_survives_its_command_line():
 
 
 def test_all_faults_and_strategies_are_drawn():
-    drawn = [draw(seed) for seed in range(400)]
+    drawn = [draw(seed) for seed in range(1000)]
     assert {stage.fault for scenario in drawn for stage in scenario.stages} == set(Fault)
     assert {scenario.kind for scenario in drawn} == {Kind.TRAIN, Kind.TOOLS, Kind.DATA, Kind.TRL}
     strategies = {scenario.overrides[0] for scenario in drawn if scenario.kind == Kind.TRAIN}
