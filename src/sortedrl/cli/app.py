@@ -106,7 +106,7 @@ def print_error(message: str, *notes: str) -> None:
 
 def _is_out_of_memory(error: Exception) -> bool:
     """Torch and the libraries under it raise errors of other types than Python; a command may not have loaded them."""
-    if isinstance(error, MemoryError) or "torch" not in sys.modules:
+    if "torch" not in sys.modules:
         return isinstance(error, MemoryError)
     from sortedrl.learner.memory import is_out_of_memory
 
