@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import ctypes
+import errno
 import json
 import logging
 import sys
