@@ -264,12 +264,14 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--stages", default="a,b,c,d")
     parser.add_argument("--arm", action="append", help="only this arm; may be given several times")
+    parser.add_argument("--seed", type=int, action="append", help="only this seed; may be given several times")
     parser.add_argument("--runs", type=int, help="at most this many runs; all that are missing without it")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each on one core")
     parser.add_argument("--list", action="store_true", help="make no runs: count those that are there")
     given = parser.parse_args()
     stages = given.stages.split(",")
     todo = [run for stage in stages for run in missing(stage) if given.arm is None or run[0].arm in given.arm]
+    todo = [run for run in todo if given.seed is None or run[1] in given.seed]
     if not given.list:
         make(todo[: given.runs], jobs=given.jobs)
     counts = {stage: {"made": len(read(stage)), "registered": len(runs(stage))} for stage in stages}
