@@ -55,7 +55,7 @@ SCHEDULES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 }
 
 
-def sortedness(batches: Sequence[Sequence[int]]) -> float:
+def sortedness(batches: Sequence[Sequence[float]]) -> float:
     """The share of the variance of log lengths that lies between batches."""
     logs = [[math.log(length) for length in batch] for batch in batches]
     every = [value for batch in logs for value in batch]
