@@ -3,12 +3,14 @@
     python -m benchmarks.schedule.map_live                      # measures the points that are missing, then the table
     python -m benchmarks.schedule.map_live --point torch-wide   # one point
     python -m benchmarks.schedule.map_live --start FOLDER       # also SmolLM2, from the cold start of `real_tail`
+    python -m benchmarks.schedule.map_live --point smollm2 --finished "sync=DIR" --finished "sync-large=DIR"
     python -m benchmarks.schedule.map_live --read               # only the table, from results/map_live.json
 
 A point is a live setting: an engine, a task, slots and an update batch. Every choice of the map that stops rollout
 during updates trains there with the same prompts and noise. The run of `sync` also tells where the point lies on the
-map: tail of the lengths, cost of a step (fitted), share of the learner. Speeds are trained tokens per second of
-rollout, updates and publications, as multiples of `sync`'s. "Simulated" is what `plan --from-run` does besides looking
+map: tail of the lengths, cost of a step (fitted), share of the learner. `--finished` takes runs that are there, such
+as those of `real_tail`. Speeds are trained tokens per second of rollout, updates and publications, as multiples of
+`sync`'s. "Simulated" is what `plan --from-run` does besides looking
 at the map: the choice simulated with the lengths and fitted costs of the `sync` run.
 """
 
@@ -264,14 +266,19 @@ def main() -> None:
     parser.add_argument(
         "--start", type=Path, help="the cold start of tail-smollm2; without it those points are left out"
     )
+    parser.add_argument("--finished", action="append", metavar="CHOICE=DIR", help="a finished run of the one --point")
     parser.add_argument("--read", action="store_true", help="measure nothing")
     given = parser.parse_args()
+    finished = {choice: Path(folder) for choice, _, folder in (text.rpartition("=") for text in given.finished or ())}
+    if finished and (len(given.point or ()) != 1 or "sync" not in finished or not finished.keys() <= CHOICES.keys()):
+        parser.error(f"--finished needs one --point, a run of sync, and choices among: {'; '.join(CHOICES)}")
     points = dict(load(NAME)["points"]) if (RESULTS / f"{NAME}.json").exists() else {}
     for name, point in POINTS.items():
         is_wanted = name in given.point if given.point else name not in points
-        if given.read or not is_wanted or (point.config != QUICKSTART and given.start is None):
+        if given.read or not is_wanted or (point.config != QUICKSTART and not (given.start or finished)):
             continue
-        points[name] = measure(point, given.start if point.config != QUICKSTART else None)
+        start = given.start if point.config != QUICKSTART else None
+        points[name] = {"stamp": stamp(), **figures(point, finished)} if finished else measure(point, start)
         save(NAME, {"points": {key: points[key] for key in POINTS if key in points}})
     points = {key: points[key] for key in POINTS if key in points}
     print(json.dumps({"points": points, **digest(points)}) if given.json else markdown(points))
