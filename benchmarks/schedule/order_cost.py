@@ -39,7 +39,7 @@ CONDITIONS = (
     replace(MIDDLE, diverged=0.7),
     replace(MIDDLE, batch_per_slot=4.0),
 )
-SEEDS = range(3)
+SEEDS = range(2)
 _REPLAY = {"interrupted": "replay", "max_staleness": 0, "on_bound": "replay"}
 SCHEDULES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "sync": ("sync", {}),
@@ -67,7 +67,7 @@ def sortedness(batches: Sequence[Sequence[float]]) -> float:
 def run(condition: Condition, name: str, seed: int, update_token_s: float) -> tuple[float, list[list[int]]]:
     """Tokens per second and the lengths of each batch."""
     strategy, knobs = SCHEDULES[name]
-    trace = load_trace(f"lognormal({MEDIAN}, {condition.tail}, {20 * MEDIAN})", samples=2 * NUM_SAMPLES, seed=seed)
+    trace = load_trace(f"lognormal({MEDIAN}, {condition.tail}, {20 * MEDIAN})", samples=NUM_SAMPLES, seed=seed)
     batches: list[list[int]] = []
 
     def keep(event: Event) -> None:
