@@ -134,6 +134,12 @@ def measure(point: LivePoint, start: Path | None = None) -> dict[str, Any]:
         return {"stamp": stamp(), **figures(point, runs)}
 
 
+def from_finished(point: LivePoint, runs: Mapping[str, Path]) -> dict[str, Any]:
+    """A point from runs that are there; the stamp is of this reading, and may not be of the code that ran."""
+    samples = {choice: Summary.read(folder / "summary.json").samples for choice, folder in runs.items()}
+    return {"stamp": stamp(), "finished_runs": samples, **figures(point, runs)}
+
+
 def _train(config: SortedConfig) -> Path:
     trainer = SortedTrainer(args=config, quiet=True)
     trainer.train()
@@ -278,7 +284,7 @@ def main() -> None:
         if given.read or not is_wanted or (point.config != QUICKSTART and not (given.start or finished)):
             continue
         start = given.start if point.config != QUICKSTART else None
-        points[name] = {"stamp": stamp(), **figures(point, finished)} if finished else measure(point, start)
+        points[name] = from_finished(point, finished) if finished else measure(point, start)
         save(NAME, {"points": {key: points[key] for key in POINTS if key in points}})
     points = {key: points[key] for key in POINTS if key in points}
     print(json.dumps({"points": points, **digest(points)}) if given.json else markdown(points))
