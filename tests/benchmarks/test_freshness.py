@@ -43,6 +43,19 @@ def test_every_registered_run_has_a_configuration_that_loads(tmp_path: Path) -> 
             )
 
 
+def test_the_amended_order_has_every_registered_run_once() -> None:
+    order = freshness.in_order()
+    assert len(order) == len(set(order)) == 390
+    assert set(order) == {run for stage in "abcd" for run in freshness.runs(stage)}
+    # Stage a with ten seeds, then 170 runs in the registration's blocks, then the seeds that it cut.
+    assert {cell.stage for cell, _ in order[:50]} == {"a"}
+    assert [len(names) for _, names in freshness.BLOCKS[1:]] == [5, 2, 4, 3, 5, 4, 11]
+    assert all(seed < 5 for _, seed in order[50:220])
+    assert all(seed >= 5 for _, seed in order[220:])
+    assert order[50][0].name == "sync-large, cohort 4"
+    assert order[85][0].name == "sync, rate 0.0006", "block 4 follows 50 + 25 + 10 runs"
+
+
 def test_a_study_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:
     assert len(freshness.missing("a", tmp_path)) == 50
     freshness.append(run_record("sync", 0, [0.1]), tmp_path)
