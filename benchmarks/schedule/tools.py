@@ -1,6 +1,6 @@
 """What it pays that a trajectory in a tool holds no slot: makespans on the real engine, and the simulator's forecast.
 
-    python -m benchmarks.schedule.tools [--samples 1536] [--slots 64] [--pass-ms 1.5] [--json]
+    python -m benchmarks.schedule.tools [--samples 1024] [--slots 64] [--pass-ms 2.0] [--json]
 
 Lengths, turns and tool times of the trajectories are drawn, with a long tail, so that tools take 35 % and then 68 % of
 a trajectory's time. The local engine decodes every token, and a real environment sleeps for every call. Three ways:
@@ -378,9 +378,9 @@ def show(result: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--samples", type=int, default=1536)
+    parser.add_argument("--samples", type=int, default=1024)
     parser.add_argument("--slots", type=int, default=64)
-    parser.add_argument("--pass-ms", type=float, default=1.5)
+    parser.add_argument("--pass-ms", type=float, default=2.0)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     result = measure(options)
