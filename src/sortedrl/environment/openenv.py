@@ -6,7 +6,8 @@
 
 `environment_factory` takes such a class. The tools are those that the environment lists (MCP tools). An environment
 that takes actions of one type instead has the tool `act`, whose arguments are the fields of that type: name the type in
-the class attribute `action`. `reset` passes on the row's columns that the environment's own `reset` names.
+the class attribute `action`. The environment's own `reset` gets the row's columns: all, or those that it names if it
+has no `**kwargs`.
 
 The reward is the sum of the rewards that the environment gives with its observations. When it says that the episode is
 done, further calls are errors. Its state cannot be brought back, so the kind is `none`; a subclass whose environment
@@ -38,9 +39,11 @@ class OpenEnvTools:
         raise NotImplementedError(f"{type(self).__name__} needs a method _make that returns an environment of OpenEnv")
 
     def reset(self, **row: object) -> None:
-        known = inspect.signature(self._environment.reset).parameters
+        parameters = inspect.signature(self._environment.reset).parameters
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            row = {name: value for name, value in row.items() if name in parameters}
         self._reward, self._is_done = 0.0, False
-        self._environment.reset(**{name: value for name, value in row.items() if name in known})
+        self._environment.reset(**row)
 
     def get_reward(self) -> float:
         return self._reward

@@ -84,10 +84,11 @@ def _as_in_run(path: Path, lengths: Sequence[int], rng: np.random.Generator) -> 
     Lengths of a run include what its tools returned, so the model's own tokens are what is left.
     """
     known, fed = _run_trajectories(path)
+    sizes = [size for size, _ in known]
     ends: list[list[int]] = []
     seconds: list[list[float]] = []
     for length in lengths:
-        place = bisect_left(known, length, key=lambda one: one[0])
+        place = (bisect_left(sizes, length) + bisect_right(sizes, length)) // 2
         first = min(max(place - _NEIGHBOURS // 2, 0), max(len(known) - _NEIGHBOURS, 0))
         drawn = known[first + int(rng.integers(min(_NEIGHBOURS, len(known))))][1]
         count = min(len(drawn), max((length - 1) // (fed + 1), 0))
