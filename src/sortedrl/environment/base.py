@@ -128,13 +128,14 @@ def describe(factory: Factory, key: str = "environment.factory") -> EnvironmentS
     methods = dict(inspect.getmembers(made, predicate=inspect.isfunction))
     if "reset" not in methods:
         raise ConfigError(f"{key} {name} has no method reset: add reset(self, **row), which begins a trajectory")
+    kind = _kind_of(made, methods, f"{key} {name}")
     schemas = _listed(probe, f"{key} {name}") if "_tool_schemas" in methods else _schemas(methods, f"{key} {name}")
     if not schemas:
         raise ConfigError(f"{key} {name} has no tools: add a public method with type hints and a docstring")
     return EnvironmentSpec(
         factory=factory,
         name=name,
-        kind=_kind_of(made, methods, f"{key} {name}"),
+        kind=kind,
         tools=tuple(schemas),
         has_reward="get_reward" in methods,
         needed=_needed(methods["reset"]),
