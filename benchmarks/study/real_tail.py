@@ -42,7 +42,7 @@ STRATEGIES = ("sync", "sync-large", "sorted-replay", "async-on-policy")
 SAMPLES = 240
 LEARN_SAMPLES = 640
 # As the recipe says. The seed is not the run's, so that the run gets prompts that the cold start has not seen.
-SFT = ("task.options.median=6", "task.options.spread=0.9", "--seed", "1")
+SFT = ("task.options.median=6", "task.options.spread=0.9", "task.options.most=240", "--seed", "1")
 # An engine in its own process and the learner take a core each. A process with two threads would disturb the other.
 OVERLAP = ("engine.own_process=true", "run.threads=1")
 SPEED = ("eval.prompts=0", "checkpoint.save=false", "run.report=false")
@@ -61,7 +61,7 @@ def command(python: str, *arguments: str) -> list[str]:
 def start_folder(runs: Path, base: SortedConfig) -> Path:
     """The folder of the cold start; its name changes with the settings that the weights depend on."""
     settings = base.resolved()
-    settings["task"]["options"] |= {"median": None, "spread": None}  # the cold start has its own: see SFT
+    settings["task"]["options"] |= {"median": None, "spread": None, "most": None}  # the cold start has its own: see SFT
     text = json.dumps([SFT, *(settings[name] for name in ("model", "task", "sft"))], sort_keys=True)
     return runs / f"start-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 

@@ -13,6 +13,8 @@ from sortedrl import SortedConfig, SortedTrainer
 from sortedrl.errors import ConfigError, ModelError
 from sortedrl.learner.lora import ADAPTER_FOLDER, adapt, check_peft_config, import_peft, peft_config_of
 from sortedrl.run.checkpoint_folder import Checkpoints, load_model
+from sortedrl.run.memory_formulas import adapter_params
+from sortedrl.simulate.costs import load_model_shape
 from sortedrl.tasks.tiny import knights_tiny_path
 from sortedrl.weights import ModuleWeights, merged_copy
 
@@ -129,6 +131,34 @@ def test_a_run_trains_adapters_only_and_both_forms_load(tmp_path: Path) -> None:
     assert torch.allclose(logits(merged), logits(again), atol=1e-3)
     assert not torch.allclose(logits(merged), logits(base_model()), atol=1e-3)
     assert sorted(path.suffix for path in (folder / ADAPTER_FOLDER).iterdir()) == [".json", ".md", ".safetensors"]
+
+
+def test_adapters_in_the_last_layers_only(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    from safetensors.torch import load_file
+
+    config = make_config(tmp_path).replaced(lora={"last_layers": 1})
+    trainer = make_trainer(config)
+    assert trainer.train().status == "complete"
+    names = load_file(newest(trainer) / ADAPTER_FOLDER / "adapter_model.safetensors")
+    last = base_model().config.num_hidden_layers - 1
+    assert last > 0
+    assert all(f".layers.{last}." in name for name in names)
+    found, base = load_model(newest(trainer))[0].model.layers, base_model().model.layers
+    changed = [
+        number
+        for number in range(last + 1)
+        if any(
+            not torch.equal(a, b) for a, b in zip(found[number].parameters(), base[number].parameters(), strict=True)
+        )
+    ]
+    assert changed == [last]
+    longer = config.replaced(run={"samples": 2 * config.run.samples})
+    assert make_trainer(longer).train(resume=True).updates == 8
+    shape = load_model_shape("qwen2.5-7b")
+    assert adapter_params(config, shape) * shape.layers == adapter_params(make_config(tmp_path), shape)
+    with pytest.raises(ConfigError, match=rf"lora\.last_layers is 9, and the model has {last + 1} layers: lower it"):
+        make_trainer(config.replaced(lora={"last_layers": 9}, run={"name": "other"})).train()
 
 
 def test_a_resumed_run_equals_one_that_was_not_stopped(tmp_path: Path) -> None:

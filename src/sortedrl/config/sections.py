@@ -129,6 +129,9 @@ class LoraSection(Section):
     """Scale of the adapters: their output is multiplied by `alpha / rank`."""
     target_modules: tuple[str, ...] = ()
     """Names of the modules that get adapters. Empty: every linear module except the output head."""
+    last_layers: Int = Field(default=0, ge=0)
+    """Number of last layers that get adapters. 0: all layers. With few, updates take less time, and the local engine
+    verifies an answer by computing these layers only."""
     path: Place = ""
     """Adapters to start from: a folder that peft saved, or the id of adapters on the Hugging Face hub. They bring
     their own rank, alpha and target modules."""

@@ -36,7 +36,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sortedrl.errors import LearnerError
 from sortedrl.learner.logprobs import LogprobScorer, PieceSizes
-from sortedrl.learner.lora import LoraSettings, import_peft, peft_config_of
+from sortedrl.learner.lora import LoraSettings, import_peft, limit_layers, peft_config_of
 from sortedrl.learner.optimizer import LearnerSettings
 from sortedrl.learner.pack import MicroBatch, lay_out, packed_attention, prompt_groups
 from sortedrl.learner.sharded.rank import RankLearner
@@ -239,7 +239,10 @@ def _bare_model(model_config: Any, lora: LoraSettings | None) -> Any:
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(model_config, dtype=dtype, trust_remote_code=False)
         peft_config = None if lora is None else peft_config_of(lora)
-        return model if peft_config is None else import_peft().get_peft_model(model, peft_config)
+        if lora is None or peft_config is None:
+            return model
+        limit_layers(peft_config, model, lora.last_layers)
+        return import_peft().get_peft_model(model, peft_config)
 
 
 def _fake_model(bare: Any) -> Any:

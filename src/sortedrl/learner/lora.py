@@ -36,6 +36,8 @@ class LoraSettings(Protocol):
     @property
     def target_modules(self) -> tuple[str, ...]: ...
     @property
+    def last_layers(self) -> int: ...
+    @property
     def base_dtype(self) -> str: ...
 
 
@@ -58,6 +60,16 @@ def peft_config_of(settings: LoraSettings) -> Any | None:
         lora_alpha=settings.alpha,
         target_modules=list(settings.target_modules) or "all-linear",
     )
+
+
+def limit_layers(peft_config: Any, model: Any, last_layers: int) -> None:
+    """Let only the last so many layers of the model get adapters; 0 means all."""
+    if not last_layers:
+        return
+    num_layers: int = model.config.get_text_config().num_hidden_layers
+    if last_layers > num_layers:
+        raise ConfigError(f"lora.last_layers is {last_layers}, and the model has {num_layers} layers: lower it")
+    peft_config.layers_to_transform = list(range(num_layers - last_layers, num_layers))
 
 
 def check_peft_config(peft_config: Any) -> None:

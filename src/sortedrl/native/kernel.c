@@ -41,6 +41,8 @@ struct model {
     const float *embedding, *head;
     const float *cosines, *sines;       /* [positions][head size / 2] */
     float *cache;                       /* [layers][keys, values][slots][kv heads][positions][head size] */
+    float *hidden;                      /* [slots][positions][size]: a token's input of layer `first_late`; may be null */
+    int64_t first_late;                 /* tokens that start late start here */
 };
 
 /* The threads of one call. They wait until all have arrived; the last one to arrive starts the next phase. Once the
@@ -256,11 +258,18 @@ static void head_rows(const struct model *m, const struct thread *self, struct w
     product(m, self, operand(m, self, w, w->x, num, m->size, 1), m->head, 0, y, m->vocab, 0);
 }
 
+static float *hidden_of(const struct model *m, int64_t slot, int64_t position)
+{
+    return m->hidden + (slot * m->positions + position) * m->size;
+}
+
 /* Compute the logits of the `wanted` tokens (indices in ascending order), or of all tokens if `wanted` is null. Tokens
- * of one sequence must be in order and continue what the cache holds. Called by `size` threads, each with its rank. */
+ * of one sequence must be in order and continue what the cache holds. Tokens from index `num_early` on start late: the
+ * first layers have seen them before, so `hidden` and the cache of these layers hold what they computed. Called by
+ * `size` threads, each with its rank. */
 void sortedrl_forward(const struct model *m, float *memory, struct thread_group *group, int64_t rank, int64_t size,
-                      int64_t num_tokens, const int64_t *tokens, const int64_t *slots, const int64_t *positions,
-                      int64_t num_wanted, const int64_t *wanted, float *logits)
+                      int64_t num_tokens, int64_t num_early, const int64_t *tokens, const int64_t *slots,
+                      const int64_t *positions, int64_t num_wanted, const int64_t *wanted, float *logits)
 {
     struct work w;
     lay_out_memory(m, rank, memory, &w);
@@ -269,14 +278,21 @@ void sortedrl_forward(const struct model *m, float *memory, struct thread_group 
     int64_t done = 0; /* number of wanted tokens that are computed */
     for (int64_t start = 0; start < num_tokens; start += CHUNK) {
         const int64_t rows = num_tokens - start < CHUNK ? num_tokens - start : CHUNK;
+        const int64_t before = num_early < start ? 0 : num_early - start, early = before < rows ? before : rows;
         for (int64_t r = rank; r < rows; r += size)
-            memcpy(row(w.x, r), m->embedding + tokens[start + r] * m->size, m->size * sizeof(float));
+            memcpy(row(w.x, r),
+                   r < early ? m->embedding + tokens[start + r] * m->size
+                             : hidden_of(m, slots[start + r], positions[start + r]),
+                   m->size * sizeof(float));
         wait_for_all(&self);
-        for (int64_t l = 0; l < m->num_layers; l++) {
+        for (int64_t l = early ? 0 : m->first_late; l < m->num_layers; l++) {
             float *keys = m->cache + 2 * l * half_layer;
-            attention_layer(m, m->layers + l, &self, &w, keys, keys + half_layer, rows, slots + start,
+            const int64_t num = l < m->first_late ? early : rows;
+            for (int64_t r = rank; r < early && m->hidden && l == m->first_late; r += size)
+                memcpy(hidden_of(m, slots[start + r], positions[start + r]), row(w.x, r), m->size * sizeof(float));
+            attention_layer(m, m->layers + l, &self, &w, keys, keys + half_layer, num, slots + start,
                             positions + start);
-            mlp_layer(m, m->layers + l, &self, &w, rows);
+            mlp_layer(m, m->layers + l, &self, &w, num);
         }
         int64_t num = wanted ? 0 : rows;
         while (wanted && done + num < num_wanted && wanted[done + num] < start + rows)

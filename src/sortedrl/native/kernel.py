@@ -29,7 +29,8 @@ class KernelModel(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("num_layers", "size", "inner", "heads", "kv_heads", "head_dim", "vocab")),
         *((name, ctypes.c_int64) for name in ("slots", "positions", "is_fixed")),
         *((name, ctypes.c_float) for name in ("floor", "head_floor", "scale")),
-        *((name, ctypes.c_void_p) for name in ("layers", "embedding", "head", "cosines", "sines", "cache")),
+        *((name, ctypes.c_void_p) for name in ("layers", "embedding", "head", "cosines", "sines", "cache", "hidden")),
+        ("first_late", ctypes.c_int64),
     )
 
 
@@ -65,13 +66,13 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.sortedrl_memory.argtypes = [ctypes.POINTER(KernelModel), number]
     library.sortedrl_panel_size.restype = number
     library.sortedrl_panel_size.argtypes = [number, number]
-    library.sortedrl_panels.restype = None
+    library.sortedrl_panels.restype = number
     library.sortedrl_panels.argtypes = [pointer, pointer, number, number, number, pointer]
     library.sortedrl_forward.restype = None
     library.sortedrl_forward.argtypes = [
         *(ctypes.POINTER(KernelModel), pointer),
         *(ctypes.POINTER(ThreadGroup), number, number),  # the thread's rank, number of threads
-        *(number, pointer, pointer, pointer),  # tokens, their slots and positions
+        *(number, number, pointer, pointer, pointer),  # tokens, how many start early, their slots and positions
         *(number, pointer, pointer),  # rows at which logits are needed, logits
     ]
     library.sortedrl_draw.restype = None

@@ -49,10 +49,21 @@ int64_t sortedrl_panel_size(int64_t inputs, int64_t is_fixed)
     return is_fixed ? spans(inputs) * FIXED.in_panel : inputs * FLOATS.in_panel;
 }
 
-/* Convert the weights of one output to fixed point. */
-static void output_to_fixed(const float *weights, const float *gains, int64_t inputs, struct panel_span *panel,
-                            int64_t lane)
+/* Store a value; returns whether it differs from the one before in any bit. */
+static inline int64_t overwrite(float *target, float value)
 {
+    uint32_t before, after;
+    memcpy(&before, target, sizeof before);
+    memcpy(&after, &value, sizeof after);
+    *target = value;
+    return before != after;
+}
+
+/* Convert the weights of one output to fixed point; returns whether any number has changed. */
+static int64_t output_to_fixed(const float *weights, const float *gains, int64_t inputs, struct panel_span *panel,
+                               int64_t lane)
+{
+    int64_t has_changed = 0;
     for (int64_t i = 0; i < inputs; i += SPAN, panel++) {
         const int64_t n = inputs - i < SPAN ? inputs - i : SPAN;
         float span[SPAN];
@@ -60,27 +71,34 @@ static void output_to_fixed(const float *weights, const float *gains, int64_t in
         for (int64_t k = 0; k < n; k++)
             span[k] = weights[i + k] * (gains ? gains[i + k] : 1);
         memset(span + n, 0, (panels(n) - n) * sizeof *span);
-        panel->steps[lane] = to_fixed(span, panels(n), numbers);
-        for (int64_t k = 0; k < panels(n) / 2; k++)
+        has_changed |= overwrite(panel->steps + lane, to_fixed(span, panels(n), numbers));
+        for (int64_t k = 0; k < panels(n) / 2; k++) {
+            has_changed |= panel->numbers[k][lane] != numbers[k];
             panel->numbers[k][lane] = numbers[k];
+        }
     }
+    return has_changed;
 }
 
 /* Store a matrix [outputs][inputs] as panels, with its columns multiplied by `gains` (may be null). Missing outputs of
- * the last panel are not written: they must be zero already. */
-void sortedrl_panels(const float *matrix, const float *gains, int64_t outputs, int64_t inputs, int64_t is_fixed,
-                     float *target)
+ * the last panel are not written: they must be zero already. Returns whether any weight differs from what was stored
+ * before. */
+int64_t sortedrl_panels(const float *matrix, const float *gains, int64_t outputs, int64_t inputs, int64_t is_fixed,
+                        float *target)
 {
+    int64_t has_changed = 0;
     for (int64_t o = 0; o < outputs; o += PANEL, target += sortedrl_panel_size(inputs, is_fixed)) {
         const int64_t real = outputs - o < PANEL ? outputs - o : PANEL;
         if (is_fixed)
             for (int64_t lane = 0; lane < real; lane++)
-                output_to_fixed(matrix + (o + lane) * inputs, gains, inputs, (struct panel_span *)target, lane);
+                has_changed |= output_to_fixed(matrix + (o + lane) * inputs, gains, inputs, (struct panel_span *)target, lane);
         else
             for (int64_t i = 0; i < inputs; i++)
                 for (int64_t lane = 0; lane < real; lane++)
-                    target[i * PANEL + lane] = matrix[(o + lane) * inputs + i] * (gains ? gains[i] : 1);
+                    has_changed |= overwrite(target + i * PANEL + lane,
+                                             matrix[(o + lane) * inputs + i] * (gains ? gains[i] : 1));
     }
+    return has_changed;
 }
 
 /* Convert a row of n inputs, a multiple of PANEL, times a factor, to fixed point. */

@@ -131,7 +131,7 @@ def adapter_params(config: SortedConfig, model: ModelShape) -> int:
     adapters = adapters_of(config)
     assert adapters is not None, "adapters are asked for"
     names = adapters.target_modules or tuple(num_sides)
-    return model.layers * adapters.rank * sum(num_sides.get(name, h + f) for name in names)
+    return (adapters.last_layers or model.layers) * adapters.rank * sum(num_sides.get(name, h + f) for name in names)
 
 
 def has_lora(config: SortedConfig) -> bool:

@@ -37,8 +37,8 @@ class Decoder(Protocol):
 
     name: str
 
-    def refresh(self, module: nn.Module) -> None:
-        """Copy the weights of `module`."""
+    def refresh(self, module: nn.Module) -> int:
+        """Copy the weights of `module`; returns how many first layers had the same ones before, 0 if not known."""
         ...
 
     def forward(

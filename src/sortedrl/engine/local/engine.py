@@ -39,7 +39,7 @@ from sortedrl.engine.base import (
     Verified,
 )
 from sortedrl.engine.local.decoder_choice import EXACT_DTYPES, make_decoder
-from sortedrl.engine.local.kept_prefixes import KeptPrefixes
+from sortedrl.engine.local.kept_prefixes import KeptPrefixes, SuffixPrefill
 from sortedrl.engine.local.mixed_pass import GradualPrefill, MixedPass, can_mix
 from sortedrl.engine.local.module_decoder import Geometry, check_supported, copy_weights
 from sortedrl.engine.local.prefill import (
@@ -53,6 +53,7 @@ from sortedrl.engine.local.prefill import (
 )
 from sortedrl.engine.local.speculation import DraftMode, make_speculation
 from sortedrl.engine.local.steady_steps import SteadySteps
+from sortedrl.engine.local.unchanged_layers import make_unchanged_layers
 from sortedrl.engine.request_checks import check_limits, check_submit, find_fault
 from sortedrl.engine.sampling.draw import Choice, Draw, make_sampler
 from sortedrl.engine.sampling.noise import SCHEME, int_tensor
@@ -99,6 +100,7 @@ class LocalEngine:
         self._speculation = make_speculation(drafts, self._model, self._decoder.name, slots)
         self._gate = self._speculation.gate if self._speculation is not None else None
         self._is_mixing = can_mix(self._model, self._decoder.name)
+        self._unchanged = make_unchanged_layers(self._decoder, self._cache) if self._is_mixing else None
         self._clock, self._decode = clock, decode
         self._version = 0
         self._active: list[Attempt] = []
@@ -162,6 +164,7 @@ class LocalEngine:
             self._deliver(self._active[slot])
             self._emit(Partial, self._active[slot].request)
             self._keep_answer(self._active[slot])
+            self._keep_layers(self._active[slot], slot)
         for attempt in filter(is_chosen, self._pending):
             self._emit(Partial, attempt.request)  # it wrote nothing that the caller does not have
             self._keep_answer(attempt)
@@ -178,7 +181,9 @@ class LocalEngine:
         start = self._clock()
         if source.module is not self._model:
             copy_weights(source.module, self._model)
-        self._decoder.refresh(self._model)
+        num_unchanged = self._decoder.refresh(self._model)
+        if self._unchanged is not None:
+            self._unchanged.publish(num_unchanged, self._active)
         self._refresh_s += self._clock() - start
         self._num_refreshes += 1
         self._version = version
@@ -189,6 +194,8 @@ class LocalEngine:
 
     def _requeue_active(self) -> None:
         """Turn running attempts into resumed ones, which the next poll prefills under the new weights."""
+        for slot, attempt in enumerate(self._active):
+            self._keep_layers(attempt, slot)
         resumed = [replace(a.request, mode=Mode.RESUME, cached=a.tokens, spans=a.spans) for a in self._active]
         self._pending = [*(Attempt.begin(request, self._decode) for request in resumed), *self._pending]
         self._active = []
@@ -203,6 +210,7 @@ class LocalEngine:
             "refresh_s": self._refresh_s,
             "cache_bytes": self._cache.num_bytes,
             **self._kept.stats,
+            **({} if self._unchanged is None else self._unchanged.stats),
             **({} if self._speculation is None else self._speculation.stats),
         }
         return replace(self._stats, running=self.num_running, extra=extra)
@@ -232,17 +240,29 @@ class LocalEngine:
         starting = [*returning, *others]
         self._active.extend(starting)
         self._steady = None
-        outcomes = self._resume_kept(returning, first_slot) if returning else []
+        lengths = self._kept.restore(returning, first_slot)
         prefills = plan_prefills(others, first_slot + len(returning))
+        outcomes: list[PrefillOutcome] = []
         if self._is_mixing:
-            self._prefilling += [GradualPrefill(prefill=prefill) for prefill in prefills]
+            self._prefilling += [GradualPrefill.after_kept(a, n) for a, n in zip(returning, lengths, strict=True)]
+            self._prefilling += [
+                GradualPrefill(prefill=prefill, num_late=self._restore_layers(prefill)) for prefill in prefills
+            ]
         else:
+            if returning:
+                outcomes += self._run_suffixes(SuffixPrefill.begin(returning, lengths, first_slot))
             for pack in pack_prefills(prefills, self._vocab):
                 outcomes += verify_and_draw(make_checks(pack), self._run_prefill(pack), self._sampler)
         broken = {o.check.attempt.request.sample for o in outcomes if not self._apply(o)}
         self._sampler.start(first_slot, [attempt.next_draw for attempt in starting])
         self._count_time(start, is_decode=False)
         return num_ended + self._end_attempts(broken)
+
+    def _restore_layers(self, prefill: Prefill) -> int:
+        """For how many first tokens of a prefill the unchanged layers need not be computed."""
+        if self._unchanged is None:
+            return 0
+        return self._unchanged.restore(prefill.attempts, prefill.tokens, prefill.slots[0])
 
     def _run_prefill(self, pack: Sequence[Prefill]) -> torch.Tensor:
         plan = self._cache.plan_prefill([p.slots[0] for p in pack], [len(p.tokens) for p in pack])
@@ -313,9 +333,8 @@ class LocalEngine:
         self._release(slots)
         return stopped
 
-    def _resume_kept(self, returning: Sequence[Attempt], first_slot: int) -> list[PrefillOutcome]:
-        """Prefill what follows the kept prefixes of these attempts, and draw their next tokens."""
-        suffix = self._kept.restore(returning, first_slot)
+    def _run_suffixes(self, suffix: SuffixPrefill) -> list[PrefillOutcome]:
+        """Prefill what follows the kept prefixes of attempts, and draw their next tokens."""
         self._stats.recomputed_tokens += len(suffix.tokens_t)
         logits_rv = self._decoder.forward(suffix.tokens_t, suffix.plan.positions_t, suffix.rows_r, suffix.plan)
         return verify_and_draw(suffix.checks, logits_rv, self._sampler)
@@ -452,6 +471,7 @@ class LocalEngine:
             elif (ending := attempt.ending) is not None:
                 if ending is FinishReason.STOP:  # the turn may call tools, and come back
                     self._kept.keep(attempt, slot)
+                self._keep_layers(attempt, slot)
                 self._finish(attempt)
                 ended.append(slot)
         self._release(ended)
@@ -466,6 +486,11 @@ class LocalEngine:
         """Keep the answer of an attempt that ends, for drafts."""
         if self._speculation is not None:
             self._speculation.end(attempt)
+
+    def _keep_layers(self, attempt: Attempt, slot: int) -> None:
+        """Keep what the unchanged layers computed for an attempt that ends, in case that its sample starts again."""
+        if self._unchanged is not None:
+            self._unchanged.keep(attempt, slot)
 
     def _release(self, slots: Sequence[int]) -> None:
         """Free slots; the last running attempt moves into each freed slot."""

@@ -65,12 +65,13 @@ class LeanDecoder:
         self.refresh(model)
 
     @torch.inference_mode()
-    def refresh(self, module: nn.Module) -> None:
+    def refresh(self, module: nn.Module) -> int:
         root: Any = module
         self._layers: list[_FusedLayer] = []  # free the old copies before making new ones
         self._embedding_vm = root.model.embed_tokens.weight.to(self._dtype, copy=True)
         self._layers.extend(self._fuse(layer) for layer in root.model.layers)
         self._head = make_linear(_fold_norm(root.model.norm, root.lm_head.weight), None, self._dtype)
+        return 0
 
     def _fuse(self, layer: Any) -> _FusedLayer:
         attention, mlp = layer.self_attn, layer.mlp

@@ -4,6 +4,7 @@ A decode pass of a large model reads all weights from memory, and the processor 
 sixteen rows cost hardly more than one. So the local engine does not stop its running slots for a prefill. Each pass has
 one row for every decoding slot, and the next tokens of the slots that are still being prefilled. A replay verifies its
 cached tokens as they come, and starts to decode at the first one that it rejects.
+Tokens for which the first layers are known already (`unchanged_layers.py`) start late, and cost a part of a row.
 Guarantees: tokens and log-probs are those of a prefill in one call, to the last bit, because the native decoder
 computes a token alike in any batch. Other decoders do not, so they prefill in one call.
 
@@ -26,6 +27,7 @@ from sortedrl.engine.sampling.draw import Choice, Draw, ReplayVerdict, TokenSamp
 from sortedrl.records import Mode
 
 _ROWS_PER_SLOT = 8  # prefilled per pass for each slot that waits; also the rows of the kernel's tiles
+_LATE_ROWS = 24  # the same for tokens that start late: their slot should decode again soon, and they cost less
 _MAX_ROWS = 96  # of a pass: as many as the kernel computes together
 # The weights of a smaller model are in the processor's cache: its passes cost in proportion to their rows.
 _MIN_PARAMETERS = 10_000_000
@@ -41,8 +43,15 @@ class GradualPrefill:
     """A prefill and how far it is."""
 
     prefill: Prefill
+    num_late: int = 0  # first tokens that start late
     num_done: int = 0  # tokens that the cache holds
     logprobs: list[float] = field(default_factory=list)  # of the cached tokens that a replay has kept so far
+
+    @classmethod
+    def after_kept(cls, attempt: Attempt, num_done: int) -> GradualPrefill:
+        """The rest of an attempt whose slot holds the cache of an earlier turn."""
+        prefill = Prefill(tokens=[*attempt.request.prompt, *attempt.tokens], attempts=[attempt])
+        return cls(prefill=prefill, num_done=num_done)
 
     @property
     def first_wanted(self) -> int:
@@ -53,12 +62,17 @@ class GradualPrefill:
     def is_replay(self) -> bool:
         return self.prefill.attempts[0].request.mode is Mode.REPLAY
 
+    @property
+    def is_late(self) -> bool:
+        """Whether its next token starts late."""
+        return self.num_done < self.num_late
+
     def drop(self, is_dropped: Sequence[Attempt]) -> bool:
         """Forget attempts that were interrupted; returns whether any is left."""
         first, gone = self.prefill.attempts[0], set(map(id, is_dropped))
         self.prefill.attempts = [attempt for attempt in self.prefill.attempts if id(attempt) not in gone]
         if id(first) in gone:  # its slot held the tokens
-            self.num_done, self.logprobs = 0, []
+            self.num_done, self.num_late, self.logprobs = 0, 0, []
         return bool(self.prefill.attempts)
 
 
@@ -87,16 +101,24 @@ class MixedPass:
     def begin(
         cls, decoding: Sequence[Attempt], waiting: Sequence[GradualPrefill], slot_of: Mapping[int, int]
     ) -> MixedPass:
-        """Rows for all decoding attempts, then for prefills in order. `slot_of`: slots by the attempt's id."""
+        """Rows for all decoding attempts, then for prefills in order, those that start late at the end.
+
+        `slot_of`: slots by the attempt's id.
+        """
         rows = _Rows()
         for attempt in decoding:
             rows.add(attempt.tokens[-1], slot_of[id(attempt)], attempt.length - 1)
             rows.want((attempt.next_draw,), (-1,))
         chunks: list[_Chunk] = []
-        left = rows_for_prefills(len(decoding), sum(len(gradual.prefill.attempts) for gradual in waiting))
-        for gradual in waiting:
+        num_late = sum(gradual.is_late for gradual in waiting)
+        num_waiting = sum(len(gradual.prefill.attempts) for gradual in waiting if not gradual.is_late)
+        left = rows_for_prefills(len(decoding), num_waiting, num_late)
+        num_early: int | None = None
+        for gradual in sorted(waiting, key=lambda gradual: gradual.is_late):
             if not left:
                 break
+            if gradual.is_late and num_early is None:
+                num_early = len(rows.tokens)
             chunks.append(_add_chunk(rows, gradual, slot_of[id(gradual.prefill.attempts[0])], left))
             left -= len(chunks[-1].positions)
         columns = torch.from_numpy(np.array((rows.tokens, rows.slots, rows.positions), dtype=np.int64))
@@ -105,7 +127,11 @@ class MixedPass:
             decoding=decoding,
             chunks=chunks,
             tokens_r=tokens_r,
-            plan=KernelPlan(slots_t=slots_r, positions_t=positions_r),
+            plan=KernelPlan(
+                slots_t=slots_r,
+                positions_t=positions_r,
+                num_early=len(rows.tokens) if num_early is None else num_early,
+            ),
             wanted_w=torch.tensor(rows.wanted, dtype=torch.int64),
             copies=rows.copies,
             draws=rows.draws,
@@ -153,9 +179,12 @@ class _Rows:
         self.cached += cached
 
 
-def rows_for_prefills(num_decoding: int, num_waiting: int) -> int:
-    """How many rows of a pass prefills get: some for each waiting slot, so that the pass has whole tiles."""
-    num_rows = num_decoding + _ROWS_PER_SLOT * num_waiting
+def rows_for_prefills(num_decoding: int, num_waiting: int, num_late: int = 0) -> int:
+    """How many rows of a pass prefills get: some for each waiting slot, so that the pass has whole tiles.
+
+    `num_late` slots wait for tokens that start late, `num_waiting` for others.
+    """
+    num_rows = num_decoding + _ROWS_PER_SLOT * num_waiting + _LATE_ROWS * num_late
     whole = -(-num_rows // _ROWS_PER_SLOT) * _ROWS_PER_SLOT
     return max(min(whole, _MAX_ROWS) - num_decoding, _ROWS_PER_SLOT)
 
@@ -163,7 +192,8 @@ def rows_for_prefills(num_decoding: int, num_waiting: int) -> int:
 def _add_chunk(rows: _Rows, gradual: GradualPrefill, slot: int, most: int) -> _Chunk:
     """Add the next tokens of a prefill, at most so many."""
     tokens, attempts = gradual.prefill.tokens, gradual.prefill.attempts
-    positions = range(gradual.num_done, min(gradual.num_done + most, len(tokens)))
+    end = gradual.num_late if gradual.is_late else len(tokens)
+    positions = range(gradual.num_done, min(gradual.num_done + most, end))
     first_judged = len(rows.draws)
     for position in positions:
         rows.add(tokens[position], slot, position)

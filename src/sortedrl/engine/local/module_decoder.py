@@ -119,8 +119,9 @@ class ModuleDecoder:
         self._modules = list(model.modules())
         self._probe(cache)
 
-    def refresh(self, module: nn.Module) -> None:
+    def refresh(self, module: nn.Module) -> int:
         """Do nothing: every call reads the module's own parameters."""
+        return 0
 
     def forward(
         self, tokens_t: torch.Tensor, positions_t: torch.Tensor, rows_r: torch.Tensor | None, plan: AttentionPlan

@@ -6,7 +6,8 @@ Guarantees: log-probs equal those of the lean decoder up to rounding, which is c
 A token's log-prob is the same to the last bit whether it is decoded or prefilled, alone or in a batch, by one thread or
 by several.
 
-Shapes: t packed tokens, r rows whose logits are wanted, i inputs, o outputs, v vocabulary.
+Shapes: t packed tokens, r rows whose logits are wanted, i inputs, o outputs, v vocabulary, s slots, l positions,
+m model size.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ _MAX_PARAMETERS = 2_000_000
 _MIN_THREADED_WORK = 100_000_000  # parameters times tokens; a smaller call takes less time than waking threads
 _BLOCK = 8  # positions whose keys are stored together
 _PANEL = 16  # outputs whose weights are stored together
+_PER_LAYER = 5  # weight matrices
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,6 +41,7 @@ class KernelPlan:
 
     slots_t: torch.Tensor
     positions_t: torch.Tensor
+    num_early: int = sys.maxsize  # tokens from here on start at the first layer that may change (`keep_hidden`)
     num_steps: int = sys.maxsize
     group_sizes: Sequence[int] = ()
 
@@ -48,10 +51,17 @@ class KernelPlan:
 
 
 class BlockCache(SlotCache):
-    """A cache in the kernel's layout: keys of a head as [positions / 8, d, 8]. `max_length` is whole blocks."""
+    """A cache in the kernel's layout: keys of a head as [positions / 8, d, 8]. `max_length` is whole blocks.
+
+    `hidden_slm` has the hidden states before one of the layers, if the decoder keeps them.
+    """
+
+    hidden_slm = torch.empty(0, 0, 0)
 
     def copy(self, source: int, targets: Sequence[int], length: int) -> None:
         super().copy(source, targets, whole_blocks(length))
+        for target in targets if self.hidden_slm.numel() else ():
+            self.hidden_slm[target, :length].copy_(self.hidden_slm[source, :length])
 
     def plan_prefill(self, slots: Sequence[int], lengths: Sequence[int]) -> KernelPlan:
         slots_n, lengths_n = torch.tensor(slots), torch.tensor(lengths)
@@ -71,7 +81,7 @@ class NativeDecoder:
         assert supports_native(model, dtype), f"{type(model).__name__} cannot run on the native decoder"
         kernel = load_kernel()
         assert kernel is not None, "the native decoder needs the compiled kernel"
-        self._kernel = kernel
+        self._kernel, self._cache = kernel, cache
         root: Any = model
         config, attention = root.config, root.model.layers[0].self_attn
         rotations_lc = rotary_factors(root.model.rotary_emb, cache.max_length, torch.device("cpu"))
@@ -102,22 +112,38 @@ class NativeDecoder:
         self.refresh(model)
 
     @torch.inference_mode()
-    def refresh(self, module: nn.Module) -> None:
-        """Overwrite the weights with the module's current ones."""
+    def refresh(self, module: nn.Module) -> int:
+        """Overwrite the weights with the module's current ones; returns how many first layers had the same before."""
         root: Any = module
-        self._embedding_vm.copy_(root.model.embed_tokens.weight)
+        embedding_vm = root.model.embed_tokens.weight.float()
+        is_changed = [not torch.equal(self._embedding_vm, embedding_vm)]  # the embedding, then layer by layer
+        self._embedding_vm.copy_(embedding_vm)
         for (weight_oi, norm), target in zip(_matrices(root), self._panels, strict=True):
             gain_i = None if norm is None else norm_gain(norm).float()
-            self._kernel.sortedrl_panels(
+            has_changed = self._kernel.sortedrl_panels(
                 weight_oi.data_ptr(),
                 None if gain_i is None else gain_i.data_ptr(),
                 *weight_oi.shape,
                 self._model.is_fixed,
                 target.data_ptr(),
             )
-        for layer, vectors in zip(root.model.layers, self._vectors, strict=True):
+            is_changed.append(bool(has_changed))
+        first = max(is_changed.index(True) - 1, 0) // _PER_LAYER if any(is_changed) else len(self._vectors)
+        for number, (layer, vectors) in enumerate(zip(root.model.layers, self._vectors, strict=True)):
             for name, vector in _vectors(layer).items():
-                vectors[name].copy_(vector)
+                if not torch.equal(vectors[name], vector.float()):
+                    vectors[name].copy_(vector)
+                    first = min(first, number)
+        return first
+
+    def keep_hidden(self, first_late: int) -> None:
+        """Keep the hidden states before layer `first_late` of all tokens from now on; 0 keeps none."""
+        cache = self._cache
+        shape = (cache.slots, cache.max_length, self._model.size) if first_late else (0, 0, 0)
+        if cache.hidden_slm.shape != shape:
+            cache.hidden_slm = torch.zeros(shape)
+        self._model.hidden = cache.hidden_slm.data_ptr() if first_late else None
+        self._model.first_late = first_late
 
     def _allocate_weights(self, root: Any) -> None:
         """Allocate memory for the weights in the order in which a pass reads them, and tell the kernel where."""
@@ -134,7 +160,7 @@ class NativeDecoder:
         addresses = [panel.data_ptr() for panel in self._panels]
         self._layers = (KernelLayer * len(self._vectors))()
         for number, vectors in enumerate(self._vectors):
-            qkv, out, gate_up, _, down = addresses[5 * number : 5 * number + 5]
+            qkv, out, gate_up, _, down = addresses[_PER_LAYER * number : _PER_LAYER * (number + 1)]
             named = {name: vector.data_ptr() for name, vector in vectors.items()}
             self._layers[number] = KernelLayer(qkv=qkv, out=out, gate_up=gate_up, down=down, **named)
         self._model.layers = ctypes.addressof(self._layers)
@@ -157,7 +183,8 @@ class NativeDecoder:
                 self._model,
                 self._memory.data_ptr(),
                 *(group, rank, size),
-                *(len(tokens_t), tokens_t.data_ptr(), plan.slots_t.data_ptr(), positions_t.data_ptr()),
+                *(len(tokens_t), min(plan.num_early, len(tokens_t))),
+                *(tokens_t.data_ptr(), plan.slots_t.data_ptr(), positions_t.data_ptr()),
                 *(num_rows, None if wanted_r is None else wanted_r.data_ptr(), logits_rv.data_ptr()),
             )
 

@@ -25,6 +25,7 @@ from sortedrl.learner.lora import (
     adapt,
     check_base,
     check_peft_config,
+    limit_layers,
     name_base,
     peft_config_of,
     read_peft_config,
@@ -245,7 +246,7 @@ def choose_adapters(
 
 
 def check_own_settings(settings: LoraSection) -> None:
-    for key in ("rank", "alpha", "target_modules"):
+    for key in ("rank", "alpha", "target_modules", "last_layers"):
         if getattr(settings, key) != LoraSection.model_fields[key].default:
             raise ConfigError(f"lora.{key} has no effect on the adapters of lora.path, which bring theirs: remove it")
 
@@ -275,6 +276,8 @@ def build_model(config: SortedConfig, model: Any, adapters: Adapters, checkpoint
     elif checkpoint is not None and not has_adapters:
         model.load_state_dict(load_model(checkpoint)[0].state_dict())
     if adapters.is_wanted:
+        if config.lora.rank:  # not for adapters that bring their own settings
+            limit_layers(adapters.peft_config, model, config.lora.last_layers)
         model = adapt(model, adapters.peft_config, checkpoint=checkpoint, start=adapters.start)
         if commit:
             name_base(model, config.model.path, commit)
