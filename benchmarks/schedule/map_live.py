@@ -36,7 +36,7 @@ from sortedrl.trainer import SortedTrainer
 
 NAME = "map_live"
 SAMPLES = 256
-QUESTIONS = {"staleness 0": {"max_staleness": 0}, "any staleness": {}}
+QUESTIONS: Mapping[str, Mapping[str, Any]] = {"staleness 0": {"max_staleness": 0}, "any staleness": {}}
 _TORCH = ("engine.kind=sortedrl.engine.local.engine:LocalEngine", "engine.options={path='lean'}")
 _ON_POINT = (
     "sync",

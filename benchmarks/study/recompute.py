@@ -34,6 +34,8 @@ Cells = dict[str, dict[int, Run]]
 """Runs by the name that a table gives them, and by seed."""
 Ends = tuple[float, float, float]
 """Mean and both ends of an interval."""
+Compare = Callable[[Run, Run], float]
+"""A figure of two runs of one seed."""
 
 
 @dataclass(slots=True)
@@ -136,7 +138,7 @@ def final(run: Run) -> float:
 FIGURES: dict[str, Callable[[Run], float]] = {"early": early, "final": final}
 
 
-def differences(cells: Cells, arm: str, base: str, compare: Callable[[Run, Run], float]) -> list[float]:
+def differences(cells: Cells, arm: str, base: str, compare: Compare) -> list[float]:
     """One value for each seed that both have."""
     mine, others = cells.get(arm, {}), cells.get(base, {})
     return [compare(mine[seed], others[seed]) for seed in range(10) if seed in mine and seed in others]
@@ -181,10 +183,11 @@ def hypothesis_row(cells: Cells, name: str, says: str) -> list[str]:
     if "slope" in says:
         return [name, says, *_slope(cells)]
     if says == "the same at twice the rate":
-        parts = ["sorted-replay, rate 0.0006", ">", "sync-large, rate 0.0006", "final"]
+        arm, relation, base, when = "sorted-replay, rate 0.0006", ">", "sync-large, rate 0.0006", "final"
     else:
-        parts = list(re.fullmatch(r"(.+) ([=>]) (.+), (early|final)", says).groups())  # pyright: ignore[reportOptionalMemberAccess]
-    arm, relation, base, when = parts
+        words = re.fullmatch(r"(.+) ([=>]) (.+), (early|final)", says)
+        assert words, f"a hypothesis in other words: {says}"
+        arm, relation, base, when = words[1], words[2], words[3], words[4]
     figure = FIGURES[when]
     values = differences(cells, arm, base, lambda a, b: figure(a) - figure(b))
     found, complete = ends_of(values), is_complete(cells, arm, base)
@@ -255,13 +258,17 @@ def first_study(algorithm: str) -> Cells:
     return cells
 
 
+def at_128(run: Run) -> float:
+    return accuracy(run, at=(128,))
+
+
 def first_row(cells: Cells, name: str) -> list[str]:
     """The cells of an arm's row in the first study's tables."""
     if name.startswith("all "):
         return _pooled_row(cells)
     runs = list(cells[name].values())
-    compare: list[tuple[Callable[[Run, Run], float], bool]] = [
-        (lambda a, b: accuracy(a, at=(128,)) - accuracy(b, at=(128,)), False),
+    compare: list[tuple[Compare, bool]] = [
+        (lambda a, b: at_128(a) - at_128(b), False),
         (lambda a, b: final(a) - final(b), False),
         (lambda a, b: 1 - samples_until(a, 0.7) / samples_until(b, 0.7), True),
     ]
@@ -282,10 +289,10 @@ def _sorted_arms(cells: Cells) -> list[str]:
 def _pooled_row(cells: Cells) -> list[str]:
     names = _sorted_arms(cells)
     row = [f"all {len(names)} sorted arms together", ""]
-    for figure in (lambda run: accuracy(run, at=(128,)), final):
+    for figure in (at_128, final):
         for base in ("sync", "sync-large"):
             values = [
-                np.mean([figure(cells[name][seed]) for name in names]) - figure(run)
+                float(np.mean([figure(cells[name][seed]) for name in names])) - figure(run)
                 for seed, run in cells[base].items()
             ]
             row.append(shown_interval(ends_of(values)))
@@ -295,13 +302,17 @@ def _pooled_row(cells: Cells) -> list[str]:
 def count_row(cells: Cells, claim: str, label: str, base: str) -> list[str]:
     """How many sorted arms a claim holds for: yes, no, undecided."""
     target = 0.9 * float(np.mean([final(run) for run in cells[base].values()]))
-    if claim.startswith("scores"):
-        wanted, compare = BETTER, lambda a, b: final(a) / final(b) - 1
-    elif "fewer samples" in claim:
+    wanted = BETTER if claim.startswith("scores") else FEWER if "fewer samples" in claim else HALF
+    if wanted == FEWER:
         claim = f"40.7% fewer samples to the same score ({shown(target, 2)})"
-        wanted, compare = FEWER, lambda a, b: 1 - samples_until(a, target) / samples_until(b, target)
-    else:
-        wanted, compare = HALF, lambda a, b: 1 - a["bubble"] / b["bubble"]
+
+    def compare(a: Run, b: Run) -> float:
+        if wanted == BETTER:
+            return final(a) / final(b) - 1
+        return 1 - (
+            samples_until(a, target) / samples_until(b, target) if wanted == FEWER else a["bubble"] / b["bubble"]
+        )
+
     answers = [
         is_above(ends_of(differences(cells, name, base, compare)), wanted, complete=True)
         for name in _sorted_arms(cells)
