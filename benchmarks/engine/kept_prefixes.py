@@ -23,7 +23,7 @@ import torch
 from benchmarks.record import make_parser, save
 from benchmarks.schedule.tools import DrawnAttempt
 from sortedrl.config import SortedConfig
-from sortedrl.engine.base import Delta, Finished, Request, Sampling, Span
+from sortedrl.engine.base import Delta, Failed, Finished, Request, Sampling, Span
 from sortedrl.engine.local.engine import LocalEngine
 from sortedrl.records import Mode
 from sortedrl.run.builders.parts import load_model, model_path
@@ -31,7 +31,7 @@ from sortedrl.run.builders.parts import load_model, model_path
 SLOTS, OPEN = 8, 16
 PROMPT, TURNS, OWN, FED = 64, 6, 24, 16  # tokens of the prompt, of a turn, and of what a tool returns
 WHOLE = TURNS * OWN + (TURNS - 1) * FED
-LOW, HIGH = 10, 60  # prompts and results are of these tokens, which every vocabulary has
+LOW, HIGH = 3, 30  # prompts and results are of these tokens, which every vocabulary has
 
 
 class TurnEngine(LocalEngine):
@@ -63,6 +63,8 @@ def roll_out(engine: TurnEngine, num: int) -> dict[str, Any]:
             if isinstance(event, Delta):
                 tokens[event.sample] += event.tokens
                 logprobs[event.sample] += event.logprobs
+            elif isinstance(event, Failed):
+                raise SystemExit(event.error)
             elif isinstance(event, Finished):
                 request = running.pop(event.sample)
                 if len(tokens[event.sample]) < WHOLE:
