@@ -100,10 +100,13 @@ DAMAGES = ("cut", "flip", "delete", "empty")
 
 _OFTEN = (Fault.KILL_AT_CALL, Fault.KILL_AT_WRITE, Fault.KILL_AT_WRITE, Fault.KILL)
 _ANY = tuple(fault for fault in Fault if fault not in (Fault.NONE, Fault.FREEZE_MINUTE))
-FAULTS = dict.fromkeys((Kind.TRAIN, Kind.TOOLS, Kind.DATA), (*_ANY, *_OFTEN))
-FAULTS[Kind.TRL] = (*_OFTEN, Fault.TERM, Fault.FREEZE, Fault.CLOCK_JUMP, Fault.DISK_FULL)
-FAULTS[Kind.RANKS] = (*_OFTEN, Fault.TERM, Fault.INTERRUPT, Fault.FREEZE, Fault.HELPER_KILLED, Fault.HELPER_KILLED)
-FAULTS[Kind.VLLM] = FAULTS[Kind.RANKS]
+_OF_HELPERS = (*_OFTEN, Fault.TERM, Fault.INTERRUPT, Fault.FREEZE, Fault.HELPER_KILLED, Fault.HELPER_KILLED)
+FAULTS: dict[Kind, tuple[Fault, ...]] = {
+    **dict.fromkeys((Kind.TRAIN, Kind.TOOLS, Kind.DATA), (*_ANY, *_OFTEN)),
+    Kind.TRL: (*_OFTEN, Fault.TERM, Fault.FREEZE, Fault.CLOCK_JUMP, Fault.DISK_FULL),
+    Kind.RANKS: _OF_HELPERS,
+    Kind.VLLM: _OF_HELPERS,
+}
 
 
 def draw(seed: int, kinds: Sequence[Kind] = tuple(EVERYDAY)) -> Scenario:

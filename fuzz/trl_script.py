@@ -28,7 +28,7 @@ def newest_checkpoint(folder: Path) -> str | None:
     return str(max(found, key=lambda path: int(path.name.partition("-")[2]))) if found else None
 
 
-def reward(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+def reward(prompts: Any, completions: Any, **columns: Any) -> Any:
     return [len(text) / 100 + text.count("a") for text in completions]
 
 
@@ -42,9 +42,10 @@ def warm_up() -> None:
 
 def main(folder: Path, settings: Sequence[str]) -> None:
     import torch
-    import trl
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl.trainer.grpo_config import GRPOConfig
+    from trl.trainer.grpo_trainer import GRPOTrainer
 
     from sortedrl.adapters.trl import sorted_rollouts
     from sortedrl.tasks.knights import DEFAULT_PEOPLE, KnightsRows
@@ -53,7 +54,7 @@ def main(folder: Path, settings: Sequence[str]) -> None:
     given = _read(settings)
     source = KnightsRows(seed=0, people=dict(DEFAULT_PEOPLE))
     torch.manual_seed(0)
-    arguments = trl.GRPOConfig(
+    arguments = GRPOConfig(
         output_dir=str(folder),
         report_to=[],
         use_cpu=True,
@@ -71,9 +72,9 @@ def main(folder: Path, settings: Sequence[str]) -> None:
         temperature=1.0,
         seed=int(given["seed"]),
     )
-    knobs = {"lookahead": int(given["lookahead"])} if "lookahead" in given else {}
+    knobs: dict[str, Any] = {"lookahead": int(given["lookahead"])} if "lookahead" in given else {}
     engine = {"slots": int(given["slots"])} if "slots" in given else {}
-    trainer = trl.GRPOTrainer(
+    trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(knights_tiny_path(), dtype=torch.float32),
         reward_funcs=reward,
         args=arguments,

@@ -63,7 +63,7 @@ class OpenEnvTools:
         if self.action is not None:
             text = inspect.getdoc(self.action) or "Acts in the environment."
             return [_as_schema("act", text, self.action.model_json_schema())]
-        from openenv.core.env_server.mcp_types import ListToolsAction
+        from openenv.core.env_server.mcp_types import ListToolsAction  # pyright: ignore[reportMissingImports]
 
         tools = _observed(self._environment.step(ListToolsAction())).tools
         return [_as_schema(tool.name, tool.description, tool.input_schema) for tool in tools]
@@ -82,7 +82,7 @@ class OpenEnvTools:
     def _action_of(self, tool: str, arguments: dict[str, Any]) -> Any:
         if self.action is not None:
             return self.action(**arguments)
-        from openenv.core.env_server.mcp_types import CallToolAction
+        from openenv.core.env_server.mcp_types import CallToolAction  # pyright: ignore[reportMissingImports]
 
         return CallToolAction(tool_name=tool, arguments=arguments)
 

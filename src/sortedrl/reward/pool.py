@@ -153,8 +153,8 @@ def _read_answers(tickets: Sequence[_Ticket]) -> None:
             unread.setdefault(ticket.answer.read, []).append((ticket, ticket.answer))
     for read, pairs in unread.items():
         for (ticket, _), text in zip(pairs, read([answer for _, answer in pairs]), strict=True):
-            prompt, _, *rest = ticket.row
-            ticket.row, ticket.answer = (prompt, text, *rest), None
+            prompt, _, columns, tokens, progress = ticket.row
+            ticket.row, ticket.answer = (prompt, text, columns, tokens, progress), None
     for ticket in tickets:
         if ticket.frame is not None:
             prompt, columns, progress = ticket.frame
