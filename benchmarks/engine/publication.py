@@ -1,7 +1,7 @@
 # pyright: reportMissingImports=false
 """How fast a learner of two FSDP2 ranks gives its weights to vLLM, and whether every byte arrives.
 
-    .venv-vllm/bin/python -m benchmarks.engine.publication [--model smollm2-135m] [--rounds 5] [--json] [--rehearse]
+    .venv-vllm/bin/python -m benchmarks.engine.publication [--model smollm2-135m] [--rounds 5] [--sockets] [--json]
 
 Ways to publish, one after the other, each with the same learner:
 
@@ -14,8 +14,10 @@ width, 18: shapes and bytes are SmolLM2's, and only its answers would differ.
 
 Each round moves the weights on the ranks, publishes them and takes the time. After the last round each worker applies
 its layers to the identity, and the products are compared, bit by bit, with those after vLLM's own loader has read the
-same weights from a file. `learner_bytes` counts what torch's operators wrote in rank 0's memory in one publication, and
-`worker_bytes` the same in the first worker of `tp2`; both in units of the bytes that travel.
+same weights from a file. `learner_copies` counts what torch's operators write in the memory of all ranks in one
+publication, and `worker_copies` the same in the first worker of `tp2`; both in units of the model's bytes in `--dtype`.
+On one machine weights are written into shared memory, and gloo carries signals. With `--sockets` gloo carries the
+weights too, as between machines.
 """
 
 from __future__ import annotations
@@ -92,18 +94,24 @@ def move(holder: WeightHolder, seed: int) -> None:
             local.mul_(1.0 + 0.001 * seed)
 
 
-def count_written(holder: WeightHolder, dtype: torch.dtype) -> tuple[int, int]:
-    """Bytes that travel, and bytes written to gather, cast and pack them, as a sender does. Every rank must call it."""
+def count_written(holder: WeightHolder, dtype: torch.dtype, is_shared: bool) -> tuple[int, int]:
+    """Bytes that engines get, and bytes that this rank writes to cast and pack them. Every rank must call it."""
     from sortedrl.engine.vllm.transfer.gloo import BUCKET_BYTES
     from sortedrl.engine.vllm.transfer.packing import BucketPacker
+    from sortedrl.engine.vllm.transfer.shared_buckets import SharedBuckets, SharedPacker
     from sortedrl.engine.vllm.transfer.source import CastSource
 
     tensors = CastSource(holder.module, dtype).wire_tensors()
-    packer = BucketPacker(holder.rank)
+    num_bytes = sum(tensor.num_bytes for tensor in tensors)
+    packer: Any = BucketPacker(holder.rank)
+    if is_shared:
+        memory = SharedBuckets.create(num_bytes)  # each rank its own: only the writing is counted
+        assert memory is not None, "this machine shares no memory: give --sockets"
+        packer = SharedPacker(holder.rank, memory)
     with torch.no_grad(), WrittenBytes() as written:
         for _ in packer.pack(tensors, BUCKET_BYTES):
             pass
-    return sum(tensor.num_bytes for tensor in tensors), written.total
+    return num_bytes, written.total
 
 
 # ---- in vLLM's workers -----------------------------------------------------------------------------------------------
@@ -174,7 +182,9 @@ def two_engines(options: argparse.Namespace, model: Any) -> Iterator[tuple[Engin
         partial(make_engine, options, model.config.to_dict()), num_cpus=0.25, num_gpus=0, threads=1
     )
     dtype = getattr(torch, options.dtype)
-    route = WeightLink(backend="gloo", dtype=dtype, num_workers=1, limit_s=LIMIT_S, is_local=True)
+    route = WeightLink(
+        backend="gloo", dtype=dtype, num_workers=1, limit_s=LIMIT_S, is_local=True, shares_memory=not options.sockets
+    )
     pool = Pool(
         launcher, size=2, slots=SLOTS, exact_replay=True, keep_kv=True, noise=SCHEME, route=route, health_s=LIMIT_S
     )
@@ -214,7 +224,14 @@ class OneEngine:
 
         dtype = getattr(torch, options.dtype)
         self.engine = engine
-        self._link = WeightLink(backend="gloo", dtype=dtype, num_workers=num_workers, limit_s=LIMIT_S, is_local=True)
+        self._link = WeightLink(
+            backend="gloo",
+            dtype=dtype,
+            num_workers=num_workers,
+            limit_s=LIMIT_S,
+            is_local=True,
+            shares_memory=not options.sockets,
+        )
 
     def publish(self, version: int, source: Any) -> Any:
         (ticket,) = self._link.begin(source, ["engine"])
@@ -272,6 +289,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
+    parser.add_argument("--sockets", action="store_true", help="as between machines: no shared memory")
     parser.add_argument("--rehearse", action="store_true", help="keep the recorded results")
     options = parser.parse_args()
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # functions of this file run in vLLM's workers
@@ -296,7 +314,7 @@ def main() -> None:
         table.add_row(name, shown, f"{found['first_s']:.2f}", "yes" if found["is_exact"] else "NO")
     Console().print(table)
     print(
-        f"written in rank 0: {result['learner_copies']:.2f} times the bytes sent; in a worker of tp2: "
+        f"written in all ranks: {result['learner_copies']:.2f} times the bytes sent; in a worker of tp2: "
         f"{result['worker_copies']:.2f} times"
     )
     sys.exit(_num_inexact(result))
@@ -316,7 +334,8 @@ def run(options: argparse.Namespace, config: SortedConfig, model: Any) -> dict[s
     try:
         with tempfile.TemporaryDirectory() as folder:
             ways = {name: measure(name, options, learner, Path(folder)) for name in options.ways}
-        sent, written = learner.source.apply(count_written, getattr(torch, options.dtype))[0]
+        counts = learner.source.apply(count_written, getattr(torch, options.dtype), not options.sockets)
+        sent, written = counts[0][0], sum(count for _, count in counts)
     finally:
         learner.close()
     received = ways.get("tp2", {}).get("worker_bytes", 0)

@@ -1,6 +1,6 @@
 """Kill vLLM's processes at random moments of training: is any sample lost, or trained twice?
 
-    .venv-vllm/bin/python -m benchmarks.engine.vllm_kills [--kills 20] [--seed 0] [--json]
+    .venv-vllm/bin/python -m benchmarks.engine.vllm_kills [--kills 20] [--seed 0] [--strategy sorted-replay] [--json]
 
 The script trains the tiny model again and again until it has killed the given number of processes. Each kill hits
 vLLM's core or its worker, a random time after a random event: during prefill, decode or publication. Every run must
@@ -68,11 +68,11 @@ class Killer:
         pass
 
 
-def make_config(folder: Path, seed: int) -> SortedConfig:
+def make_config(folder: Path, seed: int, strategy: str) -> SortedConfig:
     return SortedConfig(
         run={"name": f"kills-{seed}", "dir": str(folder), "seed": seed, "samples": 192, "report": False},
         engine={"kind": "vllm", "slots": 16, "max_new_tokens": 96},
-        schedule={"strategy": "sorted-replay", "update_batch": 16},
+        schedule={"strategy": strategy, "update_batch": 16},
         learner={"algorithm": "reinforce++", "group_size": 1, "lr": 1.5e-4},
         eval={"prompts": 0},
     )
@@ -82,12 +82,15 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--strategy", default="sorted-replay")
     options = parser.parse_args()
     killer, outcomes, totals, number = Killer(options.kills, options.seed), Counter[str](), Counter[str](), 0
     with tempfile.TemporaryDirectory() as folder, Progress(console=Console(stderr=True)) as progress:
         task = progress.add_task("kills", total=options.kills)
         while killer.left > 0:
-            trainer = SortedTrainer(args=make_config(Path(folder), number), sinks=[killer], quiet=True)
+            trainer = SortedTrainer(
+                args=make_config(Path(folder), number, options.strategy), sinks=[killer], quiet=True
+            )
             number += 1
             try:
                 summary = trainer.train()

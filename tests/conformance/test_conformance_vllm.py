@@ -10,6 +10,7 @@ import pytest
 from sortedrl.engine.local.engine import LocalEngine
 from sortedrl.engine.vllm.core import vllm_version
 from sortedrl.testing import CHECKS, Caller, Check, EngineCase
+from sortedrl.testing.checks import DIES
 from tests.conformance.cases import MAX_LENGTH, SLOTS, keep_promise
 from tests.conformance.process_cases import vllm_case
 from tests.support.tiny_models import make_requests
@@ -36,7 +37,9 @@ def case(request: pytest.FixtureRequest) -> Iterator[EngineCase]:
 
 @pytest.mark.parametrize("check", CHECKS, ids=str)
 def test_vllm(check: Check, case: EngineCase) -> None:
+    before = case.engine.stats().extra["losses"]
     keep_promise(check, case)
+    assert DIES in check.requires or case.engine.stats().extra["losses"] == before, "vLLM was lost and started again"
 
 
 def test_answers_are_those_of_the_local_engine(case: EngineCase) -> None:

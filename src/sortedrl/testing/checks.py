@@ -346,6 +346,32 @@ def replay_equals_restart(case: EngineCase) -> None:
         assert replayed.verified[0][0] == cached[request.sample]
 
 
+@check(
+    "a replay that is interrupted before or after its verification continues",
+    guarantee="interruption",
+    requires=[EXACT],
+)
+def interrupted_replays_continue(case: EngineCase) -> None:
+    caller = case.caller()
+    requests = case.requests(4)
+    case.engine.submit(requests)
+    case.run_until(caller, 4 * case.answer_tokens // 2)
+    caller.interrupt()
+    case.publish()
+    for stopped_first in ([requests[0].sample, requests[2].sample], None):
+        case.engine.submit([caller.again(r, Mode.REPLAY) for r in requests])
+        caller.interrupt(stopped_first)
+        caller.interrupt()
+        assert case.engine.stats().running == 0
+    caller.serve([caller.again(r, Mode.REPLAY) for r in requests])
+    restarted = case.caller().serve([replace(r, attempt=2) for r in requests])
+    for request in requests:
+        replayed = caller.answers[request.sample]
+        assert replayed.tokens == restarted[request.sample].tokens
+        assert set(replayed.versions) == {case.version}
+        assert case.is_close(replayed.logprobs, restarted[request.sample].logprobs)
+
+
 @check("a replay keeps injected tokens unchanged and continues after them", guarantee="masked tokens", requires=[EXACT])
 def a_replay_keeps_fed_tokens(case: EngineCase) -> None:
     (request,) = case.requests(1)

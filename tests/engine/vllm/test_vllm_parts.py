@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,8 +24,10 @@ from sortedrl.engine.vllm import core as vllm_core
 from sortedrl.engine.vllm import weights as vllm_weights
 from sortedrl.engine.vllm.abort_flag import AbortFlag, StepAborter
 from sortedrl.engine.vllm.engine import needed_kv_bytes
+from sortedrl.engine.vllm.process import VllmSettings
 from sortedrl.engine.vllm.request import ReplayTurn, VllmRequest
 from sortedrl.engine.vllm.request import RequestState as State
+from sortedrl.engine.vllm.runner_choice import CPU_PLAN, RunnerPlan
 from sortedrl.engine.vllm.sampling_args import SamplingArgs
 from sortedrl.engine.vllm.weights import WeightFolder
 from sortedrl.errors import ConfigError, EngineError
@@ -221,6 +224,25 @@ def test_a_replay_continues_after_the_tokens_that_it_keeps() -> None:
     assert done.attempt.tokens == [4, 5]
 
 
+@pytest.mark.parametrize("prompt", [None, [None], [None, entry(t9=0.0), entry(t4=-1.0)]])
+def test_a_replay_that_is_stopped_before_its_verification_keeps_its_cached_tokens(prompt: list | None) -> None:
+    """The output of an aborted request has the prompt's log-probs up to where vLLM has read it: at first [None]."""
+    stopped = make_request((4, 5), Mode.REPLAY)
+    stopped.is_stopped = True
+    # The step was aborted: its token is no answer, whatever its log-prob.
+    assert stopped.apply_output(make_output([6], prompt=prompt), 1.0) is State.RUNNING
+    assert stopped.apply_output(make_output([], reason="abort", prompt=prompt), 2.0) is State.STOPPED
+    assert (stopped.attempt.tokens, stopped.num_decoded, stopped.replay) == ([4, 5], 0, None)
+    assert stopped.attempt.deliver(version=3, clock=2.0, decode_s=2.0) is None
+    # A complete answer asks for one token more, so an aborted step ends its request.
+    done = make_request((4, 5), Mode.REPLAY, budget=2)
+    done.is_stopped = True
+    assert done.apply_output(make_output([0], reason="length", prompt=prompt), 1.0) is State.STOPPED
+    assert make_request((4, 5), Mode.REPLAY).apply_output(make_output([], reason="error"), 1.0) is State.FAILED
+    with pytest.raises(AssertionError, match="not verified"):
+        make_request((4, 5), Mode.REPLAY).apply_output(make_output([6], reason="length", prompt=prompt), 1.0)
+
+
 # Missing or unsuitable parts
 
 
@@ -265,6 +287,18 @@ def test_memory_for_all_slots_is_counted_in_blocks() -> None:
     assert SortedConfig(engine={"kv_gb": 0.5}).engine.kv_gb == 0.5
     with pytest.raises(ConfigError, match=r"engine\.kv_gb"):
         SortedConfig(engine={"kv_gb": 0})
+
+
+def test_workers_on_cpus_divide_the_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(9), raising=False)
+
+    def threads(workers: int, plan: RunnerPlan = CPU_PLAN) -> str | None:
+        sizes = {"slots": 1, "max_length": 8, "kv_bytes": 1, "block_size": 32, "dtype": "float32"}
+        settings = VllmSettings(folder=tmp_path, plan=plan, tensor_parallel=workers, **sizes)
+        return settings.environment.get("OMP_NUM_THREADS")
+
+    assert [threads(workers) for workers in (1, 2, 4, 16)] == [None, "4", "2", "1"]
+    assert threads(2, replace(CPU_PLAN, device="cuda")) is None
 
 
 def test_doctor_reports_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ class Source:
 
     def apply(self, function: Any, *arguments: Any) -> list[Any]:
         if function == "describe":
-            return [(NAMES, "127.0.0.1", 29500)]
+            return [types.SimpleNamespace(update_info=NAMES, host="127.0.0.1", port=29500, shared="")]
         self.plans.append(arguments[0])
         if self.error is not None:
             raise self.error

@@ -74,13 +74,17 @@ class Worker:
     def finish_weight_update(self, weight_version: str | None = None) -> None: ...
 
 
-def test_weights_arrive_byte_for_byte_in_the_engines_format(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_shared", [False, True], ids=["sockets", "shared"])
+def test_weights_arrive_byte_for_byte_in_the_engines_format(monkeypatch: pytest.MonkeyPatch, is_shared: bool) -> None:
     from sortedrl.engine.vllm.transfer import gloo, sender
 
     defaults: Any = gloo.GlooTrainerInitInfo.__init__.__kwdefaults__
     monkeypatch.setitem(defaults, "bucket_bytes", 4096)  # many buckets
     model, worker = tiny_model(), Worker()
-    holder, plan = WeightHolder(rank=0, module=model), plan_of("gloo", client=worker)
+    holder = WeightHolder(rank=0, module=model)
+    facts = sender.describe(holder, torch.bfloat16, True, is_shared)
+    assert bool(facts.shared) == is_shared
+    plan = plan_of("gloo", client=worker, shared=facts.shared)
     for seed in range(2):  # the second transfer uses the same group
         add_noise(model, 0.1, seed=seed)
         sender.send(holder, plan)
@@ -89,6 +93,7 @@ def test_weights_arrive_byte_for_byte_in_the_engines_format(monkeypatch: pytest.
         assert all(torch.equal(worker.loaded[name], tensor) for name, tensor in expected.items())
     assert worker.num_groups == 1
     sender.close(holder)
+    assert not sender._memories
 
 
 def test_a_transfer_that_breaks_off_raises_and_can_begin_anew() -> None:

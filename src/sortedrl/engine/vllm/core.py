@@ -17,7 +17,7 @@ from typing import Any
 
 from sortedrl.engine.vllm.abort_flag import AbortFlag
 from sortedrl.engine.vllm.owner import own_mark
-from sortedrl.engine.vllm.process import CLOSE_S, ENVIRONMENT, StepCounts, VllmProcess, VllmSettings
+from sortedrl.engine.vllm.process import CLOSE_S, StepCounts, VllmProcess, VllmSettings
 from sortedrl.engine.vllm.runner_choice import EXTENSION
 from sortedrl.engine.vllm.worker_report import WorkerReport
 from sortedrl.errors import EngineError
@@ -54,7 +54,7 @@ class CoreProcess(VllmProcess):
     def __init__(self, settings: VllmSettings, counts: StepCounts, *, limit_s: float) -> None:
         super().__init__(limit_s)
         self._pids: list[int] = []
-        for name, value in ENVIRONMENT.items():
+        for name, value in settings.environment.items():
             if name != "VLLM_HOST_IP" or not settings.is_spread:  # workers on other machines must find this one
                 os.environ.setdefault(name, value)
         os.environ.update(settings.plan.environment)
@@ -155,6 +155,8 @@ def _device_arguments(settings: VllmSettings) -> dict[str, Any]:
     arguments: dict[str, Any] = {"tensor_parallel_size": settings.tensor_parallel}
     if settings.is_spread:
         arguments["distributed_executor_backend"] = "ray"
+    elif settings.plan.device == "cpu":
+        arguments["distributed_executor_backend"] = f"{__package__}.executor.PatientExecutor"
     if settings.kv_bytes is not None:
         arguments["kv_cache_memory_bytes"] = settings.kv_bytes
     if settings.memory_share is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -71,6 +72,17 @@ class VllmSettings:
     def flag(self) -> Path:
         """The file of the flag that aborts a step."""
         return self.folder / "abort"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment variables for vLLM, unless they are set already. Several workers on CPUs divide the cores.
+
+        Threads of workers that share a core wait for each other in loops, which makes both several times slower.
+        """
+        if self.plan.device != "cpu" or self.tensor_parallel == 1:
+            return ENVIRONMENT
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return ENVIRONMENT | {"OMP_NUM_THREADS": str(max(1, cores // self.tensor_parallel))}
 
 
 @dataclass(slots=True, kw_only=True)

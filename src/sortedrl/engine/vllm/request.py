@@ -121,7 +121,9 @@ class VllmRequest:
         self.clock, self.num_decoded = clock, 0
         (answer,) = output.outputs
         self.is_open = answer.finish_reason is None
-        if self.is_verifying and output.prompt_logprobs:
+        if self.is_verifying:
+            if len(output.prompt_logprobs or ()) < self.attempt.length:
+                return self._unverified_state(answer.finish_reason)
             state = self._apply_replay(output.prompt_logprobs)
             if state is not RequestState.RUNNING:
                 return state
@@ -143,6 +145,19 @@ class VllmRequest:
                 return RequestState.FINISHED
             case _:
                 return RequestState.FAILED
+
+    def _unverified_state(self, reason: str | None) -> RequestState:
+        """The state after an output that does not verify the cached tokens; it adds no token.
+
+        A request that is stopped before its prompt was read in full has such outputs. vLLM then returns the entry of
+        the first token of the prompt alone, which is None. A token of an aborted step may come with it.
+        """
+        if reason == "error":
+            return RequestState.FAILED
+        if self.is_open:
+            return RequestState.RUNNING
+        assert self.is_stopped, "vLLM ended a request whose cached tokens it has not verified"
+        return RequestState.STOPPED
 
     def _apply_replay(self, prompt_logprobs: Sequence[Any]) -> RequestState:
         attempt, self.is_verifying = self.attempt, False

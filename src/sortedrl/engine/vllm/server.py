@@ -28,7 +28,7 @@ from sortedrl.engine.vllm import owned_launch
 from sortedrl.engine.vllm.core import is_alive, kill_vllm
 from sortedrl.engine.vllm.http import HttpFrontend
 from sortedrl.engine.vllm.owner import own_mark
-from sortedrl.engine.vllm.process import CLOSE_S, ENVIRONMENT, StepCounts, VllmProcess, VllmSettings
+from sortedrl.engine.vllm.process import CLOSE_S, StepCounts, VllmProcess, VllmSettings
 from sortedrl.engine.vllm.runner_choice import EXTENSION
 from sortedrl.engine.vllm.worker_report import WorkerReport
 from sortedrl.errors import EngineError
@@ -260,7 +260,7 @@ def _launch(settings: VllmSettings, port: int) -> subprocess.Popen[bytes]:
                 f"port {port} is in use: set engine.port to a free one, or engine.address to use the server there"
             ) from error
     command = [sys.executable, *serve_command(settings, port)[1:]]
-    environment = ENVIRONMENT | os.environ | settings.plan.environment
+    environment = settings.environment | os.environ | settings.plan.environment
     environment |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     return owned_launch.start_owned(command, environment)
 

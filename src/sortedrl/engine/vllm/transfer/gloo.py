@@ -2,9 +2,10 @@
 """Weight transfer over gloo: a backend of vLLM's `weight_transfer` for machines without GPUs, as `nccl` is for GPUs.
 
 Importing this module registers the backend `gloo` with vLLM, for workers and for trainers. `worker.py` imports it in
-vLLM's workers, `sender.py` where the learner's weights are. Rank 0 of the learner gathers tensors in packed buckets
-(`packing.py`) and broadcasts each to all workers. While one bucket travels, the next is packed, and the workers load
-the one before.
+vLLM's workers, `sender.py` where the learner's weights are. Tensors are packed in buckets. Between machines, rank 0 of
+the learner gathers a bucket and broadcasts it to all workers (`packing.py`). On one machine, all ranks write a bucket
+into shared memory, and rank 0 broadcasts a signal when it is complete (`shared_buckets.py`). While one bucket travels,
+the next is packed, and the workers load the one before.
 
 Guarantees: workers get the bytes that the source yields, in its order; a transfer that breaks off raises on all sides
 within the group's time limit, and the next transfer starts from the beginning, on all ranks of the learner; without a
@@ -37,6 +38,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferUpdat
 from vllm.distributed.weight_transfer.packed_tensor import unpack_tensor
 
 from sortedrl.engine.vllm.transfer.packing import NUM_BUFFERS, BucketPacker, Buffers
+from sortedrl.engine.vllm.transfer.shared_buckets import SharedBuckets, SharedPacker
 from sortedrl.engine.vllm.transfer.source import CastSource
 
 BACKEND = "gloo"
@@ -47,7 +49,7 @@ _KEPT_BYTES = 1 << 30  # of received weights, in a worker
 
 @dataclass(kw_only=True)
 class GlooInitInfo(WeightTransferInitInfo):
-    """What a worker needs to join: as of `nccl`, and how long a side waits for another."""
+    """What a worker needs to join: as of `nccl`, how long a side waits for another, and where shared memory is."""
 
     master_address: str
     master_port: int
@@ -55,6 +57,7 @@ class GlooInitInfo(WeightTransferInitInfo):
     world_size: int
     timeout_s: float = 300.0
     bucket_bytes: int = BUCKET_BYTES
+    shared: str = ""  # address of memory for all buckets; empty: they travel over gloo
 
 
 @dataclass(kw_only=True)
@@ -66,6 +69,7 @@ class GlooTrainerInitInfo(TrainerInitInfo):
     world_size: int
     timeout_s: float = 300.0
     bucket_bytes: int = BUCKET_BYTES
+    shared: str = ""  # address of memory for all buckets; empty: they travel over gloo
 
 
 class GlooGroup:
@@ -109,6 +113,7 @@ class GlooTransferEngine(WeightTransferEngine[GlooInitInfo, NCCLWeightTransferUp
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._group: GlooGroup | None = None
+        self._shared: SharedBuckets | None = None
         self._buffers = Buffers(0)
         self._bucket_bytes = BUCKET_BYTES
         self._is_broken = False  # an update broke off, and some layers have not been completed
@@ -119,6 +124,7 @@ class GlooTransferEngine(WeightTransferEngine[GlooInitInfo, NCCLWeightTransferUp
         parallel = self.parallel_config
         worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
         self._group = GlooGroup(init_info, worker + init_info.rank_offset)
+        self._shared = SharedBuckets.open(init_info.shared) if init_info.shared else None
 
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -139,26 +145,29 @@ class GlooTransferEngine(WeightTransferEngine[GlooInitInfo, NCCLWeightTransferUp
         self._is_broken = True
         waiting: list[tuple[_Bucket, torch.Tensor, Any]] = []
         buckets = list(_buckets(update_info, self._bucket_bytes))
-        buffers = self._take_buffers(buckets)
-        for number, bucket in enumerate(buckets):
-            packed = buffers.take(number, sum(bucket.sizes))
-            waiting.append((bucket, packed, self._group.broadcast(packed)))
+        for bucket, packed in zip(buckets, self._take_memory(buckets), strict=True):
+            message = packed if self._shared is None else torch.empty(1, dtype=torch.uint8)  # the bytes, or a signal
+            waiting.append((bucket, packed, self._group.broadcast(message)))
             if len(waiting) >= _AT_ONCE:
                 self._load(*waiting.pop(0))
         for arrival in waiting:
             self._load(*arrival)
         self._is_broken = False
 
-    def _take_buffers(self, buckets: Sequence[_Bucket]) -> Buffers:
-        """A buffer for each bucket, because a layer keeps its tensors until its last one has come.
+    def _take_memory(self, buckets: Sequence[_Bucket]) -> list[torch.Tensor]:
+        """Memory for each bucket apart, because a layer keeps its tensors until its last one has come.
 
-        They are kept for the next publication if the model is small.
+        It is kept for the next publication if the model is small.
         """
-        if sum(size for bucket in buckets for size in bucket.sizes) > _KEPT_BYTES:
-            return Buffers(len(buckets))
-        if len(self._buffers) != len(buckets):
+        sizes = [sum(bucket.sizes) for bucket in buckets]
+        if self._shared is not None:
+            return self._shared.split(sizes)
+        if len(self._buffers) != len(buckets) or sum(sizes) > _KEPT_BYTES:
             self._buffers = Buffers(len(buckets))
-        return self._buffers
+        taken = [self._buffers.take(number, size) for number, size in enumerate(sizes)]
+        if sum(sizes) > _KEPT_BYTES:
+            self._buffers = Buffers(0)
+        return taken
 
     def _load(self, bucket: _Bucket, packed: torch.Tensor, handle: Any) -> None:
         handle.wait()
@@ -168,6 +177,9 @@ class GlooTransferEngine(WeightTransferEngine[GlooInitInfo, NCCLWeightTransferUp
         if self._group is not None:
             self._group.close()
             self._group = None
+        if self._shared is not None:
+            self._shared.close()
+            self._shared = None
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -202,7 +214,8 @@ class GlooTrainerEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):
     def __init__(self, info: GlooTrainerInitInfo, *, client: VLLMWeightSyncClient, source: WeightSource) -> None:
         super().__init__(client=client, source=source, is_sender=info.is_sender)
         self._bucket_bytes = info.bucket_bytes
-        self._packer = BucketPacker(info.rank)
+        self._shared = SharedBuckets.open(info.shared) if info.shared else None
+        self._packer = BucketPacker(info.rank) if self._shared is None else SharedPacker(info.rank, self._shared)
         self._group: GlooGroup | None = None
 
     @classmethod
@@ -220,6 +233,7 @@ class GlooTrainerEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):
                 world_size=init_info.world_size,
                 timeout_s=init_info.timeout_s,
                 bucket_bytes=init_info.bucket_bytes,
+                shared=init_info.shared,
             )
             with ThreadPoolExecutor(1) as executor:  # both sides wait for each other
                 joining = executor.submit(client.init_weight_transfer_engine, asdict(workers))
@@ -268,6 +282,9 @@ class GlooTrainerEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):
         if self._group is not None:
             self._group.close()
             self._group = None
+        if self._shared is not None:
+            self._shared.close()
+            self._shared = None
 
 
 def _exhaust(buckets: Iterator[torch.Tensor]) -> None:

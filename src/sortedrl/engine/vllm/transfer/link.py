@@ -41,14 +41,27 @@ class Ticket:
 
 
 class WeightLink:
-    """`dtype`: the engines' number format, in which weights travel. `is_local`: all processes are on this machine."""
+    """`dtype`: the engines' number format, in which weights travel. `is_local`: all processes are on this machine.
 
-    def __init__(self, *, backend: str, dtype: torch.dtype, num_workers: int, limit_s: float, is_local: bool) -> None:
+    `shares_memory`: whether gloo may use shared memory on one machine.
+    """
+
+    def __init__(
+        self,
+        *,
+        backend: str,
+        dtype: torch.dtype,
+        num_workers: int,
+        limit_s: float,
+        is_local: bool,
+        shares_memory: bool = True,
+    ) -> None:
         self.backend = backend
         self._dtype = dtype
         self._num_workers = num_workers  # of each engine
         self._limit_s = limit_s
         self._is_local = is_local
+        self._shares_memory = shares_memory and is_local and backend == "gloo"
         self._session: _Session | None = None
         self._sending: Future[None] | None = None
 
@@ -124,17 +137,18 @@ class WeightLink:
     def _open(self, source: Any, key: Hashable, num_engines: int) -> _Session:
         from sortedrl.engine.vllm.transfer.sender import SendPlan, describe
 
-        update_info, host, port = source.apply(describe, self._dtype, self._is_local)[0]
+        facts = source.apply(describe, self._dtype, self._is_local, self._shares_memory)[0]
         plan = SendPlan(
             session=f"{os.getpid()}-{next(_numbers)}",
             backend=self.backend,
             dtype=self._dtype,
-            host=host,
-            port=port,
+            host=facts.host,
+            port=facts.port,
+            shared=facts.shared,
             world_size=1 + num_engines * self._num_workers,
             timeout_s=self._limit_s / 2,
         )
-        return _Session(key=key, plan=plan, update_info=update_info)
+        return _Session(key=key, plan=plan, update_info=facts.update_info)
 
 
 def _with_place(source: Any) -> Any:
@@ -152,7 +166,7 @@ class _Session:
 def _init_info(plan: Any, *, rank_offset: int) -> dict[str, Any]:
     """The worker's side of the handshake, as each backend wants it."""
     place = {"master_address": plan.host, "master_port": plan.port, "world_size": plan.world_size}
-    extra = {"timeout_s": plan.timeout_s} if plan.backend == "gloo" else {"packed": True}
+    extra = {"timeout_s": plan.timeout_s, "shared": plan.shared} if plan.backend == "gloo" else {"packed": True}
     return {**place, "rank_offset": rank_offset, **extra}
 
 

@@ -1,8 +1,9 @@
 """Packed buckets of full tensors in host memory, on the learner's rank 0, from the shards of all ranks.
 
-`gloo.py` uses it to send. Every rank casts its shards while it copies them: rank 0 into the bucket itself, the others
-into one message per bucket, which rank 0 copies into place. So each number is written once or twice, and there is one
-message per bucket and rank. The next bucket's messages travel while this bucket is broadcast.
+`gloo.py` uses it to send to other machines, and for models that are too large for `shared_buckets.py`. Every rank casts
+its shards while it copies them: rank 0 into the bucket itself, the others into one message per bucket, which rank 0
+copies into place. So each number is written once or twice, and there is one message per bucket and rank. The next
+bucket's messages travel while this bucket is broadcast.
 
 Buffers are used again for the next buckets and publications, because on a CPU fresh memory costs several times the copy
 into it.
@@ -119,11 +120,11 @@ class BucketPacker:
         for number, bucket in enumerate(buckets):
             expect(number + 1)
             packed = self._packed.take(number, bucket.num_bytes)
-            for wire, part in _parts(bucket, packed):
+            for wire, part in parts(bucket, packed):
                 if wire.is_shard:
                     part[slice(*wire.rows(0))].copy_(wire.tensor.to_local())  # type: ignore[union-attr]
                 else:
-                    part.copy_(_full_tensor(wire.tensor))
+                    part.copy_(full_tensor(wire.tensor))
             for peer, message, handle in arriving.pop(number):
                 if handle is not None:
                     handle.wait()
@@ -151,7 +152,7 @@ class BucketPacker:
                 if wire.is_shard:
                     next(places).copy_(wire.tensor.to_local())  # type: ignore[union-attr]
                 else:
-                    _full_tensor(wire.tensor)
+                    full_tensor(wire.tensor)
             if message.numel():
                 sending.append(dist.isend(message, group=group, group_dst=0, tag=number))
         for handle in sending:
@@ -166,12 +167,12 @@ def is_host_shard(tensor: Tensor) -> bool:
     return type(placement) is Shard and placement.dim == 0
 
 
-def _full_tensor(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """The whole of a tensor that is divided in another way; all ranks must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _parts(bucket: Bucket, packed: Tensor) -> Iterator[tuple[WireTensor, Tensor]]:
+def parts(bucket: Bucket, packed: Tensor) -> Iterator[tuple[WireTensor, Tensor]]:
     """Each tensor of a bucket with its part of the bucket, in its number format and shape."""
     parts = packed.split([wire.num_bytes for wire in bucket.tensors])
     for wire, part in zip(bucket.tensors, parts, strict=True):
@@ -180,7 +181,7 @@ def _parts(bucket: Bucket, packed: Tensor) -> Iterator[tuple[WireTensor, Tensor]
 
 def _shard_places(bucket: Bucket, packed: Tensor, rank: int) -> Iterator[Tensor]:
     """Where the shards of a rank belong in a packed bucket."""
-    for wire, part in _parts(bucket, packed):
+    for wire, part in parts(bucket, packed):
         if wire.is_shard:
             yield part[slice(*wire.rows(rank))]
 

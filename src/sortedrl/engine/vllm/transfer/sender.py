@@ -18,6 +18,7 @@ import torch
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
 from sortedrl.engine.vllm.transfer.gloo import GlooTrainerInitInfo
+from sortedrl.engine.vllm.transfer.shared_buckets import SharedBuckets
 from sortedrl.engine.vllm.transfer.source import CastSource
 from sortedrl.weights import WeightHolder
 
@@ -35,6 +36,7 @@ class SendPlan:
     port: int
     world_size: int  # rank 0 of the learner and all workers
     timeout_s: float
+    shared: str = ""  # address of the memory that carries the weights; empty: they travel
     client: Any = None  # carries rank 0's calls to the engines; None: `link.py` calls them itself
 
 
@@ -51,19 +53,42 @@ class _DrivenElsewhere:
 
 
 _sessions: dict[str, Any] = {}  # of this process: one at most
+_memories: list[SharedBuckets] = []  # that rank 0 has made for the session: one at most
 
 
-def describe(holder: WeightHolder, dtype: torch.dtype, is_local: bool) -> tuple[dict[str, Any], str, int]:
+@dataclass(slots=True, kw_only=True, frozen=True)
+class SenderFacts:
     """What the workers must know before tensors arrive, and where rank 0 will listen."""
-    metadata = CastSource(holder.module, dtype).metadata()
+
+    update_info: dict[str, Any]
+    host: str
+    port: int
+    shared: str = ""
+
+
+def describe(holder: WeightHolder, dtype: torch.dtype, is_local: bool, shares_memory: bool) -> SenderFacts:
+    """Prepare a session. `is_local`: all processes are on this machine. `shares_memory`: weights need not travel."""
+    source = CastSource(holder.module, dtype)
+    metadata = source.metadata()
     update_info = {
         "names": [entry.name for entry in metadata],
         "dtype_names": [str(entry.dtype).removeprefix("torch.") for entry in metadata],
         "shapes": [list(entry.shape) for entry in metadata],
     }
     host = LOOPBACK if is_local else _network_address()
+    shared = _make_memory(source) if shares_memory and holder.rank == 0 else ""
     with socket.create_server((host, 0)) as probe:
-        return update_info, host, probe.getsockname()[1]
+        return SenderFacts(update_info=update_info, host=host, port=probe.getsockname()[1], shared=shared)
+
+
+def _make_memory(source: CastSource) -> str:
+    """Make memory for the weights in place of the previous one; returns its address, or "" if there is none."""
+    _close_memories()
+    memory = SharedBuckets.create(sum(tensor.num_bytes for tensor in source.wire_tensors()))
+    if memory is None:
+        return ""
+    _memories.append(memory)
+    return memory.address
 
 
 def send(holder: WeightHolder, plan: SendPlan) -> None:
@@ -71,7 +96,7 @@ def send(holder: WeightHolder, plan: SendPlan) -> None:
     source = CastSource(holder.module, plan.dtype)
     try:
         if plan.session not in _sessions:
-            close(holder)
+            _close_sessions()
             client = plan.client or _DrivenElsewhere()
             _sessions[plan.session] = WeightTransferTrainerFactory.trainer_init(
                 _init_info(plan, holder.rank), client=client, source=source
@@ -86,15 +111,25 @@ def send(holder: WeightHolder, plan: SendPlan) -> None:
 
 def close(holder: WeightHolder) -> None:
     """End the session of this process."""
+    _close_sessions()
+    _close_memories()
+
+
+def _close_sessions() -> None:
     while _sessions:
         _sessions.popitem()[1].shutdown()
+
+
+def _close_memories() -> None:
+    while _memories:
+        _memories.pop().close()
 
 
 def _init_info(plan: SendPlan, rank: int) -> Any:
     place = {"master_address": plan.host, "master_port": plan.port, "world_size": plan.world_size}
     match plan.backend:
         case "gloo":
-            return GlooTrainerInitInfo(**place, timeout_s=plan.timeout_s, rank=rank)
+            return GlooTrainerInitInfo(**place, timeout_s=plan.timeout_s, shared=plan.shared, rank=rank)
         case "nccl":
             from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
