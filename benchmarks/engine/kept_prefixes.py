@@ -1,6 +1,6 @@
 """What it saves that the cache of a trajectory is kept while its tools work: prefilled tokens, and seconds of rollout.
 
-    python -m benchmarks.engine.kept_prefixes [--model smollm2-135m|tools-tiny] [--trajectories 24] [--json]
+    python -m benchmarks.engine.kept_prefixes [--model smollm2-135m|tools-tiny] [--rows 8] [--json]
 
 Every trajectory has a prompt of 64 tokens and six turns of 24 tokens; after each turn but the last, 16 tokens are fed
 as a tool's result. Twice as many trajectories are open as there are slots, as in `tools` and `tools-smollm2`. Tools
@@ -95,7 +95,7 @@ def measure(options: Any) -> dict[str, Any]:
         rows: TurnEngine(
             model.eval(), slots=SLOTS, max_length=PROMPT + WHOLE, path="native", kept_prefixes=rows, drafts="off"
         )
-        for rows in (0, OPEN - SLOTS)
+        for rows in (0, options.rows)
     }
     runs: dict[int, list[dict[str, Any]]] = {rows: [] for rows in engines}
     for _ in range(options.rounds):
@@ -115,6 +115,7 @@ def measure(options: Any) -> dict[str, Any]:
     return {
         "model": options.model,
         "trajectories": options.trajectories,
+        "rows": options.rows,
         "threads": options.threads,
         "without": without,
         "kept": kept,
@@ -125,6 +126,7 @@ def measure(options: Any) -> dict[str, Any]:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--rows", type=int, default=OPEN - SLOTS, help="rows for kept prefixes")
     parser.add_argument("--trajectories", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1)
