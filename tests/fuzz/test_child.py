@@ -5,11 +5,14 @@ Each case runs in a new process without torch, because it adopts every process t
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the fuzzer needs Linux")
 
@@ -47,5 +50,6 @@ CASES = {
 def test_a_process_and_its_fault(case: str, tmp_path: Path) -> None:
     call, expected = CASES[case]
     command = [sys.executable, "-c", f"{PROGRAM}\n{call}"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}  # this folder is not installed
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
     assert done.stdout.strip() == expected, done.stderr
