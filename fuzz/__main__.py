@@ -1,6 +1,7 @@
 """The command line of the fuzzer: random scenarios for some minutes, one scenario again, planted defects, or the disk.
 
     python -m fuzz --minutes 10 --seed 1 [--jobs 2] [--keep-figures]
+    python -m fuzz --minutes 10 --kinds ranks    # or vllm, or several: train,tools,data,trl (the default)
     python -m fuzz --scenario '{...}'        # as a failure prints it
     python -m fuzz --planted [NAME]          # every defect of fuzz/planted.py, or one: each must be found
     python -m fuzz --disk [--torn 200]       # a power loss at every flush and at random writes
@@ -11,6 +12,7 @@ The exit code is 1 if anything was found (with --planted: if a defect was not).
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import subprocess
@@ -19,19 +21,21 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fuzz import child, disk, figures
 from fuzz.control import environment, open_control
+from fuzz.draw import EVERYDAY, draw
+from fuzz.finding import Finding
 from fuzz.judge import Player, Result
-from fuzz.planted import PLANTED
-from fuzz.scenario import Scenario, draw
+from fuzz.planted import ONLY_A_HOST_SHOWS, ONLY_A_POWER_LOSS_SHOWS, PLANTED
+from fuzz.scenario import Kind, Scenario
 from fuzz.shrink import shrink
 
 SEEDS_PER_JOB = 1_000_000
 PLANTED_MINUTES = 4.0  # within which a planted defect must be found
-DISK_DEFECTS = ("flush-skipped",)  # only a power loss shows them
 
 
 def parse() -> argparse.Namespace:
@@ -39,7 +43,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=10.0, help="how long to try random scenarios")
     parser.add_argument("--seed", type=int, default=0, help="another seed tries other scenarios")
     parser.add_argument("--jobs", type=int, default=2, help="processes that try scenarios side by side")
-    parser.add_argument("--keep-figures", action="store_true", help=f"add the counts to {figures.FILE.name}")
+    parser.add_argument(
+        "--keep-figures", action="store_true", help=f"add the counts to benchmarks/results/{figures.NAME}.json"
+    )
+    parser.add_argument("--kinds", type=_kinds, default=_everyday(), help="kinds of programs, separated by commas")
     parser.add_argument("--scenario", help="play this one only")
     parser.add_argument("--planted", nargs="?", const="all", help="plant each defect, or this one, and look for it")
     parser.add_argument("--disk", action="store_true", help="replay a run's writes as a power loss would leave them")
@@ -47,6 +54,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--plant", default="", help=argparse.SUPPRESS)
     parser.add_argument("--job", type=int, default=None, help=argparse.SUPPRESS)
     return parser.parse_args()
+
+
+def _kinds(text: str) -> list[Kind]:
+    return [Kind(name) for name in text.split(",")]
+
+
+def _everyday() -> list[Kind]:
+    """Without TRL where it is not installed."""
+    return [kind for kind in EVERYDAY if kind != Kind.TRL or importlib.util.find_spec("trl") is not None]
 
 
 def main() -> None:
@@ -62,7 +78,8 @@ def main() -> None:
         sys.exit(bool(missed))
     else:
         counts = fuzz(options, plant=options.plant)
-        print(", ".join(f"{counts[name]:,} {name}" for name in figures.COUNTED))
+        shown = [name for name in figures.COUNTED if counts[name] or name in ("runs", "faults", "findings")]
+        print(", ".join(f"{counts[name]:,} {name}" for name in shown))
         if options.keep_figures:
             figures.add(counts)
         sys.exit(bool(counts["findings"]))
@@ -104,15 +121,24 @@ def fuzz(options: argparse.Namespace, *, plant: str = "", stops_early: bool = Fa
 def look_for(name: str, options: argparse.Namespace) -> bool:
     """Whether the fuzzer finds a planted defect."""
     began = time.monotonic()
-    options = argparse.Namespace(**{**vars(options), "minutes": PLANTED_MINUTES, "disk": name in DISK_DEFECTS})
+    changed = {
+        "minutes": PLANTED_MINUTES,
+        "disk": name in ONLY_A_POWER_LOSS_SHOWS,
+        "kinds": [Kind.TRL if name in ONLY_A_HOST_SHOWS else Kind.TRAIN],
+    }
+    options = argparse.Namespace(**{**vars(options), **changed})
     counts = fuzz(options, plant=name, stops_early=True)
     found = "found" if counts["findings"] else "NOT found"
-    print(f"{name}: {found} after {counts['runs']} runs, {time.monotonic() - began:.0f} s", flush=True)
+    print(
+        f"{name}: {found} after {counts['runs'] + counts['power losses']} runs, {time.monotonic() - began:.0f} s",
+        flush=True,
+    )
     return bool(counts["findings"])
 
 
 def _passed_on(options: argparse.Namespace, plant: str) -> list[str]:
     given = ["--minutes", str(options.minutes), "--seed", str(options.seed), "--torn", str(options.torn)]
+    given += ["--kinds", ",".join(options.kinds)]
     given += ["--scenario", options.scenario] if options.scenario else []
     given += ["--disk"] if options.disk else []
     return [*given, "--plant", plant] if plant else given
@@ -139,9 +165,9 @@ def work(options: argparse.Namespace) -> None:
             for name, wrong in disk.check(
                 page, Path(folder), num_torn=options.torn, seed=options.seed, plant=options.plant
             ):
-                counts = {"runs": 1, "findings": len(wrong)}
-                line = f"{name}: {'; '.join(wrong)}" if wrong else ""
-                print(json.dumps({"counts": counts, "findings": wrong, "again": "", "line": line}), flush=True)
+                counts = Counter({"power losses": 1, "findings": len(wrong)})
+                counts.update(f"found {finding.kind}" for finding in wrong)
+                _print_record(counts, wrong, line=f"{name}: {len(wrong)} findings" if wrong else "")
             return
         player = Player(page, Path(folder), options.plant)
         if options.scenario:
@@ -150,7 +176,7 @@ def work(options: argparse.Namespace) -> None:
         deadline = time.monotonic() + 60 * options.minutes
         seed = SEEDS_PER_JOB * (1000 * options.seed + options.job)
         while time.monotonic() < deadline:
-            result = player.play(draw(seed))
+            result = player.play(draw(seed, options.kinds))
             if result.findings and not options.plant:
                 result.scenario = _smallest(player, result)
             _report(result)
@@ -159,15 +185,18 @@ def work(options: argparse.Namespace) -> None:
 
 def _smallest(player: Player, result: Result) -> Scenario:
     """The scenario made smaller while a finding of the same kind stays."""
-    kind = result.findings[0][:20]
-    return shrink(result.scenario, lambda smaller: any(f.startswith(kind) for f in player.play(smaller).findings))
+    kind = result.findings[0].kind
+    return shrink(result.scenario, lambda smaller: any(f.kind == kind for f in player.play(smaller).findings))
 
 
 def _report(result: Result) -> None:
-    again = result.scenario.to_json()
-    done = f"{result.num_processes} processes, {result.num_faults} faults"
-    line = f"{result.scenario.seed}: {result.outcome or 'failed'}, {done}"
-    record = {"counts": result.counts, "findings": result.findings, "again": again, "line": line}
+    done = f"{result.num_processes} processes, {len(result.faults)} faults"
+    line = f"{result.scenario.seed}: {result.scenario.kind} {result.outcome or 'failed'}, {done}"
+    _print_record(result.counts, result.findings, line=line, again=result.scenario.to_json())
+
+
+def _print_record(counts: Mapping[str, int], findings: Sequence[Finding], *, line: str, again: str = "") -> None:
+    record = {"counts": counts, "findings": [str(finding) for finding in findings], "again": again, "line": line}
     print(json.dumps(record), flush=True)
 
 

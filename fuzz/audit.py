@@ -12,10 +12,13 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from fuzz.finding import Finding, FindingKind
+
 JOURNAL = ("cohorts", "prompts", "samples", "steps", "segments", "updates", "trained", "versions", "calls")
 
 # Each query must give no row.
 EMPTY: dict[str, str] = {
+    "trained twice": "SELECT sample FROM trained GROUP BY sample HAVING count(*) > 1",
     "trained but never loaded": "SELECT sample FROM trained EXCEPT SELECT id FROM samples",
     "trained by an update that is not there": "SELECT number FROM trained EXCEPT SELECT number FROM updates",
     "an update with another number of samples": """
@@ -41,6 +44,15 @@ EMPTY: dict[str, str] = {
         SELECT g.sample FROM segments AS g WHERE coalesce((
             SELECT step FROM steps WHERE sample = g.sample AND seq < g.seq ORDER BY seq DESC LIMIT 1), 'none')
             NOT IN ('start', 'feed')""",
+    "fed by no tool": """
+        SELECT f.sample FROM steps AS f WHERE f.step = 'feed' AND (
+            SELECT step FROM steps WHERE sample = f.sample AND seq < f.seq ORDER BY seq DESC LIMIT 1) IS NOT 'call'""",
+    "a turn with another number of calls": """
+        SELECT f.sample FROM steps AS f JOIN steps AS c ON c.seq = (
+            SELECT max(seq) FROM steps WHERE sample = f.sample AND step = 'call' AND seq < f.seq)
+        WHERE f.step = 'feed' AND c.value != (
+            SELECT count(*) FROM calls WHERE sample = f.sample AND repeated = 0 AND error != 'ignored'
+            AND seq BETWEEN c.seq AND f.seq)""",
     "tokens past the budget": """
         SELECT g.sample FROM segments AS g JOIN samples AS s ON s.id = g.sample
         WHERE g.start + g.num_tokens > s.budget""",
@@ -50,42 +62,48 @@ EMPTY: dict[str, str] = {
 }
 
 
-def audit(path: Path, *, is_complete: bool, num_samples: int | None = None) -> list[str]:
+_KINDS = {"trained twice": FindingKind.TWICE, "a step after training": FindingKind.TWICE}
+
+
+def audit(path: Path, *, is_complete: bool, num_samples: int | None = None) -> list[Finding]:
     """What is wrong with the ledger at `path`. `num_samples`: how many a complete run must have trained."""
     connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
     try:
         connection.execute("BEGIN")
         return _audit(connection, is_complete=is_complete, num_samples=num_samples)
     except sqlite3.DatabaseError as error:
-        return [f"SQLite cannot read it: {error}"]
+        return [_broken(f"SQLite cannot read it: {error}")]
     finally:
         connection.close()
 
 
-def _audit(connection: sqlite3.Connection, *, is_complete: bool, num_samples: int | None) -> list[str]:
+def _broken(text: str) -> Finding:
+    return Finding(FindingKind.LEDGER, text)
+
+
+def _audit(connection: sqlite3.Connection, *, is_complete: bool, num_samples: int | None) -> list[Finding]:
     wrong = []
     for name, query in EMPTY.items():
         if rows := connection.execute(query).fetchmany(3):
-            wrong.append(f"{name}: {rows}")
+            wrong.append(Finding(_KINDS.get(name, FindingKind.LEDGER), f"{name}: {rows}"))
     meta = dict(connection.execute("SELECT key, value FROM meta"))
     union = " UNION ALL ".join(f"SELECT seq FROM {table}" for table in JOURNAL)  # noqa: S608
     first, last, count, distinct = connection.execute(
         f"SELECT min(seq), max(seq), count(*), count(DISTINCT seq) FROM ({union})"  # noqa: S608
     ).fetchone()
     if count and (first, last, distinct) != (1, count, count):
-        wrong.append(f"rows {first} to {last} are {count}, {distinct} of them different")
+        wrong.append(_broken(f"rows {first} to {last} are {count}, {distinct} of them different"))
     if int(meta["seq"]) != count:
-        wrong.append(f"meta counts {meta['seq']} rows, there are {count}")
+        wrong.append(_broken(f"meta counts {meta['seq']} rows, there are {count}"))
     knobs = json.loads(meta["knobs"])
-    wrong += _cohorts_in_time(connection, knobs)
-    wrong += _answers(connection, knobs)
-    if meta["grouped"] == "1":
-        wrong += _whole_groups(connection)
+    wrong += map(_broken, _cohorts_in_time(connection, knobs))
+    wrong += map(_broken, _answers(connection, knobs))
+    wrong += map(_broken, _whole_groups(connection) if meta["grouped"] == "1" else ())
     loaded, trained = (connection.execute(f"SELECT count(*) FROM {t}").fetchone()[0] for t in ("samples", "trained"))  # noqa: S608
     if is_complete and loaded != trained:
-        wrong.append(f"{loaded} samples were loaded and {trained} trained")
+        wrong.append(Finding(FindingKind.LOST, f"{loaded} samples were loaded and {trained} trained"))
     if is_complete and num_samples is not None and trained < num_samples:
-        wrong.append(f"{trained} samples were trained, and {num_samples} were asked for")
+        wrong.append(Finding(FindingKind.LOST, f"{trained} samples were trained, and {num_samples} were asked for"))
     return wrong
 
 

@@ -1,29 +1,28 @@
-"""Run the command `sortedrl` in a forked process and cause a fault in it.
+"""Run a program in a forked process, cause a fault in it, and find everything that it leaves behind.
 
-A process group of its own, an empty folder for temporary files, and output in files: afterwards everything that the
-process left behind can be found.
+The process gets a session of its own, an empty folder for temporary files, and output in files. Processes that outlive
+it become children of this one, so none of them can be missed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
-import random
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from fuzz import control, planted
+from fuzz import control, faults, planted
 from fuzz.control import Control
-from fuzz.scenario import COUNTED, SIGNALS, Fault, Stage
+from fuzz.scenario import TIMED, Stage
 
-TIME_LIMIT_S = 180.0  # of a process, on a busy machine
 SETTLE_S = 15.0  # how long helpers of a dead process may live on
+_PR_SET_CHILD_SUBREAPER = 36  # from linux/prctl.h
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -41,33 +40,11 @@ class Ended:
         return [line for line in self.err.splitlines() if line.startswith("error: ")]
 
 
-def run(
-    page: Control,
-    arguments: Sequence[str],
-    folder: Path,
-    stage: Stage,
-    plant: str = "",
-    *,
-    record_to: int | None = None,
-) -> Ended:
-    """Run `sortedrl` with these arguments below `folder` and cause the stage's fault.
-
-    `record_to`: a file descriptor for the log of all calls that change the run directory.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    out, err = folder / "stdout.txt", folder / "stderr.txt"
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    pid = os.fork()
-    if pid == 0:
-        _be_child(page, arguments, folder, stage, plant, record_to)
-    code, was_hit = _wait(pid, stage, page)
-    page.clear()
-    left = _processes_of(pid)
-    for number in left:
-        _kill(number)
-    texts = [path.read_text(encoding="utf-8", errors="replace") for path in (out, err)]
-    return Ended(code=code, out=texts[0], err=texts[1], was_hit=was_hit, processes=tuple(left.values()))
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Limits:
+    fault_s: float = 3.0  # within which a fault happens that comes after some seconds
+    hang_s: float = 180.0  # on a busy machine; then a process is killed
+    memory_bytes: int | None = None  # more than at its start
 
 
 def warm_up() -> None:
@@ -80,151 +57,150 @@ def warm_up() -> None:
     import sortedrl.trainer  # noqa: F401
 
     torch.set_num_threads(1)
+    adopt_orphans()
+
+
+def adopt_orphans() -> None:
+    """Make every process that a child of this one leaves behind a child of this one."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def run(
+    page: Control,
+    call: Callable[[], None],
+    folder: Path,
+    stage: Stage,
+    *,
+    plant: str = "",
+    limits: Limits | None = None,
+    record_to: int | None = None,
+) -> Ended:
+    """Call `call` in a process whose working folder is `folder`, and cause the stage's fault.
+
+    `record_to`: a file descriptor for the log of all calls that change the run directory.
+    """
+    limits = limits or Limits()
+    folder.mkdir(parents=True, exist_ok=True)
+    out, err = folder / "stdout.txt", folder / "stderr.txt"
+    for path in (out, err):  # the process may be killed before it opens them
+        path.write_bytes(b"")
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    page.clear()
+    pid = os.fork()
+    if pid == 0:
+        _be_child(page, call, folder, stage, plant, limits, record_to)
+    code, was_struck = _wait(pid, stage, limits)
+    was_hit = was_struck or page.is_hit
+    page.clear()
+    left = _left_processes()
+    for number in left:
+        _kill(number)
+    texts = [path.read_text(encoding="utf-8", errors="replace") for path in (out, err)]
+    return Ended(code=code, out=texts[0], err=texts[1], was_hit=was_hit, processes=tuple(left.values()))
 
 
 def _be_child(
-    page: Control, arguments: Sequence[str], folder: Path, stage: Stage, plant: str, record_to: int | None
+    page: Control,
+    call: Callable[[], None],
+    folder: Path,
+    stage: Stage,
+    plant: str,
+    limits: Limits,
+    record_to: int | None,
 ) -> None:
     code = 1
     try:
         os.setsid()
         (folder / "tmp").mkdir(exist_ok=True)
         os.environ["TMPDIR"] = str(folder / "tmp")
-        os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])
+        os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         os.chdir(folder)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for number, name in enumerate(("stdout.txt", "stderr.txt"), start=1):
-            os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+            os.dup2(os.open(name, os.O_WRONLY | os.O_APPEND), number)
         import tempfile
 
         tempfile.tempdir = None
-        _prepare(page, folder, stage)
+        if limits.memory_bytes is not None:
+            faults.limit_memory(limits.memory_bytes)
+        planted.plant(plant)
+        faults.prepare(page, folder / "runs", stage)
         if record_to is not None:
             page.set(control.RECORD, pid=os.getpid(), at=1 << 40, log_fd=record_to, folder=folder / "runs")
-        planted.plant(plant)
-        from sortedrl import cli
-
-        sys.argv = ["sortedrl", *arguments]
-        cli.main()
+        call()
         code = 0
     except SystemExit as leave:
         code = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
     except BaseException:
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(code)
 
 
-def _prepare(page: Control, folder: Path, stage: Stage) -> None:
-    """Set up a fault that happens inside the process."""
-    runs = folder / "runs"
-    match stage.fault:
-        case Fault.KILL_AT_CALL:
-            page.set(control.KILL, pid=os.getpid(), at=stage.call)
-        case Fault.KILL_AT_WRITE:
-            page.set(control.KILL, pid=os.getpid(), at=stage.call, folder=runs)
-        case Fault.DISK_FULL:
-            page.set(control.DISK_FULL, pid=os.getpid(), at=stage.call, folder=runs)
-        case Fault.CLOCK_JUMP:
-            days = random.Random(stage.at).choice((-400, -1, 1, 400))
-            page.set(control.CLOCK_JUMP, pid=os.getpid(), at=stage.call, jump_s=86_400 * days)
-        case Fault.ENGINE_RAISES:
-            _engine_raises(max(1, round(300**stage.at)))
-        case Fault.SAMPLE_FAILS:
-            _samples_fail(stage.at)
-        case _:
-            pass
-
-
-def _engine_raises(call: int) -> None:
-    from sortedrl.engine.local.engine import LocalEngine
-
-    inner, calls = LocalEngine.poll, [0]
-
-    def poll(engine: LocalEngine, timeout: float | None = None) -> Any:
-        calls[0] += 1
-        if calls[0] == call:
-            raise RuntimeError("the fuzzer broke the engine")
-        return inner(engine, timeout)
-
-    planted.replace_method(LocalEngine, "poll", poll)
-
-
-def _samples_fail(seed: float) -> None:
-    """One attempt in ten fails."""
-    from sortedrl.engine.base import Failed, Finished
-    from sortedrl.engine.local.engine import LocalEngine
-
-    inner = LocalEngine.poll
-
-    def poll(engine: LocalEngine, timeout: float | None = None) -> Any:
-        return [
-            Failed(event.sample, event.attempt, event.clock, "the fuzzer failed it")
-            if isinstance(event, Finished) and random.Random(f"{seed} {event.sample} {event.attempt}").random() < 0.1
-            else event
-            for event in inner(engine, timeout)
-        ]
-
-    planted.replace_method(LocalEngine, "poll", poll)
-
-
-def _wait(pid: int, stage: Stage, page: Control) -> tuple[int | None, bool]:
-    """Wait for a process to end and send it the stage's signal; returns its code, and whether the fault happened."""
-    began, was_hit = time.monotonic(), stage.fault in (Fault.ENGINE_RAISES, Fault.SAMPLE_FAILS)
-    is_due = stage.fault in (*SIGNALS, Fault.KILL, Fault.FREEZE, Fault.WORKER_KILLED)
+def _wait(pid: int, stage: Stage, limits: Limits) -> tuple[int | None, bool]:
+    """Wait for a process to end and cause the stage's fault; returns its code, and whether something was struck."""
+    began, is_due, was_struck = time.monotonic(), stage.fault in TIMED, False
     while True:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
-            return os.waitstatus_to_exitcode(status), was_hit or (stage.fault in COUNTED and page.is_hit)
+            return os.waitstatus_to_exitcode(status), was_struck
         passed = time.monotonic() - began
-        if is_due and passed > stage.seconds:
-            is_due, was_hit = False, True
-            _strike(pid, stage)
-        if passed > TIME_LIMIT_S:
+        if is_due and passed > stage.at * limits.fault_s:
+            is_due, was_struck = False, faults.strike(pid, stage, _descendants(pid))
+            began += faults.FREEZES.get(stage.fault, 0.0)
+        if passed > limits.hang_s:
             os.killpg(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-            return None, was_hit
-        time.sleep(0.01)
+            return None, was_struck
+        time.sleep(0.005)
 
 
-def _strike(pid: int, stage: Stage) -> None:
-    if stage.fault in SIGNALS:
-        os.kill(pid, SIGNALS[stage.fault])
-    elif stage.fault == Fault.KILL:
-        os.kill(pid, signal.SIGKILL)
-    elif stage.fault == Fault.FREEZE:
-        os.kill(pid, signal.SIGSTOP)
-        time.sleep(0.5)
-        os.kill(pid, signal.SIGCONT)
-    else:
-        for number, name in _members(pid).items():
-            if number != pid and "worker" in name:
-                _kill(number)
-                return
-
-
-def _processes_of(session: int) -> dict[int, str]:
-    """The processes of a session that still live after some time."""
+def _left_processes() -> dict[int, str]:
+    """The processes that a dead one started and that still live after some time."""
     deadline = time.monotonic() + SETTLE_S
-    while (left := _members(session)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return left
+    while True:
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        left = _descendants(os.getpid())
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.02)
 
 
-def _members(session: int) -> dict[int, str]:
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            if int(fields[3]) == session and fields[0] != "Z":
-                found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:120]
-        except (OSError, IndexError):
-            continue
+def _descendants(pid: int) -> dict[int, str]:
+    """The living processes that a process started, and those that they started, with their command lines."""
+    found: dict[int, str] = {}
+    waiting = [pid]
+    while waiting:
+        for number in _children(waiting.pop()):
+            command = _command(number)
+            if command is not None:
+                found[number] = command
+            waiting.append(number)
     return found
+
+
+def _children(pid: int) -> list[int]:
+    """The kernel lists them for each thread that started them."""
+    children: list[int] = []
+    with contextlib.suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):
+                children += map(int, (thread / "children").read_text().split())
+    return children
+
+
+def _command(pid: int) -> str | None:
+    """None for a process that is dead and not waited for yet."""
+    with contextlib.suppress(OSError, IndexError):
+        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+            return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:120]
+    return None
 
 
 def _kill(pid: int) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 NOTHING, KILL, DISK_FULL, CLOCK_JUMP, RECORD = range(5)  # `enum action`
 _LAYOUT = struct.Struct("=7q1024s")  # `struct control`
+_HIT = 6 * 8  # where `hit` is in it
 _SOURCE = Path(__file__).with_name("syscalls.c")
 
 
@@ -30,7 +31,11 @@ class Control:
         self._page[:8] = struct.pack("=q", pid)  # last: from here on the calls of this process count
 
     def clear(self) -> None:
-        self._page[:8] = struct.pack("=q", 0)
+        self._page[: _LAYOUT.size] = bytes(_LAYOUT.size)
+
+    def mark_hit(self) -> None:
+        """Note that a fault happened which the library does not cause."""
+        self._page[_HIT : _HIT + 8] = struct.pack("=q", 1)
 
     @property
     def count(self) -> int:

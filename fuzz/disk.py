@@ -21,7 +21,9 @@ from pathlib import Path
 
 from fuzz import child
 from fuzz.control import Control
-from fuzz.judge import BASE, judge_end, newest_weights
+from fuzz.finding import Finding, FindingKind
+from fuzz.judge import judge_end, newest_weights
+from fuzz.programs import BASE, command
 from fuzz.scenario import Stage
 
 _HEAD = struct.Struct("=5q")
@@ -69,9 +71,8 @@ def record(page: Control, home: Path, plant: str = "") -> list[Call]:
     home.mkdir(parents=True)
     log = home.with_suffix(".log")
     log_fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    stage = Stage()
-    arguments = ["train", "quickstart", *BASE, *ARGUMENTS]
-    ended = child.run(page, arguments, home, stage, plant, record_to=log_fd)
+    start = command("train", "quickstart", *BASE, *ARGUMENTS)
+    ended = child.run(page, start, home, Stage(), plant=plant, record_to=log_fd)
     os.close(log_fd)
     assert ended.code == 0, f"the recorded run failed: {ended.err[-500:]}"
     return read_log(log)
@@ -209,11 +210,13 @@ def crash_states(calls: list[Call], num_torn: int, seed: int) -> Iterator[CrashS
                 yield CrashState(name=name, folders=folders, files=files)
 
 
-def check(page: Control, folder: Path, *, num_torn: int, seed: int, plant: str = "") -> Iterator[tuple[str, list[str]]]:
+def check(
+    page: Control, folder: Path, *, num_torn: int, seed: int, plant: str = ""
+) -> Iterator[tuple[str, list[Finding]]]:
     """Resume from every state; yields its name and what is wrong with what came out."""
     home = folder / "home"
     calls = record(page, home, plant)
-    wanted = newest_weights(home / "runs" / "r")
+    wanted = newest_weights(home / "runs" / "r" / "checkpoints")
     for state in crash_states(calls, num_torn, seed):
         shutil.rmtree(home)
         for path in (str(home), *state.folders):
@@ -223,12 +226,13 @@ def check(page: Control, folder: Path, *, num_torn: int, seed: int, plant: str =
             Path(path).write_bytes(data)
         run_dir = home / "runs" / "r"
         if (run_dir / "config.toml").is_file() and (run_dir / "config.toml").stat().st_size:
-            arguments = ["train", "--resume", str(run_dir)]
+            call = command("train", "--resume", str(run_dir))
         else:
             shutil.rmtree(run_dir, ignore_errors=True)
-            arguments = ["train", "quickstart", *BASE, *ARGUMENTS]
-        ended = child.run(page, arguments, home, Stage(), plant)
+            call = command("train", "quickstart", *BASE, *ARGUMENTS)
+        ended = child.run(page, call, home, Stage(), plant=plant)
         wrong = judge_end(ended, Stage())
-        if ended.code == 0 and (found := newest_weights(run_dir)) != wanted:
-            wrong.append(f"other weights: {found}, and {wanted} without the power loss")
+        if ended.code == 0 and (found := newest_weights(run_dir / "checkpoints")) != wanted:
+            text = f"other weights: {found}, and {wanted} without the power loss"
+            wrong.append(Finding(FindingKind.WRONG_RESUME, text))
         yield state.name, wrong

@@ -1,23 +1,38 @@
-"""The figures of all fuzzing so far, kept in a file that the docs quote. Each invocation adds its own."""
+"""The figures of all fuzzing so far, by commit, in a result file that the docs quote. Each invocation adds its own."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from pathlib import Path
+from collections.abc import Mapping
+from typing import Any
 
-FILE = Path(__file__).with_name("figures.json")
-COUNTED = ("runs", "processes", "faults", "complete", "refused", "twins", "findings")
+from benchmarks import record
+from fuzz.finding import FindingKind
+
+NAME = "fuzz"
+COUNTED = (
+    *("runs", "processes", "faults", "changed keys", "complete", "refused", "twins", "power losses", "findings"),
+    *(f"found {kind}" for kind in FindingKind),
+)
 
 
-def read() -> Counter[str]:
-    return Counter(json.loads(FILE.read_text())["total"]) if FILE.exists() else Counter()
+def read() -> dict[str, Any]:
+    if (record.RESULTS / f"{NAME}.json").exists():
+        return record.load(NAME)
+    return {"total": {}, "by_commit": {}}
 
 
-def add(counts: Counter[str]) -> Counter[str]:
-    """Add the counts of one invocation to the file; returns the totals."""
-    total = read() + counts
-    ordered = {name: total[name] for name in COUNTED}
-    faults = {name: number for name, number in sorted(total.items()) if name.startswith("fault ")}
-    FILE.write_text(json.dumps({"total": {**ordered, **faults}}, indent=1) + "\n")
-    return total
+def add(counts: Mapping[str, int]) -> None:
+    """Add the counts of one invocation to the file."""
+    found, commit = read(), record.stamp()["commit"]
+    by_commit = dict(found["by_commit"])
+    by_commit[commit] = _ordered(Counter(by_commit.get(commit, {})) + Counter(counts))
+    total: Counter[str] = Counter()
+    for one in by_commit.values():
+        total.update(one)
+    record.save(NAME, {"total": _ordered(total), "by_commit": by_commit})
+
+
+def _ordered(counts: Mapping[str, int]) -> dict[str, int]:
+    rest = sorted(set(counts) - set(COUNTED))
+    return {name: counts.get(name, 0) for name in (*COUNTED, *rest)}

@@ -11,51 +11,53 @@ import hashlib
 import os
 import random
 import shutil
+import sqlite3
 import tomllib
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fuzz import child
+from fuzz import child, rows, trl_script
 from fuzz.audit import audit
-from fuzz.child import Ended
+from fuzz.child import Ended, Limits
 from fuzz.control import Control
-from fuzz.scenario import SIGNALS, Fault, Scenario, Stage
+from fuzz.finding import Finding, FindingKind
+from fuzz.programs import Call, Program
+from fuzz.scenario import KILLS, SIGNALS, Fault, Kind, Scenario, Stage
 
-BASE = (
-    *("run.report=false", "eval.prompts=4", "engine.max_new_tokens=32", "engine.slots=8", "schedule.update_batch=8"),
-    *("run.on_no_signal=warn", "reward.grace_s=60", "run.name=r", "run.dir=runs"),
-)
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 _MADE_BY_RUNS = ("psm_", "torch_")  # how Python and torch name it
 _EXIT_CODES = {Fault.TERM: 143, Fault.INTERRUPT: 130, Fault.HANG_UP: 129}
+_ABORTED = -6  # the allocator of a library ends the process if memory runs out: Rust's, for one
 
 
 @dataclass(slots=True, kw_only=True)
 class Result:
     scenario: Scenario
-    findings: list[str] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
     num_processes: int = 0
+    num_changes: int = 0  # keys that were changed at a resume
     outcome: str = ""  # complete, refused
     has_twin: bool = False
-    kinds: list[str] = field(default_factory=list)  # of the faults that happened
+    faults: list[str] = field(default_factory=list)  # that happened
 
     @property
     def counts(self) -> dict[str, int]:
-        by_kind = Counter(f"fault {kind}" for kind in self.kinds)
         return {
             "runs": 1,
+            f"runs of {self.scenario.kind}": 1,
             "processes": self.num_processes,
-            "faults": self.num_faults,
+            "faults": len(self.faults),
+            "changed keys": self.num_changes,
             "twins": int(self.has_twin),
             "findings": len(self.findings),
             **({self.outcome: 1} if self.outcome else {}),
-            **by_kind,
+            **Counter(f"fault {name}" for name in self.faults),
+            **Counter(f"found {finding.kind}" for finding in self.findings),
         }
 
-    @property
-    def num_faults(self) -> int:
-        return len(self.kinds)
+    def find(self, kind: FindingKind, text: str) -> None:
+        self.findings.append(Finding(kind, text))
 
 
 class Player:
@@ -68,88 +70,118 @@ class Player:
         result = Result(scenario=scenario)
         home, shared = self.folder / f"s{scenario.seed}", set(os.listdir(SHARED_MEMORY))
         shutil.rmtree(home, ignore_errors=True)
+        program = Program(scenario=scenario, home=home)
+        if scenario.kind == Kind.TRL:
+            trl_script.warm_up()
         try:
-            self._stages(scenario, home, result)
+            self._stages(program, result)
             if result.outcome == "complete" and scenario.has_twin and not result.findings:
                 result.has_twin = True
-                self._compare_with_twin(scenario, home, result)
+                self._compare_with_twin(program, result)
             if left := _unused(set(os.listdir(SHARED_MEMORY)) - shared):
-                result.findings.append(f"shared memory is left: {left[:3]}")
+                result.find(FindingKind.LEFTOVER, f"shared memory is left: {left[:3]}")
         finally:
             shutil.rmtree(home, ignore_errors=True)
         return result
 
-    def _stages(self, scenario: Scenario, home: Path, result: Result) -> None:
-        run_dir, refusal = home / "runs" / "r", ""
+    def _run(self, program: Program, call: Call, stage: Stage) -> Ended:
+        limits = Limits(fault_s=program.fault_s, hang_s=program.limit_s, memory_bytes=program.memory_bytes)
+        return child.run(self.page, call, program.home, stage, plant=self.plant, limits=limits)
+
+    def _stages(self, program: Program, result: Result) -> None:
+        scenario, run_dir, refusal = program.scenario, program.run_dir, ""
+        program.prepare()
+        result.faults += _chaos(scenario)
         for number, stage in enumerate(scenario.stages):
             is_last = number == len(scenario.stages) - 1
-            is_resume = (run_dir / "config.toml").is_file()
+            is_resume = program.can_resume
             if stage.damage and is_resume and _damage(run_dir, *stage.damage, seed=stage.at):
-                result.kinds.append("damaged file")
-            if is_resume:
-                arguments = ["train", "--resume", str(run_dir), *stage.changes]
-            else:
-                arguments = ["train", "quickstart", *BASE, *scenario.overrides]
-            ended = child.run(self.page, arguments, home, stage, self.plant)
+                result.faults.append("damaged file")
+            ended = self._run(program, program.resume(stage.changes) if is_resume else program.first(), stage)
             result.num_processes += 1
-            result.kinds += [stage.fault.value] * ended.was_hit + ["changed key"] * bool(stage.changes and is_resume)
-            result.findings += judge_end(ended, stage)
+            result.num_changes += bool(stage.changes and is_resume)
+            was_hit = ended.was_hit or (stage.fault == Fault.OUT_OF_MEMORY and ended.code != 0)
+            result.faults += [stage.fault.value] * was_hit
+            has_damage = any(earlier.damage for earlier in scenario.stages[: number + 1])
+            may_raise = scenario.kind == Kind.TRL and (stage.fault == Fault.DISK_FULL or has_damage)
+            result.findings += judge_end(ended, stage, may_raise=may_raise)
             if result.findings:
                 return
-            result.findings += _ledger_findings(run_dir, is_complete=ended.code == 0, home=home)
-            if ended.code == 2 and not is_resume and not ended.was_hit:
+            num_samples = program.num_samples or _num_samples(run_dir)
+            result.findings += _ledger_findings(run_dir, program.home, num_samples if ended.code == 0 else None)
+            if ended.code == 2 and not is_resume and not was_hit:
                 result.outcome = "refused"  # a configuration that is not accepted
-                if run_dir.exists() and any(run_dir.iterdir()):
-                    result.findings.append(
-                        f"a refused configuration left {sorted(p.name for p in run_dir.iterdir())[:5]}"
-                    )
+                if run_dir.exists() and (left := sorted(path.name for path in run_dir.iterdir())):
+                    result.find(FindingKind.LEFTOVER, f"a refused configuration left {left[:5]}")
                 return
-            refusal = "; ".join(ended.error_lines) if ended.code == 2 and is_last else ""
+            refusal = ended.err[-300:] if ended.code != 0 and is_last else ""
         if refusal:
             result.outcome = "refused"
-            is_excused = any(stage.damage or stage.changes for stage in scenario.stages)
-            if not is_excused:
-                result.findings.append(f"a resume is refused: {refusal}")
+            if not any(stage.damage or stage.changes for stage in scenario.stages):
+                result.find(FindingKind.WRONG_RESUME, f"a resume is refused: {refusal!r}")
         elif not result.findings:
             result.outcome = "complete"
-            _judge_leftovers(run_dir, home, result)
+            _judge_leftovers(run_dir, program.home, result)
 
-    def _compare_with_twin(self, scenario: Scenario, home: Path, result: Result) -> None:
-        twin = home.with_name(home.name + "-twin")
-        shutil.rmtree(twin, ignore_errors=True)
+    def _compare_with_twin(self, program: Program, result: Result) -> None:
+        twin = Program(scenario=program.scenario, home=program.home.with_name(program.home.name + "-twin"))
+        shutil.rmtree(twin.home, ignore_errors=True)
         try:
-            ended = child.run(self.page, ["train", "quickstart", *BASE, *scenario.overrides], twin, Stage(), self.plant)
-            ours, theirs = (newest_weights(folder / "runs" / "r") for folder in (home, twin))
+            twin.prepare()
+            ended = self._run(twin, twin.first(), Stage())
+            ours, theirs = (newest_weights(one.weights) for one in (program, twin))
             if ended.code != 0:
-                result.findings.append(f"the undisturbed twin ended with {ended.code}")
+                result.find(FindingKind.END, f"the undisturbed twin ended with {ended.code}: {ended.err[-300:]!r}")
             elif ours != theirs:
-                result.findings.append(f"other weights than the undisturbed twin: {ours} and {theirs}")
+                text = f"other weights than the undisturbed twin: {ours} and {theirs}"
+                result.find(FindingKind.WRONG_RESUME, text)
         finally:
-            shutil.rmtree(twin, ignore_errors=True)
+            shutil.rmtree(twin.home, ignore_errors=True)
 
 
-def judge_end(ended: Ended, stage: Stage) -> list[str]:
-    """What is wrong with exit code, output and the processes that are left."""
-    wrong = []
+def _chaos(scenario: Scenario) -> list[str]:
+    """Faults that last as long as the run: functions that misbehave, and files that are not what they seem."""
+    text = " ".join(scenario.overrides)
+    found = [name for name, word in (("reward chaos", ":chaos_"), ("tool chaos", ":Chaos")) if word in text]
+    is_sound = any(f"task.path={name}" in scenario.overrides for name in rows.SOUND)
+    return [*found, "bad data file"] if scenario.kind == Kind.DATA and not is_sound else found
+
+
+def judge_end(ended: Ended, stage: Stage, *, may_raise: bool = False) -> list[Finding]:
+    """What is wrong with exit code, output and the processes that are left.
+
+    `may_raise`: a user's script, in which an error of ours is an exception.
+    """
+    wrong, kinds = [], FindingKind
     allowed = {0, 2}
     if stage.fault in SIGNALS and ended.was_hit:
         allowed |= {_EXIT_CODES[stage.fault], -SIGNALS[stage.fault]}  # the latter before handlers are set
-    if stage.fault in (Fault.KILL_AT_CALL, Fault.KILL_AT_WRITE, Fault.KILL) and ended.was_hit:
+    if stage.fault in KILLS and ended.was_hit:
         allowed.add(-9)
+    if stage.fault == Fault.OUT_OF_MEMORY:
+        allowed.add(_ABORTED)
+    is_raised = may_raise and ended.code == 1
     if ended.code is None:
-        wrong.append("a process does not end")
-    elif ended.code not in allowed:
-        wrong.append(f"exit code {ended.code} with {stage.fault}: {ended.err[-300:]!r}")
-    if "Traceback" in ended.out + ended.err:
-        wrong.append(f"a traceback with {stage.fault}: {ended.err[-600:]!r}")
+        wrong.append(Finding(kinds.END, f"a process does not end with {stage.fault}: {ended.err[-300:]!r}"))
+    elif ended.code not in allowed and not is_raised:
+        wrong.append(Finding(kinds.END, f"exit code {ended.code} with {stage.fault}: {ended.err[-600:]!r}"))
+    if "Traceback" in ended.out + ended.err and not is_raised:
+        wrong.append(Finding(kinds.TRACEBACK, f"with {stage.fault}: {ended.err[-1200:]!r}"))
     if ended.code == 2 and len(ended.error_lines) != 1:
-        wrong.append(f"{len(ended.error_lines)} error lines with {stage.fault}: {ended.err[-400:]!r}")
+        text = f"{len(ended.error_lines)} error lines with {stage.fault}: {ended.err[-400:]!r}"
+        wrong.append(Finding(kinds.END, text))
     if ended.processes:
-        wrong.append(f"processes are left after {stage.fault}: {ended.processes[:3]}")
+        wrong.append(Finding(kinds.LEFTOVER, f"processes after {stage.fault}: {ended.processes[:3]}"))
     return wrong
 
 
-def _ledger_findings(run_dir: Path, *, is_complete: bool, home: Path) -> list[str]:
+def _num_samples(run_dir: Path) -> int:
+    config = tomllib.loads((run_dir / "config.toml").read_text()) if (run_dir / "config.toml").is_file() else {}
+    return config.get("run", {}).get("samples", 0)
+
+
+def _ledger_findings(run_dir: Path, home: Path, num_samples: int | None) -> list[Finding]:
+    """`num_samples`: how many a complete run must have trained; None for a run that is not complete."""
     path = run_dir / "ledger.sqlite"
     if not path.is_file():
         return []  # a killed process may not have created it; what was deleted on purpose is the damage itself
@@ -158,18 +190,15 @@ def _ledger_findings(run_dir: Path, *, is_complete: bool, home: Path) -> list[st
     copy.mkdir()
     for file in run_dir.glob("ledger.sqlite*"):
         shutil.copy(file, copy)
-    config = tomllib.loads((run_dir / "config.toml").read_text()) if (run_dir / "config.toml").is_file() else {}
-    samples = config.get("run", {}).get("samples") if is_complete else None
     has_tables = _has_tables(copy / "ledger.sqlite")
-    wrong = audit(copy / "ledger.sqlite", is_complete=is_complete, num_samples=samples) if has_tables else []
+    is_complete = num_samples is not None
+    wrong = audit(copy / "ledger.sqlite", is_complete=is_complete, num_samples=num_samples) if has_tables else []
     shutil.rmtree(copy)
-    return [f"the ledger: {text}" for text in wrong]
+    return wrong
 
 
 def _has_tables(path: Path) -> bool:
     """Whether the process got as far as to create the tables; a damaged file is for the next resume to find."""
-    import sqlite3
-
     try:
         connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
         with connection:
@@ -187,10 +216,11 @@ def _judge_leftovers(run_dir: Path, home: Path, result: Result) -> None:
         p for p in run_dir.rglob(".*") if p.name.endswith(".part") or ".partial-" in p.name or ".removed-" in p.name
     ]
     if parts:
-        result.findings.append(f"temporary files are left in the run directory: {[p.name for p in parts[:3]]}")
-    was_killed = any(s.fault in (Fault.KILL, Fault.KILL_AT_CALL, Fault.KILL_AT_WRITE) for s in result.scenario.stages)
-    if not was_killed and (left := [p.name for p in (home / "tmp").iterdir()]):
-        result.findings.append(f"temporary files are left: {left[:3]}")
+        result.find(FindingKind.LEFTOVER, f"temporary files in the run directory: {[p.name for p in parts[:3]]}")
+    faults = {stage.fault for stage in result.scenario.stages}
+    can_clean_up = faults.isdisjoint((*KILLS, Fault.OUT_OF_MEMORY, Fault.HELPER_KILLED))
+    if can_clean_up and (left := [p.name for p in (home / "tmp").iterdir()]):
+        result.find(FindingKind.LEFTOVER, f"temporary files: {left[:3]}")
 
 
 def _unused(names: set[str]) -> list[str]:
@@ -222,24 +252,16 @@ def _damage(run_dir: Path, name: str, how: str, seed: float) -> int:
         path = run_dir / name
     if path is None or not path.is_file():
         return 0
-    data = bytearray(path.read_bytes())
     if how == "delete":
         path.unlink()
-        return 1
-    if how == "empty":
-        data = bytearray()
-    elif how == "cut":
-        del data[rng.randrange(len(data) + 1) :]
-    elif data:
-        for _ in range(3):
-            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-    path.write_bytes(bytes(data))
+    else:
+        path.write_bytes(b"" if how == "empty" else rows.damaged(path.read_bytes(), how, rng))
     return 1
 
 
-def newest_weights(run_dir: Path) -> str:
+def newest_weights(checkpoints: Path) -> str:
     """Version and digest of the newest checkpoint's tensors."""
-    folders = sorted((run_dir / "checkpoints").glob("[0-9]*"), key=lambda path: int(path.name))
+    folders = sorted(checkpoints.glob("[0-9]*"), key=lambda path: int(path.name))
     if not folders:
         return "no checkpoint"
     digest = hashlib.sha256()

@@ -32,3 +32,8 @@ def chaos_wild(prompts: list[Any], completions: list[Any], **columns: Any) -> li
             time.sleep(0.2)
         rewards.append(float("nan") if number in (3, 4) else number / 100)
     return rewards
+
+
+def length(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
+    """The length of an answer: a reward for rows of any kind."""
+    return [len(completion) / 100 for completion in completions]

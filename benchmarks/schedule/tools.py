@@ -1,22 +1,26 @@
 """What it pays that a trajectory in a tool holds no slot: makespans on the real engine, and the simulator's forecast.
 
-    python -m benchmarks.schedule.tools [--samples 1536] [--slots 64] [--pass-ms 1.0] [--json]
+    python -m benchmarks.schedule.tools [--samples 1024] [--slots 64] [--pass-ms 2.0] [--json]
 
 Lengths, turns and tool times of the trajectories are drawn, with a long tail, so that tools take 35 % and then 68 % of
-a trajectory's time. The local engine decodes every token, with a small model that is not trained, and a real
-environment sleeps for every call. Three ways: continuous rollout with slots free during tools, the same with slots held
-(no more trajectories are open than slots), and synchronous rollout with slots held. Weights do not change.
+a trajectory's time. The local engine decodes every token, and a real environment sleeps for every call. Three ways:
+continuous rollout with slots free during tools, the same with slots held (no more trajectories are open than slots),
+and synchronous rollout with slots held. Weights do not change.
 
-Every pass of the model takes at least `--pass-ms`, because on a GPU a step of few slots costs as much as one of many;
-with 0 the passes take what this machine needs. Before the runs, steps, prefills and the loop's own time per turn are
-measured. From these costs and the same trajectories the simulator forecasts every makespan.
+The claim is about engines whose step costs the same for few rows as for many, as on a GPU, where a step reads all
+weights. A CPU has no such model with 64 rows a step. So the model is small, every pass takes at least `--pass-ms`, and
+the engine works as with a large model: prompts and tool results share passes with decoding slots, and prefixes are kept
+while tools work. With `--pass-ms 0` passes take what this machine needs, and free slots save little.
+
+Before the runs, the cost of a step is measured, and the loop's own time per turn, with other trajectories whose tools
+return at once. From these costs and the trajectories the simulator forecasts every makespan.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,7 +34,8 @@ from benchmarks.record import make_parser, save
 from sortedrl.buffer import Buffer
 from sortedrl.clock import WallClock
 from sortedrl.controller import Controller, LoopParts, LoopSettings
-from sortedrl.engine.base import EngineEvent, Finished, Handle, InFlight, Request, Sampling
+from sortedrl.engine.attempt import Attempt
+from sortedrl.engine.base import CompletedHandle, Delta, InFlight, Request, Sampling
 from sortedrl.engine.local.engine import LocalEngine
 from sortedrl.environment.base import ToolCall, describe
 from sortedrl.environment.loop import TurnLoop
@@ -47,7 +52,7 @@ from sortedrl.telemetry.events import ignore
 SHARES = (0.35, 0.68)  # of a trajectory's time that its tools take
 WAYS = {"released": ("april", False), "held": ("april", True), "sync, held": ("sync", True)}  # strategy, holds slots
 LENGTHS = "lognormal(240, 1.1, 2816)"
-MEAN_TURNS, MEAN_CONTEXT = 3, 300  # tools of a trajectory; tokens that a step reads of it
+MEAN_TURNS = 3  # with tools, of a trajectory
 PROMPT_TOKENS, VOCAB, MAX_LENGTH = 16, 64, 3072
 WORKERS = 320  # threads that wait in tools, more than trajectories ever do
 LIMITS = {0.35: {"held": 0.8, "sync, held": 0.25}, 0.68: {"held": 0.65, "sync, held": 0.25}}
@@ -81,35 +86,42 @@ class DrawnTools(TraceTools):
         return [ToolCall(name="wait", arguments={"turn": sample.num_turns}) for _ in called]
 
 
-@dataclass(slots=True, kw_only=True, frozen=True)
-class SameWeights:
-    """A source of weights that the engine already has."""
+class DrawnAttempt(Attempt):
+    """An attempt whose turn ends where its budget ends."""
 
-    module: Any
+    __slots__ = ()
+
+    @property
+    def ending(self) -> FinishReason | None:
+        return None if super().ending is None else FinishReason.STOP
 
 
-class DrawnTurns:
-    """The local engine with turns that end where they were drawn, and with publications of the same weights."""
+class TurnEngine(LocalEngine):
+    """The local engine as with a large model, with turns that end where they were drawn, and with the same weights."""
 
-    def __init__(self, inner: LocalEngine, tools: ToolTrace) -> None:
-        self._inner, self._tools = inner, tools
+    tools: ToolTrace
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+    def __init__(self, model: torch.nn.Module, *, pass_s: float, **settings: Any) -> None:
+        super().__init__(model, **settings)
+        self._is_mixing = True
+        self._decoder = SlowDecoder(self._decoder, pass_s)  # type: ignore[assignment]  # passes everything else on
+
+    def begin(self, tools: ToolTrace) -> None:
+        """Start a run with other trajectories."""
+        assert not self.num_running, "a run has left attempts behind"
+        self.tools, self._version = tools, 0
+        self._kept.clear(())
 
     def submit(self, requests: Iterable[Request]) -> None:
-        self._inner.submit([replace(request, budget=self._end_of(request)) for request in requests])
+        self._pending += [DrawnAttempt.begin(replace(request, budget=self._end_of(request))) for request in requests]
 
-    def poll(self, timeout: float | None = None) -> list[EngineEvent]:
-        events = self._inner.poll(timeout)
-        return [replace(e, reason=FinishReason.STOP) if isinstance(e, Finished) else e for e in events]
-
-    def publish(self, version: int, source: Any, in_flight: InFlight = InFlight.ABORT) -> Handle:
-        """Only the version changes, so running answers keep their cache."""
-        return self._inner.publish(version, SameWeights(module=self._inner._model), InFlight.KEEP)
+    def publish(self, version: int, source: Any, in_flight: InFlight = InFlight.ABORT) -> CompletedHandle:
+        """Only the version changes, so that every cache stays valid."""
+        self._version = version
+        return CompletedHandle()
 
     def _end_of(self, request: Request) -> int:
-        return next(end for end in self._tools.ends[request.sample] if end > len(request.cached))
+        return next(end for end in self.tools.ends[request.sample] if end > len(request.cached))
 
 
 class FrozenLearner:
@@ -143,7 +155,7 @@ class Workload:
 
 
 class SlowDecoder:
-    """A decoder whose passes take at least `pass_s`."""
+    """A decoder whose passes take at least `pass_s`, in which other threads can work, as during a pass on a GPU."""
 
     def __init__(self, inner: Any, pass_s: float) -> None:
         self._inner, self._pass_s = inner, pass_s
@@ -158,7 +170,7 @@ class SlowDecoder:
         return logits
 
 
-def make_engine(slots: int, pass_s: float) -> LocalEngine:
+def make_engine(slots: int, pass_s: float) -> TurnEngine:
     torch.manual_seed(0)
     shape = LlamaConfig(
         vocab_size=VOCAB,
@@ -169,70 +181,64 @@ def make_engine(slots: int, pass_s: float) -> LocalEngine:
         num_key_value_heads=1,
         max_position_embeddings=MAX_LENGTH,
     )
-    engine = LocalEngine(LlamaForCausalLM(shape).eval(), slots=slots, max_length=MAX_LENGTH)
-    if pass_s:
-        engine._decoder = SlowDecoder(engine._decoder, pass_s)  # type: ignore[assignment]
-    return engine
+    model = LlamaForCausalLM(shape).eval()
+    return TurnEngine(
+        model, pass_s=pass_s, slots=slots, max_length=MAX_LENGTH, path="native", kept_prefixes=WORKERS - slots
+    )
 
 
 # ---- costs -----------------------------------------------------------------------------------------------------------
 
 
-def measure_costs(engine: LocalEngine, slots: int) -> FittedCost:
-    """The seconds of steps and prefills, each as the least-squares line through a few timed calls, and of a turn."""
-    _time_batch(engine, slots, 100)  # the first call compiles and allocates
+def measure_costs(engine: TurnEngine, slots: int) -> tuple[FittedCost, float]:
+    """The costs that the forecast uses, and how many seconds a token takes in a slot, everything included."""
+    time_steps(engine, slots, 100)  # the first call allocates
     steps: list[tuple[list[float], float]] = []
-    prefills: list[tuple[list[float], float]] = []
     for num in sorted({1, 2, slots // 2, slots}):
-        for cached in (0, 100, 300):
-            for _ in range(3):
-                prefill_s, step_s = _time_batch(engine, num, cached)
-                prefills.append(([1.0, num, num * cached], prefill_s))
-                steps.append(([1.0, num, num * (PROMPT_TOKENS + cached)], step_s))
-    call_s, start_s, token_s = _line(prefills)
-    base_s, slot_s, window_s = _line(steps)
-    unmeasured = dict.fromkeys(("several_s", "poll_s", "host_s", "update_base_s", "update_token_s"), 0.0)
-    cost = FittedCost(
-        base_s=base_s,
-        slot_s=slot_s,
-        window_s=window_s,
-        call_s=call_s,
-        start_s=start_s,
-        token_s=token_s,
-        publication_s=0.0,
-        harvest_s=0.0,
-        prompt_tokens=PROMPT_TOKENS,
-        **unmeasured,
+        for start in (0, 100, 300):
+            step_s = min(time_steps(engine, num, start) for _ in range(3))
+            steps.append(([1.0, num, num * (PROMPT_TOKENS + start)], step_s))
+    rows, seconds = np.array([row for row, _ in steps]), np.array([s for _, s in steps])
+    base_s, slot_s, window_s = least_squares(rows / seconds[:, None], np.ones_like(seconds)).tolist()
+    # Prompts and tool results share passes with decoding slots, so that a prefill has no cost of its own.
+    nothing = dict.fromkeys(
+        ("several_s", "poll_s", "host_s", "update_base_s", "update_token_s", "publication_s", "harvest_s"), 0.0
     )
-    work = draw(4 * slots, 0.0, 0.0, seed=1)  # tools that return at once
-    took_s, num_turns = run(engine, work, "released", slots)["makespan_s"], sum(map(len, work.tools.ends))
-    return replace(cost, poll_s=max(took_s - forecast(work, "released", slots, cost), 0.0) / num_turns)
+    nothing |= dict.fromkeys(("call_s", "start_s", "token_s"), 0.0)
+    cost = FittedCost(base_s=base_s, slot_s=slot_s, window_s=window_s, prompt_tokens=PROMPT_TOKENS, **nothing)
+    work = draw(8 * slots, 0.0, 0.0, seed=1)  # tools that return at once
+    done, num_turns = run(engine, work, "released", slots), sum(map(len, work.tools.ends))
+    num_tokens = sum(ends[-1] for ends in work.tools.ends)
+    poll_s = max(done["makespan_s"] - forecast(work, "released", slots, cost), 0.0) / num_turns
+    return replace(cost, poll_s=poll_s), done["makespan_s"] * done["busy"] * slots / num_tokens
 
 
-def _time_batch(engine: LocalEngine, num: int, cached: int, steps: int = 32) -> tuple[float, float]:
-    """Seconds of the prefill of `num` sequences with `cached` answer tokens, and of a step after it."""
-    prompt, tokens = (1,) * PROMPT_TOKENS, [2] * cached
-    mode = Mode.RESUME if cached else Mode.FRESH
+def time_steps(engine: TurnEngine, num: int, start: int, steps: int = 32) -> float:
+    """Seconds of a step in which `num` sequences run, the answers of which have `start` tokens and a few more."""
+    length = start + steps
+    engine.begin(ToolTrace(ends=[[start + 1, start + 9 + steps]] * num, seconds=[[0.0]] * num))
+    prompts = [(number % VOCAB,) * PROMPT_TOKENS for number in range(num)]
+    engine.submit([Request(n, 0, prompts[n], length, n, Sampling(), Mode.FRESH, (), ()) for n in range(num)])
+    answers: dict[int, list[int]] = {n: [] for n in range(num)}
+    while engine.num_running:
+        for event in engine.poll():
+            if isinstance(event, Delta):
+                answers[event.sample] += event.tokens
+    cached = {n: [*tokens, *[0] * 8] for n, tokens in answers.items()}
+    engine.submit([Request(n, 1, prompts[n], length, n, Sampling(), Mode.RESUME, cached[n], ()) for n in range(num)])
+    while engine._prefilling or engine._pending:
+        engine.poll(0.0)
     before = engine.stats()
-    engine.submit(
-        [Request(n, 0, prompt, cached + steps + 1, n, Sampling(), mode, tokens, ()) for n in range(num)],
-    )
     while engine.num_running:
         engine.poll()
-    used = {key: engine.stats().extra[key] - before.extra[key] for key in ("prefill_s", "decode_s")}
-    return used["prefill_s"], used["decode_s"] / steps
-
-
-def _line(points: Sequence[tuple[list[float], float]]) -> list[float]:
-    rows, seconds = np.array([row for row, _ in points]), np.array([s for _, s in points])
-    weights = 1 / seconds
-    return least_squares(rows * weights[:, None], seconds * weights).tolist()
+    used = engine.stats().minus(before)
+    return (engine.stats().extra["decode_s"] - before.extra["decode_s"]) / used.decode_steps
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 
-def run(engine: LocalEngine, work: Workload, way: str, slots: int) -> dict[str, Any]:
+def run(engine: TurnEngine, work: Workload, way: str, slots: int) -> dict[str, Any]:
     """Roll the workload out one way; returns its makespan and what the engine did."""
     strategy, is_held = WAYS[way]
     knobs = resolve_knobs(
@@ -252,7 +258,7 @@ def run(engine: LocalEngine, work: Workload, way: str, slots: int) -> dict[str, 
     controller = Controller(
         buffer,
         LoopParts(
-            engine=DrawnTurns(engine, work.tools),  # type: ignore[arg-type]  # passes everything else on
+            engine=engine,
             learner=FrozenLearner(),  # type: ignore[arg-type]
             scorer=InstantScorer(),
             load_samples=lambda cohort, count: work.load(buffer.num_loaded, count, cohort),
@@ -262,7 +268,7 @@ def run(engine: LocalEngine, work: Workload, way: str, slots: int) -> dict[str, 
         clock=clock,
     )
     runner.start()
-    controller.engine.publish(0, None)  # the version of an earlier run was higher
+    engine.begin(work.tools)
     before, began = engine.stats(), time.perf_counter()
     try:
         assert controller.run(), "the run was stopped"
@@ -309,8 +315,7 @@ def draw(samples: int, share: float, token_s: float, seed: int) -> Workload:
 def measure(options: Any) -> dict[str, Any]:
     slots = options.slots
     engine = make_engine(slots, options.pass_ms / 1000)
-    cost = measure_costs(engine, slots)
-    token_s = cost.step_s(slots) + cost.window_s * slots * MEAN_CONTEXT
+    cost, token_s = measure_costs(engine, slots)
     found: dict[str, Any] = {}
     for share in SHARES:
         work, ways = draw(options.samples, share, token_s, options.seed), {}
@@ -332,6 +337,7 @@ def measure(options: Any) -> dict[str, Any]:
         "slots": slots,
         "pass_ms": options.pass_ms,
         "cost": cost.as_dict(),
+        "token_s": token_s,
         "by_tool_share": found,
         "missed": missed(found),
     }
@@ -372,9 +378,9 @@ def show(result: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--samples", type=int, default=1536)
+    parser.add_argument("--samples", type=int, default=1024)
     parser.add_argument("--slots", type=int, default=64)
-    parser.add_argument("--pass-ms", type=float, default=1.0)
+    parser.add_argument("--pass-ms", type=float, default=2.0)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     result = measure(options)

@@ -1,6 +1,6 @@
 """Freshness or curriculum? The runs of the registered study (docs/research/registration.md).
 
-    python -m benchmarks.study.freshness                   # all stages; goes on where it was cut off
+    python -m benchmarks.study.freshness                   # all stages, block by block; goes on where it was cut off
     python -m benchmarks.study.freshness --stages a --runs 1     # one more run of stage a
     python -m benchmarks.study.freshness --list            # what is there, and what is missing
 
@@ -141,6 +141,43 @@ def runs(stage: str) -> list[Run]:
     return [(cell, seed) for seed in SEEDS for cell in cells(stage)]
 
 
+# The registration's amendment: blocks in the order in which they decide hypotheses, the first five seeds of each.
+BLOCKS: Sequence[tuple[str, Sequence[str]]] = (
+    ("a", tuple(FIRST)),
+    (
+        "b",
+        (
+            "sync-large, cohort 4",
+            "replay, shortest first, cohort 4",
+            "replay, shuffled, cohort 4",
+            "sorted-replay, cohort 4",
+            "async-on-policy, cohort 4",
+        ),
+    ),
+    ("b", ("sync-large, shortest first", "replay, longest first")),
+    ("c", tuple(f"{arm}, rate 0.0006" for arm in FIRST if arm != "replay, shortest first")),
+    ("b", ("sync-large, cohort 8", "replay, shuffled, cohort 8", "replay, shortest first, cohort 8")),
+    ("d", tuple(FIRST)),
+    (
+        "b",
+        ("sync-large, longest first", "async-on-policy", "sorted-partial", "sorted-partial, staleness at most 1"),
+    ),
+    ("c", ("replay, shortest first, rate 0.0006", *(cell.name for cell in cells("c") if not cell.is_clipped))),
+)
+BLOCK_SEEDS = 5  # of all blocks but the first
+
+
+def in_order() -> list[Run]:
+    """All registered runs: block by block and seed by seed, then the seeds that the amendment cut."""
+    chosen: list[Run] = []
+    for stage, names in BLOCKS:
+        seeds = SEEDS if stage == "a" else range(BLOCK_SEEDS)
+        by_name = {cell.name: cell for cell in cells(stage)}
+        chosen += [(by_name[name], seed) for seed in seeds for name in names]
+    later = [run for stage in ("b", "c", "d") for run in runs(stage) if run[1] >= BLOCK_SEEDS]
+    return [*chosen, *later]
+
+
 def config_of(run: Run, folder: Path, samples: int = SAMPLES) -> SortedConfig:
     cell, seed = run
     fixed = [
@@ -264,12 +301,15 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--stages", default="a,b,c,d")
     parser.add_argument("--arm", action="append", help="only this arm; may be given several times")
+    parser.add_argument("--seed", type=int, action="append", help="only this seed; may be given several times")
     parser.add_argument("--runs", type=int, help="at most this many runs; all that are missing without it")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each on one core")
     parser.add_argument("--list", action="store_true", help="make no runs: count those that are there")
     given = parser.parse_args()
     stages = given.stages.split(",")
-    todo = [run for stage in stages for run in missing(stage) if given.arm is None or run[0].arm in given.arm]
+    absent = {run for stage in stages for run in missing(stage)}
+    todo = [run for run in in_order() if run in absent and (given.arm is None or run[0].arm in given.arm)]
+    todo = [run for run in todo if given.seed is None or run[1] in given.seed]
     if not given.list:
         make(todo[: given.runs], jobs=given.jobs)
     counts = {stage: {"made": len(read(stage)), "registered": len(runs(stage))} for stage in stages}

@@ -5,7 +5,7 @@
     python -m benchmarks.study.freshness_figures --write     # puts tables and picture into docs/research/freshness.md
 
 docs/research/registration.md defines the figures and hypotheses. Differences are paired by seed, intervals are
-Student's at 95 %. A hypothesis whose runs are not all there is undecided, whatever its interval says.
+Student's at 95 %. A hypothesis that lacks seeds is undecided, whatever its interval says.
 """
 
 from __future__ import annotations
@@ -25,7 +25,16 @@ from benchmarks.study import study_figures
 from benchmarks.study.claims import coverages, interval, short
 from benchmarks.study.curves import Line, Panel, draw
 from benchmarks.study.freshness import FOLDER, SEEDS, Cell, read
-from benchmarks.study.intervals import Interval, chance_of_equal, power, student, t_quantile
+from benchmarks.study.intervals import (
+    Interval,
+    chance_of_equal,
+    coverage,
+    populations,
+    power,
+    student,
+    student_ends,
+    t_quantile,
+)
 from benchmarks.study.study_figures import FEWER_SAMPLES, LEAST_GAIN, reached_or_end
 
 STAGES = ("a", "b", "c", "d")
@@ -36,6 +45,7 @@ EARLY_SAMPLES = (128, 256)
 FINAL_POINTS = 3
 MARGIN = 0.05  # differences up to this count as equal
 EARLY_UPDATES = 16  # of the first 256 samples
+VERDICT_SEEDS = {"a": 10, "b": 5, "c": 5, "d": 5}  # common seeds that a verdict needs, as registered and amended
 
 Record = Mapping[str, Any]
 Arms = Mapping[str, Mapping[int, Record]]
@@ -85,6 +95,12 @@ def seeds_of(arms: Arms, *names: str) -> list[int]:
     return sorted(set.intersection(*(set(arms.get(name, {})) for name in names)))
 
 
+def has_seeds(arms: Arms, *names: str) -> bool:
+    """Whether these cells have the common seeds that a verdict needs; a later stage's cell asks for fewer."""
+    stages = [run["stage"] for name in names for run in arms.get(name, {}).values()]
+    return bool(stages) and len(seeds_of(arms, *names)) >= min(VERDICT_SEEDS[stage] for stage in stages)
+
+
 def difference(arms: Arms, name: str, base: str, figure: Figure) -> Interval | None:
     """The paired difference of two cells; None with fewer than two seeds."""
     values = [figure(arms[name][seed]) - figure(arms[base][seed]) for seed in seeds_of(arms, name, base)]
@@ -115,23 +131,23 @@ class Verdict:
         return f"| {self.name} | {self.says} | {interval(self.found, form)} | {self.seeds} | {self.answer} |"
 
 
-def above(found: Interval | None, wanted: float, seeds: int) -> str:
+def above(found: Interval | None, wanted: float, *, complete: bool) -> str:
     """Whether a figure is above `wanted`: yes or no if the whole interval is on one side."""
-    if found is None or seeds < len(SEEDS):
+    if found is None or not complete:
         return "undecided"
     return "yes" if found[1] > wanted else "no" if found[2] < wanted else "undecided"
 
 
-def equal(found: Interval | None, margin: float, seeds: int) -> str:
+def equal(found: Interval | None, margin: float, *, complete: bool) -> str:
     """Whether a difference is nothing: yes if its interval is within the margin, no if it leaves out 0."""
-    if found is None or seeds < len(SEEDS):
+    if found is None or not complete:
         return "undecided"
     if -margin <= found[1] and found[2] <= margin:
         return "yes"
     return "no" if found[1] > 0 or found[2] < 0 else "undecided"
 
 
-def slope_over_share(arms: Arms) -> tuple[Interval | None, int]:
+def slope_over_share(arms: Arms) -> Verdict:
     """Early accuracy per unit of effective sample share: a straight line over unsorted arms, one slope per seed."""
     names = ["sync", "sync-large", "replay, shuffled"]
     names += [f"{arm}, cohort {n}" for n in (4, 8) for arm in ("sync-large", "replay, shuffled")]
@@ -140,7 +156,10 @@ def slope_over_share(arms: Arms) -> tuple[Interval | None, int]:
     for seed in seeds:
         of_seed = [arms[name][seed] for name in names]
         slopes.append(float(np.polyfit([share(run) for run in of_seed], [early(run) for run in of_seed], 1)[0]))
-    return (student(slopes) if len(slopes) > 1 else None), len(seeds)
+    found = student(slopes) if len(slopes) > 1 else None
+    says = "early accuracy rises with the effective sample share (slope)"
+    answer = above(found, 0.0, complete=has_seeds(arms, *names))
+    return Verdict(name="H1b", says=says, answer=answer, found=found, seeds=len(seeds))
 
 
 def hypotheses(arms: Arms) -> list[Verdict]:
@@ -148,19 +167,18 @@ def hypotheses(arms: Arms) -> list[Verdict]:
 
     def add_above(name: str, says: str, arm: str, base: str, figure: Figure, wanted: float = 0.0) -> None:
         seen, seeds = difference(arms, arm, base, figure), len(seeds_of(arms, arm, base))
-        found.append(Verdict(name=name, says=says, answer=above(seen, wanted, seeds), found=seen, seeds=seeds))
+        answer = above(seen, wanted, complete=has_seeds(arms, arm, base))
+        found.append(Verdict(name=name, says=says, answer=answer, found=seen, seeds=seeds))
 
     def add_equal(name: str, arm: str, base: str) -> None:
         for when, figure in (("early", early), ("final", final)):
             seen, seeds = difference(arms, arm, base, figure), len(seeds_of(arms, arm, base))
-            answer = equal(seen, MARGIN, seeds)
+            answer = equal(seen, MARGIN, complete=has_seeds(arms, arm, base))
             says = f"{arm} = {base}, {when}"
             found.append(Verdict(name=name, says=says, answer=answer, found=seen, seeds=seeds))
 
     add_above("H1a", "sync > sync-large, early", "sync", "sync-large", early)
-    slope, seeds = slope_over_share(arms)
-    says = "early accuracy rises with the effective sample share (slope)"
-    found.append(Verdict(name="H1b", says=says, answer=above(slope, 0.0, seeds), found=slope, seeds=seeds))
+    found.append(slope_over_share(arms))
     add_equal("H2a", "replay, shortest first", "replay, shuffled")
     for n in (4, 8):
         add_equal("H2b", f"replay, shortest first, cohort {n}", f"replay, shuffled, cohort {n}")
@@ -196,8 +214,8 @@ def paper_claims(arms: Arms) -> list[Verdict]:
         ]
         for says, wanted, compare in claims:
             seen = ratio(arms, "sorted-replay", base, compare)
-            name = f"against `{base}`"
-            found.append(Verdict(name=name, says=says, answer=above(seen, wanted, seeds), found=seen, seeds=seeds))
+            answer = above(seen, wanted, complete=has_seeds(arms, "sorted-replay", base))
+            found.append(Verdict(name=f"against `{base}`", says=says, answer=answer, found=seen, seeds=seeds))
     return found
 
 
@@ -232,6 +250,27 @@ def verdict_table(verdicts: Sequence[Verdict], first: str) -> list[str]:
     ]
 
 
+def residuals(arms: Arms) -> list[float]:
+    """Paired differences to `sync` in early and final accuracy, each arm's centred and scaled by its spread."""
+    found: list[float] = []
+    for name in arms:
+        for figure in (early, final):
+            values = [figure(arms[name][seed]) - figure(arms["sync"][seed]) for seed in seeds_of(arms, name, "sync")]
+            if len(values) == len(SEEDS) and (spread := float(np.std(values, ddof=1))):
+                found += [(value - mean(values)) / spread for value in values]
+    return found
+
+
+def coverage_table(arms: Arms) -> list[str]:
+    """How often intervals of 95 % contain the true mean, by simulation."""
+    lines = ["| seeds | drawn from | 95 % interval covers |", "| --- | --- | --- |"]
+    for seeds in sorted(set(VERDICT_SEEDS.values())):
+        for name, values in populations(residuals(arms)).items():
+            if len(values):
+                lines.append(f"| {seeds} | {name} | {coverage(student_ends, values, seeds):.0%} |")
+    return lines
+
+
 def markdown(arms: Arms) -> str:
     """The tables of arms, one for each algorithm, rate and clipping, then the verdicts."""
     parts = []
@@ -245,6 +284,7 @@ def markdown(arms: Arms) -> str:
         mark, _, tail = key.partition("|")
         parts.append(table(arms, names, [f"{mark}{base}{tail}" for base in ("sync", "sync-large")]))
     parts += [verdict_table(hypotheses(arms), "hypothesis"), verdict_table(paper_claims(arms), "paper's claim")]
+    parts.append(coverage_table(arms))
     return "\n\n".join("\n".join(part) for part in parts if part)
 
 

@@ -7,8 +7,9 @@
 It asks the schedule what to do, and it alone changes the buffer (with `turns`, its part for tools), the engine and the
 learner. It runs in one thread and waits in three places: in `engine.poll` while samples run, in `scorer.poll` or
 `turns.collect` when only scores or tools are missing, and for the result of an update. (An engine in another process
-also makes it wait for the answer to a call.) With `overlap` it waits for the update only when there is nothing else to
-do. All times come from the clock that is passed in, so a simulation runs this same code on virtual time.
+also makes it wait for the answer to a call; a publication takes the longest, and meanwhile the controller decides how
+samples continue.) With `overlap` it waits for the update only when there is nothing else to do. All times come from the
+clock that is passed in, so a simulation runs this same code on virtual time.
 """
 
 from __future__ import annotations
@@ -266,17 +267,12 @@ class Controller:
         interrupted = [s.id for s in self.schedule.interrupts_at_publication(self.buffer, self.knobs)]
         if interrupted:
             self.apply_events(self.engine.interrupt(interrupted))
-        self.publish(version)
         evaluation, checkpoints = self.evaluation, self.checkpoints
         is_evaluation = evaluation is not None and evaluation.is_due(self.buffer.num_trained)
         is_checkpoint = checkpoints is not None and checkpoints.is_due(self.buffer.num_updates)
-        if self.buffer.num_running and (is_evaluation or is_checkpoint):
-            self.apply_events(self.engine.interrupt())
-        for sample, fate in self.schedule.decide_fates(self.buffer, self.knobs):
-            if self.turns is not None and sample.state is CALLING:
-                self.turns.drop(sample)
-            discarded = self.buffer.requeue(sample, fate.mode)
-            self.emit(events.SampleRequeued(self.clock.now(), sample.id, fate, discarded))
+        must_pause = is_evaluation or is_checkpoint
+        for sample, fate, discarded in self.publish(version, must_pause=must_pause):
+            self.emit(events.SampleRequeued(self.clock.now(), sample, fate, discarded))
         if evaluation is not None and is_evaluation:
             self.evaluate(evaluation)
         if checkpoints is not None and is_checkpoint:
@@ -509,21 +505,41 @@ class Controller:
 
     # ---- updates ----------------------------------------------------------------------------------------------------
 
-    def publish(self, version: int) -> None:
-        """Hand the learner's weights to the engine, wake it if it sleeps, and make `version` the current one."""
+    def publish(self, version: int, *, must_pause: bool) -> list[tuple[int, Fate, int]]:
+        """Hand the learner's weights to the engine, make `version` the current one, and decide how samples continue.
+
+        What is decided does not depend on the engine, so it is decided while the weights travel; with `must_pause`
+        running samples are interrupted first, which needs the engine. Returns the samples that go back to the queue.
+        """
         began = self.clock.now()
         in_flight = self.settings.in_flight if self.buffer.num_running else InFlight.ABORT
         if self.buffer.num_running and all(
             is_provisional(self.buffer, self.knobs, sample, version) for sample in self.buffer.running.values()
         ):
             in_flight = InFlight.KEEP  # nothing is trained before it is verified, so no cache is computed for it
-        self.engine.publish(version, self.learner.source, in_flight).wait()
+        must_pause = must_pause and self.buffer.num_running > 0
+        publication = self.engine.publish(version, self.learner.source, in_flight)
+        self.buffer.publish(version)
+        requeued = [] if must_pause else self.requeue()
+        publication.wait()
         if self.settings.colocated:
             self.sleeping_engine.wake()
-        self.buffer.publish(version)
         seconds = self.clock.now() - began
         self.publish_s += seconds
         self.emit(events.WeightsPublished(t=self.clock.now(), version=version, seconds=seconds))
+        if must_pause:
+            self.apply_events(self.engine.interrupt())
+            requeued = self.requeue()
+        return requeued
+
+    def requeue(self) -> list[tuple[int, Fate, int]]:
+        """Decide how waiting samples continue under new weights: samples, their fates and numbers of lost tokens."""
+        requeued: list[tuple[int, Fate, int]] = []
+        for sample, fate in self.schedule.decide_fates(self.buffer, self.knobs):
+            if self.turns is not None and sample.state is CALLING:
+                self.turns.drop(sample)
+            requeued.append((sample.id, fate, self.buffer.requeue(sample, fate.mode)))
+        return requeued
 
     def evaluate(self, evaluation: EvaluationHook) -> None:
         """Run an evaluation on the engine; its time and tokens do not count for the run."""

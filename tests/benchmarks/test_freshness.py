@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.study import freshness, puzzles, selection_bias
+from benchmarks.study import freshness, puzzles, recompute, selection_bias
 from benchmarks.study import freshness_figures as figures
 from benchmarks.study.freshness import Cell
 from sortedrl.records import Batch, Prompt, Sample, Segment
@@ -41,6 +41,19 @@ def test_every_registered_run_has_a_configuration_that_loads(tmp_path: Path) -> 
             assert (knobs.max_staleness == 0) == (
                 cell.arm.startswith(("sync", "replay", "sorted-replay", "async")) and "large" not in cell.arm
             )
+
+
+def test_the_amended_order_has_every_registered_run_once() -> None:
+    order = freshness.in_order()
+    assert len(order) == len(set(order)) == 390
+    assert set(order) == {run for stage in "abcd" for run in freshness.runs(stage)}
+    # Stage a with ten seeds, then 170 runs in the registration's blocks, then the seeds that it cut.
+    assert {cell.stage for cell, _ in order[:50]} == {"a"}
+    assert [len(names) for _, names in freshness.BLOCKS[1:]] == [5, 2, 4, 3, 5, 4, 11]
+    assert all(seed < 5 for _, seed in order[50:220])
+    assert all(seed >= 5 for _, seed in order[220:])
+    assert order[50][0].name == "sync-large, cohort 4"
+    assert order[85][0].name == "sync, rate 0.0006", "block 4 follows 50 + 25 + 10 runs"
 
 
 def test_a_study_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:
@@ -80,14 +93,24 @@ def test_figures_of_a_run() -> None:
 
 
 def test_verdicts_follow_the_registered_rules() -> None:
-    seeds = len(freshness.SEEDS)
-    assert figures.above((0.1, 0.05, 0.2), 0.0, seeds) == "yes"
-    assert figures.above((0.1, -0.05, 0.2), 0.0, seeds) == "undecided"
-    assert figures.above((0.1, 0.05, 0.2), 0.0, seeds - 1) == "undecided", "a run is missing"
-    assert figures.equal((0.01, -0.02, 0.04), 0.05, seeds) == "yes"
-    assert figures.equal((0.02, 0.01, 0.03), 0.05, seeds) == "yes", "within the margin"
-    assert figures.equal((-0.06, -0.09, -0.03), 0.05, seeds) == "no"
-    assert figures.equal((-0.03, -0.09, 0.03), 0.05, seeds) == "undecided"
+    assert figures.above((0.1, 0.05, 0.2), 0.0, complete=True) == "yes"
+    assert figures.above((0.1, -0.05, 0.2), 0.0, complete=True) == "undecided"
+    assert figures.above((0.1, 0.05, 0.2), 0.0, complete=False) == "undecided", "a run is missing"
+    assert figures.equal((0.01, -0.02, 0.04), 0.05, complete=True) == "yes"
+    assert figures.equal((0.02, 0.01, 0.03), 0.05, complete=True) == "yes", "within the margin"
+    assert figures.equal((-0.06, -0.09, -0.03), 0.05, complete=True) == "no"
+    assert figures.equal((-0.03, -0.09, 0.03), 0.05, complete=True) == "undecided"
+
+
+def test_stage_a_needs_ten_seeds_and_later_stages_five() -> None:
+    arms = {"first": [run_record("sync", seed, [0.1]) for seed in range(9)]}
+    arms["late"] = [run_record("sync-large, cohort 4", seed, [0.1], stage="b") for seed in range(5)]
+    cells = {name: {run["seed"]: run for run in runs} for name, runs in arms.items()}
+    assert not figures.has_seeds(cells, "first")
+    assert figures.has_seeds(cells, "first", "late")
+    del cells["late"][4]
+    assert not figures.has_seeds(cells, "first", "late")
+    assert not figures.has_seeds(cells, "nothing")
 
 
 def test_hypotheses_are_judged_from_paired_runs() -> None:
@@ -138,3 +161,21 @@ def test_the_page_shows_the_tables_of_the_results_in_the_tree() -> None:
     page = figures.PAGE.read_text(encoding="utf-8")
     tables = figures.markdown(figures.collect(records))
     assert figures.with_tables(page, tables) == page, "run python -m benchmarks.study.freshness_figures --write"
+
+
+def test_an_independent_recomputation_gives_the_same_tables() -> None:
+    tally = recompute.recompute()
+    assert tally.compared > 500
+    assert not tally.wrong
+    source = Path(recompute.__file__).read_text(encoding="utf-8")
+    assert "import benchmarks" not in source, "it must not use the analysis that it checks"
+    assert "from benchmarks" not in source
+
+
+def test_the_recomputation_finds_a_changed_figure(tmp_path: Path) -> None:
+    page = (recompute.PAGES / "freshness.md").read_text(encoding="utf-8")
+    (tmp_path / "freshness.md").write_text(page.replace("+.188 [", "+.189 ["), encoding="utf-8")
+    (tmp_path / "results.md").write_text((recompute.PAGES / "results.md").read_text(encoding="utf-8"), encoding="utf-8")
+    wrong = recompute.recompute(tmp_path).wrong
+    assert wrong
+    assert all("'+.189 [" in line for line in wrong)

@@ -62,8 +62,8 @@ def test_runs_differ_in_the_strategy_alone(strategy: str) -> None:
     config = SortedConfig.load(CONFIG, overrides(strategy, 3, Path("start"), folder, OPTIONS))
     assert (config.strategy_name, config.run.seed, config.run_dir) == (strategy, 3, folder)
     assert (config.engine.slots, config.schedule.update_batch, config.engine.dtype) == (8, 8, "float32")
-    assert config.lora.rank > 0
-    assert config.engine.max_new_tokens == 1024
+    assert (config.lora.rank > 0, config.lora.last_layers) == (True, 10)
+    assert config.engine.max_new_tokens == 512
 
 
 def test_flags_change_the_runs() -> None:

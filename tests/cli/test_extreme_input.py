@@ -111,9 +111,12 @@ def test_extreme_input_is_refused_in_one_short_line(case: str, call: Any) -> Non
         assert part in line
 
 
-def test_memory_that_runs_out_is_told_in_one_line(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")]
+)
+def test_memory_that_runs_out_is_told_in_one_line(error: Exception, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: Any, **options: Any) -> None:
-        raise MemoryError
+        raise error
 
     monkeypatch.setattr(SortedConfig, "load", fail)
     code, out, err = call("train", str(QUICKSTART))

@@ -162,6 +162,13 @@ class BadKind(Counter):
     environment_kind = "forever"
 
 
+class ListsNothing(NoTools):
+    """Lists its tools itself, as those of another package do."""
+
+    def _tool_schemas(self) -> list[dict[str, object]]:
+        raise ConnectionError("no server at port 8000")
+
+
 class Needs(Counter):
     def reset(self, board: str, **row: object) -> None: ...
 
@@ -179,6 +186,7 @@ class CannotBeMade:
         (OnlyHalf, "only one of _snapshot and _restore"),
         (BadKind, "environment_kind 'forever': choose one of stateless"),
         (CannotBeMade, "cannot be made: TypeError"),
+        (ListsNothing, "ListsNothing cannot list its tools: ConnectionError: no server at port 8000"),
     ],
 )
 def test_a_class_that_cannot_work_is_refused_in_one_line(made: type, message: str) -> None:

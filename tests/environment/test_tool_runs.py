@@ -18,7 +18,8 @@ from sortedrl.environment.dialect import turns_of
 from sortedrl.errors import DataError
 from sortedrl.ledger.reader import Ledger
 from sortedrl.ledger.sample_history import conversation, read_history
-from sortedrl.ledger.verify import proven_line, verify
+from sortedrl.ledger.verdict import proven_line
+from sortedrl.ledger.verify import verify
 from sortedrl.records import Batch, Sample
 from sortedrl.schedule import resolve_knobs
 from sortedrl.telemetry.events import ignore

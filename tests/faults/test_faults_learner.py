@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import logging
 import sys
@@ -178,4 +179,7 @@ def test_errors_of_memory_are_told_from_others() -> None:
     with pytest.raises(RuntimeError) as failed:
         torch.ones(2) @ torch.ones(3)
     assert not is_out_of_memory(failed.value)
+    assert is_out_of_memory(RuntimeError("can't start new thread"))
+    assert is_out_of_memory(OSError(errno.ENOMEM, "Cannot allocate memory"))
     assert not is_out_of_memory(OSError("out of memory"))
+    assert not is_out_of_memory(OSError(errno.ENOSPC, "No space left on device"))

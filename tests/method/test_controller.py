@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from sortedrl.engine.base import (
 )
 from sortedrl.engine.sim.engine import SimEngine
 from sortedrl.errors import EngineError
-from sortedrl.records import FinishReason, Sample, State
+from sortedrl.records import FinishReason, Mode, Sample, State
 from sortedrl.schedule import Strategy, resolve_knobs
 from sortedrl.telemetry import events
 from tests.support.scripted_runs import DelayedScorer, ScriptedPolicy, ScriptedRun, ScriptedScore, scripted_run
@@ -423,6 +424,30 @@ def test_the_parts_of_the_time_add_up() -> None:
     assert [e.seconds for e in told(run, events.UpdateDone)] == [4.0, 4.0]
     assert [e.seconds for e in told(run, events.WeightsPublished)] == [0.5, 0.5]
     assert run.engine.published == [InFlight.REPREFILL, InFlight.ABORT]  # one answer is paused in its slot, then none
+
+
+def test_samples_are_requeued_while_weights_travel() -> None:
+    """Sample 1 is interrupted by the first update, and starts over under the next weights."""
+    run = make_run(Strategy.SORTED_ON_POLICY, [1, 9, 2, 3], slots=2, update_batch=2, cohort_batches=2)
+    buffer, seen = run.controller.buffer, []
+
+    class Travelling(SimEngine):
+        def publish(self, version: int, source: Any, in_flight: InFlight = InFlight.ABORT) -> Any:
+            inner = super().publish(version, source, in_flight)
+            assert buffer.version == version - 1
+
+            def wait() -> None:
+                inner.wait()
+                seen.append((buffer.version, {s.id: (s.mode, s.num_tokens) for s in buffer.pending.values()}))
+
+            return SimpleNamespace(wait=wait)
+
+    run.engine = run.controller.engine = Travelling(run.engine.script, slots=2, clock=run.clock)
+    assert run.controller.run()
+    assert [version for version, _ in seen] == [1, 2]
+    assert seen[0][1][1] == (Mode.FRESH, 0)
+    order = [type(e).__name__ for e in run.events if isinstance(e, events.WeightsPublished | events.SampleRequeued)]
+    assert order == ["WeightsPublished", "SampleRequeued", "WeightsPublished"]
 
 
 def test_with_overlap_rollout_is_all_but_publishing() -> None:

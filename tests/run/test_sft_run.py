@@ -10,14 +10,19 @@ import pytest
 import torch
 
 from sortedrl.config import SortedConfig
+from sortedrl.environment.base import describe
+from sortedrl.environment.dialect import Dialect
 from sortedrl.errors import DataError
 from sortedrl.learner.model import load_tokenizer
 from sortedrl.learner.pack import packed_attention
 from sortedrl.learner.sft import answer_loss, packed_loss, pad_batch
+from sortedrl.records import Prompt, Sample, Segment
 from sortedrl.run.builders.parts import load_model
 from sortedrl.run.sft_run import check_fit, make_example, read_examples, run_sft, task_examples
 from sortedrl.tasks.knights import KnightsTask, verify
 from sortedrl.tasks.tiny import knights_tiny_path, make_model
+from sortedrl.tasks.tools import Book, ToolsTask
+from sortedrl.tasks.tools_model import tools_tiny_path
 
 TOKENIZER = load_tokenizer(knights_tiny_path())
 
@@ -81,6 +86,30 @@ def test_a_tasks_task_examples_are_right_and_of_training_puzzles() -> None:
     assert not heldout & {row["prompt"] for row in rows}
     scores = [verify([row["prompt"]], [row["completion"]], [row["answer"]])[0] for row in rows]
     assert scores == [1.0] * 20
+
+
+def test_demonstrations_with_a_tool_are_what_a_run_would_feed() -> None:
+    """The tokens of a demonstration are those of turns with their calls, and of results as the run's dialect feeds."""
+    tokenizer = load_tokenizer(tools_tiny_path())
+    dialect = Dialect(tokenizer, describe(Book), is_chat=False)
+    num_whole = 0
+    for row in task_examples(ToolsTask(seed=3), 40, tokenizer.eos_token):
+        prompt, answer = make_example(row, tokenizer, "row")
+        *turns, last = [turn.split("</tool_response>")[-1] for turn in row["completion"].split(tokenizer.eos_token)]
+        sample = Sample(0, Prompt("p", tuple(prompt), ""), 0, 0, 0, 0, 999)
+        name = row["prompt"].split()[0]
+        for turn in turns:
+            written = [*tokenizer(turn)["input_ids"], tokenizer.eos_token_id]
+            sample.segments.append(Segment(0, written, [0.0] * len(written)))
+            (call,) = dialect.calls(sample)
+            assert call.arguments == {"who": name}
+            name = row["book"][name]
+            fed = dialect.fed([call], [name])
+            sample.segments.append(Segment(0, fed, [0.0] * len(fed), 0.0, True))
+        assert last.split() == ["answer", name, "done"]
+        assert [*sample.tokens, *tokenizer(last)["input_ids"], tokenizer.eos_token_id] == answer
+        num_whole += len(turns) == row["hops"]
+    assert 8 < num_whole < 32  # the teacher often gives up
 
 
 def write_config(folder: Path, **sft: Any) -> SortedConfig:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from sortedrl.errors import DataError
@@ -50,3 +54,28 @@ def test_a_slot_that_is_free_during_tools_pays() -> None:
 def test_a_form_that_is_not_understood_is_refused() -> None:
     with pytest.raises(DataError, match="write turns x seconds, as in '3 x 20'"):
         draw_tools("often", [3], 0)
+
+
+def test_turns_of_a_run(tmp_path: Path) -> None:
+    """Short answers get the turns of the run's short trajectories, long ones those of its long trajectories."""
+    path = tmp_path / "events.jsonl"
+    lost = {"sample": 100, "attempt": 0, "turn": 1, "seconds": 99.0, "outcome": "fed", "num_fed": 4}
+    lines: list[dict[str, Any]] = [{"kind": "RunStarted", "t": 0.0}, {"kind": "ToolsReturned", "t": 0.5, **lost}]
+    for sample in range(20):  # ten with one tool and 10 tokens, ten with three tools and 100 tokens
+        for turn in range(1 if sample < 10 else 3):
+            told = {"sample": 91 + sample, "attempt": 0, "turn": turn, "seconds": 1.0 + turn, "outcome": "fed"}
+            lines.append({"kind": "ToolsReturned", "t": 1.0, **told, "num_fed": 4})
+    batch = {"update": 1, "version": 0, "samples": list(range(91, 111)), "lengths": [10] * 10 + [100] * 10}
+    batch |= dict.fromkeys(("rewards", "staleness", "staleness_token_sum"), [0] * 20)
+    lines.append({"kind": "BatchTaken", "t": 2.0, **batch, "truncated": 0, "num_interrupted": 0, "slot_s": 0.0})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    drawn = draw_tools(str(tmp_path), [10, 100, 3, 120], seed=0)
+    assert drawn.fed == 4
+    assert drawn.seconds == [[1.0], [1.0, 2.0, 3.0], [], [1.0, 2.0, 3.0]]
+    assert drawn.ends == [[3, 10], [22, 48, 74, 100], [3], [27, 58, 89, 120]]
+    path.write_text(
+        json.dumps({"kind": "BatchTaken", "t": 2.0, **batch, "truncated": 0, "num_interrupted": 0, "slot_s": 0.0})
+        + "\n"
+    )
+    with pytest.raises(DataError, match="has no trained trajectory with tools"):
+        draw_tools(str(path), [3], 0)

@@ -10,6 +10,7 @@ import pytest
 from pyarrow import parquet
 
 from sortedrl.errors import DataError
+from sortedrl.tasks import files
 from sortedrl.tasks.files import TableRows, read_rows, split_off
 from tests.support.hub_server import connect, running_hub
 
@@ -73,6 +74,26 @@ def test_csv_gives_text(tmp_path: Path) -> None:
 def test_a_large_table_gives_the_same_rows_one_by_one() -> None:
     rows = TableRows(table=pyarrow.Table.from_pylist(ROWS))
     assert [rows[i] for i in range(len(rows))] == ROWS
+
+
+def test_a_small_file_that_unpacks_to_gigabytes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file holds a text of 100 kB once, and 200,000 rows name it: 20 GB, of which 128 MiB may be unpacked."""
+    monkeypatch.setattr(files, "_largest_table", lambda: 1 << 27)
+    texts = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 200_000, pyarrow.int32()), ["a" * 100_000])
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"prompt": texts}), path, store_schema=False, write_statistics=False)
+    assert path.stat().st_size < 100_000
+    with pytest.raises(DataError, match=r"a\.parquet unpacks to more than 0\.1 GB, half of this machine's memory"):
+        read_rows(path)
+
+
+def test_values_of_a_dictionary_are_not_copied_for_all_rows(tmp_path: Path) -> None:
+    texts = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0, 1, 0], pyarrow.int32()), ["first", "second"])
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"prompt": texts}), path)
+    rows = read_rows(path)
+    assert isinstance(rows.rows, TableRows)
+    assert [row["prompt"] for row in rows] == ["first", "second", "first"]
 
 
 def test_a_file_has_no_split_but_that_of_its_name(tmp_path: Path) -> None:

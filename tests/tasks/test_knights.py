@@ -239,6 +239,10 @@ def test_unusable_prompts_are_refused_by_row() -> None:
     tokenizer = make_tokenizer()
     with pytest.raises(DataError, match=r"row small/3 has 11 tokens, more than the limit of 10"):
         make_prompt({"prompt": PROMPT}, tokenizer, prompt_id="small/3", max_tokens=10)
+    chat = [{"role": "user", "content": "a" * 6000}, {"role": "user", "content": "a" * 4241}]
+    for prompt in ("a" * 10_241, chat):  # a tokenizer is not asked
+        with pytest.raises(DataError, match=r"row small/3 has 10,241 characters, more than the limit of 10 tokens"):
+            make_prompt({"prompt": prompt}, None, prompt_id="small/3", max_tokens=10)
     with pytest.raises(DataError, match="unknown to the tokenizer"):
         make_prompt({"prompt": "what is two plus two"}, tokenizer, prompt_id="x/0", max_tokens=99)
     chat = [{"role": "user", "content": PROMPT}]

@@ -104,6 +104,15 @@ def print_error(message: str, *notes: str) -> None:
         err.print(line, highlight=False, soft_wrap=True)
 
 
+def _is_out_of_memory(error: Exception) -> bool:
+    """Torch and the libraries under it raise errors of other types than Python; a command may not have loaded them."""
+    if "torch" not in sys.modules:
+        return isinstance(error, MemoryError)
+    from sortedrl.learner.memory import is_out_of_memory
+
+    return is_out_of_memory(error)
+
+
 def main() -> None:
     """Run the command of sys.argv; errors of this package end it with one line."""
     if "_SORTEDRL_COMPLETE" in os.environ:  # the shell asks for completions
@@ -124,10 +133,12 @@ def main() -> None:
     except BrokenPipeError:  # the reader of stdout, such as `head`, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except MemoryError:
-        print_error("memory ran out: lower engine.slots or learner.micro_tokens; sortedrl doctor CONFIG estimates both")
-        sys.exit(2)
     except Exception as error:
+        if _is_out_of_memory(error):
+            print_error(
+                "memory ran out: lower engine.slots or learner.micro_tokens; sortedrl doctor CONFIG estimates both"
+            )
+            sys.exit(2)
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
             print_error(f"{error.filename}: {error.strerror}; choose a shorter name")
             sys.exit(2)

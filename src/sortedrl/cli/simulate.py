@@ -63,7 +63,8 @@ def simulate(
         float, typer.Option(min=1, help="Tokens that a pass with 7 draft tokens gives; for roofline. 1: no drafts.")
     ] = 1.0,
     tools: Annotated[
-        str | None, typer.Option(help="Turns in tools: mean number x mean seconds, as in '3 x 20'. Default: none.")
+        str | None,
+        typer.Option(help="Turns in tools: mean number x mean seconds, as in '3 x 20', or a run's own. Default: none."),
     ] = None,
     open_trajectories: Annotated[
         str | None, typer.Option(help="Most trajectories begun and not complete; slots: as if tools held their slots.")

@@ -234,8 +234,8 @@ class EngineSection(Section):
     saves time by measurement. `always`: in every pass, for tests. `off`: never."""
     kept_prefixes: Int | None = Field(default=None, ge=0)
     """`local` on its native path: number of trajectories that keep their KV cache while their tools work, until weights
-    change (see docs/guides/tools.md). Unset: in a run with tools as many as may be open beyond the slots, in at most an
-    eighth of the machine's memory."""
+    change (see docs/guides/tools.md). Unset: in a run with tools as many as may be open (without a bound: twice the
+    slots), in at most an eighth of the machine's memory."""
     in_flight: Literal["reprefill", "keep"] = "reprefill"
     """KV cache of running sequences when new weights are published: `reprefill` computes it again, `keep` continues
     with the old one."""

@@ -128,14 +128,15 @@ def describe(factory: Factory, key: str = "environment.factory") -> EnvironmentS
     methods = dict(inspect.getmembers(made, predicate=inspect.isfunction))
     if "reset" not in methods:
         raise ConfigError(f"{key} {name} has no method reset: add reset(self, **row), which begins a trajectory")
-    tools = [found for found in methods if not found.startswith("_") and found not in NOT_TOOLS]
-    if not tools:
+    kind = _kind_of(made, methods, f"{key} {name}")
+    schemas = _listed(probe, f"{key} {name}") if "_tool_schemas" in methods else _schemas(methods, f"{key} {name}")
+    if not schemas:
         raise ConfigError(f"{key} {name} has no tools: add a public method with type hints and a docstring")
     return EnvironmentSpec(
         factory=factory,
         name=name,
-        kind=_kind_of(made, methods, f"{key} {name}"),
-        tools=tuple(_schema(methods[tool], f"{key} {name}: the tool {tool}") for tool in tools),
+        kind=kind,
+        tools=tuple(schemas),
         has_reward="get_reward" in methods,
         needed=_needed(methods["reset"]),
     )
@@ -152,6 +153,19 @@ def _kind_of(made: type, methods: Mapping[str, Any], what: str) -> Kind:
     if declared == Kind.SNAPSHOT and "_snapshot" not in methods:
         raise ConfigError(f"{what} has environment_kind snapshot: add the methods _snapshot and _restore")
     return Kind(declared)
+
+
+def _schemas(methods: Mapping[str, Any], what: str) -> list[dict[str, Any]]:
+    tools = [found for found in methods if not found.startswith("_") and found not in NOT_TOOLS]
+    return [_schema(methods[tool], f"{what}: the tool {tool}") for tool in tools]
+
+
+def _listed(probe: Any, what: str) -> list[dict[str, Any]]:
+    """The tools of an object that lists them itself, such as those of another package's environments."""
+    try:
+        return list(probe._tool_schemas())
+    except Exception as error:  # the user's code, or another package's
+        raise ConfigError(f"{what} cannot list its tools: {type(error).__name__}: {first_line(error)}") from error
 
 
 def _schema(method: Callable[..., Any], what: str) -> dict[str, Any]:

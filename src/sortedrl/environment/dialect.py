@@ -19,6 +19,7 @@ from typing import Any
 from sortedrl.environment.base import EnvironmentSpec, ToolCall
 from sortedrl.errors import ConfigError, first_line
 from sortedrl.records import Sample
+from sortedrl.reward.answer_text import TextDecoder
 
 MAX_CALLS = 16  # in one turn; further ones are answered with an error
 _CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
@@ -30,6 +31,7 @@ class Dialect:
 
     def __init__(self, tokenizer: Any, spec: EnvironmentSpec, *, is_chat: bool) -> None:
         self._tokenizer = tokenizer
+        self._decoder = TextDecoder(tokenizer)
         self._spec = spec
         self._is_chat = is_chat
         self._stops = {token for token in (tokenizer.eos_token, tokenizer.pad_token) if token}
@@ -148,16 +150,18 @@ class Dialect:
     # ---- for readers -------------------------------------------------------------------------------------------------
 
     def conversation(self, tokens: Sequence[int], masked: Sequence[range]) -> list[dict[str, str]]:
-        """The answer as messages: what the model wrote, and what tools returned."""
-        messages: list[dict[str, str]] = []
+        """The answer as messages: what the model wrote, and what tools returned. Any thread may call this."""
+        roles: list[str] = []
+        parts: list[list[int]] = []
         end = 0
         for fed in (*masked, range(len(tokens), len(tokens))):
             for role, part in (("assistant", tokens[end : fed.start]), ("tool", tokens[fed.start : fed.stop])):
                 if len(part):
-                    text = self._tokenizer.decode(list(part), skip_special_tokens=True)
-                    messages.append({"role": role, "content": text.strip()})
+                    roles.append(role)
+                    parts.append(list(part))
             end = fed.stop
-        return messages
+        texts = self._decoder.texts(parts)
+        return [{"role": role, "content": text.strip()} for role, text in zip(roles, texts, strict=True)]
 
 
 def turns_of(sample: Sample) -> list[list[int]]:

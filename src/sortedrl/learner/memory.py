@@ -7,6 +7,7 @@ allocates the optimizer state, and makes malloc keep the small blocks that every
 from __future__ import annotations
 
 import ctypes
+import errno
 import gc
 import sys
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from sortedrl.learner.pack import MicroBatch
 # oneDNN in bfloat16. It has other causes too, which remain when micro-batches get smaller, and are then reported.
 _MESSAGES = (
     *("can't allocate memory", "Cannot allocate memory", "out of memory", "bad_alloc", "ALLOC_FAILED"),
+    "can't start new thread",  # there is no memory for its stack
     "could not create a primitive",
 )
 
@@ -32,6 +34,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means that memory ran out, on any device."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
+    if isinstance(error, OSError):  # of a system call, such as one that maps a file
+        return error.errno == errno.ENOMEM
     return isinstance(error, RuntimeError) and any(message in str(error) for message in _MESSAGES)
 
 

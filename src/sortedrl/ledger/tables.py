@@ -18,9 +18,10 @@ from rich.table import Table
 from rich.text import Text
 
 from sortedrl.errors import ConfigError
-from sortedrl.ledger import verify as verification
 from sortedrl.ledger.reader import Ledger, Overview
 from sortedrl.ledger.sample_history import SampleHistory, conversation, read_history
+from sortedrl.ledger.verdict import compare_with_summary, empty_line, proven_line
+from sortedrl.ledger.verify import verify
 from sortedrl.records import State
 from sortedrl.reward.worker import printable
 
@@ -57,8 +58,8 @@ def ledger_command(
 
 
 def _show_verdict(ledger: Ledger, console: Console, as_json: bool) -> int:
-    verdict = verification.verify(ledger)
-    verification.compare_with_summary(ledger, verdict)
+    verdict = verify(ledger)
+    compare_with_summary(ledger, verdict)
     is_proven = not verdict.num_violations and verdict.counts["samples"] > 0
     if as_json:
         _write_json(
@@ -77,9 +78,9 @@ def _show_verdict(ledger: Ledger, console: Console, as_json: bool) -> int:
     if verdict.num_violations > len(verdict.violations):
         _write(console, f"and {verdict.num_violations - len(verdict.violations):,} more")
     if is_proven:
-        _write(console, verification.proven_line(ledger, verdict))
+        _write(console, proven_line(ledger, verdict))
     elif not verdict.num_violations:
-        _write(console, verification.empty_line(ledger))
+        _write(console, empty_line(ledger))
     return 1 if verdict.num_violations else 0
 
 

@@ -1,8 +1,9 @@
-"""From the tokens of an answer to its text, for reward functions.
+"""From the tokens of an answer to what reward functions read: text, or the messages of a conversation.
 
-`scorer.py` makes a decoder once and calls it for every complete answer, in the thread of the training loop: at
-thousands of GPUs this is what that thread does most of the time. transformers' `decode` first looks at every token in
-Python, which takes as long as decoding. Where it then only calls the tokenizers library, the decoder calls that itself.
+`scorer.py` submits answers as tokens. A scoring thread of `pool.py` reads them just before it calls a function, so the
+training loop does not wait for it. transformers' `decode` first looks at every token in Python, which takes as long as
+decoding, and it keeps Python's lock. Where it only calls the tokenizers library, a `TextDecoder` calls that itself, and
+for many tokens through `decode_batch`, which releases the lock: then the training loop runs at the same time.
 
 Guarantees: the text is that of `tokenizer.decode(tokens, skip_special_tokens=True)`.
 """
@@ -10,21 +11,54 @@ Guarantees: the text is that of `tokenizer.decode(tokens, skip_special_tokens=Tr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
-Decoder = Callable[[Sequence[int]], str]
+Text = str | list[dict[str, str]]
+"""A text, or messages."""
+
+# A thread that released Python's lock may get it back only after 5 ms, so few tokens are decoded without releasing it.
+_MANY_TOKENS = 4096
 
 
-def decoder_of(tokenizer: Any) -> Decoder:
-    """A function from tokens to text without special tokens."""
-    if getattr(tokenizer, "backend_tokenizer", None) is None or not _only_calls_the_library(tokenizer):
-        return partial(tokenizer.decode, skip_special_tokens=True)
+class TextDecoder:
+    """Decodes without special tokens. Threads may share it with others that use the tokenizer to encode."""
 
-    def decode(tokens: Sequence[int]) -> str:
-        return tokenizer.backend_tokenizer.decode(tokens, skip_special_tokens=True)
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._library = _library_copy(tokenizer)
 
-    return decode
+    def texts(self, answers: Sequence[Sequence[int]]) -> list[str]:
+        """The text of each answer."""
+        if self._library is None:
+            return [self._tokenizer.decode(tokens, skip_special_tokens=True) for tokens in answers]
+        if sum(map(len, answers)) < _MANY_TOKENS:
+            return [self._library.decode(tokens, skip_special_tokens=True) for tokens in answers]
+        return self._library.decode_batch(answers, skip_special_tokens=True)
+
+
+@dataclass(slots=True, kw_only=True, frozen=True, eq=False)
+class UnreadAnswer:
+    """A complete answer; `read` makes what a reward function gets of several of them, in any thread."""
+
+    tokens: Sequence[int]
+    masked: Sequence[range] = ()
+    read: Callable[[Sequence[UnreadAnswer]], Sequence[Text]]
+
+
+def _library_copy(tokenizer: Any) -> Any:
+    """A copy of the tokenizers library's object, if transformers would only call that; None otherwise.
+
+    The library refuses to change settings of an object that another thread uses, and transformers changes them before
+    it encodes. So decoding in other threads has an object of its own.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or not _only_calls_the_library(tokenizer):
+        return None
+    try:
+        return type(backend).from_str(backend.to_str())
+    except Exception:  # the library raises Exception itself; a decoder written in Python cannot be copied
+        return None
 
 
 def _only_calls_the_library(tokenizer: Any) -> bool:

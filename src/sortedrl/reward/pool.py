@@ -1,7 +1,8 @@
 """Scores complete answers in the background, while the engine continues to generate.
 
 `SampleScorer` submits answers as they complete and polls for scores; `run/builders` makes the pool. Reward functions
-have TRL's signature, `fn(prompts, completions, **columns) -> list[float]`. They read text that a model wrote, so a call
+have TRL's signature, `fn(prompts, completions, **columns) -> list[float]`. The scoring threads decode answers and write
+them as JSON, so that the training loop does not wait for either. Functions read text that a model wrote, so a call
 can hang, crash or return nonsense. Functions that can be imported by name run in worker processes, others in threads
 (`reward/caller.py`).
 
@@ -26,6 +27,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from sortedrl.errors import RewardError
+from sortedrl.reward.answer_text import Text, UnreadAnswer
 from sortedrl.reward.caller import (
     ProcessCaller,
     RewardCaller,
@@ -44,8 +46,7 @@ MAX_REWARD = 3.4028234663852886e38  # the largest float32; statistics over large
 _MAX_CALLS = 4096  # finished calls that are kept until `take_calls`
 
 _Key = tuple[int, int]  # sample, attempt
-_Text = str | list[dict[str, str]]
-_Row = tuple[_Text, _Text, Mapping[str, object], Sequence[int], Mapping[str, float]]
+_Row = tuple[Text, Text, Mapping[str, object], Sequence[int], Mapping[str, float]]
 """Prompt, completion, columns, tokens of the completion, and the progress of training at submission."""
 OnError = Literal["zero", "skip", "stop"]
 """What happens to an answer that could not be scored, see `RewardPool`."""
@@ -91,8 +92,10 @@ class _Ticket:
     """A submission on its way through the stages."""
 
     key: _Key
-    row: _Row
-    line: str  # the row as JSON, for worker processes; empty if there are none
+    row: _Row  # its completion is empty until `answer` has been read
+    answer: UnreadAnswer | None
+    frame: tuple[str, str, str] | None  # prompt, columns and progress as JSON; None without worker processes
+    line: str = ""  # the row as JSON, for worker processes
     values: dict[int, float | None] = field(default_factory=dict)  # by index of the function
     failure: _Failure | None = None
     is_alone: bool = False  # a call with it failed: call it alone, so that no other sample fails with it
@@ -140,6 +143,26 @@ def _explain(failed: CallFailed, timeout_s: float) -> str:
             return f"returned {failed.detail} as a reward: make it return numbers that float32 can hold, up to 3.4e38"
         case FailureKind.NOT_A_NUMBER | FailureKind.NO_REWARD:
             return f"returned {failed.detail} as a reward: make it return a finite number, or None if it does not apply"
+
+
+def _read_answers(tickets: Sequence[_Ticket]) -> None:
+    """Decode the answers that were submitted as tokens, and write the rows as JSON if worker processes need them."""
+    unread: dict[Any, list[tuple[_Ticket, UnreadAnswer]]] = {}
+    for ticket in tickets:
+        if ticket.answer is not None:
+            unread.setdefault(ticket.answer.read, []).append((ticket, ticket.answer))
+    for read, pairs in unread.items():
+        for (ticket, _), text in zip(pairs, read([answer for _, answer in pairs]), strict=True):
+            prompt, _, columns, tokens, progress = ticket.row
+            ticket.row, ticket.answer = (prompt, text, columns, tokens, progress), None
+    for ticket in tickets:
+        if ticket.frame is not None:
+            prompt, columns, progress = ticket.frame
+            _, text, _, tokens, _ = ticket.row
+            ticket.line = (
+                f"[{prompt},{json.dumps(text)},{columns},{json.dumps(list(tokens), default=as_plain)},{progress}]"
+            )
+            ticket.frame = None
 
 
 class _Stage:
@@ -209,6 +232,7 @@ class _Stage:
             caller.start()
             ready.set()
             while batch := self._take():
+                _read_answers(batch)
                 self._score(caller, batch, worker)
         except BaseException as error:  # `poll` raises it: otherwise the run would wait for ever
             if not self._is_closed:
@@ -365,18 +389,21 @@ class RewardPool:
     def submit(
         self,
         key: _Key,
-        prompt: str | list[dict[str, str]],
-        completion: str | list[dict[str, str]],
+        prompt: Text,
+        completion: Text | UnreadAnswer,
         columns: Mapping[str, object],
         tokens: Sequence[int] = (),
     ) -> None:
-        """Queue an answer for scoring and return at once."""
+        """Queue an answer for scoring and return at once. A scoring thread reads an unread completion."""
         assert not self._is_closed, "submit after close"
-        row = (prompt, completion, columns, tokens, dict(self.progress))
-        line = _to_json(row) if self._needs_json else ""
+        answer = completion if isinstance(completion, UnreadAnswer) else None
+        text = "" if isinstance(completion, UnreadAnswer) else completion
+        progress = dict(self.progress)
+        frame = _frame(prompt, columns, progress) if self._needs_json else None
         self._start_threads()
         self._num_waiting += 1
-        self._stages[0].put(_Ticket(key=key, row=row, line=line))
+        row = (prompt, text, columns, tokens, progress)
+        self._stages[0].put(_Ticket(key=key, row=row, answer=answer, frame=frame))
 
     def poll(self, timeout: float = 0) -> list[RewardScore]:
         """Return the scores that are ready, waiting up to `timeout` seconds for the first if any is outstanding."""
@@ -487,10 +514,10 @@ def _check_weights(weights: Sequence[float] | None, functions: list[RewardFuncti
     return list(weights)
 
 
-def _to_json(row: _Row) -> str:
-    prompt, completion, columns, tokens, progress = row
+def _frame(prompt: Text, columns: Mapping[str, object], progress: Mapping[str, float]) -> tuple[str, str, str]:
+    """What of a row is JSON at once, so that `submit` refuses columns that JSON cannot hold."""
     try:
-        return json.dumps((prompt, completion, dict(columns), list(tokens), progress), default=as_plain)
+        return json.dumps(prompt), json.dumps(dict(columns), default=as_plain), json.dumps(progress, default=as_plain)
     except (TypeError, ValueError) as error:
         raise RewardError(
             f"a column among {sorted(columns)} cannot be sent to a reward worker ({error}): keep to text, numbers, "

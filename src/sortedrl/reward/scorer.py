@@ -1,4 +1,4 @@
-"""Decodes complete answers and has a `RewardPool` score them.
+"""Has a `RewardPool` decode complete answers and score them.
 
 The controller calls `submit` and `poll` (the `Scorer` protocol); evaluation calls `submit_answer`. `run/builders` makes
 one scorer for training and one for held-out prompts.
@@ -12,7 +12,7 @@ from typing import Any
 
 from sortedrl.errors import RewardError
 from sortedrl.records import Prompt, Sample
-from sortedrl.reward.answer_text import Decoder, decoder_of
+from sortedrl.reward.answer_text import Text, TextDecoder, UnreadAnswer
 from sortedrl.reward.pool import RewardCall, RewardPool, RewardScore
 
 
@@ -23,7 +23,7 @@ class SampleScorer:
     `poll` runs the callbacks in the thread that called it: `on_skipped(sample, attempt)` for each answer that must get
     no weight in training, `on_score` for each score, `on_call` for each call of a reward function that has ended since
     the last poll. With `conversation`, an answer to a chat is a list of messages: the model's turns and what tools
-    returned at the `masked` tokens.
+    returned at the `masked` tokens; the threads of the pool call it.
     """
 
     pool: RewardPool
@@ -32,10 +32,10 @@ class SampleScorer:
     on_score: Callable[[RewardScore], None] | None = None
     on_call: Callable[[RewardCall], None] | None = None
     conversation: Callable[[Sequence[int], Sequence[range]], list[dict[str, str]]] | None = None
-    _decode: Decoder = field(init=False)
+    _decoder: TextDecoder = field(init=False)
 
     def __post_init__(self) -> None:
-        self._decode = decoder_of(self.tokenizer)
+        self._decoder = TextDecoder(self.tokenizer)
 
     def submit(self, sample: Sample) -> None:
         tokens = sample.tokens
@@ -45,11 +45,17 @@ class SampleScorer:
     def submit_answer(
         self, key: tuple[int, int], prompt: Prompt, tokens: Sequence[int], masked: Sequence[range] = ()
     ) -> None:
-        if self.conversation is not None and not isinstance(prompt.content, str):
-            answer: str | list[dict[str, str]] = self.conversation(tokens, masked)
-        else:
-            answer = self._decode(tokens)
+        is_text = self.conversation is None or isinstance(prompt.content, str)
+        read = self._read_texts if is_text else self._read_conversations
+        answer = UnreadAnswer(tokens=tokens, masked=masked, read=read)
         self.pool.submit(key, prompt.content, answer, prompt.columns, tokens)
+
+    def _read_texts(self, answers: Sequence[UnreadAnswer]) -> list[str]:
+        return self._decoder.texts([answer.tokens for answer in answers])
+
+    def _read_conversations(self, answers: Sequence[UnreadAnswer]) -> list[Text]:
+        assert self.conversation is not None, "no conversation to read"
+        return [self.conversation(answer.tokens, answer.masked) for answer in answers]
 
     def poll(self, timeout: float) -> list[RewardScore]:
         """Return the scores that are ready, waiting up to `timeout` seconds for the first one."""

@@ -2,7 +2,7 @@
 
 `sortedrl sft CONFIG` calls `run_sft`. Examples are rows of a dataset, with `prompt` and `completion` or with
 `messages` that end with an assistant message. Without `sft.path` they are the task's training prompts, each with a
-completion that the task's verifier accepts.
+completion that the task's verifier accepts (of the task `tools`: with those of a teacher that often gives up).
 
 Guarantees: the loss covers only the completion and the end token; a task's held-out prompts are never trained on.
 """
@@ -29,6 +29,7 @@ from sortedrl.tasks.base import Row, Task, encode_prompt
 from sortedrl.tasks.counting import CountingRows
 from sortedrl.tasks.files import read_rows
 from sortedrl.tasks.knights import KnightsRows, teach
+from sortedrl.tasks.tools import ToolsRows, demonstrate
 
 
 def run_sft(
@@ -86,7 +87,7 @@ def read_examples(config: SortedConfig, tokenizer: Any) -> list[Example]:
         places = [f"{settings.path}, row {index}" for index in range(len(rows))]
     else:
         task = build_task(config)
-        rows = list(task_examples(task, settings.examples))
+        rows = list(task_examples(task, settings.examples, tokenizer.eos_token))
         places = [f"{task.name}/{index}" for index in range(len(rows))]
     examples = [make_example(row, tokenizer, where) for row, where in zip(rows, places, strict=True)]
     for (prompt, answer), where in zip(examples, places, strict=True):
@@ -126,20 +127,25 @@ def _split_row(row: Mapping[str, Any], where: str) -> tuple[Any, str]:
     return prompt, completion
 
 
-def task_examples(task: Task, num: int) -> Iterator[Row]:
-    """A task's training prompts, each with a completion that the task's verifier accepts."""
+def task_examples(task: Task, num: int, end_of_turn: str = "") -> Iterator[Row]:
+    """A task's training prompts, each with a completion that the task's verifier accepts.
+
+    Only those of `tools` need not be right: their teacher often gives up.
+    """
     size = task.train.size
     rng = random.Random("own traces")
     for index in range(num if size is None else min(num, size)):
         row = task.train.row(index)
         if "completion" not in row and "messages" not in row:
-            row = {**row, "completion": _accepted_completion(task, index, row, rng)}
+            row = {**row, "completion": _completion(task, index, row, rng, end_of_turn)}
         yield row
 
 
-def _accepted_completion(task: Task, index: int, row: Row, rng: random.Random) -> str:
+def _completion(task: Task, index: int, row: Row, rng: random.Random, end_of_turn: str) -> str:
     if isinstance(task.train, KnightsRows):
         return teach(task.train.puzzle(index), rng)
+    if isinstance(task.train, ToolsRows):
+        return demonstrate(row, rng, end_of_turn)
     answer = row.get("answer")
     if answer in (None, ""):
         raise DataError(f"row {index} of task {task.name} has neither completion nor answer: add one, or set sft.path")

@@ -20,6 +20,7 @@ from sortedrl.records import Prompt
 Row = dict[str, Any]
 RewardFunc = Callable[..., list[float]]
 """`fn(prompts, completions, **columns) -> list[float]`; completions are text when prompts are text."""
+_LONGEST_TOKEN = 1024  # characters; vocabularies have none that is longer
 
 
 class Rows(Protocol):
@@ -195,14 +196,23 @@ def make_prompt(
 ) -> Prompt:
     """Check and tokenize a row; a chat template shows `tools`."""
     check_row(row, prompt_id)
-    tokens = tuple(encode_prompt(row["prompt"], tokenizer, prompt_id, tools))
+    prompt = row["prompt"]
+    # A tokenizer needs about a hundred times the memory of its text, so a text that cannot fit is not given to it.
+    num_chars = len(prompt) if isinstance(prompt, str) else sum(len(message["content"]) for message in prompt)
+    if num_chars > _LONGEST_TOKEN * max_tokens:
+        raise _too_long(prompt_id, f"{num_chars:,} characters", max_tokens)
+    tokens = tuple(encode_prompt(prompt, tokenizer, prompt_id, tools))
     if len(tokens) > max_tokens:
-        raise DataError(
-            f"the prompt of row {prompt_id} has {len(tokens)} tokens, more than the limit of {max_tokens}; "
-            "shorten or leave out that row, or raise task.max_prompt_tokens"
-        )
+        raise _too_long(prompt_id, f"{len(tokens)} tokens", max_tokens)
     columns = {name: value for name, value in row.items() if name != "prompt"}
-    return Prompt(id=prompt_id, tokens=tokens, content=row["prompt"], columns=columns)
+    return Prompt(id=prompt_id, tokens=tokens, content=prompt, columns=columns)
+
+
+def _too_long(prompt_id: str, size: str, max_tokens: int) -> DataError:
+    return DataError(
+        f"the prompt of row {prompt_id} has {size}, more than the limit of {max_tokens} tokens; shorten or leave out "
+        "that row, or raise task.max_prompt_tokens"
+    )
 
 
 def encode_prompt(

@@ -15,6 +15,7 @@ import difflib
 import hashlib
 import json
 import logging
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
 _SMALL_TABLE = 1 << 28  # bytes; a larger one stays on disk and yields rows one by one, ten times as slowly
+_USUAL_TABLE = 1 << 33  # bytes; the most that is unpacked where the machine's memory is unknown
+_PIECE_ROWS = 1024  # that are unpacked at once
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")  # the name of a dataset, and its configuration after a colon
 KINDS = {str: "text", bool: "true or false", int: "a number", float: "a number", list: "a list", NoneType: "nothing"}
 
@@ -342,15 +345,45 @@ def _checked(path: Path, read: Any) -> Any:
 def _read_parquet(paths: Sequence[Path]) -> RowSequence:
     try:
         import pyarrow
-        from pyarrow import parquet
+        import pyarrow.parquet
     except ImportError:
         raise DataError(extra_message(f"reading {paths[0]}", "data")) from None
+    place = paths[0] if len(paths) == 1 else paths[0].parent
     try:
-        table = pyarrow.concat_tables(parquet.read_table(path, memory_map=True) for path in paths)
-        return table.to_pylist() if table.nbytes < _SMALL_TABLE else TableRows(table=table)
-    except (pyarrow.ArrowException, OSError) as error:
-        place = paths[0] if len(paths) == 1 else paths[0].parent
+        table = _unpack(paths, place, _largest_table())
+        # A value that a dictionary holds once would be copied for each of its rows.
+        is_small = table.nbytes < _SMALL_TABLE and "dictionary<" not in str(table.schema)
+        return table.to_pylist() if is_small else TableRows(table=table)
+    except (pyarrow.ArrowException, OSError, MemoryError) as error:
         raise DataError(f"{place} cannot be read as Parquet ({_brief(error)}); correct or remove it") from None
+
+
+def _unpack(paths: Sequence[Path], place: Path, limit: int) -> Any:
+    """The rows of all files as one table. They are read in pieces, because a small file can unpack to any size."""
+    import pyarrow
+    from pyarrow import parquet
+
+    tables, num_bytes = [], 0
+    for path in paths:
+        batches = []
+        with parquet.ParquetFile(path, memory_map=True) as file:
+            for batch in file.iter_batches(batch_size=_PIECE_ROWS):
+                num_bytes += batch.nbytes
+                if num_bytes > limit:
+                    raise DataError(
+                        f"{place} unpacks to more than {limit / 2**30:.1f} GB, half of this machine's memory; train on "
+                        "fewer rows or columns, or save it with datasets (save_to_disk), whose rows stay on disk"
+                    )
+                batches.append(batch)
+            tables.append(pyarrow.Table.from_batches(batches, file.schema_arrow))
+    return pyarrow.concat_tables(tables)
+
+
+def _largest_table() -> int:
+    """Half of the machine's memory, in bytes."""
+    if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", {}):  # Windows
+        return _USUAL_TABLE
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 # ---- columns and messages --------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from sortedrl.tasks.knights import HELDOUT_SEED, NAMES, is_heldout
 
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six")
 HOPS: Mapping[int, float] = {1: 1, 2: 2, 3: 2, 4: 2, 5: 1, 6: 1}  # weights
+GIVE_UP = 0.4  # the teacher of `demonstrate` stops before a call with this probability
 
 
 class Book:
@@ -46,28 +47,6 @@ class Book:
         return self.book[who]
 
 
-class Adder:
-    """The environment of the recipe tools-smollm2: sums that a small model gets wrong by itself."""
-
-    environment_kind = "stateless"
-
-    def reset(self, **row: object) -> None:
-        """There is nothing to remember."""
-
-    def add(self, a: int, b: int) -> int:
-        """
-        Adds two numbers.
-
-        Args:
-            a: The first number.
-            b: The second number.
-
-        Returns:
-            Their sum.
-        """
-        return int(a) + int(b)
-
-
 def draw_row(rng: random.Random) -> Row:
     """A person, a number of hops, a book, and where the hops lead."""
     book = {name: rng.choice([other for other in NAMES if other != name]) for name in NAMES}
@@ -87,6 +66,16 @@ def teach(row: Row, rng: random.Random | None = None, *, give_up: float = 0.0) -
         turns.append(f'{NUMBERS[left]} <tool_call> {{"name": "lookup", "arguments": {{"who": "{name}"}}}} </tool_call>')
         name = row["book"][name]
     return [*turns, f"answer {name} done"]
+
+
+def demonstrate(row: Row, rng: random.Random, end_of_turn: str) -> str:
+    """The whole answer of a teacher that often gives up, with what the tool returns after each of its turns."""
+    *turns, last = teach(row, rng, give_up=GIVE_UP)
+    name, parts = row["prompt"].split()[0], []
+    for turn in turns:
+        name = row["book"][name]
+        parts.append(f"{turn}{end_of_turn}\n<tool_response>\n{name}\n</tool_response>\n")
+    return "".join([*parts, last])
 
 
 def verify(prompts: Sequence[str], completions: Sequence[str], answer: Sequence[str], **columns: object) -> list[float]:

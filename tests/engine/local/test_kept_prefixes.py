@@ -69,8 +69,17 @@ def requests() -> list[Request]:
     return make_requests(7, budget=60, sampling=STOPS)
 
 
-def test_trajectories_are_the_same_with_kept_prefixes() -> None:
+@pytest.fixture(params=[False, True], ids=["own passes", "mixed passes"])
+def is_mixing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether prefills share passes with decoding slots, as with a large model."""
+    if request.param:
+        monkeypatch.setattr("sortedrl.engine.local.mixed_pass._MIN_PARAMETERS", 0)
+    return request.param
+
+
+def test_trajectories_are_the_same_with_kept_prefixes(is_mixing: bool) -> None:
     plain = Trajectories()
+    assert plain.engine._is_mixing == is_mixing
     plain.run(requests())
     assert max(sum(span.is_masked for span in spans) for spans in plain.spans.values()) >= 3, "too few turns"
     saved = []
@@ -101,6 +110,31 @@ def test_new_weights_drop_what_is_kept(in_flight: InFlight) -> None:
         _go_on(run, left)
         answers.append((run.tokens, run.logprobs))
         assert num_kept == 0 or run.stat("kept_prefix_tokens") > before > 0  # used before and after
+    assert answers[0] == answers[1]
+
+
+def test_new_weights_restart_a_prefill_that_follows_a_kept_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = []
+    for num_kept, smallest in ((0, 1 << 40), (1, 0)):  # in one call under the new weights; begun under the old ones
+        monkeypatch.setattr("sortedrl.engine.local.mixed_pass._MIN_PARAMETERS", smallest)
+        run = Trajectories(kept_prefixes=num_kept)
+        (first,) = make_requests(1, budget=60, sampling=STOPS)
+        run.run([first], until=1)
+        cached = [*run.tokens[first.sample], *FED * 8]
+        spans = [Span(0, len(cached) - len(FED) * 8), Span(0, len(FED) * 8, is_masked=True)]
+        again = replace(first, attempt=1, mode=Mode.RESUME, cached=cached, spans=spans)
+        if num_kept:
+            run.engine.submit([again])
+            run.engine.poll(0.0)
+            (gradual,) = run.engine._prefilling
+            assert len(cached) - len(FED) * 8 < gradual.num_done < len(cached)
+        add_noise(run.model, 0.05, seed=3)
+        run.engine.publish(1, source(run.model), InFlight.REPREFILL)
+        if not num_kept:
+            run.engine.submit([again])
+        ended = [event for event in run.engine.poll() if isinstance(event, Delta)]
+        answers.append([(event.start, event.tokens, event.logprobs, event.version) for event in ended])
+    assert answers[0]
     assert answers[0] == answers[1]
 
 

@@ -39,7 +39,7 @@ from sortedrl.engine.base import (
     Verified,
 )
 from sortedrl.engine.local.decoder_choice import EXACT_DTYPES, make_decoder
-from sortedrl.engine.local.kept_prefixes import KeptPrefixes
+from sortedrl.engine.local.kept_prefixes import KeptPrefixes, SuffixPrefill
 from sortedrl.engine.local.mixed_pass import GradualPrefill, MixedPass, can_mix
 from sortedrl.engine.local.module_decoder import Geometry, check_supported, copy_weights
 from sortedrl.engine.local.prefill import (
@@ -240,13 +240,17 @@ class LocalEngine:
         starting = [*returning, *others]
         self._active.extend(starting)
         self._steady = None
-        outcomes = self._resume_kept(returning, first_slot) if returning else []
+        lengths = self._kept.restore(returning, first_slot)
         prefills = plan_prefills(others, first_slot + len(returning))
+        outcomes: list[PrefillOutcome] = []
         if self._is_mixing:
+            self._prefilling += [GradualPrefill.after_kept(a, n) for a, n in zip(returning, lengths, strict=True)]
             self._prefilling += [
                 GradualPrefill(prefill=prefill, num_late=self._restore_layers(prefill)) for prefill in prefills
             ]
         else:
+            if returning:
+                outcomes += self._run_suffixes(SuffixPrefill.begin(returning, lengths, first_slot))
             for pack in pack_prefills(prefills, self._vocab):
                 outcomes += verify_and_draw(make_checks(pack), self._run_prefill(pack), self._sampler)
         broken = {o.check.attempt.request.sample for o in outcomes if not self._apply(o)}
@@ -329,9 +333,8 @@ class LocalEngine:
         self._release(slots)
         return stopped
 
-    def _resume_kept(self, returning: Sequence[Attempt], first_slot: int) -> list[PrefillOutcome]:
-        """Prefill what follows the kept prefixes of these attempts, and draw their next tokens."""
-        suffix = self._kept.restore(returning, first_slot)
+    def _run_suffixes(self, suffix: SuffixPrefill) -> list[PrefillOutcome]:
+        """Prefill what follows the kept prefixes of attempts, and draw their next tokens."""
         self._stats.recomputed_tokens += len(suffix.tokens_t)
         logits_rv = self._decoder.forward(suffix.tokens_t, suffix.plan.positions_t, suffix.rows_r, suffix.plan)
         return verify_and_draw(suffix.checks, logits_rv, self._sampler)

@@ -1,7 +1,8 @@
 """Prefixes that wait for their trajectory: the cache of a finished turn stays in a spare row while a tool works.
 
 The local engine calls it when an attempt ends with a stop token, and when attempts start. An attempt that resumes a
-kept prefix prefills only the tokens after it: the last one that was sampled, and what the tool returned.
+kept prefix prefills only the tokens after it: the last one that was sampled, and what the tool returned. With a large
+model these share passes with decoding slots (`mixed_pass.py`); otherwise they get a pass of their own.
 Guarantees: a prefix is used only under the weights that computed it, and only by an attempt of its sample whose tokens
 begin with those of the prefix. Answers and log-probs are the same with and without it, to the last bit, because the
 native decoder computes a token alike in any batch; other decoders keep nothing. When all rows are taken, the oldest
@@ -37,6 +38,31 @@ class SuffixPrefill:
     plan: KernelPlan
     rows_r: torch.Tensor  # the last token of each attempt
     checks: list[ReplayCheck]
+
+    @classmethod
+    def begin(cls, returning: Sequence[Attempt], lengths: Sequence[int], first_slot: int) -> SuffixPrefill:
+        """`lengths`: the tokens of each attempt that its slot holds already."""
+        tokens: list[int] = []
+        slots: list[int] = []
+        positions: list[int] = []
+        ends: list[int] = []
+        for slot, (attempt, start) in enumerate(zip(returning, lengths, strict=True), start=first_slot):
+            tokens += [*attempt.request.prompt, *attempt.tokens][start:]
+            slots += [slot] * (attempt.length - start)
+            positions += range(start, attempt.length)
+            ends.append(len(tokens) - 1)
+        columns = np.array((tokens, slots, positions), dtype=np.int64)
+        tokens_t, slots_t, positions_t = torch.from_numpy(columns).unbind()
+        checks = [
+            ReplayCheck(attempt=attempt, cached=[], is_masked=[], rows=range(place, place + 1))
+            for place, attempt in enumerate(returning)
+        ]
+        return cls(
+            tokens_t=tokens_t,
+            plan=KernelPlan(slots_t=slots_t, positions_t=positions_t),
+            rows_r=torch.tensor(ends),
+            checks=checks,
+        )
 
 
 class KeptPrefixes:
@@ -76,34 +102,16 @@ class KeptPrefixes:
         samples = {attempt.request.sample for attempt in returning}
         return returning, [attempt for attempt in attempts if attempt.request.sample not in samples]
 
-    def restore(self, returning: Sequence[Attempt], first_slot: int) -> SuffixPrefill:
-        """Copy the prefixes of these attempts into their slots, and forget them; returns the pass that is left."""
-        tokens: list[int] = []
-        slots: list[int] = []
-        positions: list[int] = []
-        ends: list[int] = []
+    def restore(self, returning: Sequence[Attempt], first_slot: int) -> list[int]:
+        """Copy the prefixes of these attempts into their slots, and forget them; returns their lengths."""
+        lengths: list[int] = []
         for slot, attempt in enumerate(returning, start=first_slot):
             kept = self._kept[attempt.request.sample]
-            start = len(kept.tokens)
-            self._cache.copy(kept.row, [slot], start)
+            lengths.append(len(kept.tokens))
+            self._cache.copy(kept.row, [slot], lengths[-1])
             self._drop(attempt.request.sample)
-            tokens += [*attempt.request.prompt, *attempt.tokens][start:]
-            slots += [slot] * (attempt.length - start)
-            positions += range(start, attempt.length)
-            ends.append(len(tokens) - 1)
-            self._num_saved += start
-        columns = np.array((tokens, slots, positions), dtype=np.int64)
-        tokens_t, slots_t, positions_t = torch.from_numpy(columns).unbind()
-        checks = [
-            ReplayCheck(attempt=attempt, cached=[], is_masked=[], rows=range(place, place + 1))
-            for place, attempt in enumerate(returning)
-        ]
-        return SuffixPrefill(
-            tokens_t=tokens_t,
-            plan=KernelPlan(slots_t=slots_t, positions_t=positions_t),
-            rows_r=torch.tensor(ends),
-            checks=checks,
-        )
+        self._num_saved += sum(lengths)
+        return lengths
 
     def clear(self, running: Iterable[Attempt]) -> None:
         """Forget all prefixes, because the weights change. `running` attempts continue over their old cache."""

@@ -47,6 +47,12 @@ class GradualPrefill:
     num_done: int = 0  # tokens that the cache holds
     logprobs: list[float] = field(default_factory=list)  # of the cached tokens that a replay has kept so far
 
+    @classmethod
+    def after_kept(cls, attempt: Attempt, num_done: int) -> GradualPrefill:
+        """The rest of an attempt whose slot holds the cache of an earlier turn."""
+        prefill = Prefill(tokens=[*attempt.request.prompt, *attempt.tokens], attempts=[attempt])
+        return cls(prefill=prefill, num_done=num_done)
+
     @property
     def first_wanted(self) -> int:
         """The first position at which logits are needed."""

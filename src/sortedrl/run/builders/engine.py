@@ -232,11 +232,14 @@ def check_processors(config: SortedConfig) -> None:
 
 
 def num_kept_prefixes(config: SortedConfig, model: Any, max_length: int, *, has_tools: bool) -> int:
-    """How many trajectories in tools keep their cache: as set, or those beyond the slots, if memory allows."""
+    """How many trajectories in tools keep their cache: as set, or all that may be open, if memory allows.
+
+    With fewer rows than waiting trajectories the oldest gives way, which is often the next one to come back.
+    """
     if config.engine.kept_prefixes is not None or not has_tools:
         return config.engine.kept_prefixes or 0
     slots, bound, room = config.engine.slots, config.knobs.open_trajectories, _machine_bytes()
-    wanted = slots if bound is None else bound - slots
+    wanted = 2 * slots if bound is None else bound
     row_bytes = 2 * _cache_bytes(model, max_length)  # the native decoder has four bytes per value
     return max(0, wanted if room is None else min(wanted, int(room * KEPT_SHARE / row_bytes)))
 

@@ -1,0 +1,109 @@
+"""Causes faults: inside the process that trains, before it starts, or from outside while it runs.
+
+`child.py` calls `prepare` in the forked process, and `strike` in the fuzzer's own.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fuzz import control, planted
+from fuzz.control import Control
+from fuzz.scenario import FREEZES, SIGNALS, Fault, Stage
+
+MEMORY_MIB = 300  # at most so much more than at its start, if memory runs out
+_FAILURE_RATE = 0.1  # of attempts
+
+
+def prepare(page: Control, runs: Path, stage: Stage) -> None:
+    """Set up a fault that happens inside this process. `runs`: the folder of run directories."""
+    pid = os.getpid()
+    match stage.fault:
+        case Fault.KILL_AT_CALL:
+            page.set(control.KILL, pid=pid, at=stage.call)
+        case Fault.KILL_AT_WRITE:
+            page.set(control.KILL, pid=pid, at=stage.call, folder=runs)
+        case Fault.DISK_FULL:
+            page.set(control.DISK_FULL, pid=pid, at=stage.call, folder=runs)
+        case Fault.CLOCK_JUMP:
+            days = random.Random(stage.at).choice((-400, -1, 1, 400))
+            page.set(control.CLOCK_JUMP, pid=pid, at=stage.call, jump_s=86_400 * days)
+        case Fault.OUT_OF_MEMORY:
+            limit_memory(round(stage.at * MEMORY_MIB * 2**20))
+        case Fault.ENGINE_RAISES:
+            page.set(control.NOTHING, pid=pid)
+            _engine_raises(page, max(1, round(300**stage.at)))
+        case Fault.SAMPLE_FAILS:
+            page.set(control.NOTHING, pid=pid)
+            _samples_fail(page, stage.at)
+        case _:
+            pass
+
+
+def limit_memory(num_bytes: int) -> None:
+    """Let this process and those that it starts have so many bytes more of writable memory."""
+    status = Path("/proc/self/status").read_text()
+    used = 1024 * int(status.partition("VmData:")[2].split()[0])
+    resource.setrlimit(resource.RLIMIT_DATA, (used + num_bytes, resource.RLIM_INFINITY))
+
+
+def _engine_raises(page: Control, call: int) -> None:
+    from sortedrl.engine.local.engine import LocalEngine
+
+    inner, calls = LocalEngine.poll, [0]
+
+    def poll(engine: LocalEngine, timeout: float | None = None) -> Any:
+        calls[0] += 1
+        if calls[0] == call:
+            page.mark_hit()
+            raise RuntimeError("the fuzzer broke the engine")
+        return inner(engine, timeout)
+
+    planted.replace_method(LocalEngine, "poll", poll)
+
+
+def _samples_fail(page: Control, seed: float) -> None:
+    from sortedrl.engine.base import Failed, Finished
+    from sortedrl.engine.local.engine import LocalEngine
+
+    inner = LocalEngine.poll
+
+    def fails(event: Finished) -> bool:
+        return random.Random(f"{seed} {event.sample} {event.attempt}").random() < _FAILURE_RATE
+
+    def poll(engine: LocalEngine, timeout: float | None = None) -> Any:
+        events = []
+        for event in inner(engine, timeout):
+            if isinstance(event, Finished) and fails(event):
+                page.mark_hit()
+                events.append(Failed(event.sample, event.attempt, event.clock, "the fuzzer failed it"))
+            else:
+                events.append(event)
+        return events
+
+    planted.replace_method(LocalEngine, "poll", poll)
+
+
+def strike(pid: int, stage: Stage, helpers: Mapping[int, str]) -> bool:
+    """Cause a fault from outside; returns whether there was something to hit. `helpers`: processes that it started."""
+    if stage.fault in SIGNALS:
+        os.kill(pid, SIGNALS[stage.fault])
+    elif stage.fault == Fault.KILL:
+        os.kill(pid, signal.SIGKILL)
+    elif stage.fault in FREEZES:
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(FREEZES[stage.fault])
+        os.kill(pid, signal.SIGCONT)
+    else:
+        chosen = random.Random(stage.at).choice(sorted(helpers)) if helpers else None
+        if chosen is None:
+            return False
+        os.kill(chosen, signal.SIGKILL)
+    return True

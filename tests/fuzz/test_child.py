@@ -1,0 +1,55 @@
+"""Processes of the fuzzer: how they end, which faults hit them, and what they leave behind.
+
+Each case runs in a new process without torch, because it adopts every process that its children leave.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the fuzzer needs Linux")
+
+PROGRAM = """
+import os, subprocess, sys, time
+from pathlib import Path
+from fuzz import child
+from fuzz.control import Control
+from fuzz.scenario import Fault, Stage
+child.adopt_orphans()
+child.SETTLE_S = 0.3
+Path("page").write_bytes(bytes(4096))
+def leaves_a_process():
+    subprocess.Popen(["sleep", "60"], start_new_session=True)
+def waits():
+    time.sleep(60)
+def has_a_helper():
+    sys.exit(5 if subprocess.Popen(["sleep", "60"], start_new_session=True).wait() == -9 else 6)
+def takes_memory():
+    bytearray(1 << 30)
+def run(call, **stage):
+    ended = child.run(Control(Path("page")), call, Path("home").absolute(), Stage(**stage))
+    print(ended.code, ended.was_hit, [name.strip() for name in ended.processes], "MemoryError" in ended.err)
+"""
+CASES = {
+    "a process that its starter leaves": ("run(leaves_a_process)", "0 False ['sleep 60'] False"),
+    "a kill": ("run(waits, fault=Fault.KILL)", "-9 True [] False"),
+    "a helper that is killed": ("run(has_a_helper, fault=Fault.HELPER_KILLED, at=0.1)", "5 True [] False"),
+    "no helper to kill": ("run(lambda: time.sleep(0.1), fault=Fault.HELPER_KILLED)", "0 False [] False"),
+    "memory that runs out": ("run(takes_memory, fault=Fault.OUT_OF_MEMORY, at=0.5)", "1 False [] True"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_process_and_its_fault(case: str, tmp_path: Path) -> None:
+    call, expected = CASES[case]
+    command = [sys.executable, "-c", f"{PROGRAM}\n{call}"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}  # this folder is not installed
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
+    assert done.stdout.strip() == expected, done.stderr
