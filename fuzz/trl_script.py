@@ -51,7 +51,9 @@ def main(folder: Path, settings: Sequence[str]) -> None:
     from sortedrl.tasks.knights import DEFAULT_PEOPLE, KnightsRows
     from sortedrl.tasks.tiny import knights_tiny_path
 
-    given = _read(settings)
+    given, checkpoint = _read(settings), newest_checkpoint(folder)
+    if checkpoint is not None and int(checkpoint.rpartition("-")[2]) >= int(given["max_steps"]):
+        return  # a script that starts again when all is done: TRL would train one more step
     source = KnightsRows(seed=0, people=dict(DEFAULT_PEOPLE))
     torch.manual_seed(0)
     arguments = GRPOConfig(
@@ -82,4 +84,4 @@ def main(folder: Path, settings: Sequence[str]) -> None:
         processing_class=AutoTokenizer.from_pretrained(knights_tiny_path()),
         rollout_func=sorted_rollouts(given["strategy"], engine=engine, **knobs),
     )
-    trainer.train(resume_from_checkpoint=newest_checkpoint(folder))
+    trainer.train(resume_from_checkpoint=checkpoint)

@@ -126,7 +126,10 @@ class _Session(TrainerCallback):
             self._publish()
         batch = self.run.next_batch()
         if batch is None:
-            raise LearnerError("TRL asks for more batches than max_steps needs: set max_steps before training starts")
+            raise LearnerError(
+                "TRL asks for more batches than max_steps needs: if the checkpoint to resume from has all steps, raise "
+                "max_steps; otherwise set max_steps before training starts"
+            )
         assert len(batch.samples) == num_prompts, f"TRL takes {num_prompts} samples, not {len(batch.samples)}"
         self.batch = batch.samples
         trainer, metrics = self.trainer, self.trainer._metrics["train"]
