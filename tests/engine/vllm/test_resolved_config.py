@@ -17,6 +17,12 @@ from tests.support.tiny_models import tiny_model
 
 pytestmark = MARKS
 PROGRAM = Path(__file__).parents[2] / "support" / "fake_cuda.py"
+# vLLM inspects a model's class in one more process, which fails where there is no CUDA at all, and keeps what it found.
+# So the class is inspected once without the fake platform: the cache of a fresh machine is empty.
+INSPECT = """
+from vllm.model_executor.models.registry import ModelRegistry
+ModelRegistry.models["LlamaForCausalLM"].inspect_model_cls()
+"""
 SHAPE = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}
 
 
@@ -24,6 +30,8 @@ SHAPE = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4,
 def resolve(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("model")
     tiny_model(**SHAPE).to(torch.bfloat16).save_pretrained(folder)
+    inspected = subprocess.run([sys.executable, "-c", INSPECT], capture_output=True, text=True, check=False)
+    assert inspected.returncode == 0, inspected.stderr[-3000:]
 
     @cache
     def run(capability: str = "9.0", values: str = '{"dtype": "bfloat16"}', wishes: str = "{}") -> dict[str, Any]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -94,6 +96,42 @@ def test_a_core_that_hangs_gives_its_samples_back(engine: Any, monkeypatch: pyte
     assert {event.sample for event in events if isinstance(event, Partial)} == {0, 1, 2}
     assert engine.stats().extra["losses"] == 1
     assert all(is_gone(pid) for pid in pids)
+
+
+def test_a_core_that_dies_while_it_starts_again_is_another_loss(model: Any, engine: Any) -> None:
+    requests = make_requests(3)
+    expected = Caller(LocalEngine(copy.deepcopy(model), slots=4, max_length=256)).serve(requests)
+    Caller(engine).serve(requests)  # starts vLLM, if an earlier test has killed it
+    losses, events = engine.stats().extra["losses"], []
+    engine.submit(make_requests(3, budget=200))
+    os.kill(engine.pids[0], signal.SIGKILL)
+    while engine.stats().running:
+        engine.poll(1.0)
+
+    killed: list[int] = []
+
+    def kill_the_next_core() -> None:
+        while not killed:
+            for child in psutil.Process().children():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if child.name().startswith("VLLM::Engine") and child.status() != psutil.STATUS_ZOMBIE:
+                        child.kill()
+                        killed.append(child.pid)
+            time.sleep(0.01)
+
+    killer = threading.Thread(target=kill_the_next_core, daemon=True)
+    killer.start()
+    engine.submit(requests)
+    while engine.stats().running:
+        events += engine.poll(1.0)
+    killer.join()
+    assert {event.sample for event in events if isinstance(event, Partial)} == {0, 1, 2}
+    assert engine.stats().extra["losses"] == losses + 2
+    assert not engine.pids
+    answers = Caller(engine).serve(requests)
+    assert {sample: answer.tokens for sample, answer in answers.items()} == {
+        sample: answer.tokens for sample, answer in expected.items()
+    }
 
 
 OWNER = """

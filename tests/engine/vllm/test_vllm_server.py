@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +146,70 @@ def test_a_server_whose_core_is_gone_is_not_waited_for() -> None:
             process.kill()
             process.wait()
         server._stop_loop()
+
+
+_LOSES_ITS_CORE = """
+import subprocess, sys, time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+core = subprocess.Popen(["sleep", "600"])
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        if self.path == "/health":
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+        else:
+            core.kill()
+            core.wait()
+            time.sleep(600)
+
+    def log_message(self, *words):
+        pass
+
+ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def test_a_started_server_that_loses_its_core_while_connecting_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stays up, but never answers."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def launch(settings: VllmSettings, port: int) -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen([sys.executable, "-c", _LOSES_ITS_CORE, str(port)]))
+        return started[0]
+
+    monkeypatch.setattr(vllm_server, "_launch", launch)
+    with pytest.raises(EngineError, match=r"failed while connecting.*core has died.*see its messages"):
+        ServerProcess(settings(tmp_path, start_s=300.0), StepCounts(), limit_s=300.0, port=free_port())
+    assert started[0].poll() is not None
+
+
+class _Silent(_Healthy):
+    """Answers that it is healthy, and nothing else until `may_end`."""
+
+    may_end = threading.Event()
+
+    def do_GET(self) -> None:
+        if self.path != "/health":
+            self.may_end.wait()
+        super().do_GET()
+
+
+def test_a_server_that_falls_silent_while_connecting_is_given_up(tmp_path: Path) -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Silent)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"127.0.0.1:{server.server_port}"
+    try:
+        with pytest.raises(EngineError, match=rf"{address} failed while connecting.*did not answer for 0\.5 s"):
+            ServerProcess(settings(tmp_path, start_s=0.5), StepCounts(), limit_s=300.0, address=address)
+    finally:
+        _Silent.may_end.set()
+        server.shutdown()
+        server.server_close()
 
 
 def test_an_address_excludes_a_port() -> None:

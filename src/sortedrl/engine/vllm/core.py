@@ -64,9 +64,13 @@ class CoreProcess(VllmProcess):
         try:
             self.flag = AbortFlag(settings.flag)
             starting = asyncio.run_coroutine_threadsafe(_start(settings, counts), self.loop)
-            self.frontend, self.workers = starting.result(settings.start_s)
+            self.frontend = starting.result(settings.start_s)
+            self._pids = _processes(self.frontend)
+            # By `call`, which notices a death: a core that dies here never answers.
+            prepare = self.frontend.collective_rpc("sorted_prepare", args=(own_mark(), str(settings.flag)))
+            self.workers = [WorkerReport.from_dict(report) for report in self.call(prepare, settings.start_s)]
         except BaseException as error:
-            self._pids = sorted(_children() - before)
+            self._pids = sorted({*self._pids, *(_children() - before)})
             self.close()
             if isinstance(error, FutureTimeout) and not isinstance(error.__cause__, Exception):
                 raise EngineError(
@@ -79,7 +83,6 @@ class CoreProcess(VllmProcess):
                 f"vLLM did not start ({type(error).__name__}: {error}); see its messages above; if it lacks memory, "
                 f"lower engine.slots, engine.max_new_tokens or engine.kv_gb, or take a smaller model{adapter_hint}"
             ) from error
-        self._pids = _processes(self.frontend)
 
     @property
     def is_dead(self) -> bool:
@@ -106,7 +109,8 @@ class CoreProcess(VllmProcess):
         return isinstance(error, EngineDeadError)
 
 
-async def _start(settings: VllmSettings, counts: StepCounts) -> tuple[Any, list[WorkerReport]]:
+async def _start(settings: VllmSettings, counts: StepCounts) -> Any:
+    """Make an AsyncLLM, which starts vLLM's processes."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.metrics.loggers import StatLoggerBase
@@ -121,10 +125,7 @@ async def _start(settings: VllmSettings, counts: StepCounts) -> tuple[Any, list[
         def log_engine_initialized(self) -> None:
             pass
 
-    arguments = AsyncEngineArgs(**engine_arguments(settings))
-    llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[Counter])
-    reports = await llm.collective_rpc("sorted_prepare", args=(own_mark(), str(settings.flag)))
-    return llm, [WorkerReport.from_dict(report) for report in reports]
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(settings)), stat_loggers=[Counter])
 
 
 def engine_arguments(settings: VllmSettings) -> dict[str, Any]:

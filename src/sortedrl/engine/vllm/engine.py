@@ -26,9 +26,9 @@ Guarantees, beyond the protocol:
 - vLLM's core executes an interrupt: no token is lost, and nothing is decoded after it;
 - KV that was computed under other weights is never read: prefixes are cached under the version's name;
 - when vLLM dies, does not answer for `limit_s`, or does not take weights within `publish_s`, its samples come back as
-  interrupted with every token that had arrived, and the next `submit` starts another vLLM with the current weights.
-  `MAX_LOSSES` losses in a row without a finished answer end the run instead. In a pool, which alone has the weights for
-  another start, the loss is raised to the pool.
+  interrupted with every token that had arrived, and the next `submit` starts another vLLM with the current weights. A
+  vLLM that has started before and does not start again is lost too. `MAX_LOSSES` losses in a row without a finished
+  answer end the run instead. In a pool, which alone has the weights for another start, the loss is raised to the pool.
 """
 
 from __future__ import annotations
@@ -244,9 +244,10 @@ class VllmEngine:
         prepared = [vllm_request for request in requests if (vllm_request := self._prepare(request)) is not None]
         if prepared:
             if self._process is None:
-                self._start()
+                self._restart()
             self._request_loop.add(prepared)
-            self._call(self._request_loop.start(prepared))  # if vLLM is lost here, the next poll reports it
+            if self._request_loop.loss is None:  # if vLLM is or gets lost here, the next poll gives them back
+                self._call(self._request_loop.start(prepared))
 
     def poll(self, timeout: float | None = None) -> list[EngineEvent]:
         request_loop, deadline = self._request_loop, math.inf if timeout is None else self._clock() + timeout
@@ -400,6 +401,15 @@ class VllmEngine:
             process.close(is_lost=True)
             raise EngineError(f"vLLM failed right after its start ({loss}): see vLLM's messages above")
 
+    def _restart(self) -> None:
+        """Start vLLM again. It has started with these settings before, so a failure counts as another loss."""
+        try:
+            self._start()
+        except EngineError as error:
+            if self._address:  # only its user can start a named server
+                raise
+            self._request_loop.loss = str(error)
+
     def _start_process(self) -> VllmProcess:
         if not self._address:
             log.info("starting vLLM, which takes ten seconds to minutes")
@@ -522,7 +532,7 @@ class VllmEngine:
         request_loop.num_finished = 0
         if self._num_losses_in_row >= MAX_LOSSES:
             raise EngineError(
-                f"{loss}, {MAX_LOSSES} times in a row without a finished answer: see its messages above and the "
-                "system's (out of memory?), then resume the run"
+                f"vLLM was lost {MAX_LOSSES} times in a row without a finished answer: see its messages above and the "
+                f"system's (out of memory?), then resume the run; the last time: {loss}"
             )
-        log.warning("%s with %d samples running; they continue in a new vLLM process", loss, len(lost))
+        log.warning("vLLM was lost with %d samples running, which continue in a new one: %s", len(lost), loss)

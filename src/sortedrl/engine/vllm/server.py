@@ -28,7 +28,7 @@ from sortedrl.engine.vllm import owned_launch
 from sortedrl.engine.vllm.core import is_alive, kill_vllm
 from sortedrl.engine.vllm.http import HttpFrontend
 from sortedrl.engine.vllm.owner import own_mark
-from sortedrl.engine.vllm.process import CLOSE_S, StepCounts, VllmProcess, VllmSettings
+from sortedrl.engine.vllm.process import CLOSE_S, StepCounts, VllmLost, VllmProcess, VllmSettings
 from sortedrl.engine.vllm.runner_choice import EXTENSION
 from sortedrl.engine.vllm.worker_report import WorkerReport
 from sortedrl.errors import EngineError
@@ -92,15 +92,18 @@ class ServerProcess(VllmProcess):
         try:
             if not address:
                 self._popen = _launch(settings, port)
-            asyncio.run_coroutine_threadsafe(self._connect(settings), self.loop).result()
+            asyncio.run_coroutine_threadsafe(self._wait_for_health(settings.start_s), self.loop).result()
+            self._pids = [] if self._popen is None else _descendants(self._popen.pid)
+            # By `call`, which notices a death: a server whose core dies here never answers.
+            self.call(self._connect(settings), settings.start_s)
         except BaseException as error:
             self.close(is_lost=True)
-            if isinstance(error, httpx.TransportError):
+            if isinstance(error, VllmLost):
                 raise EngineError(
-                    f"the vLLM server at {self._address} ended while connecting: see its messages and start it again"
+                    f"the vLLM server at {self._address} failed while connecting ({error}): see its messages and start "
+                    "it again"
                 ) from error
             raise
-        self._pids = [] if self._popen is None else _descendants(self._popen.pid)
 
     @property
     def is_dead(self) -> bool:
@@ -149,7 +152,6 @@ class ServerProcess(VllmProcess):
         await self.frontend.client.aclose()
 
     async def _connect(self, settings: VllmSettings) -> None:
-        await self._wait_for_health(settings.start_s)
         response = await self.frontend.client.get("/server_info", params={"config_format": "json"})
         if response.status_code != httpx.codes.OK:
             raise EngineError(
@@ -180,6 +182,7 @@ class ServerProcess(VllmProcess):
         await self.refresh_counts()
 
     async def _wait_for_health(self, start_s: float) -> None:
+        """Return when the server answers; raises `EngineError` if it ends, or is silent too long."""
         deadline = time.monotonic() + (start_s if self._popen is not None else _CONNECT_S)
         while not await self.frontend.is_healthy():
             if self.is_dead:
