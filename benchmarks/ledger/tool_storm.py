@@ -1,13 +1,21 @@
-"""Kill a run with tools again and again with SIGKILL: a turn that a checkpoint kept is never called again.
+"""Kill a run with tools again and again with SIGKILL, and check what is called again afterwards.
 
     python -m benchmarks.ledger.tool_storm [--kills 50] [--kind snapshot|repeatable|none] [--json]
 
 Every call of the tool leaves a line in a file: the row's key, and how many calls its object had before. Before a
 process resumes the run, the calls of the turns that its checkpoint keeps are counted: all of a trained sample, and
-those of the turns that a waiting sample still holds. A line for one of them afterwards is a second call. Only
-repeatable environments may make one, and the ledger counts it; with kind `none` a trajectory whose object died with its
-process starts over. Calls whose results were in no checkpoint are made again by every kind: `made_again_unkept` counts
-them. At the end every loaded trajectory must be trained once, and the ledger is verified from its file.
+those of the turns that a waiting sample still holds. A line for one of them afterwards is a call that is made again.
+
+- `snapshot`: there is none.
+- `repeatable`: there are some, and the ledger counts all of them. It counts a call before it is made, so it may count
+  more than were made: those of turns that a kill found between the two.
+- `none`: a trajectory whose object died with its process starts over, so none of its turns is kept. `restarted` counts
+  the trajectories that did.
+
+For every kind, the calls that a checkpoint keeps must be those of one state (`wrong_states` is 0): when a process kept
+the n-th call of a trajectory, its object had n - 1 before. Calls whose results were in no checkpoint are made again by
+every kind: `made_again_unkept` counts them. At the end every loaded trajectory must be trained once, and the ledger is
+verified from its file.
 """
 
 from __future__ import annotations
@@ -34,6 +42,13 @@ from sortedrl.run.checkpoint_folder import Checkpoints
 from sortedrl.trainer import SortedTrainer
 
 NAMES = ("Ann", "Bob", "Cid", "Dan", "Eve", "Fay")
+# Calls since the sample last started over, with those that a replay may have lost.
+KEPT = """
+SELECT sample, prompt, turn, calls.idx, arguments, error FROM calls JOIN samples ON id = sample
+WHERE repeated = 0 AND error != 'ignored' AND calls.seq > (
+    SELECT coalesce(max(seq), 0) FROM steps WHERE steps.sample = calls.sample AND step = 'requeue' AND value = 'fresh'
+) ORDER BY calls.seq
+"""
 LONGEST_S = 0.5  # a process lives at most so long after its first checkpoint
 PATIENCE_S = 300.0  # a process that writes no checkpoint within this time hangs
 
@@ -112,20 +127,18 @@ def start_child(folder: Path, kind: str, samples: int, *, resume: bool) -> int:
 def kept_calls(folder: Path) -> dict[str, int]:
     """By key of a row: how many calls of kept turns the newest checkpoint has."""
     checkpoint = Checkpoints(folder / "storm" / "checkpoints").latest()
-    if checkpoint is None:
-        return {}
-    copy = folder / "copy.sqlite"
-    shutil.copy(checkpoint / "ledger.sqlite", copy)
+    return {} if checkpoint is None else calls_in(checkpoint / "ledger.sqlite", folder / "copy.sqlite")
+
+
+def calls_in(ledger_file: Path, copy: Path) -> dict[str, int]:
+    """The same of a ledger, of which a copy is opened."""
+    shutil.copy(ledger_file, copy)
     store = Store.open(copy)
     waiting = {sample.id: sample.num_turns for sample in store.restore().samples.values()}
     store.close()
     made: dict[tuple[str, int, int], bool] = {}  # of a turn that was written twice, the last row counts
     with Ledger(copy) as ledger:
-        query = (
-            "SELECT sample, prompt, turn, calls.idx, arguments, error FROM calls JOIN samples ON id = sample"
-            " WHERE repeated = 0 AND error != 'ignored' ORDER BY calls.seq"
-        )
-        for sample, prompt, turn, index, arguments, error in ledger.rows(query):
+        for sample, prompt, turn, index, arguments, error in ledger.rows(KEPT):
             if turn < waiting.get(sample, turn + 1):
                 has_reached = error in ("", "exception") and set(json.loads(arguments)) == {"who"}
                 made[str(prompt).rpartition("/")[2], turn, index] = has_reached  # the tool itself, which left a line
@@ -169,16 +182,20 @@ def storm(folder: Path, kills: int, kind: str, samples: int, seed: int) -> dict[
             raise SystemExit("a training process failed")
         calls, place = calls_since(folder, place)
         totals["calls"] += len(calls)
-        totals["called_again"] += sum(number < kept.get(key, 0) for key, number in calls)
+        again = [call for call in calls if call[1] < kept.get(call[0], 0)]
+        totals["restarted" if kind == "none" else "called_again"] += count_again(again, kind)
         totals["made_again_unkept"] += sum(call in seen and call[1] >= kept.get(call[0], 0) for call in calls)
         seen.update(calls)
+        before_kept = kept
+        kept = calls_in(folder / "storm" / "ledger.sqlite", folder / "copy.sqlite") if ended[0] else kept_calls(folder)
+        totals["wrong_states"] += count_wrong_states(before_kept, kept, calls)
         if ended[0]:
             break
-        kept = kept_calls(folder)
         totals["kept_calls"] += sum(kept.values())
         resume = (folder / "storm" / "config.toml").is_file()
     with Ledger(folder / "storm") as ledger:
         verdict = verify(ledger)
+        restarts = ledger.one("SELECT count(*) FROM steps WHERE step = 'requeue' AND value = 'fresh'")
     return {
         "kind": kind,
         **totals,
@@ -186,9 +203,32 @@ def storm(folder: Path, kills: int, kind: str, samples: int, seed: int) -> dict[
         "loaded": verdict.counts["samples"],
         "trained": verdict.counts["trained"],
         "violations": verdict.num_violations,
-        "repeated_calls_in_ledger": verdict.counts["repeated_calls"],
+        "counted_again_in_ledger": verdict.counts["repeated_calls"] + verdict.counts["forgotten_repeats"],
+        "restarts_in_ledger": restarts,
         "forgotten_calls_in_ledger": verdict.counts["forgotten_calls"],
     }
+
+
+def count_again(again: list[tuple[str, int]], kind: str) -> int:
+    """Calls of kept turns that were made again; with kind `none` the trajectories that made them start over."""
+    return len({key for key, _ in again}) if kind == "none" else len(again)
+
+
+def count_wrong_states(before: dict[str, int], after: dict[str, int], calls: list[tuple[str, int]]) -> int:
+    """Trajectories whose number of kept calls changed, but whose last kept call was made in another state."""
+    made = set(calls)
+    return sum(number != before.get(key, 0) and (key, number - 1) not in made for key, number in after.items())
+
+
+def is_sound(result: dict[str, Any]) -> bool:
+    """Whether the storm found what the kind of environment promises."""
+    if result["trained"] != result["loaded"] or result["violations"] or result["wrong_states"]:
+        return False
+    if result["kind"] == "none":
+        return result["restarted"] > 0 and result["restarts_in_ledger"] > 0 and not result["counted_again_in_ledger"]
+    if result["kind"] == "snapshot":
+        return not result["called_again"] and not result["counted_again_in_ledger"]
+    return 0 < result["called_again"] <= result["counted_again_in_ledger"]
 
 
 def main() -> None:
@@ -200,12 +240,10 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         result = storm(Path(folder), options.kills, options.kind, options.samples, options.seed)
-    is_kept = result["trained"] == result["loaded"] and not result["violations"]
-    is_kept = is_kept and (options.kind != "snapshot" or not result["called_again"])
     if not options.json:
         save(f"tool_storm_{options.kind}", result)
     print(json.dumps(result))
-    raise SystemExit(0 if is_kept else 1)
+    raise SystemExit(0 if is_sound(result) else 1)
 
 
 if __name__ == "__main__":

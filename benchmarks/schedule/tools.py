@@ -1,6 +1,6 @@
 """What it pays that a trajectory in a tool holds no slot: makespans on the real engine, and the simulator's forecast.
 
-    python -m benchmarks.schedule.tools [--samples 1024] [--slots 64] [--pass-ms 2.0] [--json]
+    python -m benchmarks.schedule.tools [--model tiny|smollm2] [--samples 1024] [--slots 64] [--pass-ms 2.0] [--json]
 
 Lengths, turns and tool times of the trajectories are drawn, with a long tail, so that tools take 35 % and then 68 % of
 a trajectory's time. The local engine decodes every token, and a real environment sleeps for every call. Three ways:
@@ -8,9 +8,14 @@ continuous rollout with slots free during tools, the same with slots held (no mo
 and synchronous rollout with slots held. Weights do not change.
 
 The claim is about engines whose step costs the same for few rows as for many, as on a GPU, where a step reads all
-weights. A CPU has no such model with 64 rows a step. So the model is small, every pass takes at least `--pass-ms`, and
-the engine works as with a large model: prompts and tool results share passes with decoding slots, and prefixes are kept
-while tools work. With `--pass-ms 0` passes take what this machine needs, and free slots save little.
+weights. Two settings come near to it on a CPU:
+
+- `tiny` has 64 slots. No model does that on a CPU, so the model is small, every pass takes at least `--pass-ms`, and
+  the engine works as with a large model: prompts and tool results share passes with decoding slots, and prefixes are
+  kept while tools work. With `--pass-ms 0` passes take what this machine needs, and free slots save little.
+- `smollm2` is SmolLM2-135M with 8 slots, in which nothing is stretched: a step reads 540 MB of weights, and with eight
+  rows it costs little more than with one. A synchronous batch of 8 has a shorter tail than one of 64, so less is to be
+  gained over synchronous rollout.
 
 Before the runs, the cost of a step is measured, and the loop's own time per turn, with other trajectories whose tools
 return at once. From these costs and the trajectories the simulator forecasts every makespan.
@@ -33,6 +38,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.record import make_parser, save
 from sortedrl.buffer import Buffer
 from sortedrl.clock import WallClock
+from sortedrl.config import SortedConfig
 from sortedrl.controller import Controller, LoopParts, LoopSettings
 from sortedrl.engine.attempt import Attempt
 from sortedrl.engine.base import CompletedHandle, Delta, InFlight, Request, Sampling
@@ -42,6 +48,7 @@ from sortedrl.environment.loop import TurnLoop
 from sortedrl.environment.runner import EnvironmentRunner
 from sortedrl.learner.base import UpdateResult
 from sortedrl.records import Batch, FinishReason, Mode, Prompt, Sample
+from sortedrl.run.builders.parts import load_model, model_path
 from sortedrl.schedule import resolve_knobs
 from sortedrl.simulate.fit import FittedCost, least_squares
 from sortedrl.simulate.run import InstantScorer, simulate
@@ -51,12 +58,49 @@ from sortedrl.telemetry.events import ignore
 
 SHARES = (0.35, 0.68)  # of a trajectory's time that its tools take
 WAYS = {"released": ("april", False), "held": ("april", True), "sync, held": ("sync", True)}  # strategy, holds slots
-LENGTHS = "lognormal(240, 1.1, 2816)"
 MEAN_TURNS = 3  # with tools, of a trajectory
-PROMPT_TOKENS, VOCAB, MAX_LENGTH = 16, 64, 3072
-WORKERS = 320  # threads that wait in tools, more than trajectories ever do
+PROMPT_TOKENS, VOCAB = 16, 64  # prompts are of the first tokens of the vocabulary
 LIMITS = {0.35: {"held": 0.8, "sync, held": 0.25}, 0.68: {"held": 0.65, "sync, held": 0.25}}
 FORECAST_LIMIT = 0.15
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Setting:
+    lengths: str
+    max_length: int
+    samples: int
+    slots: int
+    pass_ms: float
+    workers: int  # threads that wait in tools, more than trajectories ever do
+    kept_prefixes: int
+    timed_lengths: tuple[int, ...]  # at which the cost of a step is measured
+    threads: int
+
+
+SETTINGS = {
+    "tiny": Setting(
+        lengths="lognormal(240, 1.1, 2816)",
+        max_length=3072,
+        samples=1024,
+        slots=64,
+        pass_ms=2.0,
+        workers=320,
+        kept_prefixes=256,
+        timed_lengths=(0, 100, 300),
+        threads=1,
+    ),
+    "smollm2": Setting(
+        lengths="lognormal(40, 1.1, 400)",
+        max_length=640,
+        samples=72,
+        slots=8,
+        pass_ms=0.0,
+        workers=72,
+        kept_prefixes=48,
+        timed_lengths=(0, 60),
+        threads=2,
+    ),
+}
 
 
 class Waiting:
@@ -104,7 +148,8 @@ class TurnEngine(LocalEngine):
     def __init__(self, model: torch.nn.Module, *, pass_s: float, **settings: Any) -> None:
         super().__init__(model, **settings)
         self._is_mixing = True
-        self._decoder = SlowDecoder(self._decoder, pass_s)  # type: ignore[assignment]  # passes everything else on
+        if pass_s:
+            self._decoder = SlowDecoder(self._decoder, pass_s)  # type: ignore[assignment]  # passes everything else on
 
     def begin(self, tools: ToolTrace) -> None:
         """Start a run with other trajectories."""
@@ -170,7 +215,25 @@ class SlowDecoder:
         return logits
 
 
-def make_engine(slots: int, pass_s: float) -> TurnEngine:
+def make_engine(options: Any) -> TurnEngine:
+    setting = SETTINGS[options.model]
+    return TurnEngine(
+        make_model(setting.max_length) if options.model == "tiny" else load_smollm2(),
+        pass_s=options.pass_ms / 1000,
+        slots=options.slots,
+        max_length=setting.max_length,
+        path="native",
+        drafts="off",
+        kept_prefixes=setting.kept_prefixes,
+    )
+
+
+def load_smollm2() -> torch.nn.Module:
+    model, _ = load_model(model_path(SortedConfig(model={"path": "smollm2-135m"})))
+    return model.eval()
+
+
+def make_model(max_length: int) -> torch.nn.Module:
     torch.manual_seed(0)
     shape = LlamaConfig(
         vocab_size=VOCAB,
@@ -179,23 +242,20 @@ def make_engine(slots: int, pass_s: float) -> TurnEngine:
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
-        max_position_embeddings=MAX_LENGTH,
+        max_position_embeddings=max_length,
     )
-    model = LlamaForCausalLM(shape).eval()
-    return TurnEngine(
-        model, pass_s=pass_s, slots=slots, max_length=MAX_LENGTH, path="native", kept_prefixes=WORKERS - slots
-    )
+    return LlamaForCausalLM(shape).eval()
 
 
 # ---- costs -----------------------------------------------------------------------------------------------------------
 
 
-def measure_costs(engine: TurnEngine, slots: int) -> tuple[FittedCost, float]:
+def measure_costs(engine: TurnEngine, slots: int, setting: Setting) -> tuple[FittedCost, float]:
     """The costs that the forecast uses, and how many seconds a token takes in a slot, everything included."""
     time_steps(engine, slots, 100)  # the first call allocates
     steps: list[tuple[list[float], float]] = []
     for num in sorted({1, 2, slots // 2, slots}):
-        for start in (0, 100, 300):
+        for start in setting.timed_lengths:
             step_s = min(time_steps(engine, num, start) for _ in range(3))
             steps.append(([1.0, num, num * (PROMPT_TOKENS + start)], step_s))
     rows, seconds = np.array([row for row, _ in steps]), np.array([s for _, s in steps])
@@ -206,8 +266,8 @@ def measure_costs(engine: TurnEngine, slots: int) -> tuple[FittedCost, float]:
     )
     nothing |= dict.fromkeys(("call_s", "start_s", "token_s"), 0.0)
     cost = FittedCost(base_s=base_s, slot_s=slot_s, window_s=window_s, prompt_tokens=PROMPT_TOKENS, **nothing)
-    work = draw(8 * slots, 0.0, 0.0, seed=1)  # tools that return at once
-    done, num_turns = run(engine, work, "released", slots), sum(map(len, work.tools.ends))
+    work = draw(setting.lengths, 8 * slots, 0.0, 0.0, seed=1)  # tools that return at once
+    done, num_turns = run(engine, work, "released", slots, setting.workers), sum(map(len, work.tools.ends))
     num_tokens = sum(ends[-1] for ends in work.tools.ends)
     poll_s = max(done["makespan_s"] - forecast(work, "released", slots, cost), 0.0) / num_turns
     return replace(cost, poll_s=poll_s), done["makespan_s"] * done["busy"] * slots / num_tokens
@@ -238,14 +298,14 @@ def time_steps(engine: TurnEngine, num: int, start: int, steps: int = 32) -> flo
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 
-def run(engine: TurnEngine, work: Workload, way: str, slots: int) -> dict[str, Any]:
+def run(engine: TurnEngine, work: Workload, way: str, slots: int, workers: int) -> dict[str, Any]:
     """Roll the workload out one way; returns its makespan and what the engine did."""
     strategy, is_held = WAYS[way]
     knobs = resolve_knobs(
         strategy, slots, open_trajectories=slots if is_held else None, max_staleness=None if strategy == "april" else 0
     )
     buffer, clock = Buffer(), WallClock()
-    runner = EnvironmentRunner(describe(Waiting), timeout_s=600.0, workers=WORKERS, run_in="thread")
+    runner = EnvironmentRunner(describe(Waiting), timeout_s=600.0, workers=workers, run_in="thread")
     turns = TurnLoop(
         buffer=buffer,
         runner=runner,
@@ -305,23 +365,24 @@ def forecast(work: Workload, way: str, slots: int, cost: FittedCost) -> float:
     return summary.wall_s
 
 
-def draw(samples: int, share: float, token_s: float, seed: int) -> Workload:
+def draw(lengths: str, samples: int, share: float, token_s: float, seed: int) -> Workload:
     """Trajectories whose tools take `share` of their time, if each token takes `token_s`."""
-    trace = load_trace(LENGTHS, samples=samples, seed=seed)
+    trace = load_trace(lengths, samples=samples, seed=seed)
     mean_s = share / (1 - share) * sum(trace.lengths) / samples * token_s / MEAN_TURNS
     return Workload(trace=trace, tools=draw_tools(f"{MEAN_TURNS} x {mean_s:.6f}", trace.lengths, seed))
 
 
 def measure(options: Any) -> dict[str, Any]:
-    slots = options.slots
-    engine = make_engine(slots, options.pass_ms / 1000)
-    cost, token_s = measure_costs(engine, slots)
+    slots, setting = options.slots, SETTINGS[options.model]
+    torch.set_num_threads(setting.threads)
+    engine = make_engine(options)
+    cost, token_s = measure_costs(engine, slots, setting)
     found: dict[str, Any] = {}
     for share in SHARES:
-        work, ways = draw(options.samples, share, token_s, options.seed), {}
+        work, ways = draw(setting.lengths, options.samples, share, token_s, options.seed), {}
         for way in WAYS:
             expected = forecast(work, way, slots, cost)
-            ways[way] = {**run(engine, work, way, slots), "forecast_s": expected}
+            ways[way] = {**run(engine, work, way, slots, setting.workers), "forecast_s": expected}
             ways[way]["error"] = expected / ways[way]["makespan_s"] - 1
         released = ways["released"]["makespan_s"]
         tool_s = sum(map(sum, work.tools.seconds))
@@ -333,6 +394,7 @@ def measure(options: Any) -> dict[str, Any]:
         }
     engine.close()
     return {
+        "model": options.model,
         "samples": options.samples,
         "slots": slots,
         "pass_ms": options.pass_ms,
@@ -378,17 +440,21 @@ def show(result: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--samples", type=int, default=1024)
-    parser.add_argument("--slots", type=int, default=64)
-    parser.add_argument("--pass-ms", type=float, default=2.0)
+    parser.add_argument("--model", choices=list(SETTINGS), default="tiny")
+    parser.add_argument("--samples", type=int, help="default: as the setting of the model has it; so are the next two")
+    parser.add_argument("--slots", type=int)
+    parser.add_argument("--pass-ms", type=float)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    for key in ("samples", "slots", "pass_ms"):
+        if getattr(options, key) is None:
+            setattr(options, key, getattr(SETTINGS[options.model], key))
     result = measure(options)
     if options.json:
         print(json.dumps(result))
     else:
         show(result)
-        print(f"saved {save('tools', result)}")
+        print(f"saved {save('tools' if options.model == 'tiny' else f'tools_{options.model}', result)}")
     raise SystemExit(1 if result["missed"] else 0)
 
 

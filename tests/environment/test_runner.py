@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from sortedrl.environment.base import Kind, ToolCall, Turn, TurnResult, describe
-from sortedrl.environment.runner import EnvironmentRunner
+from sortedrl.environment.runner import EnvironmentRunner, ProcessChannel
 from sortedrl.errors import ConfigError, DataError
 from tests.environment.sample_environments import Counter, Hostile, Plain, Saved
 
@@ -110,9 +113,12 @@ def test_a_turn_begins_in_the_state_after_the_kept_turns(made: type, is_lost: bo
         runner.forget(0)
     last = Turn(sample=0, serial=next(SERIAL), number=1, row=row, calls=[add(100)], history=[[add(3)]], state=states[0])
     result = work(runner, last)
-    runner.close()
     assert result.is_lost == (made is Plain)
-    assert result.num_repeated == (made is Counter)
+    assert result.must_repeat == (made is Counter)
+    if result.must_repeat:  # nothing is called before the caller has recorded it
+        assert log.read_text().split() == ["3", "10"]
+        result = work(runner, replace(last, may_repeat=True))
+    runner.close()
     assert [r.text for r in result.results] == ([] if made is Plain else ["103"])
     again = ["3"] if made is Counter else []
     assert log.read_text().split() == ["3", "10", *again, *([] if made is Plain else ["100"])]
@@ -207,3 +213,42 @@ def test_a_class_that_no_other_process_can_import_runs_in_threads() -> None:
     assert EnvironmentRunner(describe(Counter)).is_remote
     with pytest.raises(ConfigError, match="another process cannot import"):
         EnvironmentRunner(describe(Local), run_in="process")
+
+
+def test_a_runner_whose_threads_cannot_start_is_closed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    runner = EnvironmentRunner(describe(Plain), run_in="thread", workers=1, timeout_s=1.5, max_chars=80)
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        runner.start()
+    runner.close()
+
+
+def test_a_runner_whose_second_thread_cannot_start_is_closed_and_leaves_no_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start = threading.Thread.start
+    started: list[subprocess.Popen[bytes]] = []
+    spawn = ProcessChannel._spawn
+
+    def fail_second(thread: threading.Thread) -> None:
+        if thread.name == "environment" and len(started) == 2:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def note(channel: ProcessChannel) -> None:
+        spawn(channel)
+        assert channel._process is not None
+        started.append(channel._process)
+
+    monkeypatch.setattr(threading.Thread, "start", fail_second)
+    monkeypatch.setattr(ProcessChannel, "_spawn", note)
+    runner = EnvironmentRunner(describe(Counter), run_in="process", workers=2, timeout_s=5.0)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        run(runner, "jump")
+    assert [process.returncode is not None for process in started] == [True, True]
+    with pytest.raises(AssertionError, match="closed"):
+        run(runner, "jump", sample=1)
+    runner.close()

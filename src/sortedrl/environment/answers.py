@@ -73,6 +73,7 @@ class AnswerTurns:
             row={**sample.prompt.columns, "prompt": sample.prompt.content},
             history=[[c for c in calls if not c.error] for calls in self.dialect.history(sample)],
             state=self._states.get(sample.id),
+            may_repeat=True,  # an evaluation has no ledger
             **asked,
         )
 

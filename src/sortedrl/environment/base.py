@@ -71,11 +71,17 @@ class Turn:
     history: Sequence[Sequence[ToolCall]] = ()
     state: Any = None  # the snapshot after the kept turns, for a new object
     asks_reward: bool = False
+    may_repeat: bool = False  # the calls of `history` are recorded, so they may be made again
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class TurnResult:
-    """The end of a turn's work. If `is_lost`, the state could not be made again, and no tool was called."""
+    """The end of a turn's work.
+
+    If `is_lost`, the state cannot be made again. If `must_repeat`, it can, by calls of kept turns, which must be
+    recorded before they are made: the turn has to be submitted again with `may_repeat`. In neither case was a tool
+    called.
+    """
 
     sample: int
     serial: int
@@ -84,8 +90,8 @@ class TurnResult:
     state: Any = None  # the snapshot after this turn, of a class that has them
     reward: float | None = None
     error: str = ""  # why there is no reward
-    num_repeated: int = 0  # calls of kept turns that were made again
     is_lost: bool = False
+    must_repeat: bool = False
     is_over: bool = False  # the object died in a call and cannot be made again: the trajectory ends here
     seconds: float = 0.0
 

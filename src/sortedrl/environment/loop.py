@@ -7,8 +7,8 @@ works on turns in the background; a dialect reads calls and writes results (both
 simulator). It uses no clock but the one that is passed in.
 
 Guarantees: a turn whose result is kept is not called again, unless its environment is repeatable and its state is
-needed; a result that comes after its sample started over is ignored; each call is recorded; a sample whose tokens
-became too old while a tool worked gets its fate before it may run again.
+needed, and then the call is recorded before it is made; a result that comes after its sample started over is ignored;
+each call is recorded; a sample whose tokens became too old while a tool worked gets its fate before it may run again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from sortedrl.buffer import Buffer
 from sortedrl.clock import Clock
 from sortedrl.environment.base import ToolCall, ToolResult, Turn, TurnResult
-from sortedrl.records import CallRecord, FinishReason, Sample
+from sortedrl.records import IGNORED, CallRecord, FinishReason, Sample
 from sortedrl.schedule import Fate, Knobs
 from sortedrl.telemetry.events import Emit, SampleRequeued, ToolsCalled, ToolsReturned
 
@@ -65,6 +65,7 @@ class _Open:
     turn: Turn
     began: float
     must_verify: bool  # its tokens were sampled over a cache of older weights
+    num_repeated: int = 0  # calls of kept turns that are made again for it
 
 
 class TurnLoop:
@@ -93,6 +94,7 @@ class TurnLoop:
         self._open: dict[int, _Open] = {}
         self._dropped: dict[int, Turn] = {}  # turns whose samples started over while they were worked on, by serial
         self._serial = 0
+        self._asked: dict[int, int] = {}  # the serial of the newest turn that asks for a reward, by sample
         self.counts: Counter[str] = Counter()  # turns, calls, failed, repeated, lost, cut by the turn limit
 
     @property
@@ -123,6 +125,9 @@ class TurnLoop:
             if opened is None or opened.turn.serial != result.serial:
                 self._ignore(result)
                 continue
+            if result.must_repeat:
+                self._repeat(self._buffer.calling[result.sample], opened)
+                continue
             del self._open[result.sample]
             sample = self._buffer.calling[result.sample]
             if self._apply(sample, opened, result):
@@ -138,11 +143,27 @@ class TurnLoop:
 
     def reward_turn(self, sample: Sample) -> Turn:
         """The turn that asks for the reward of a complete trajectory."""
-        return self._turn(sample, (), asks_reward=True)
+        turn = self._turn(sample, (), asks_reward=True)
+        self._asked[sample.id] = turn.serial
+        return turn
+
+    def repeat_reward_turn(self, turn: Turn) -> Turn | None:
+        """The same turn, with leave to make the calls of kept turns again; None if its answer is no longer there.
+
+        An answer that was written anew is asked for again, so only the newest request may call tools.
+        """
+        sample = self._buffer.samples.get(turn.sample)
+        if sample is None or sample.finish_reason is None or sample.num_turns != turn.number:
+            return None
+        if self._asked[sample.id] != turn.serial:
+            return None
+        self._announce(sample, turn)
+        return replace(turn, may_repeat=True)
 
     def forget(self, sample: int) -> None:
         """The sample is trained."""
         self._past.pop(sample, None)
+        self._asked.pop(sample, None)
         self._runner.forget(sample)
 
     # ---- inside -----------------------------------------------------------------------------------------------------
@@ -171,9 +192,21 @@ class TurnLoop:
             asks_reward=asks_reward,
         )
 
+    def _repeat(self, sample: Sample, opened: _Open) -> None:
+        """The object of a repeatable environment is gone: have the calls of the kept turns made again."""
+        turn, num_repeated = replace(opened.turn, may_repeat=True), self._announce(sample, opened.turn)
+        self._open[sample.id] = replace(opened, turn=turn, num_repeated=opened.num_repeated + num_repeated)
+        self._runner.submit(turn)
+
+    def _announce(self, sample: Sample, turn: Turn) -> int:
+        """Record the calls of kept turns that are made again, before they are; returns how many."""
+        calls = [_repeated(call) for made in turn.history for call in made]
+        self._buffer.announce_calls(sample, turn.number, calls)
+        self.counts["repeated"] += len(calls)
+        return len(calls)
+
     def _apply(self, sample: Sample, opened: _Open, result: TurnResult) -> bool:
         """Record the end of a turn in the buffer; returns whether the answer is complete by it."""
-        self.counts["repeated"] += result.num_repeated
         if result.is_lost:
             self.counts["lost"] += 1
             self._past.pop(sample.id, None)
@@ -207,8 +240,7 @@ class TurnLoop:
             del past[later]
         unheard = frozenset(place for place, r in enumerate(result.results) if r.error in _UNHEARD)
         past[turn.number] = PastTurn(state=result.state, unheard=unheard)
-        records = [_repeated(call) for calls in turn.history for call in calls] if result.num_repeated else []
-        records += [_record(call, made) for call, made in zip(turn.calls, result.results, strict=True)]
+        records = [_record(call, made) for call, made in zip(turn.calls, result.results, strict=True)]
         if result.state is not None:
             records[-1] = replace(records[-1], state=json.dumps(result.state))
         self._buffer.record_calls(sample, turn.number, records)
@@ -220,7 +252,7 @@ class TurnLoop:
         sample = self._buffer.samples.get(result.sample)
         if sample is not None and result.results:
             made = [_record(call, r) for call, r in zip(turn.calls, result.results, strict=True)]
-            self._buffer.record_calls(sample, turn.number, [replace(record, error="ignored") for record in made])
+            self._buffer.record_calls(sample, turn.number, [replace(record, error=IGNORED) for record in made])
 
     def _fate(self, sample: Sample, opened: _Open) -> Fate:
         """How a sample goes on whose environment is done; it holds older tokens if weights were published meanwhile."""
@@ -246,7 +278,6 @@ class TurnLoop:
     ) -> None:
         now = self._clock.now()
         num_failed = 0 if result is None else sum(bool(r.error) for r in result.results)
-        num_repeated = 0 if result is None else result.num_repeated
         self._emit(
             ToolsReturned(
                 now,
@@ -257,7 +288,7 @@ class TurnLoop:
                 outcome,
                 num_fed,
                 num_failed,
-                num_repeated,
+                opened.num_repeated,
             )
         )
 
@@ -286,7 +317,7 @@ def _record(call: ToolCall, result: ToolResult) -> CallRecord:
 
 
 def _repeated(call: ToolCall) -> CallRecord:
-    """A call of a kept turn that was made again to bring a state back."""
+    """A call of a kept turn that is made again to bring a state back."""
     return CallRecord(
         tool=call.name, arguments=_arguments(call), digest="", num_chars=0, error="", seconds=0.0, is_repeated=True
     )

@@ -5,7 +5,7 @@ standard library and `reward/worker.py` only, so that a worker starts quickly.
 
 Guarantees: what a tool raises is a reply, never an error of the worker; texts are of limited length and hold no control
 characters; an object is used for one turn at a time; `open` gives an object whose state is that after the kept turns,
-or says that it is lost.
+or says that it is lost, or that calls of kept turns must be made again first, which needs permission.
 """
 
 from __future__ import annotations
@@ -72,10 +72,11 @@ class EnvironmentObjects:
             held = self._held.get(sample)
             if held is not None and not held.is_busy and (held.turn == turn or self._kind == "stateless"):
                 held.serial, held.turn, held.is_busy = serial, turn, True
-                return {"repeated": 0}
+                return {}
         if turn and (self._kind == "none" or (self._kind == "snapshot" and request["state"] is None)):
             return {"lost": True}
-        num_repeated = 0
+        if turn and self._kind == "repeatable" and any(request["history"]) and not request["may_repeat"]:
+            return {"must_repeat": True}
         try:
             made = self._factory()
             self._reset(made, request["row"])
@@ -85,12 +86,11 @@ class EnvironmentObjects:
                 for calls in request["history"]:
                     for call in calls:
                         self._call(made, call["name"], call["arguments"])
-                        num_repeated += 1
         except BaseException as error:
             return {"error": f"the environment could not begin: {describe(error)}"}
         with self._lock:
             self._held[sample] = _Held(made=made, serial=serial, turn=turn)
-        return {"repeated": num_repeated, **(self._snapshot(made) if turn == 0 else {})}
+        return self._snapshot(made) if turn == 0 else {}
 
     @staticmethod
     def _reset(made: Any, row: dict[str, Any]) -> None:

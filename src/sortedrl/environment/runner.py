@@ -145,15 +145,24 @@ class EnvironmentRunner:
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Start the threads, and the worker processes with them; a class that cannot be imported raises."""
+        """Start the threads, and the worker processes with them; a class that cannot be imported raises.
+
+        If one of them cannot start, the runner is closed.
+        """
+        assert not self._is_closed, "a closed runner gets a turn, which no thread would work on"
         if self._threads:
             return
         for channel, inbox in zip(self._channels, self._inboxes, strict=True):
-            if isinstance(channel, ProcessChannel):
-                channel.start()
             thread = threading.Thread(target=self._serve, args=(channel, inbox), name="environment", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+            try:
+                if isinstance(channel, ProcessChannel):
+                    channel.start()
+                thread.start()
+            except BaseException:
+                channel.close()  # its thread would do that
+                self.close()
+                raise
+            self._threads.append(thread)  # only if it has started: `close` waits for it
 
     def submit(self, turn: Turn) -> None:
         self.start()
@@ -232,14 +241,17 @@ class EnvironmentRunner:
             "row": dict(turn.row),
             "state": turn.state,
             "history": [[call.as_dict() for call in calls] for calls in turn.history],
+            "may_repeat": turn.may_repeat,
         }
         try:
             opened = channel.exchange(opening, self._timeout_s * (1 + num_again))
         except CallFailed as failed:
             opened = {"error": f"the environment could not begin: {failed.kind} {failed.detail}".rstrip()}
-        made: dict[str, Any] = {**key, "number": turn.number, "num_repeated": opened.get("repeated", 0)}
+        made: dict[str, Any] = {**key, "number": turn.number}
         if opened.get("lost"):
             return TurnResult(**made, is_lost=True, error="its environment is lost")
+        if opened.get("must_repeat"):
+            return TurnResult(**made, must_repeat=True)
         if turn.asks_reward:
             return self._ask_reward(channel, key, made, opened)
         if error := opened.get("error"):

@@ -34,27 +34,29 @@ def no_reward(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any
 
 @dataclass(slots=True, kw_only=True)
 class EnvironmentScorer:
-    """`make_turn(sample)` returns the turn that asks for the reward of a complete trajectory."""
+    """`make_turn(sample)` returns the turn that asks for the reward of a complete trajectory.
+
+    `repeat_turn(turn)` returns the same with leave to make calls of kept turns again, or None if it is not needed.
+    """
 
     inner: SampleScorer
     runner: RewardRunner
     make_turn: Callable[[Sample], Turn]
+    repeat_turn: Callable[[Turn], Turn | None]
     _keys: dict[int, Key] = field(default_factory=dict)  # of submitted turns, by serial
+    _turns: dict[int, Turn] = field(default_factory=dict)  # the same turns
     _scores: dict[Key, RewardScore] = field(default_factory=dict)  # of reward functions, waiting for the environment
     _rewards: dict[Key, float] = field(default_factory=dict)  # of environments, waiting for the functions
 
     def submit(self, sample: Sample) -> None:
-        turn = self.make_turn(sample)
-        self._keys[turn.serial] = (sample.id, sample.attempt)
-        self.runner.submit(turn)
+        self._ask((sample.id, sample.attempt), self.make_turn(sample))
         self.inner.submit(sample)
 
     def submit_answer(
         self, key: Key, prompt: Prompt, tokens: Sequence[int], masked: Sequence[range] = (), turn: Turn | None = None
     ) -> None:
         assert turn is not None, "an answer without its environment's turn"
-        self._keys[turn.serial] = key
-        self.runner.submit(turn)
+        self._ask(key, turn)
         self.inner.submit_answer(key, prompt, tokens, masked)
 
     def poll(self, timeout: float) -> list[RewardScore]:
@@ -64,10 +66,22 @@ class EnvironmentScorer:
             for score in self.inner.poll(wait):
                 self._scores[score.key] = score
             for result in self.runner.poll_rewards(wait if self._keys else 0.0):
-                self._rewards[self._keys.pop(result.serial)] = result.reward or 0.0
+                self._take(result)
             done = [key for key in self._scores if key in self._rewards]
             if done or time.monotonic() >= deadline or not (self._keys or self.inner.pool.num_waiting):
                 return [self._joined(key) for key in done]
+
+    def _ask(self, key: Key, turn: Turn) -> None:
+        self._keys[turn.serial], self._turns[turn.serial] = key, turn
+        self.runner.submit(turn)
+
+    def _take(self, result: TurnResult) -> None:
+        key, turn = self._keys.pop(result.serial), self._turns.pop(result.serial)
+        again = self.repeat_turn(turn) if result.must_repeat else None
+        if again is None:
+            self._rewards[key] = result.reward or 0.0
+        else:
+            self._ask(key, again)
 
     def _joined(self, key: Key) -> RewardScore:
         score = self._scores.pop(key)

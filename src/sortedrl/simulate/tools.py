@@ -150,10 +150,11 @@ class TraceTools:
         return bytes(self.tools.fed)
 
     def work(self, turn: Turn) -> tuple[TurnResult, float]:
+        seconds = self.tools.seconds[turn.sample][turn.number]
         result = TurnResult(
             sample=turn.sample,
             serial=turn.serial,
             number=turn.number,
-            results=[ToolResult(text="") for _ in turn.calls],
+            results=[ToolResult(text="", seconds=seconds) for _ in turn.calls],  # a turn has one
         )
-        return result, self.tools.seconds[turn.sample][turn.number]
+        return result, seconds

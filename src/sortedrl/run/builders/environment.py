@@ -62,12 +62,14 @@ class RunEnvironment:
         """The scorer of training: with the environments' own rewards, if they give any."""
         if not self.spec.has_reward:
             return inner
-        return EnvironmentScorer(inner=inner, runner=self.runner, make_turn=turns.reward_turn)
+        return EnvironmentScorer(
+            inner=inner, runner=self.runner, make_turn=turns.reward_turn, repeat_turn=turns.repeat_reward_turn
+        )
 
     def heldout_scorer(self, inner: SampleScorer) -> Any:
         if not self.spec.has_reward:
             return inner
-        return EnvironmentScorer(inner=inner, runner=self.heldout_runner, make_turn=_refuse)
+        return EnvironmentScorer(inner=inner, runner=self.heldout_runner, make_turn=_refuse, repeat_turn=_refuse)
 
 
 def find_environment(config: SortedConfig, task: Task) -> EnvironmentSpec | None:
