@@ -141,9 +141,12 @@ def test_a_host_that_goes_back_to_its_checkpoint_finds_the_ledger_there(
     first.run.next_batch()
     first.run.stop()
     assert first.run.close() is not None
+    left = tmp_path / "run" / ".0123456789abcdef.part"  # as a kill leaves it while a file is written
+    left.touch()
     second = Host(make_run(given))
     second.run.start(updates_done=done)
     second.train()
+    assert not left.exists()
     summary = second.run.close()
     assert summary is not None
     assert summary.status == "complete"

@@ -267,7 +267,10 @@ def test_a_file_cut_short_is_refused(run: Path) -> None:
 @pytest.mark.parametrize(
     ("statement", "message"),
     [
-        ("UPDATE meta SET value = '3' WHERE key = 'schema_version'", "has schema version '3', this sortedrl reads 2"),
+        (
+            "UPDATE meta SET value = '4' WHERE key = 'schema_version'",
+            "has schema version '4', this sortedrl reads 1 to 3",
+        ),
         ("UPDATE meta SET value = '{' WHERE key = 'knobs'", "its schedule settings are damaged"),
         (
             "UPDATE meta SET value = '{\"lookahead\": \"x\"}' WHERE key = 'knobs'",

@@ -26,7 +26,7 @@ from sortedrl.ledger.reader import Ledger
 from sortedrl.ledger.store import DurableBuffer, Store
 from sortedrl.ledger.verdict import proven_line
 from sortedrl.ledger.verify import verify
-from sortedrl.records import CallRecord, FinishReason, Mode, Prompt, Sample, Segment, State
+from sortedrl.records import IGNORED, CallRecord, FinishReason, Mode, Prompt, Sample, Segment, State
 from sortedrl.schedule import Strategy
 from sortedrl.telemetry.events import SampleRequeued, WeightsPublished
 from tests.properties.test_guarantees import runs
@@ -76,6 +76,33 @@ def rows(store: Store, query: str) -> list[tuple[object, ...]]:
 
 
 # ---- rows -----------------------------------------------------------------------------------------------------------
+
+
+def test_seconds_in_tools_are_restored_to_the_last_bit(tmp_path: Path) -> None:
+    """The sum depends on the order of the additions: (0.1 + 0.2) + 0.3 is not 0.1 + (0.2 + 0.3)."""
+    store, buffer = create_ledger(tmp_path)
+    samples = [make_sample(number, siblings=2) for number in range(3)]
+    buffer.load(samples)
+    for number, turns in enumerate([[[0.1], [0.2, 0.3]], [[0.7], [0.1] * 9], [[0.1], [0.2, 0.3], [0.1] * 7]]):
+        buffer.start(samples[number])
+        write(buffer, samples[number], [5])
+        for turn, seconds in enumerate(turns):
+            buffer.finish(samples[number], FinishReason.STOP)
+            buffer.call(samples[number], len(seconds))
+            made = [CallRecord(tool="t", arguments="{}", digest="", num_chars=0, error="", seconds=s) for s in seconds]
+            buffer.record_calls(samples[number], turn, [*made, replace(made[0], error=IGNORED, seconds=8.0)])
+            buffer.feed(samples[number], [9])
+            buffer.start(samples[number])
+            write(buffer, samples[number], [5])
+        buffer.finish(samples[number], FinishReason.STOP)
+        buffer.score(number, samples[number].attempt, 0.5)
+    assert samples[0].tool_s == 0.1 + 0.2 + 0.3 != 0.1 + (0.2 + 0.3)
+    buffer.take([samples[1], samples[0]])
+    restored = store.restore()
+    assert restored.samples[2].tool_s == samples[2].tool_s
+    assert restored.lengths.tool_s == buffer.lengths.tool_s
+    assert restored.lengths.tool_s_sum == buffer.lengths.tool_s_sum
+    store.close()
 
 
 def test_every_change_is_a_row(tmp_path: Path) -> None:
@@ -535,10 +562,11 @@ def test_calls_that_a_cut_forgets_are_counted(tmp_path: Path) -> None:
     buffer.feed(known, [7])
     checkpoint = store.seq
     call(buffer, later, 2)
-    buffer.record_calls(later, 0, [replace(made, is_repeated=True), made, made])  # two of the turn, one of a kept turn
+    buffer.record_calls(later, 0, [made, made])
     buffer.feed(later, [7])
     call(buffer, under_way, 3)  # of these nobody knows how many were made
-    store.close()
+    buffer.announce_calls(under_way, 1, [replace(made, is_repeated=True)] * 4)
+    store.close(commit=False)  # as a kill: calls that are made again were counted before
     store, _ = Store.reopen(tmp_path / "ledger.sqlite", checkpoint)
     store.truncate(checkpoint)  # forgets nothing more
     store.close()
@@ -546,7 +574,42 @@ def test_calls_that_a_cut_forgets_are_counted(tmp_path: Path) -> None:
         verdict = verify(ledger)
         assert not verdict.violations
         assert (verdict.counts["calls"], verdict.counts["forgotten_calls"]) == (1, 5)
-        assert "1 tool call recorded, 5 forgotten by resumes" in proven_line(ledger, verdict)
+        assert (verdict.counts["repeated_calls"], verdict.counts["forgotten_repeats"]) == (0, 4)
+        told = "1 tool call recorded, 4 of kept turns made again, 5 forgotten by resumes"
+        assert told in proven_line(ledger, verdict)
+
+
+@pytest.mark.parametrize("moment", ["calling", "complete", "replayed", "never ran", "cut by a replay", "restarted"])
+def test_a_repeated_call_needs_a_turn_that_is_kept(tmp_path: Path, moment: str) -> None:
+    store, buffer = create_ledger(tmp_path)
+    sample = make_sample(0)
+    buffer.load([sample])
+    made = CallRecord(tool="lookup", arguments="{}", digest="", num_chars=0, error="", seconds=0.1)
+    if moment != "never ran":
+        buffer.start(sample)
+        write(buffer, sample, [1, 2])
+        buffer.finish(sample, FinishReason.STOP)
+        buffer.call(sample, 1)
+    if moment not in ("never ran", "calling"):
+        buffer.record_calls(sample, 0, [made])
+        buffer.feed(sample, [7])
+        buffer.start(sample)
+        write(buffer, sample, [3])
+        buffer.finish(sample, FinishReason.STOP)
+    if moment in ("replayed", "cut by a replay"):
+        buffer.requeue(sample, Mode.REPLAY)
+        buffer.start(sample)
+        verified = 4 if moment == "replayed" else 1
+        write(buffer, sample, [*[1, 2, 7, 3][:verified], 9], start=0, verified=verified)
+    elif moment == "restarted":
+        buffer.requeue(sample, Mode.FRESH)
+    buffer.announce_calls(sample, 1, [replace(made, is_repeated=True)])
+    store.close()
+    is_sound = moment in ("calling", "complete", "replayed")
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        violations = [str(violation) for violation in verify(ledger).violations]
+    assert len(violations) == (0 if is_sound else 1)
+    assert all("but it keeps no turn with tools" in violation for violation in violations)
 
 
 # ---- snapshots ------------------------------------------------------------------------------------------------------
@@ -634,26 +697,28 @@ def edit(path: Path, *statements: str) -> None:
     connection.close()
 
 
-def test_a_ledger_of_the_first_schema_version_is_read_and_upgraded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_ledger_of_an_earlier_schema_version_is_read_and_upgraded(version: int, tmp_path: Path) -> None:
     path, _ = closed_ledger(tmp_path)
-    edit(path, "DROP TABLE calls")
-    edit(path, "UPDATE meta SET value = '1' WHERE key = 'schema_version'")
+    if version == 1:
+        edit(path, "DROP TABLE calls")
+    edit(path, f"UPDATE meta SET value = '{version}' WHERE key = 'schema_version'")
     with Ledger(path) as ledger:
         before = verify(ledger)
-        assert (before.violations, ledger.has_calls, ledger.seq) == ([], False, before.counts["rows"])
+        assert (before.violations, ledger.has_calls, ledger.seq) == ([], version == 2, before.counts["rows"])
     store = Store.open(path)
     restored = store.restore().state_dict()
     store.begin_lineage()
     store.close()
     with Ledger(path) as ledger:
-        assert (verify(ledger).violations, ledger.has_calls, ledger.meta["schema_version"]) == ([], True, "2")
+        assert (verify(ledger).violations, ledger.has_calls, ledger.meta["schema_version"]) == ([], True, "3")
     assert restored["num_loaded"] == before.counts["samples"]
 
 
 def test_another_schema_version_is_refused(tmp_path: Path) -> None:
     path, _ = closed_ledger(tmp_path)
-    edit(path, "UPDATE meta SET value = '3' WHERE key = 'schema_version'")
-    with pytest.raises(LedgerError, match="schema version 3, this sortedrl knows 2"):
+    edit(path, "UPDATE meta SET value = '4' WHERE key = 'schema_version'")
+    with pytest.raises(LedgerError, match="schema version 4, this sortedrl knows 1 to 3"):
         Store.open(path)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from sortedrl.buffer import Buffer
 from sortedrl.clock import WallClock
 from sortedrl.errors import RunDirError
+from sortedrl.ledger.atomic_file import remove_unfinished
 from sortedrl.ledger.run_lock import RunLock
 from sortedrl.ledger.store import Store
 from sortedrl.run.machine_load import MachineSink
@@ -135,6 +136,7 @@ class HostFiles:
         """Cut the event files, tell the metrics what happened before, and the files that the run goes on."""
         assert self.run_dir is not None, "only files can be resumed"
         assert self.store is not None, "a run with a folder has a ledger"
+        remove_unfinished(self.run_dir)
         (self.run_dir / "summary.json").unlink(missing_ok=True)
         buffer, path = self.buffer, self.run_dir / "events.jsonl"
         keep = _bytes_until(path, "BatchTaken", buffer.num_updates - 1)

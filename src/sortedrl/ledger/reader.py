@@ -269,7 +269,7 @@ class Ledger:
         found = self.meta.get("schema_version")
         if found not in READABLE:
             raise LedgerError(
-                f"{self.path} has schema version {found!r}, this sortedrl reads {SCHEMA_VERSION}: use the version "
+                f"{self.path} has schema version {found!r}, this sortedrl reads 1 to {SCHEMA_VERSION}: use the version "
                 "that wrote it"
             )
         self.knobs = _knobs(self.path, self.meta.get("knobs", "{}"))

@@ -21,7 +21,9 @@ from sortedrl.buffer import Buffer
 from sortedrl.errors import DataError
 from sortedrl.ledger.schema import damaged
 from sortedrl.lengths import LengthEstimator
-from sortedrl.records import FinishReason, Mode, Prompt, Sample, Segment, State
+from sortedrl.records import IGNORED, FinishReason, Mode, Prompt, Sample, Segment, State
+
+TOOL_SECONDS = "SELECT sample, seconds FROM calls WHERE error != ? ORDER BY seq"
 
 
 class Packed(NamedTuple):
@@ -93,7 +95,10 @@ def unpack_prompt(prompt_id: str, row: PromptRow) -> Prompt:
 
 
 def fill(buffer: Buffer, path: Path, connection: sqlite3.Connection) -> None:
-    """Bring an empty buffer to its state at the last row; reads only samples that are not trained."""
+    """Bring an empty buffer to its state at the last row.
+
+    Of trained samples it reads lengths and the seconds of tool calls, from which the estimates of lengths come.
+    """
     try:
         live = _load_live(buffer, connection)
         for sample in live:
@@ -198,14 +203,30 @@ def _set_counters(buffer: Buffer, connection: sqlite3.Connection) -> None:
     (buffer.num_trained,) = connection.execute("SELECT count(*) FROM trained").fetchone()
     (buffer.num_loaded,) = connection.execute("SELECT count(*) FROM samples").fetchone()
     (buffer.next_cohort,) = connection.execute("SELECT count(*) FROM cohorts").fetchone()
+    tool_s = _tool_seconds(connection)
+    for sample in buffer.samples.values():
+        sample.tool_s = tool_s.get(sample.id, 0.0)
     lengths = connection.execute(
         "SELECT prompt, sum(length), count(*) FROM trained JOIN samples ON samples.id = trained.sample GROUP BY prompt"
     )
     buffer.lengths = LengthEstimator.from_state_dict({prompt: [total, count] for prompt, total, count in lengths})
+    if tool_s:
+        trained = connection.execute(
+            "SELECT id, prompt FROM trained JOIN samples ON samples.id = trained.sample ORDER BY trained.seq"
+        )
+        buffer.lengths.learn_tool_time([(prompt, tool_s[number]) for number, prompt in trained if tool_s.get(number)])
     for state, held in buffer.in_state.items():
         held.clear()
         held.update((s.id, s) for s in buffer.samples.values() if s.state == state)
     buffer.find_ready()
+
+
+def _tool_seconds(connection: sqlite3.Connection) -> dict[int, float]:
+    """Seconds in tools, by sample: added in the order of the calls, so that they equal the buffer's to the last bit."""
+    tool_s: dict[int, float] = {}
+    for sample, seconds in connection.execute(TOOL_SECONDS, (IGNORED,)):
+        tool_s[sample] = tool_s.get(sample, 0.0) + seconds
+    return tool_s
 
 
 def last_version(connection: sqlite3.Connection) -> int:

@@ -1,12 +1,11 @@
 """The ledger file: its tables, how it is created, opened, checked and copied, and the meaning of SQLite's errors.
 
-`store.py` writes through it; `reader.py` reads these tables. Guarantees: only a ledger of this schema version that
+`store.py` writes through it; `reader.py` reads these tables. Guarantees: only a ledger of a known schema version that
 passes a quick check is opened for writing; every SQLite error becomes an error of this package that names the remedy.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 import sqlite3
 from collections.abc import Iterator, Mapping
@@ -14,9 +13,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from sortedrl.errors import DamagedLedgerError, LedgerError
+from sortedrl.ledger.atomic_file import sync_name
 
-SCHEMA_VERSION = 2
-READABLE = ("1", "2")  # 1: without the table of tool calls, which a writer adds
+SCHEMA_VERSION = 3
+# 1: without the table of tool calls, which a writer adds; 2: repeated calls only while the environment works on a turn.
+READABLE = ("1", "2", "3")
 FIRST_NOISE = "gumbel-splitmix64-v1"  # drew the tokens of a ledger or checkpoint that names no noise scheme
 APPLICATION_ID = 0x73726C67  # "srlg": tells a ledger from other programs' databases
 MIN_SQLITE = (3, 37)  # the first with STRICT tables
@@ -32,7 +33,8 @@ SCHEMA = """
 CREATE TABLE meta (
     key TEXT PRIMARY KEY,  -- schema_version; grouped ("0", "1"); knobs (JSON; null: unbounded); seq (of the last row);
     value TEXT NOT NULL    -- num_durable (commits made to survive a power loss); noise (scheme that drew all tokens);
-                           -- forgotten_calls (tool calls after the rows that lineages went on from, at least so many)
+                           -- forgotten_calls (tool calls whose rows a resume deleted or never got, at least so many);
+                           -- forgotten_repeats (repeated calls whose rows a resume deleted)
 ) STRICT;
 CREATE TABLE lineages (  -- a row each time that a process begins to write; not of the journal: cuts leave it alone
     lineage INTEGER PRIMARY KEY,
@@ -121,7 +123,7 @@ CREATE TABLE IF NOT EXISTS changes (  -- settings that differ from those of the 
 ) STRICT;
 """
 CALLS = """
-CREATE TABLE IF NOT EXISTS calls (  -- a row for each tool call, when its turn has returned
+CREATE TABLE IF NOT EXISTS calls (  -- a row for each tool call, when its turn has returned; of a repeated one: before
     seq INTEGER PRIMARY KEY,
     sample INTEGER NOT NULL,
     attempt INTEGER NOT NULL,  -- the one that wrote the call
@@ -133,7 +135,7 @@ CREATE TABLE IF NOT EXISTS calls (  -- a row for each tool call, when its turn h
     num_chars INTEGER NOT NULL,
     error TEXT NOT NULL,  -- empty, the kind of failure, or "ignored": its sample had started over
     seconds REAL NOT NULL,
-    repeated INTEGER NOT NULL,  -- 1: a call of a kept turn, made again to bring a state back
+    repeated INTEGER NOT NULL,  -- 1: a call of a kept turn, made again after this row to bring a state back
     state TEXT  -- JSON; of the last call of a turn: the environment's snapshot after it
 ) STRICT;
 CREATE INDEX IF NOT EXISTS calls_by_sample ON calls (sample);
@@ -180,7 +182,7 @@ def create_file(path: Path, meta: Mapping[str, str], *, run: Path | None = None)
             connection.executescript(f"BEGIN; PRAGMA application_id = {APPLICATION_ID}; {SCHEMA}")
             connection.executemany("INSERT INTO meta VALUES (?, ?)", rows.items())
             connection.execute("COMMIT")
-    _sync_folder(path.parent)
+    sync_name(path)
     return connection
 
 
@@ -197,7 +199,7 @@ def open_file(path: Path) -> sqlite3.Connection:
             version = read_meta(path, connection)["schema_version"]
             if version not in READABLE:
                 raise LedgerError(
-                    f"ledger {path} has schema version {version}, this sortedrl knows {SCHEMA_VERSION}: use the "
+                    f"ledger {path} has schema version {version}, this sortedrl knows 1 to {SCHEMA_VERSION}: use the "
                     "version that wrote it"
                 )
             use_wal(path, connection)
@@ -338,14 +340,3 @@ def _check_whole(path: Path, connection: sqlite3.Connection) -> None:
     num_rows = sum(connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0] for table in JOURNAL)  # noqa: S608
     if seq != str(num_rows):
         raise damaged(path, f"its last row is number {seq}, but it has {num_rows} rows")
-
-
-def _sync_folder(folder: Path) -> None:
-    """Sync the folder, so that the file's name survives a power loss."""
-    if os.name != "posix":
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -41,12 +41,11 @@ FORGOTTEN_CALLS = """
 SELECT (SELECT count(*) FROM calls WHERE seq > ?1 AND repeated = 0) + (
     SELECT coalesce(sum(open.value), 0) FROM steps AS open WHERE open.step = 'call'
     AND NOT EXISTS (SELECT 1 FROM steps AS later WHERE later.sample = open.sample AND later.seq > open.seq)
-    AND NOT EXISTS (SELECT 1 FROM calls WHERE calls.sample = open.sample AND calls.seq > open.seq)
+    AND NOT EXISTS (SELECT 1 FROM calls WHERE calls.sample = open.sample AND calls.seq > open.seq AND repeated = 0)
 )
 """
-COUNT_FORGOTTEN = """
-INSERT INTO meta VALUES ('forgotten_calls', ?1) ON CONFLICT (key) DO UPDATE SET value = value + ?1
-"""
+FORGOTTEN_REPEATS = "SELECT count(*) FROM calls WHERE seq > ?1 AND repeated = 1"
+COUNT_FORGOTTEN = "INSERT INTO meta VALUES (?1, ?2) ON CONFLICT (key) DO UPDATE SET value = value + ?2"
 
 
 class Store:
@@ -181,8 +180,9 @@ class Store:
             )
         with self._timed():
             with self._transaction() as connection:
-                (forgotten,) = connection.execute(FORGOTTEN_CALLS, (seq,)).fetchone()
-                connection.execute(COUNT_FORGOTTEN, (str(forgotten),))
+                for key, query in (("forgotten_calls", FORGOTTEN_CALLS), ("forgotten_repeats", FORGOTTEN_REPEATS)):
+                    (forgotten,) = connection.execute(query, (seq,)).fetchone()
+                    connection.execute(COUNT_FORGOTTEN, (key, str(forgotten)))
                 for table in JOURNAL:
                     connection.execute(f"DELETE FROM {table} WHERE seq > ?", (seq,))  # noqa: S608
                 self._write_seq(seq)
@@ -190,7 +190,7 @@ class Store:
             self._prompts = self._read_prompts()
 
     def restore(self) -> DurableBuffer:
-        """The buffer as of the last row, with running samples as pending. Reads only samples that are not trained."""
+        """The buffer as of the last row, with running samples as pending. Reads no tokens of trained samples."""
         self.commit()
         buffer = DurableBuffer(self)
         with self._timed():
@@ -430,7 +430,12 @@ class DurableBuffer(Buffer):
         self.store.add_step(sample, "call", num_calls)
 
     def record_calls(self, sample: Sample, turn: int, calls: Sequence[CallRecord]) -> None:
+        super().record_calls(sample, turn, calls)
         self.store.add_calls(sample, turn, calls)
+
+    def announce_calls(self, sample: Sample, turn: int, calls: Sequence[CallRecord]) -> None:
+        self.store.add_calls(sample, turn, calls)
+        self.store.commit()  # before the calls are made, so that a kill leaves none uncounted
 
     def score(self, sample_id: int, attempt: int, reward: float) -> Sample | None:
         reward = float(reward)

@@ -95,8 +95,9 @@ def proven_line(ledger: Ledger, verdict: Verdict) -> str:
         f"{_plural(count['tokens'], 'token')} within budgets and of versions in force",
         f"{_plural(count['updates'], 'update')} with the records that the rows make",
     ]
-    if count["calls"] or count["repeated_calls"]:
-        again = f", {count['repeated_calls']:,} of kept turns made again" if count["repeated_calls"] else ""
+    num_repeated = count["repeated_calls"] + count["forgotten_repeats"]
+    if count["calls"] or num_repeated:
+        again = f", {num_repeated:,} of kept turns made again" if num_repeated else ""
         lost = f", {count['forgotten_calls']:,} forgotten by resumes" if count["forgotten_calls"] else ""
         said.append(f"{_plural(count['calls'], 'tool call')} recorded{again}{lost}")
     if count["blank"]:

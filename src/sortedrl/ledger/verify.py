@@ -21,7 +21,7 @@ from typing import Any
 from sortedrl.errors import LedgerError
 from sortedrl.ledger.reader import STATE_AFTER, Ledger, Lineage, StoredAnswer
 from sortedrl.ledger.verdict import Verdict, cohort_updates, exact_batch
-from sortedrl.records import State
+from sortedrl.records import IGNORED, State
 
 
 def verify(ledger: Ledger) -> Verdict:
@@ -102,6 +102,7 @@ class _Track:
     is_given_up: bool = False
     is_replay: bool = False  # its tokens are to be verified by the next delivery
     is_blank: bool = False  # some of its rows have no tokens in this copy
+    fed_ends: list[int] = field(default_factory=list)  # where each of the fed turns that it keeps ends
     num_fed: object = None  # number of tokens that the next row feeds; None if it feeds none
     num_calls: object = None  # tool calls of the turn that its environment works on; None in other states
     num_recorded: int = 0  # those of them that have a row
@@ -191,7 +192,8 @@ class _Proof:
         counts, ledger = self.verdict.counts, self.ledger
         counts.update(live=len(self.samples), rows=self.seq, cohorts=len(self.cohorts), updates=self.num_updates)
         counts.update(lineages=len(ledger.lineages), versions=self.version)
-        counts["forgotten_calls"] += int(ledger.meta.get("forgotten_calls", 0))
+        for key in ("forgotten_calls", "forgotten_repeats"):
+            counts[key] += int(ledger.meta.get(key, 0))
         loaded, trained = ledger.one("SELECT count(*) FROM samples"), ledger.one("SELECT count(*) FROM trained")
         if loaded != trained + len(self.samples):
             self.broken("exactly-once", None, f"{loaded} loaded, but {trained} trained and {len(self.samples)} waiting")
@@ -270,6 +272,7 @@ class _Proof:
             track.num_fed = value
         elif step == "give-up":
             track.answer.cut(0)
+            track.fed_ends.clear()
             track.is_given_up = True
         if track.state == State.CALLING:
             self._end_calls(sample, track, step)
@@ -321,6 +324,10 @@ class _Proof:
             in_force = f"{track.begun} to {self.version} were in force in that attempt"
             self.broken("version", sample, f"tokens in row {self.seq} are of version {version}, but {in_force}")
         track.answer.put(start, num_tokens, version)
+        if track.fed_ends:
+            track.fed_ends = [end for end in track.fed_ends if end <= start + verified]
+        if fed is not None:
+            track.fed_ends.append(start + num_tokens)
         track.is_replay = False
 
     def _check_update(self, number: int, version: int, num_samples: int) -> None:
@@ -373,12 +380,14 @@ class _Proof:
             json.loads(arguments)
         except (ValueError, RecursionError):
             self.broken("call", sample, f"the arguments in row {self.seq} are not JSON")
-        if error == "ignored":
+        if error == IGNORED:
             return  # the sample had started over, and may be in any state
         if track is None:
             self._unexpected(sample, "a tool call")
-        elif track.state != State.CALLING:
+        elif track.state != State.CALLING and not repeated:
             self.broken("call", sample, f"a tool call in row {self.seq} while it is {track.state}")
+        elif track.state != State.CALLING and not track.fed_ends:  # a reward too may need calls that are made again
+            self.broken("call", sample, f"a repeated call in row {self.seq}, but it keeps no turn with tools")
         elif attempt != track.attempt:
             self.broken("attempt", sample, f"a call in row {self.seq} is of attempt {attempt}, not {track.attempt}")
         elif not repeated:
@@ -414,6 +423,7 @@ class _Proof:
             self.broken("transition", sample, f"row {self.seq} resumes it although it is {track.state}")
         if mode == "fresh":
             track.answer.cut(0)
+            track.fed_ends.clear()
         track.is_replay, track.reward = mode == "replay", None
 
     def _consume(self, sample: int, track: _Track, number: int) -> None:
