@@ -94,9 +94,10 @@ def test_which_models_run_on_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @needs_compiler
-def test_prefill_equals_decoding_to_the_last_bit() -> None:
-    """40 tokens at once, as part of a pack of several sequences, and one by one."""
-    model = tiny_model("llama-gqa")
+@pytest.mark.parametrize("sharing", [1, 2, 4])  # query heads per key head: 4, 2 or 1 tokens attend together
+def test_prefill_equals_decoding_to_the_last_bit(sharing: int) -> None:
+    """40 tokens at once, as part of a pack of several sequences, after such a pack, and one by one."""
+    model = tiny_model("llama", num_attention_heads=4, num_key_value_heads=4 // sharing)
     tokens_t = torch.randint(23, (40,), generator=torch.Generator().manual_seed(0))
     cache, decoder = make_decoder(model, "native", slots=3, max_length=40, dtype=torch.float32)
     with torch.inference_mode():
@@ -113,6 +114,9 @@ def test_prefill_equals_decoding_to_the_last_bit() -> None:
         rows_r = torch.tensor([0, 10, 11, 30, 31, 50, 70])
         found = decoder.forward(packed_t, several.positions_t, rows_r, several)
         assert torch.equal(found, expected[torch.tensor([0, 10, 0, 19, 0, 19, 39])])
+        step = cache.plan_decode([12, 21, 40])  # over keys and values of tokens whose logits were not wanted
+        found = decoder.forward(tokens_t[step.positions_t], step.positions_t, None, step)
+        assert torch.equal(found, expected[torch.tensor([11, 20, 39])])
 
 
 @needs_compiler

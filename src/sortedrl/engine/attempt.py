@@ -63,6 +63,11 @@ class Attempt:
         return flags + [False] * (len(self.tokens) - len(flags))
 
     @property
+    def has_masked(self) -> bool:
+        """Whether any answer token was injected instead of sampled."""
+        return any(span.is_masked for span in self.spans)
+
+    @property
     def next_draw(self) -> Draw:
         return Draw(self.request.seed, self.length - 1, self.request.sampling)
 

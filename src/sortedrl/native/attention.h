@@ -1,12 +1,23 @@
-/* Attention of one token over the keys and values of its slot. Query heads that share a key head are computed together,
- * so that keys and values are read once. */
+/* Attention of tokens over the keys and values of their slot. Queries that share a key head are computed together, so
+ * that keys and values are read once: several heads of a token, or consecutive tokens of a prefill.
+ *
+ * Guarantees: a query's result is the same to the last bit, whatever other queries are computed with it. */
 
 #ifndef KERNEL_ATTENTION_H
 #define KERNEL_ATTENTION_H
 
 #include "vectors.h"
+#include "wide_vectors.h"
 
-enum { GROUP = 4 }; /* most query heads that are computed together */
+enum { GROUP = 4 }; /* most queries that are computed together */
+
+/* A token's query of one head, with where its result goes, and how many positions it attends to. In a group, queries
+ * are ordered by these numbers. */
+struct query {
+    const float *head;
+    float *out;
+    int64_t n;
+};
 
 /* Apply the head's norm, if there is a gain, and the rotary embedding. x[i] and x[half + i] are rotated together. */
 static void rotate(float *x, int64_t head_dim, const float *cosines, const float *sines, const float *gain, float floor)
@@ -24,17 +35,20 @@ static void rotate(float *x, int64_t head_dim, const float *cosines, const float
     }
 }
 
-INLINE void score_blocks(const float *queries, const float *keys, const float *next, int64_t head_dim, float *scores,
+INLINE void score_blocks(const struct query *queries, const float *keys, const float *next, int64_t head_dim, float *scores,
                          int64_t stride, const int group, const int blocks)
 {
-    vec sum[GROUP][4] = {{{0}}};
+    vec sum[GROUP][4];
+    for (int g = 0; g < group; g++)
+        for (int b = 0; b < blocks; b++)
+            sum[g][b] = (vec){0};
     for (int64_t i = 0; i < head_dim; i++)
         for (int b = 0; b < blocks; b++) {
             const vec key = load(keys + (b * head_dim + i) * LANES);
             if (b % 2 == 0) /* a cache line holds two vectors */
                 __builtin_prefetch(next + (b * head_dim + 2 * i) * LANES);
             for (int g = 0; g < group; g++)
-                sum[g][b] += queries[g * head_dim + i] * key;
+                sum[g][b] += queries[g].head[i] * key;
         }
     for (int g = 0; g < group; g++)
         for (int b = 0; b < blocks; b++)
@@ -43,7 +57,7 @@ INLINE void score_blocks(const float *queries, const float *keys, const float *n
 
 /* Scores of a group's queries with `blocks` blocks of keys. `at_once` blocks are computed together, so that their sums
  * do not wait for each other. Prefetches the same amount of memory from `next` on. */
-INLINE void score(const float *queries, const float *keys, const float *next, int64_t head_dim, int64_t blocks,
+INLINE void score(const struct query *queries, const float *keys, const float *next, int64_t head_dim, int64_t blocks,
                   float *scores, int64_t stride, const int group, const int at_once)
 {
     const int64_t block = head_dim * LANES;
@@ -74,58 +88,94 @@ static float softmax_weights(float *scores, int64_t n)
     return lane_sum(sum);
 }
 
-/* Weighted sums of the values of n positions, for `vectors` vectors of the head. Even and odd positions have separate
- * sums, which are added at the end. Prefetches the same amount of memory from `next` on. */
-INLINE void weighted_sums(const float *weights, int64_t stride, const float *values, const float *next, int64_t n,
-                          int64_t head_dim, const float *factors, float *out, const int group, const int vectors)
+/* Weighted sums of the values, from element `first` of the head on, for `vectors` vectors. Even and odd positions have
+ * separate sums, which are added at the end. Prefetches the same amount of memory from `next` on. */
+INLINE void weighted_sums(const struct query *queries, const float *weights, int64_t stride, const float *values,
+                          const float *next, int64_t head_dim, int64_t first, const float *factors, const int group,
+                          const int vectors)
 {
-    vec sum[2][GROUP][4] = {{{{0}}}};
-    int64_t p = 0;
-    for (; p + 2 <= n; p += 2)
+    vec sum[2][GROUP][4]; /* set one by one: compilers would clear the whole array in memory */
+    for (int g = 0; g < group; g++)
+        for (int c = 0; c < vectors; c++)
+            sum[0][g][c] = sum[1][g][c] = (vec){0};
+    const int64_t shared = queries[0].n / 2 * 2; /* positions of all queries */
+    for (int64_t p = 0; p < shared; p += 2)
         for (int s = 0; s < 2; s++) {
             __builtin_prefetch(next + (p + s) * vectors * LANES);
             for (int c = 0; c < vectors; c++) {
-                const vec value = load(values + (p + s) * head_dim + c * LANES);
+                const vec value = load(values + (p + s) * head_dim + first + c * LANES);
                 for (int g = 0; g < group; g++)
                     sum[s][g][c] += weights[g * stride + p + s] * value;
             }
         }
-    if (p < n)
+    for (int g = 0; g < group; g++) {
+        const float *own = weights + g * stride;
+        int64_t p = shared;
+        for (; p + 2 <= queries[g].n; p += 2)
+            for (int s = 0; s < 2; s++)
+                for (int c = 0; c < vectors; c++)
+                    sum[s][g][c] += own[p + s] * load(values + (p + s) * head_dim + first + c * LANES);
+        for (int c = 0; c < vectors && p < queries[g].n; c++)
+            sum[0][g][c] += own[p] * load(values + p * head_dim + first + c * LANES);
         for (int c = 0; c < vectors; c++)
-            for (int g = 0; g < group; g++)
-                sum[0][g][c] += weights[g * stride + p] * load(values + p * head_dim + c * LANES);
-    for (int g = 0; g < group; g++)
-        for (int c = 0; c < vectors; c++)
-            store(out + g * head_dim + c * LANES, (sum[0][g][c] + sum[1][g][c]) * factors[g]);
+            store(queries[g].out + first + c * LANES, (sum[0][g][c] + sum[1][g][c]) * factors[g]);
+    }
 }
 
-/* Attention of a group's queries over n positions; sums `vectors` vectors of the values at a time. */
-INLINE void attend_group(const float *queries, const float *keys, const float *values, const float *next, int64_t n,
-                         int64_t head_dim, float *scores, int64_t stride, float *out, const int group,
-                         const int at_once, const int vectors)
+/* Attention of a group's queries; sums `vectors` vectors of the values at a time. */
+INLINE void attend_group(const struct query *queries, const float *keys, const float *values, const float *next,
+                         int64_t head_dim, float *scores, int64_t stride, const int group, const int at_once,
+                         const int vectors)
 {
     float factors[GROUP];
+    const int64_t n = queries[group - 1].n;
     score(queries, keys, values, head_dim, (n + LANES - 1) / LANES, scores, stride, group, at_once);
     for (int g = 0; g < group; g++)
-        factors[g] = 1.0f / softmax_weights(scores + g * stride, n);
+        factors[g] = 1.0f / softmax_weights(scores + g * stride, queries[g].n);
     int64_t i = 0;
     for (; i + vectors * LANES <= head_dim; i += vectors * LANES)
-        weighted_sums(scores, stride, values + i, next + i * n, n, head_dim, factors, out + i, group, vectors);
+        weighted_sums(queries, scores, stride, values, next + i * n, head_dim, i, factors, group, vectors);
     for (; i < head_dim; i += LANES)
-        weighted_sums(scores, stride, values + i, next + i * n, n, head_dim, factors, out + i, group, 1);
+        weighted_sums(queries, scores, stride, values, next + i * n, head_dim, i, factors, group, 1);
 }
 
 /* Each group size has as many sums at once as there are registers. Keys and values come from memory, so values are
  * prefetched while scores are computed, and the next call's keys, at `next`, while values are summed. */
-static void attend(const float *queries, const float *keys, const float *values, const float *next, int64_t n,
-                   int64_t head_dim, float *scores, int64_t stride, float *out, int64_t group)
+static void narrow_attend(const struct query *queries, int64_t group, const float *keys, const float *values,
+                   const float *next, int64_t head_dim, float *scores, int64_t stride)
 {
     switch (group) {
-    case 1: attend_group(queries, keys, values, next, n, head_dim, scores, stride, out, 1, 4, 4); break;
-    case 2: attend_group(queries, keys, values, next, n, head_dim, scores, stride, out, 2, 4, 2); break;
-    case 3: attend_group(queries, keys, values, next, n, head_dim, scores, stride, out, 3, 4, 2); break;
-    default: attend_group(queries, keys, values, next, n, head_dim, scores, stride, out, GROUP, 2, 1);
+    case 1: attend_group(queries, keys, values, next, head_dim, scores, stride, 1, 4, 4); break;
+    case 2: attend_group(queries, keys, values, next, head_dim, scores, stride, 2, 4, 2); break;
+    case 3: attend_group(queries, keys, values, next, head_dim, scores, stride, 3, 4, 2); break;
+    default: attend_group(queries, keys, values, next, head_dim, scores, stride, GROUP, 2, 1);
     }
+}
+
+#if HAS_WIDE_VECTORS
+/* With twice the registers. */
+static WIDE_TARGET void wide_attend(const struct query *queries, int64_t group, const float *keys, const float *values,
+                                    const float *next, int64_t head_dim, float *scores, int64_t stride)
+{
+    switch (group) {
+    case 1: attend_group(queries, keys, values, next, head_dim, scores, stride, 1, 4, 4); break;
+    case 2: attend_group(queries, keys, values, next, head_dim, scores, stride, 2, 4, 4); break;
+    case 3: attend_group(queries, keys, values, next, head_dim, scores, stride, 3, 4, 4); break;
+    default: attend_group(queries, keys, values, next, head_dim, scores, stride, GROUP, 4, 2);
+    }
+}
+#endif
+
+static void attend(const struct query *queries, int64_t group, const float *keys, const float *values,
+                   const float *next, int64_t head_dim, float *scores, int64_t stride)
+{
+#if HAS_WIDE_VECTORS
+    if (has_wide_vectors()) {
+        wide_attend(queries, group, keys, values, next, head_dim, scores, stride);
+        return;
+    }
+#endif
+    narrow_attend(queries, group, keys, values, next, head_dim, scores, stride);
 }
 
 #endif

@@ -81,6 +81,10 @@ static void wait_for_all(const struct thread *self)
  * taken. */
 static int64_t next_piece(const struct thread *self, int64_t num)
 {
+    if (self->size == 1) { /* without locked instructions and divisions, which a short piece would feel */
+        int64_t *taken = self->group->taken[0].line;
+        return *taken < num ? (*taken)++ : -1;
+    }
     for (int64_t k = 0; k < self->size; k++) {
         const int64_t owner = (self->rank + k) % self->size;
         const int64_t start = num * owner / self->size, end = num * (owner + 1) / self->size;
@@ -198,25 +202,52 @@ static void rotate_and_cache(const struct model *m, const struct layer *layer, f
     }
 }
 
-static void attention_layer(const struct model *m, const struct layer *layer, const struct thread *self, struct work *w,
-                            float *keys, float *values, int64_t rows, const int64_t *slots, const int64_t *positions)
+/* How many tokens from row r on attend together: consecutive ones of a sequence, which share their keys, as far as a
+ * group has room. 0 if the row belongs to the tokens of an earlier one. */
+static int64_t tokens_together(int64_t r, int64_t rows, const int64_t *slots, const int64_t *positions, int64_t most)
 {
-    const int64_t d = m->head_dim, per_head = m->positions * d, sharing = m->heads / m->kv_heads;
-    const int64_t num = rows * m->kv_heads;
+#define CONTINUES(r) (slots[r] == slots[(r) - 1] && positions[r] == positions[(r) - 1] + 1 && positions[r] % most)
+    if (r && CONTINUES(r))
+        return 0;
+    int64_t num = 1;
+    while (r + num < rows && CONTINUES(r + num))
+        num++;
+    return num;
+#undef CONTINUES
+}
+
+/* Queries, keys and values of all rows; keys and values go to the cache. */
+static void cache_layer(const struct model *m, const struct layer *layer, const struct thread *self, struct work *w,
+                        float *keys, float *values, int64_t rows, const int64_t *slots, const int64_t *positions)
+{
+    const int64_t d = m->head_dim;
     const struct operand x = operand(m, self, w, w->x, rows, m->size, 1);
     product(m, self, x, layer->qkv, layer->qkv_bias, w->qkv, panels((m->heads + 2 * m->kv_heads) * d), 0);
     wait_for_all(self);
     for (int64_t r = self->rank; r < rows; r += self->size)
         rotate_and_cache(m, layer, row(w->qkv, r), keys, values, slots[r], positions[r]);
     wait_for_all(self);
+}
+
+static void attention_layer(const struct model *m, const struct layer *layer, const struct thread *self, struct work *w,
+                            const float *keys, const float *values, int64_t rows, const int64_t *slots,
+                            const int64_t *positions)
+{
+    const int64_t d = m->head_dim, per_head = m->positions * d, sharing = m->heads / m->kv_heads;
+    const int64_t num = rows * m->kv_heads;
     for (int64_t i; (i = next_piece(self, num)) >= 0;) {
         const int64_t then = i + 1 < num ? i + 1 : i;
         const int64_t r = i / m->kv_heads, h = i % m->kv_heads, start = (slots[r] * m->kv_heads + h) * per_head;
         const int64_t next = (slots[then / m->kv_heads] * m->kv_heads + then % m->kv_heads) * per_head;
-        for (int64_t g = 0; g < sharing; g += GROUP) {
-            const int64_t first = (h * sharing + g) * d, group = sharing - g < GROUP ? sharing - g : GROUP;
-            attend(row(w->qkv, r) + first, keys + start, values + start, keys + next, positions[r] + 1, d, w->scores,
-                   m->positions, row(w->heads, r) + first, group);
+        const int64_t tokens = tokens_together(r, rows, slots, positions, sharing < GROUP ? GROUP / sharing : 1);
+        struct query queries[GROUP];
+        for (int64_t q = 0, group = 0; q < tokens * sharing; q++) {
+            const int64_t of = r + q / sharing, first = (h * sharing + q % sharing) * d;
+            queries[group++] = (struct query){row(w->qkv, of) + first, row(w->heads, of) + first, positions[of] + 1};
+            if (group == GROUP || q + 1 == tokens * sharing) {
+                attend(queries, group, keys + start, values + start, keys + next, d, w->scores, m->positions);
+                group = 0;
+            }
         }
     }
     wait_for_all(self);
@@ -245,15 +276,31 @@ static void mlp_layer(const struct model *m, const struct layer *layer, const st
     wait_for_all(self);
 }
 
-/* Logits of `num` rows of x: of rows `wanted[r] - start`, or of the first rows if `wanted` is null. */
-static void head_rows(const struct model *m, const struct thread *self, struct work *w, const int64_t *wanted,
-                      int64_t start, int64_t num, float *logits)
+/* Tokens of a chunk that the next layer computes: `num` rows with their slots and positions. */
+struct tokens {
+    int64_t num, slots[CHUNK], positions[CHUNK];
+};
+
+/* Go on with the `num` tokens `wanted[k] - start` alone: move their rows to the front. */
+static void keep_wanted(const struct model *m, const struct thread *self, struct work *w, struct tokens *tokens,
+                        const int64_t *wanted, int64_t start, int64_t num)
 {
-    if (wanted) {
-        for (int64_t r = 0; r < num && self->rank == 0; r++) /* ascending: no row is overwritten before it is moved */
-            memmove(row(w->x, r), row(w->x, wanted[r] - start), panels(m->size) * sizeof(float));
-        wait_for_all(self);
+    for (int64_t k = 0; k < num; k++) { /* ascending: no row is overwritten before it is moved */
+        const int64_t r = wanted[k] - start;
+        tokens->slots[k] = tokens->slots[r];
+        tokens->positions[k] = tokens->positions[r];
+        if (self->rank == 0 && k != r) {
+            memcpy(row(w->x, k), row(w->x, r), panels(m->size) * sizeof(float));
+            memcpy(row(w->qkv, k), row(w->qkv, r), m->heads * m->head_dim * sizeof(float)); /* queries are first */
+        }
     }
+    tokens->num = num;
+    wait_for_all(self);
+}
+
+/* Logits of the first `num` rows of x. */
+static void head_rows(const struct model *m, const struct thread *self, struct work *w, int64_t num, float *logits)
+{
     const struct rows y = {logits, m->vocab};
     product(m, self, operand(m, self, w, w->x, num, m->size, 1), m->head, 0, y, m->vocab, 0);
 }
@@ -279,6 +326,12 @@ void sortedrl_forward(const struct model *m, float *memory, struct thread_group 
     for (int64_t start = 0; start < num_tokens; start += CHUNK) {
         const int64_t rows = num_tokens - start < CHUNK ? num_tokens - start : CHUNK;
         const int64_t before = num_early < start ? 0 : num_early - start, early = before < rows ? before : rows;
+        int64_t num = wanted ? 0 : rows; /* wanted tokens of this chunk */
+        while (wanted && done + num < num_wanted && wanted[done + num] < start + rows)
+            num++;
+        struct tokens here;
+        memcpy(here.slots, slots + start, rows * sizeof *slots);
+        memcpy(here.positions, positions + start, rows * sizeof *positions);
         for (int64_t r = rank; r < rows; r += size)
             memcpy(row(w.x, r),
                    r < early ? m->embedding + tokens[start + r] * m->size
@@ -287,18 +340,21 @@ void sortedrl_forward(const struct model *m, float *memory, struct thread_group 
         wait_for_all(&self);
         for (int64_t l = early ? 0 : m->first_late; l < m->num_layers; l++) {
             float *keys = m->cache + 2 * l * half_layer;
-            const int64_t num = l < m->first_late ? early : rows;
+            here.num = l < m->first_late ? early : rows;
             for (int64_t r = rank; r < early && m->hidden && l == m->first_late; r += size)
                 memcpy(hidden_of(m, slots[start + r], positions[start + r]), row(w.x, r), m->size * sizeof(float));
-            attention_layer(m, m->layers + l, &self, &w, keys, keys + half_layer, num, slots + start,
-                            positions + start);
-            mlp_layer(m, m->layers + l, &self, &w, num);
+            cache_layer(m, m->layers + l, &self, &w, keys, keys + half_layer, here.num, here.slots, here.positions);
+            /* Of the other tokens, the last layer has to compute only keys and values. */
+            if (num < rows && l + 1 == m->num_layers && l >= m->first_late)
+                keep_wanted(m, &self, &w, &here, wanted + done, start, num);
+            attention_layer(m, m->layers + l, &self, &w, keys, keys + half_layer, here.num, here.slots,
+                            here.positions);
+            mlp_layer(m, m->layers + l, &self, &w, here.num);
         }
-        int64_t num = wanted ? 0 : rows;
-        while (wanted && done + num < num_wanted && wanted[done + num] < start + rows)
-            num++;
+        if (num < rows && m->first_late >= m->num_layers)
+            keep_wanted(m, &self, &w, &here, wanted + done, start, num);
         if (num)
-            head_rows(m, &self, &w, wanted ? wanted + done : 0, start, num, logits + done * m->vocab);
+            head_rows(m, &self, &w, num, logits + done * m->vocab);
         done += num;
         wait_for_all(&self);
     }

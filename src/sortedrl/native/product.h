@@ -7,6 +7,7 @@
 #define KERNEL_PRODUCT_H
 
 #include "fixed_point.h"
+#include "wide_vectors.h"
 
 enum {
     PANEL = 16,
@@ -17,7 +18,8 @@ enum {
     MAX_SHARES = 4, /* tiles that share the fetching of the next weights */
 };
 
-_Static_assert(BLOCK % SPAN == 0 && SPAN % PANEL == 0, "a block must be whole spans, a span whole panels");
+_Static_assert(BLOCK % SPAN == 0 && SPAN % PANEL == 0 && PANEL / 2 % MAX_SHARES == 0,
+               "a block must be whole spans, a span whole panels, half a panel whole groups of MAX_SHARES");
 
 /* A span of inputs in fixed point, of a row and of a panel. */
 struct row_span {
@@ -131,6 +133,13 @@ static inline void fetch_ahead(struct ahead ahead, int64_t line)
     __builtin_prefetch(ahead.next + (line >> ahead.shift) * PANEL, 0, 2);
 }
 
+/* The same for the MAX_SHARES lines from `line` on, without a fetch for each: with many rows it would slow the products. */
+static inline void fetch_group_ahead(struct ahead ahead, int64_t line)
+{
+    for (int64_t k = 0; k < MAX_SHARES; k += 1 << ahead.shift)
+        fetch_ahead(ahead, line + k);
+}
+
 /* Sums of a tile of rows times a panel. */
 INLINE void float_sums(const float *x, int64_t stride, const float *w, struct ahead ahead, int64_t inputs,
                        vec sum[LARGE_TILE][2], const int tile)
@@ -158,13 +167,15 @@ INLINE void fixed_sums(const struct row_span *x, int64_t stride, const struct pa
     for (int64_t left = inputs / 2, line = 0; left > 0; left -= PAIRS, x++, w++) {
         const int64_t num = left < PAIRS ? left : PAIRS;
         ivec exact[LARGE_TILE][2] = {{{0}}};
-        for (int64_t k = 0; k < num; k++) {
-            const ivec w0 = *(const pairs *)w->numbers[k], w1 = *(const pairs *)(w->numbers[k] + LANES);
-            fetch_ahead(ahead, line++);
-            for (int t = 0; t < tile; t++) {
-                const ivec value = (ivec){0} + span_of(x, t * stride)->numbers[k];
-                exact[t][0] = add_products(exact[t][0], value, w0);
-                exact[t][1] = add_products(exact[t][1], value, w1);
+        for (int64_t i = 0; i < num; i += MAX_SHARES, line += MAX_SHARES) {
+            fetch_group_ahead(ahead, line);
+            for (int64_t k = i; k < i + MAX_SHARES; k++) {
+                const ivec w0 = *(const pairs *)w->numbers[k], w1 = *(const pairs *)(w->numbers[k] + LANES);
+                for (int t = 0; t < tile; t++) {
+                    const ivec value = (ivec){0} + span_of(x, t * stride)->numbers[k];
+                    exact[t][0] = add_products(exact[t][0], value, w0);
+                    exact[t][1] = add_products(exact[t][1], value, w1);
+                }
             }
         }
         for (int t = 0; t < tile; t++)
@@ -220,7 +231,7 @@ struct tiles {
 
 static struct tiles choose_tiles(int is_fixed)
 {
-#if HAS_WIDE_TILES
+#if HAS_WIDE_VECTORS
     if (has_wide_vectors())
         return is_fixed ? (struct tiles){large_wide_fixed, small_wide_fixed, LARGE_WIDE_TILE, SMALL_TILE}
                         : (struct tiles){large_wide_floats, small_wide_floats, LARGE_WIDE_TILE, SMALL_TILE};

@@ -10,11 +10,7 @@
 #ifndef KERNEL_WIDE_PRODUCT_H
 #define KERNEL_WIDE_PRODUCT_H
 
-#if defined(__AVX2__) && defined(__x86_64__) && !defined(NO_WIDE_VECTORS) && (__GNUC__ >= 9 || __clang_major__ >= 9)
-#define HAS_WIDE_TILES 1
-#define WIDE_TARGET __attribute__((target("avx512f,avx512vl,avx512vnni"), noinline))
-#define WIDE_INLINE __attribute__((target("avx512f,avx512vl,avx512vnni"), always_inline)) static inline
-
+#if HAS_WIDE_VECTORS
 enum { LARGE_WIDE_TILE = 8 }; /* rows of a tile: enough sums that none waits for the one before */
 
 typedef float wide __attribute__((vector_size(64), aligned(4), may_alias));
@@ -23,12 +19,6 @@ typedef wide_ints wide_pairs __attribute__((aligned(4), may_alias));
 
 _Static_assert(sizeof(wide) == PANEL * sizeof(float) && (int)LARGE_WIDE_TILE <= (int)MAX_TILE,
                "a vector must hold a panel's outputs, and rows past the last one must be allocated");
-
-static int has_wide_vectors(void)
-{
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
-           __builtin_cpu_supports("avx512vnni");
-}
 
 WIDE_INLINE void wide_float_sums(const float *x, int64_t stride, const float *w, struct ahead ahead, int64_t inputs,
                                  wide sum[LARGE_WIDE_TILE], const int tile)
@@ -47,12 +37,14 @@ WIDE_INLINE void wide_fixed_sums(const struct row_span *x, int64_t stride, const
     for (int64_t left = inputs / 2, line = 0; left > 0; left -= PAIRS, x++, w++) {
         const int64_t num = left < PAIRS ? left : PAIRS;
         wide_ints exact[LARGE_WIDE_TILE] = {{0}};
-        for (int64_t k = 0; k < num; k++) {
-            const wide_ints weights = *(const wide_pairs *)w->numbers[k];
-            fetch_ahead(ahead, line++);
-            for (int t = 0; t < tile; t++) {
-                const wide_ints value = (wide_ints){0} + span_of(x, t * stride)->numbers[k];
-                __asm__("vpdpwssd %2, %1, %0" : "+v"(exact[t]) : "v"(value), "v"(weights));
+        for (int64_t i = 0; i < num; i += MAX_SHARES, line += MAX_SHARES) {
+            fetch_group_ahead(ahead, line);
+            for (int64_t k = i; k < i + MAX_SHARES; k++) {
+                const wide_ints weights = *(const wide_pairs *)w->numbers[k];
+                for (int t = 0; t < tile; t++) {
+                    const wide_ints value = (wide_ints){0} + span_of(x, t * stride)->numbers[k];
+                    __asm__("vpdpwssd %2, %1, %0" : "+v"(exact[t]) : "v"(value), "v"(weights));
+                }
             }
         }
         for (int t = 0; t < tile; t++)
@@ -66,9 +58,11 @@ WIDE_INLINE void wide_tile_product(const float *x, int64_t x_stride, const float
                                    struct ahead ahead, int64_t inputs, struct rows starts, struct rows sums,
                                    const int tile, const int is_fixed)
 {
-    wide sum[LARGE_WIDE_TILE] = {{0}};
-    for (int t = 0; t < tile; t++)
+    wide sum[LARGE_WIDE_TILE]; /* set one by one: compilers would clear the array with a slow instruction */
+    for (int t = 0; t < tile; t++) {
+        sum[t] = (wide){0};
         __builtin_prefetch(row(sums, t), 1);
+    }
     if (is_fixed)
         wide_fixed_sums((const struct row_span *)x, x_stride, (const struct panel_span *)w, ahead, inputs, sum, tile);
     else
@@ -95,9 +89,6 @@ WIDE_TILE(large_wide_floats, LARGE_WIDE_TILE, 0)
 WIDE_TILE(small_wide_fixed, SMALL_TILE, 1)
 WIDE_TILE(large_wide_fixed, LARGE_WIDE_TILE, 1)
 
-#else
-#define HAS_WIDE_TILES 0
-static int has_wide_vectors(void) { return 0; }
 #endif
 
 #endif

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import pytest
+import torch
 
+from sortedrl.config import SortedConfig
 from sortedrl.engine.base import Delta, Finished, InFlight, Request, Sampling, Span
 from sortedrl.engine.local.engine import LocalEngine
 from sortedrl.records import FinishReason, Mode
+from sortedrl.run.builders.engine import num_kept_prefixes
 from tests.support.tiny_models import VOCAB, add_noise, make_requests, needs_compiler, source, tiny_model
 
 STOPS = Sampling(stop_tokens=tuple(range(0, VOCAB, 3)))  # turns end after a few tokens
@@ -150,6 +154,93 @@ def _go_on(run: Trajectories, left: list[Request]) -> None:
             elif isinstance(event, Finished):
                 waiting += run.next_turn(running.pop(event.sample), event)
     run.run(waiting)
+
+
+class UpdatedTrajectories(Trajectories):
+    """The same over updates of the last layer, after each of which all trajectories are replayed.
+
+    So in the end each is what a restart under the last weights writes, however far the engine had come at an update.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.is_masked: dict[int, list[bool]] = {}
+        self.version = self.num_attempts = 0
+        self.optimizer = torch.optim.Adam(self.model.model.layers[-1].parameters(), lr=5e-3)
+
+    def extend(self, event: Delta) -> None:
+        super().extend(event)
+        flags = self.is_masked.setdefault(event.sample, [])
+        flags[event.start + event.verified :] = [False] * (len(event.tokens) - event.verified)
+
+    def next_turn(self, done: Request, event: Finished) -> list[Request]:
+        found = super().next_turn(done, event)
+        self.is_masked[done.sample] += [True] * len(FED) if found else []
+        return [self.again(request, Mode.RESUME) for request in found]
+
+    def again(self, request: Request, mode: Mode) -> Request:
+        sample = request.sample
+        parts = groupby(self.is_masked.get(sample, []))
+        spans = [Span(self.version, len(list(flags)), is_masked=is_masked) for is_masked, flags in parts]
+        self.num_attempts += 1
+        again = replace(request, attempt=self.num_attempts, mode=mode if spans else Mode.FRESH, spans=spans)
+        return replace(again, cached=list(self.tokens.get(sample, [])))
+
+    def update(self) -> list[Request]:
+        """Interrupt everything, take a gradient step on the prompts, and publish it; returns the replays."""
+        for event in self.engine.interrupt():
+            if isinstance(event, Delta):
+                self.extend(event)
+        self.optimizer.zero_grad()
+        for request in requests():
+            text = torch.tensor([request.prompt])
+            self.model(text, labels=text).loss.backward()
+        self.optimizer.step()
+        self.version += 1
+        self.engine.publish(self.version, source(self.model))
+        return [self.again(request, Mode.REPLAY) for request in requests()]
+
+
+def test_kept_prefixes_and_unchanged_layers_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Updates change the last layer only, so replays start late; between them turns go on after kept prefixes."""
+    monkeypatch.setattr("sortedrl.engine.local.mixed_pass._MIN_PARAMETERS", 0)
+    answers, kept_tokens = [], []
+    for num_kept in (0, 5, 7):  # with five some come back to a row and others do not
+        run, left = UpdatedTrajectories(kept_prefixes=num_kept), requests()
+        for _ in range(4):
+            run.run(left, until=14)
+            left = run.update()
+        before = run.stat("kept_prefix_tokens")
+        run.run(left)
+        answers.append((run.tokens, run.logprobs, run.is_masked))
+        extra = run.engine.stats().extra
+        kept_tokens.append((before, extra["kept_prefix_tokens"]))
+        assert extra["unchanged_layers"] == run.model.config.num_hidden_layers - 1
+        assert extra["late_tokens"] > 0
+    assert kept_tokens[0] == (0, 0)
+    assert kept_tokens[1][1] > 0
+    assert kept_tokens[2][1] > kept_tokens[2][0] > 0  # used between updates, and after the last
+    assert answers[0] == answers[1] == answers[2]  # log-probs to the last bit
+
+
+@pytest.mark.parametrize(
+    ("changes", "room", "rows"),
+    [
+        ({}, None, 6),  # twice the slots
+        ({"schedule": {"open_trajectories": 5}}, None, 5),
+        ({"schedule": {"open_trajectories": 5}}, 8 * 4 * 131_072, 4),  # an eighth of the memory
+        ({"engine": {"slots": 3, "kept_prefixes": 9}}, 1, 9),
+    ],
+)
+def test_the_default_is_a_row_for_each_open_trajectory(
+    changes: dict[str, Any], room: int | None, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row of the tiny model has 131,072 bytes: 2 layers, keys and values, 2 heads, 16 numbers, 4 bytes, 256 steps."""
+    monkeypatch.setattr("sortedrl.run.builders.engine._machine_bytes", lambda: room)
+    config = SortedConfig(**{"engine": {"slots": 3}, **changes})
+    model = tiny_model("llama-gqa")
+    assert num_kept_prefixes(config, model, 256, has_tools=True) == rows
+    assert num_kept_prefixes(config, model, 256, has_tools=False) == (9 if rows == 9 else 0)
 
 
 def test_other_decoders_keep_nothing() -> None:

@@ -95,12 +95,24 @@ def test_running_slots_go_on_during_a_prefill(monkeypatch: pytest.MonkeyPatch) -
     assert caller.engine.stats().prompt_tokens == len(first.prompt) + 4 * 15
 
 
+def test_new_prompts_of_an_idle_engine_are_prefilled_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No slot has to wait for them, and slots that start together end together."""
+    requests = requests_of()[:4]
+    caller = mixing_caller(monkeypatch)
+    caller.engine.submit(requests)
+    caller.steps(1)
+    assert caller.engine.stats().decoded_tokens == 2 * len(requests)  # one each by the prefill, one by the pass
+
+
 @pytest.mark.parametrize("mode", [Mode.RESUME, Mode.REPLAY, Mode.FRESH])
 def test_interruptions_during_prefills(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = requests_of()[:4]
     caller = mixing_caller(monkeypatch)
     for round_ in range(6):
-        caller.engine.submit([caller.again(request, mode if round_ else Mode.FRESH) for request in requests])
+        first, *others = [caller.again(request, mode if round_ else Mode.FRESH) for request in requests]
+        caller.engine.submit([first])
+        caller.steps(1)
+        caller.engine.submit(others)
         caller.steps(round_)  # too few for the long prompts at first
         caller.interrupt()
         assert caller.num_running == 0
@@ -117,6 +129,8 @@ def test_interruptions_during_prefills(mode: Mode, monkeypatch: pytest.MonkeyPat
 def test_a_sibling_goes_on_when_the_prefilled_one_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [request for request in requests_of() if request.sample % 4 == 3]
     caller = mixing_caller(monkeypatch)
+    caller.engine.submit([requests_of()[0]])
+    caller.steps(1)
     caller.engine.submit(requests)
     caller.steps(1)
     caller.interrupt([requests[0].sample])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from sortedrl.engine.base import Engine
+from sortedrl.engine.base import CompletedHandle, Engine, EngineEvent, InFlight
 from sortedrl.engine.pool.child_launcher import ChildLauncher
 from sortedrl.engine.pool.pool import Pool
 from sortedrl.engine.sampling.noise import SCHEME
@@ -26,16 +27,37 @@ MODEL = tiny_model()  # made once: engines start in threads, and torch's seed is
 OTHER = tiny_model(seed=7)
 
 
+class HaltingEngine(SleepyEngine):
+    """If `num_steps` is set, it stops decoding after so many steps, until weights are published.
+
+    So answers are unfinished when a test interrupts them, however busy the machine is.
+    """
+
+    num_steps: int | None = None
+
+    def poll(self, timeout: float | None = None) -> list[EngineEvent]:
+        if self.num_steps is not None and self.num_running:
+            if self.num_steps == 0:
+                time.sleep(0.001)
+                return []
+            self.num_steps -= 1
+        return super().poll(timeout)
+
+    def publish(self, version: int, source: Any, in_flight: InFlight = InFlight.ABORT) -> CompletedHandle:
+        self.num_steps = None
+        return super().publish(version, source, in_flight)
+
+
 class SleepyMembers(ThreadMembers):
     """Engines with other weights than those that are published; each has a device of its own."""
 
     def __init__(self) -> None:
         super().__init__(self.make)
-        self.engines: list[SleepyEngine] = []
+        self.engines: list[HaltingEngine] = []
 
     def make(self, index: int) -> tuple[Engine, Any]:
         model = copy.deepcopy(OTHER)
-        engine = SleepyEngine(model, slots=SLOTS, max_length=POOL_LENGTH, stream_every=1, path="lean")
+        engine = HaltingEngine(model, slots=SLOTS, max_length=POOL_LENGTH, stream_every=1, path="lean")
         self.engines.append(engine)
         return engine, model
 
@@ -80,6 +102,9 @@ def test_sleep(check: Check, pool: Pool, members: SleepyMembers) -> None:
 
     case: EngineCase = model_case(pool, MODEL, answer_tokens=POOL_ANSWER_TOKENS, during_update=use_devices)
     assert not check.why_not(case)
+    if check.name == "answers-continue-after-a-sleep":
+        for engine in members.engines:
+            engine.num_steps = 20
     check.run(case)
     assert [engine.device.held for engine in members.engines] == [{"weights", "kv_cache"}] * 2
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import queue
+import signal
 import socket
 import subprocess
 import sys
@@ -74,19 +76,55 @@ def test_the_reaper_kills_only_the_named_processes() -> None:
             process.wait()
 
 
+class FakeRay:
+    """In place of the real one, which would be imported for all later tests."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[dict[str, Any]] = []  # of `ray.init`
+        ray: Any = ModuleType("ray")
+        ray.__spec__ = ModuleSpec("ray", None)
+        ray.is_initialized, ray.init = (lambda: False), (lambda **options: self.calls.append(options))
+        worker: Any = ModuleType("ray._private.worker")
+        worker._global_node = None
+        self.constants: Any = ModuleType("ray._private.ray_constants")
+        self.constants.env_bool = lambda key, default: os.environ[key] == "1" if key in os.environ else default
+        for module in (ray, worker, self.constants):
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+        for name in (ray_cluster.CLUSTERS, ray_cluster.NICENESS):  # `connect` sets them
+            monkeypatch.setenv(name, "")
+            monkeypatch.delenv(name)
+
+
 @pytest.mark.parametrize(("asked", "joined"), [(None, "local"), ("10.0.0.1:6379", "10.0.0.1:6379")])
 def test_no_ray_is_joined_that_was_not_asked_for(
     asked: str | None, joined: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without an address, Ray itself would join the one of RAY_ADDRESS, or of /tmp/ray/ray_current_cluster."""
-    calls: list[dict[str, Any]] = []
-    ray: Any = ModuleType("ray")
-    ray.__spec__ = ModuleSpec("ray", None)
-    ray.is_initialized, ray.init = (lambda: False), (lambda **options: calls.append(options))
-    worker: Any = ModuleType("ray._private.worker")
-    worker._global_node = None
-    monkeypatch.setitem(sys.modules, "ray", ray)  # the real one would be imported for all later tests
-    monkeypatch.setitem(sys.modules, "ray._private.worker", worker)
+    ray = FakeRay(monkeypatch)
     monkeypatch.setenv("RAY_ADDRESS", "192.0.2.1:6379")
     assert ray_cluster.connect(asked)
-    assert [call.get("address") for call in calls] == [joined]
+    assert [call.get("address") for call in ray.calls] == [joined]
+
+
+@pytest.mark.parametrize(("told", "is_open"), [(None, False), ("0", False), ("1", True)])
+def test_a_ray_of_our_own_listens_on_loopback_unless_told_otherwise(
+    told: str | None, is_open: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray = FakeRay(monkeypatch)
+    if told is not None:
+        monkeypatch.setenv(ray_cluster.CLUSTERS, told)
+    assert ray_cluster.connect()
+    assert ray.constants.ENABLE_RAY_CLUSTER is is_open
+
+
+@pytest.mark.parametrize(("raised", "code"), [(1, 143), (15, 143), (129, 129)])  # 1 and 15 are Ray's own, for SIGTERM
+def test_a_signal_while_ray_starts_has_its_exit_code(raised: int, code: int) -> None:
+    def start_ray() -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Ray takes it over
+        raise SystemExit(raised)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended, ray_cluster._own_sigterm():
+        start_ray()
+    assert ended.value.code == code
+    assert signal.getsignal(signal.SIGTERM) == before

@@ -15,6 +15,7 @@ from sortedrl.engine.sampling.draw import (
     CandidateSampler,
     DenseSampler,
     Draw,
+    DrawRuns,
     KernelSampler,
     TokenSampler,
     make_sampler,
@@ -160,6 +161,22 @@ def test_sparse_samplers_equal_the_dense_one(kind: str) -> None:
         assert verdicts[1].cached_logprobs == pytest.approx(verdicts[0].cached_logprobs, abs=1e-5)
         assert sum(verdicts[0].is_kept) >= 12
     assert sum(verdicts[0].is_kept) > 12, "the tolerance must let some pass"
+
+
+@pytest.mark.parametrize("kind", ["dense", *SPARSE_KINDS])
+def test_runs_of_draws_equal_their_draws_one_by_one(kind: str) -> None:
+    greedy, plain = Sampling(temperature=0.0), Sampling()
+    runs = DrawRuns([(Draw(71, 3, plain), 4), (Draw(72, 0, greedy), 1), (Draw(2**62, 9, plain), 7)])
+    one_by_one = [Draw(71, position, plain) for position in (3, 4, 5, 6)]
+    one_by_one += [Draw(72, 0, greedy), *(Draw(2**62, position, plain) for position in range(9, 16))]
+    assert list(runs) == one_by_one
+    assert runs.samplings == [draw.sampling for draw in one_by_one]
+    logits_rv, _, _ = random_rows(12, 2.0)
+    sampler, cached = make_kind(kind, 12, VOCAB), [*range(11), -1]
+    expected = sampler.verify(logits_rv, one_by_one, cached, [0.0] * 12)
+    found = sampler.verify(logits_rv, runs, cached, [0.0] * 12)
+    assert (found.drawn.tokens, found.drawn.logprobs) == (expected.drawn.tokens, expected.drawn.logprobs)
+    assert (found.is_kept, found.cached_logprobs) == (expected.is_kept, expected.cached_logprobs)
 
 
 @needs_compiler

@@ -11,7 +11,15 @@ import pytest
 import torch
 
 from sortedrl.engine.sampling import noise
-from sortedrl.engine.sampling.noise import KERNEL_MARGIN, gumbel, gumbel_scalar, noise_bits, row_keys, seed_tensor
+from sortedrl.engine.sampling.noise import (
+    KERNEL_MARGIN,
+    gumbel,
+    gumbel_scalar,
+    noise_bits,
+    row_keys,
+    runs_of_numbers,
+    seed_tensor,
+)
 from sortedrl.records import restart_seed, sample_seed
 
 # Written by tools/noise_vectors.py with vLLM's kernel. They must not change unless the scheme gets a new name.
@@ -24,6 +32,12 @@ MIN_NOISE = -2.811541  # -log(24 log 2), rounded down
 def uniforms(noise_bv: torch.Tensor) -> torch.Tensor:
     """The uniform numbers that the noise was computed from."""
     return -torch.expm1(-torch.exp(-noise_bv.double()))
+
+
+def test_runs_of_numbers() -> None:
+    assert runs_of_numbers([5, 0, 7], [2, 3, 1]).tolist() == [5, 6, 0, 1, 2, 7]
+    assert runs_of_numbers([4], [3]).tolist() == [4, 5, 6]
+    assert runs_of_numbers([], []).tolist() == []
 
 
 def test_the_scheme_is_that_of_vllm() -> None:

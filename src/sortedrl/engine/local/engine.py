@@ -9,7 +9,7 @@ Guarantees, beyond those of the protocol:
 
 The attempt at index i of `_active` owns slot i of the cache. Its last token is sampled, but the model has not read it
 yet. When an attempt ends, the last running attempt moves into its slot. With a large model, attempts are prefilled in
-their slots while the others decode (`mixed_pass.py`).
+their slots while the others decode (`mixed_pass.py`); new prompts that meet an idle engine are prefilled in one call.
 
 Shapes: b running slots, t packed tokens, r rows of logits, v vocabulary.
 """
@@ -243,7 +243,7 @@ class LocalEngine:
         lengths = self._kept.restore(returning, first_slot)
         prefills = plan_prefills(others, first_slot + len(returning))
         outcomes: list[PrefillOutcome] = []
-        if self._is_mixing:
+        if self._is_mixing and (first_slot or returning or any(attempt.tokens for attempt in others)):
             self._prefilling += [GradualPrefill.after_kept(a, n) for a, n in zip(returning, lengths, strict=True)]
             self._prefilling += [
                 GradualPrefill(prefill=prefill, num_late=self._restore_layers(prefill)) for prefill in prefills
@@ -256,7 +256,7 @@ class LocalEngine:
         broken = {o.check.attempt.request.sample for o in outcomes if not self._apply(o)}
         self._sampler.start(first_slot, [attempt.next_draw for attempt in starting])
         self._count_time(start, is_decode=False)
-        return num_ended + self._end_attempts(broken)
+        return num_ended + self._end_attempts(broken, first_slot)
 
     def _restore_layers(self, prefill: Prefill) -> int:
         """For how many first tokens of a prefill the unchanged layers need not be computed."""
@@ -452,10 +452,13 @@ class LocalEngine:
 
     # Endings
 
-    def _end_attempts(self, broken: set[int]) -> int:
-        """End the attempts that are complete, and fail those of the `broken` samples; returns how many ended."""
+    def _end_attempts(self, broken: set[int], first_slot: int = 0) -> int:
+        """End the attempts from a slot on that are complete or of `broken` samples; returns how many ended.
+
+        Those of `broken` samples have failed.
+        """
         ended, waiting = [], self._find_waiting()
-        for slot, attempt in enumerate(self._active):
+        for slot, attempt in enumerate(self._active[first_slot:], start=first_slot):
             if id(attempt) in waiting:
                 continue  # a replay of a complete answer ends when it is verified
             if attempt.request.sample in broken:

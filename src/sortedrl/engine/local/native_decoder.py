@@ -18,11 +18,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from sortedrl.engine.local.cache import SlotCache
 from sortedrl.engine.local.lean_decoder import norm_gain, rotary_factors, supports_lean
+from sortedrl.engine.sampling.noise import runs_of_numbers
 from sortedrl.native.huge_pages import zeros_in_huge_pages
 from sortedrl.native.kernel import MAX_THREADS, KernelLayer, KernelModel, ThreadGroup, has_wide_kernel, load_kernel
 from sortedrl.native.threads import KernelThreads
@@ -64,11 +66,8 @@ class BlockCache(SlotCache):
             self.hidden_slm[target, :length].copy_(self.hidden_slm[source, :length])
 
     def plan_prefill(self, slots: Sequence[int], lengths: Sequence[int]) -> KernelPlan:
-        slots_n, lengths_n = torch.tensor(slots), torch.tensor(lengths)
-        return KernelPlan(
-            slots_t=slots_n.repeat_interleave(lengths_n),
-            positions_t=torch.cat([torch.arange(length) for length in lengths]),
-        )
+        slots_t = torch.from_numpy(np.array(slots, dtype=np.int64).repeat(lengths))
+        return KernelPlan(slots_t=slots_t, positions_t=torch.from_numpy(runs_of_numbers([0] * len(lengths), lengths)))
 
     def plan_decode(self, lengths: Sequence[int], group_sizes: Sequence[int] | None = None) -> KernelPlan:
         return KernelPlan(slots_t=torch.arange(len(lengths)), positions_t=torch.tensor(lengths) - 1)

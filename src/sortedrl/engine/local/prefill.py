@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 
 from sortedrl.engine.attempt import Attempt
-from sortedrl.engine.sampling.draw import Draw, TokenSampler, shape_logits
-from sortedrl.engine.sampling.noise import int_tensor
+from sortedrl.engine.sampling.draw import Draw, DrawRuns, TokenSampler, shape_logits
+from sortedrl.engine.sampling.noise import runs_of_numbers
 from sortedrl.records import Mode
 
 # Limits of one call. A single sequence beyond them still runs in one call.
@@ -42,14 +43,14 @@ class ReplayCheck:
 
     attempt: Attempt
     cached: list[int]
-    is_masked: list[bool]  # per cached token: kept without verification
+    is_masked: list[bool]  # per cached token: kept without verification; empty if none is
     rows: range
 
     @property
-    def draws(self) -> list[Draw]:
+    def draws(self) -> tuple[Draw, int]:
+        """The draw at the first row, and the number of rows, whose positions follow each other."""
         last = self.attempt.next_draw
-        first = last.position - len(self.cached)
-        return [Draw(last.seed, position, last.sampling) for position in range(first, first + len(self.rows))]
+        return last._replace(position=last.position - len(self.cached)), len(self.rows)
 
 
 def plan_prefills(attempts: Sequence[Attempt], first_slot: int) -> list[Prefill]:
@@ -88,12 +89,10 @@ def pack_prefills(prefills: Iterable[Prefill], vocab: int) -> list[list[Prefill]
 
 def logit_rows(pack: Sequence[Prefill]) -> torch.Tensor:
     """Indices of the packed tokens at which logits are needed."""
-    rows: list[int] = []
-    end = 0
-    for prefill in pack:
-        end += len(prefill.tokens)
-        rows.extend(range(end - prefill.num_rows, end))
-    return int_tensor(rows)
+    counts = [prefill.num_rows for prefill in pack]
+    ends = accumulate(len(prefill.tokens) for prefill in pack)
+    starts = [end - count for end, count in zip(ends, counts, strict=True)]
+    return torch.from_numpy(runs_of_numbers(starts, counts))
 
 
 def make_checks(pack: Sequence[Prefill]) -> list[ReplayCheck]:
@@ -104,7 +103,8 @@ def make_checks(pack: Sequence[Prefill]) -> list[ReplayCheck]:
         rows = range(start, start + prefill.num_rows)
         for attempt in prefill.attempts:
             is_replay = attempt.request.mode is Mode.REPLAY
-            cached, is_masked = (attempt.tokens[:], attempt.is_masked) if is_replay else ([], [])
+            cached = attempt.tokens[:] if is_replay else []
+            is_masked = attempt.is_masked if is_replay and attempt.has_masked else []
             checks.append(ReplayCheck(attempt=attempt, cached=cached, is_masked=is_masked, rows=rows))
         start = rows.stop
     return checks
@@ -125,17 +125,20 @@ def verify_and_draw(
     checks: Sequence[ReplayCheck], logits_rv: torch.Tensor, sampler: TokenSampler
 ) -> list[PrefillOutcome]:
     """Verify cached tokens and draw new ones at all rows of a pack, in one call."""
-    rows = [row for check in checks for row in check.rows]
-    draws = [draw for check in checks for draw in check.draws]
-    cached = [token for check in checks for token in (*check.cached, -1)]
-    tolerances = [check.attempt.request.replay_tolerance for check in checks for _ in check.rows]
-    if rows != list(range(len(logits_rv))):  # siblings read the same rows
+    draws = DrawRuns([check.draws for check in checks])
+    cached: list[int] = []
+    tolerances: list[float] = []
+    for check in checks:
+        cached += (*check.cached, -1)
+        tolerances += [check.attempt.request.replay_tolerance] * len(check.rows)
+    if len(cached) > len(logits_rv):  # siblings read the same rows
+        rows = [row for check in checks for row in check.rows]
         logits_rv = logits_rv[torch.tensor(rows, device=logits_rv.device)]
-    scaled_rv = shape_logits(logits_rv, [draw.sampling for draw in draws])
+    scaled_rv = logits_rv if draws.is_plain else shape_logits(logits_rv, draws.samplings)
     verdict = sampler.verify(scaled_rv, draws, cached, tolerances)
     is_kept, cached_logprobs = verdict.is_kept, verdict.cached_logprobs
-    is_masked = [flag for check in checks for flag in (*check.is_masked, False)]
-    if any(is_masked):
+    if any(check.is_masked for check in checks):
+        is_masked = [flag for check in checks for flag in (*(check.is_masked or [False] * len(check.cached)), False)]
         is_kept = [kept or masked for kept, masked in zip(is_kept, is_masked, strict=True)]
         cached_logprobs = [0.0 if masked else lp for lp, masked in zip(cached_logprobs, is_masked, strict=True)]
     outcomes: list[PrefillOutcome] = []

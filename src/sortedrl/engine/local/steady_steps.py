@@ -18,8 +18,7 @@ import torch
 from sortedrl.engine.attempt import Attempt
 from sortedrl.engine.base import Sampling
 from sortedrl.engine.local.cache import SlotCache, StepPlan
-from sortedrl.engine.sampling.draw import Choice, shape_logits
-from sortedrl.engine.sampling.filters import is_filtered
+from sortedrl.engine.sampling.draw import Choice, are_plain, shape_logits
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,12 +34,10 @@ class SteadySteps:
     @classmethod
     def begin(cls, active: Sequence[Attempt], cache: SlotCache) -> SteadySteps:
         samplings = [attempt.request.sampling for attempt in active]
-        kinds = {id(sampling): sampling for sampling in samplings}.values()  # most requests share one
-        is_plain = all(sampling.temperature in (0.0, 1.0) and not is_filtered(sampling) for sampling in kinds)
         return cls(
             plan=cache.plan_decode([attempt.length for attempt in active]),
             tokens_b=torch.tensor([attempt.tokens[-1] for attempt in active], device=cache.device),
-            samplings=None if is_plain else samplings,
+            samplings=None if are_plain(samplings) else samplings,
             stops=frozenset().union(*{attempt.stops for attempt in active}),
             has_stop_strings=any(attempt.decode is not None for attempt in active),
             num_left=min(attempt.request.budget - len(attempt.tokens) for attempt in active),

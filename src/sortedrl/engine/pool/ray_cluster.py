@@ -1,8 +1,9 @@
-"""The connection to Ray: an existing cluster, or a Ray on this machine that listens on loopback only.
+"""The connection to Ray: an existing cluster, or a Ray on this machine that listens on loopback.
 
-`run/builders` connects before it imports anything that needs Ray, because Ray decides on import on which addresses it
-listens. Guarantees: without an address, no part of Ray can be reached from another machine, and no other Ray is
-joined, whatever the environment or files of Ray say; if Ray ends, the process ends with a message (`ray_watch.py`).
+`run/builders` calls `connect`. Guarantees: without an address, no part of Ray can be reached from another machine,
+whether or not Ray was imported before, unless the environment sets Ray's own switch for clusters (`CLUSTERS`) to 1;
+without an address, no other Ray is joined, whatever the environment or files of Ray say; if Ray ends, the process ends
+with a message (`ray_watch.py`).
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ import importlib.util
 import logging
 import os
 import shlex
+import signal
 import subprocess
 import sys
-from contextlib import suppress
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,21 +52,22 @@ def connect(address: str | None = None, *, run_dir: Path | None = None) -> bool:
     """
     if importlib.util.find_spec("ray") is None:
         raise EngineError(extra_message("a pool of engines, or a learner of several ranks,", "ray"))
-    if address is None and "ray" not in sys.modules:
-        os.environ.setdefault(CLUSTERS, "0")
+    if is_connected():
+        return False
+    if address is None:
+        _listen_on_loopback()
         os.environ.setdefault(NICENESS, "0")
     import ray
 
-    if ray.is_initialized():
-        return False
     _silence()
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
-        if address is not None:
-            ray.init(address=address, **quiet)
-        else:
-            # Without "local", Ray would join the cluster of RAY_ADDRESS or of a file in /tmp that anyone may write.
-            ray.init(address="local", include_dashboard=False, num_cpus=os.cpu_count(), **quiet)
+        with _own_sigterm():
+            if address is not None:
+                ray.init(address=address, **quiet)
+            else:
+                # Without "local", Ray would join the cluster of RAY_ADDRESS or of a file in /tmp that anyone may write.
+                ray.init(address="local", include_dashboard=False, num_cpus=os.cpu_count(), **quiet)
         _watch(run_dir)
     except Exception as error:  # a start that times out raises no narrower type
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -71,6 +76,34 @@ def connect(address: str | None = None, *, run_dir: Path | None = None) -> bool:
             f"Ray did not start {where} ({why}): start it with `ray start --head`, or set engine.cluster to its address"
         ) from error
     return True
+
+
+@contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Give SIGTERM back to the program that starts Ray.
+
+    Ray takes it over: while it starts, SIGTERM ends its processes and then this one, with another exit code. Exits that
+    other signals cause have the codes of this program, which stay.
+    """
+    if threading.current_thread() is not threading.main_thread():  # there Ray leaves signals alone
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    except SystemExit as leave:
+        if isinstance(leave.code, int) and leave.code > 128:
+            raise
+        raise SystemExit(128 + signal.SIGTERM) from leave
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+
+
+def _listen_on_loopback() -> None:
+    """Have a Ray that is started here, and its workers, bind to 127.0.0.1, unless `CLUSTERS` is set to 1."""
+    os.environ.setdefault(CLUSTERS, "0")
+    constants: Any = importlib.import_module("ray._private.ray_constants")
+    constants.ENABLE_RAY_CLUSTER = constants.env_bool(CLUSTERS, default=False)  # Ray read it when it was imported
 
 
 def _watch(run_dir: Path | None) -> None:

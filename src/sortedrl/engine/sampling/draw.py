@@ -13,16 +13,18 @@ Shapes: b slots, r rows of logits (any positions of any sequences), v vocabulary
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, overload
 
+import numpy as np
 import torch
 
 from sortedrl.engine.base import Sampling
 from sortedrl.engine.sampling.candidates import CandidateSearch
-from sortedrl.engine.sampling.filters import filter_logits
-from sortedrl.engine.sampling.noise import gumbel, int_tensor, seed_tensor
+from sortedrl.engine.sampling.filters import filter_logits, is_filtered
+from sortedrl.engine.sampling.noise import gumbel, int_tensor, runs_of_numbers, seed_tensor
 from sortedrl.native.kernel import load_kernel
 from sortedrl.native.threads import KernelThreads
 
@@ -42,6 +44,48 @@ class Draw(NamedTuple):
     seed: int
     position: int
     sampling: Sampling
+
+
+class DrawRuns(Sequence[Draw]):
+    """Draws at consecutive positions of several sequences. Much faster to make than a list of draws.
+
+    Each run is the draw at its first position, and the number of positions.
+    """
+
+    def __init__(self, runs: Sequence[tuple[Draw, int]]) -> None:
+        self._runs = runs
+        self._lengths = [num for _, num in runs]
+
+    def __len__(self) -> int:
+        return sum(self._lengths)
+
+    @overload
+    def __getitem__(self, index: int) -> Draw: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Draw]: ...
+    def __getitem__(self, index: int | slice) -> Draw | list[Draw]:
+        return self._expanded[index]
+
+    @functools.cached_property
+    def _expanded(self) -> list[Draw]:
+        return [draw._replace(position=draw.position + step) for draw, num in self._runs for step in range(num)]
+
+    @property
+    def samplings(self) -> list[Sampling]:
+        return [draw.sampling for draw, num in self._runs for _ in range(num)]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether no draw changes its logits."""
+        return are_plain(draw.sampling for draw, _ in self._runs)
+
+    def columns(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Seeds, positions, and whether the draw is random, as one tensor each."""
+        draws = [draw for draw, _ in self._runs]
+        seeds = np.array([draw.seed for draw in draws], dtype=np.int64).repeat(self._lengths)
+        positions = runs_of_numbers([draw.position for draw in draws], self._lengths)
+        is_random = np.array([draw.sampling.temperature > 0 for draw in draws], dtype=np.uint8).repeat(self._lengths)
+        return torch.from_numpy(seeds), torch.from_numpy(positions), torch.from_numpy(is_random)
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -106,10 +150,17 @@ def make_sampler(slots: int, vocab: int, device: torch.device) -> TokenSampler:
     return DenseSampler(slots, vocab, device)
 
 
+def are_plain(samplings: Iterable[Sampling]) -> bool:
+    """Whether none of these changes its logits."""
+    kinds = {id(sampling): sampling for sampling in samplings}.values()  # most requests share one
+    return all(sampling.temperature in (0.0, 1.0) and not is_filtered(sampling) for sampling in kinds)
+
+
 def shape_logits(logits_rv: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
     """Apply temperatures and filters: the logits of the distributions that tokens are drawn from."""
-    divisors = [sampling.temperature or 1.0 for sampling in samplings]
-    if any(divisor != 1.0 for divisor in divisors):
+    kinds = {id(sampling): sampling for sampling in samplings}.values()  # most requests share one
+    if any(sampling.temperature not in (0.0, 1.0) for sampling in kinds):
+        divisors = [sampling.temperature or 1.0 for sampling in samplings]
         logits_rv = logits_rv / torch.tensor(divisors, device=logits_rv.device).unsqueeze(1)
     return filter_logits(logits_rv, samplings)
 
@@ -256,14 +307,17 @@ class KernelSampler(CandidateSampler):
         self._kernel, self._vocab, self._threads = kernel, vocab, KernelThreads()
         self._seeds_b, self._positions_b = (torch.zeros(slots, dtype=torch.int64) for _ in range(2))
         self._is_random_b = torch.zeros(slots, dtype=torch.uint8)
+        # The same memory for numpy, which writes a few numbers several times as fast as torch.
+        self._states = [values_b.numpy() for values_b in (self._seeds_b, self._positions_b, self._is_random_b)]
 
     def start(self, first_slot: int, draws: Sequence[Draw]) -> None:
-        slots = slice(first_slot, first_slot + len(draws))
-        self._seeds_b[slots], self._positions_b[slots], self._is_random_b[slots] = _columns(draws)
+        for slot, (seed, position, sampling) in enumerate(draws, start=first_slot):
+            for values, value in zip(self._states, (seed, position, sampling.temperature > 0), strict=True):
+                values[slot] = value
 
     def move(self, source: int, target: int) -> None:
-        for values_b in (self._seeds_b, self._positions_b, self._is_random_b):
-            values_b[target] = values_b[source]
+        for values in self._states:
+            values[target] = values[source]
 
     def choose(self, scaled_bv: torch.Tensor, draws: Callable[[], list[Draw]]) -> Choice:
         tokens_b, normalizer_b = self._call(scaled_bv, self._seeds_b, self._positions_b, self._is_random_b)
@@ -280,6 +334,23 @@ class KernelSampler(CandidateSampler):
         columns = (self._seeds_b.index_select(0, slots_r), positions_r, self._is_random_b.index_select(0, slots_r))
         tokens_r, normalizer_r = self._call(scaled_rv, *columns)
         return _choice(tokens_r, _at(scaled_rv, tokens_r) - normalizer_r)
+
+    def verify(
+        self, scaled_rv: torch.Tensor, draws: Sequence[Draw], cached: Sequence[int], tolerances: Sequence[float]
+    ) -> ReplayVerdict:
+        if any(tolerances):
+            return super().verify(scaled_rv, draws, cached, tolerances)
+        tokens_r, normalizer_r = self._draw(scaled_rv, draws)
+        # In numpy, because a prefill of one prompt is a short call, and torch takes as long for these steps.
+        tokens, normalizer, cached_tokens = tokens_r.numpy(), normalizer_r.numpy(), np.array(cached, dtype=np.int64)
+        logits, rows = scaled_rv.float().numpy(), np.arange(len(cached))
+        drawn_logprobs = logits[rows, tokens] - normalizer
+        cached_logprobs = logits[rows, np.maximum(cached_tokens, 0)] - normalizer
+        return ReplayVerdict(
+            drawn=Choice(tokens=tokens.tolist(), tokens_r=tokens_r, logprobs=drawn_logprobs.tolist()),
+            is_kept=(tokens == cached_tokens).tolist(),
+            cached_logprobs=cached_logprobs.tolist(),
+        )
 
     def _draw(self, scaled_rv: torch.Tensor, draws: Sequence[Draw]) -> tuple[torch.Tensor, torch.Tensor]:
         return self._call(scaled_rv, *_columns(draws))
@@ -306,11 +377,11 @@ class KernelSampler(CandidateSampler):
 
 def _columns(draws: Sequence[Draw]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Seeds, positions, and whether the draw is random, as one tensor each."""
-    return (
-        seed_tensor([draw.seed for draw in draws]),
-        int_tensor([draw.position for draw in draws]),
-        int_tensor([draw.sampling.temperature > 0 for draw in draws]).to(torch.uint8),
-    )
+    if isinstance(draws, DrawRuns):
+        return draws.columns()
+    seeds, positions, samplings = zip(*draws, strict=True) if draws else ((), (), ())
+    is_random = [sampling.temperature > 0 for sampling in samplings]
+    return seed_tensor(seeds), int_tensor(positions), int_tensor(is_random).to(torch.uint8)
 
 
 def _choice(tokens_r: torch.Tensor, logprobs_r: torch.Tensor) -> Choice:

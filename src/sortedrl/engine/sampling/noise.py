@@ -148,6 +148,18 @@ def int_tensor(values: Sequence[int], device: torch.device | str = "cpu") -> tor
     return torch.frombuffer(array("q", values), dtype=torch.int64).to(device)
 
 
+def runs_of_numbers(starts: Sequence[int], lengths: Sequence[int]) -> np.ndarray:
+    """Consecutive integers from each start on, as many as its length, one run after the other: int64."""
+    import numpy as np
+
+    if len(starts) == 1:  # most prefills are of one prompt
+        return np.arange(starts[0], starts[0] + lengths[0])
+    counts = np.array(lengths, dtype=np.int64)
+    total = counts.cumsum()
+    firsts = np.array(starts, dtype=np.int64) - total + counts  # what to add to the index of a run's numbers
+    return np.arange(total[-1] if lengths else 0) + firsts.repeat(counts)
+
+
 def row_keys(seeds_b: torch.Tensor, positions_b: torch.Tensor) -> torch.Tensor:
     """`row` of the definition above: int32 [b]."""
     import torch
