@@ -3,7 +3,7 @@
     python -m fuzz --minutes 10 --seed 1 [--jobs 2] [--keep-figures]
     python -m fuzz --minutes 10 --kinds ranks    # or vllm, or several: train,tools,data,trl (the default)
     python -m fuzz --scenario '{...}'        # as a failure prints it
-    python -m fuzz --planted [NAME]          # every defect of fuzz/planted.py, or one: each must be found
+    python -m fuzz --planted [NAMES]         # every defect of fuzz/planted.py, or some: each must be found
     python -m fuzz --disk [--torn 200]       # a power loss at every flush and at random writes
 
 The exit code is 1 if anything was found (with --planted: if a defect was not).
@@ -15,6 +15,7 @@ import argparse
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -36,6 +37,7 @@ from fuzz.shrink import shrink
 
 SEEDS_PER_JOB = 1_000_000
 PLANTED_MINUTES = 4.0  # within which a planted defect must be found
+SHRINK_S = 60.0  # for making one failure smaller, and never more than what is left of --minutes
 
 
 def parse() -> argparse.Namespace:
@@ -44,11 +46,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="another seed tries other scenarios")
     parser.add_argument("--jobs", type=int, default=2, help="processes that try scenarios side by side")
     parser.add_argument(
-        "--keep-figures", action="store_true", help=f"add the counts to benchmarks/results/{figures.NAME}.json"
+        "--keep-figures",
+        action="store_true",
+        help=f"add the counts to benchmarks/results/{figures.NAME}.json, unless something was found",
     )
     parser.add_argument("--kinds", type=_kinds, default=_everyday(), help="kinds of programs, separated by commas")
     parser.add_argument("--scenario", help="play this one only")
-    parser.add_argument("--planted", nargs="?", const="all", help="plant each defect, or this one, and look for it")
+    parser.add_argument("--planted", nargs="?", const="all", help="plant each defect, or these, and look for it")
     parser.add_argument("--disk", action="store_true", help="replay a run's writes as a power loss would leave them")
     parser.add_argument("--torn", type=int, default=200, help="with --disk: random moments besides the flushes")
     parser.add_argument("--plant", default="", help=argparse.SUPPRESS)
@@ -61,8 +65,9 @@ def _kinds(text: str) -> list[Kind]:
 
 
 def _everyday() -> list[Kind]:
-    """Without TRL where it is not installed."""
-    return [kind for kind in EVERYDAY if kind != Kind.TRL or importlib.util.find_spec("trl") is not None]
+    """Without those whose package is not installed."""
+    needs = {Kind.TRL: "trl", Kind.DATA: "pyarrow"}
+    return [kind for kind in EVERYDAY if kind not in needs or importlib.util.find_spec(needs[kind]) is not None]
 
 
 def main() -> None:
@@ -70,7 +75,7 @@ def main() -> None:
     if options.job is not None:
         work(options)
     elif options.planted:
-        names = list(PLANTED) if options.planted == "all" else [options.planted]
+        names = list(PLANTED) if options.planted == "all" else options.planted.split(",")
         missed = [name for name in names if not look_for(name, options)]
         print(f"{len(names) - len(missed)} of {len(names)} planted defects found")
         for name in missed:
@@ -78,11 +83,19 @@ def main() -> None:
         sys.exit(bool(missed))
     else:
         counts = fuzz(options, plant=options.plant)
-        shown = [name for name in figures.COUNTED if counts[name] or name in ("runs", "faults", "findings")]
-        print(", ".join(f"{counts[name]:,} {name}" for name in shown))
-        if options.keep_figures:
-            figures.add(counts)
+        summarize(counts, keep_figures=options.keep_figures)
         sys.exit(bool(counts["findings"]))
+
+
+def summarize(counts: Counter[str], *, keep_figures: bool) -> None:
+    """Print what was done and found, and keep the figures of an invocation without findings."""
+    always = ("runs", "faults", "findings", "unfinished")
+    shown = [name for name in figures.COUNTED if counts[name] or name in always]
+    print(", ".join(f"{counts[name]:,} {name}" for name in shown))
+    if keep_figures and counts["findings"]:
+        print("the figures are not kept: an invocation that found something is left out as a whole")
+    elif keep_figures:
+        figures.add(counts)
 
 
 def fuzz(options: argparse.Namespace, *, plant: str = "", stops_early: bool = False) -> Counter[str]:
@@ -158,6 +171,7 @@ def _show(record: dict[str, Any], *, quiet: bool) -> None:
 
 def work(options: argparse.Namespace) -> None:
     """Play scenarios and print a line of JSON for each."""
+    deadline = time.monotonic() + 60 * options.minutes
     child.warm_up()
     with tempfile.TemporaryDirectory(prefix="fuzz-runs-") as folder:
         page = open_control()
@@ -168,31 +182,50 @@ def work(options: argparse.Namespace) -> None:
                 counts = Counter({"power losses": 1, "findings": len(wrong)})
                 counts.update(f"found {finding.kind}" for finding in wrong)
                 _print_record(counts, wrong, line=f"{name}: {len(wrong)} findings" if wrong else "")
+                if wrong and options.plant:
+                    break
             return
         player = Player(page, Path(folder), options.plant)
         if options.scenario:
-            _report(player.play(Scenario.from_json(options.scenario)))
+            _report(player.play(Scenario.from_json(options.scenario)), shows_ends=True)
             return
-        deadline = time.monotonic() + 60 * options.minutes
+        player.deadline.at = deadline
+        stop_on_term(player)
         seed = SEEDS_PER_JOB * (1000 * options.seed + options.job)
-        while time.monotonic() < deadline:
-            result = player.play(draw(seed, options.kinds))
+        while not player.deadline.has_passed:
+            scenario = draw(seed, options.kinds)
+            try:
+                result = player.play(scenario)
+            except child.OutOfTimeError:
+                line = f"{seed}: {scenario.kind} not finished when the time was over"
+                _print_record({"unfinished": 1}, [], line=line)
+                break
             if result.findings and not options.plant:
-                result.scenario = _smallest(player, result)
+                result.scenario = smallest(player, result)
             _report(result)
             seed += 1
 
 
-def _smallest(player: Player, result: Result) -> Scenario:
-    """The scenario made smaller while a finding of the same kind stays."""
-    kind = result.findings[0].kind
-    return shrink(result.scenario, lambda smaller: any(f.kind == kind for f in player.play(smaller).findings))
+def stop_on_term(player: Player) -> None:
+    """Let SIGTERM end the scenario that is played, and all that would follow."""
+    signal.signal(signal.SIGTERM, lambda *_: setattr(player.deadline, "is_asked", True))
 
 
-def _report(result: Result) -> None:
+def smallest(player: Player, result: Result) -> Scenario:
+    """The scenario made smaller while a finding of the same kind stays; as it is if there is no time for that."""
+    kind, deadline = result.findings[0].kind, player.deadline.at
+    player.deadline.at = min(deadline, time.monotonic() + SHRINK_S)
+    smallest = shrink(result.scenario, lambda smaller: any(f.kind == kind for f in player.play(smaller).findings))
+    player.deadline.at = deadline
+    return smallest
+
+
+def _report(result: Result, *, shows_ends: bool = False) -> None:
+    """Print the record of a scenario. `shows_ends`: also say how each of its processes ended."""
     done = f"{result.num_processes} processes, {len(result.faults)} faults"
     line = f"{result.scenario.seed}: {result.scenario.kind} {result.outcome or 'failed'}, {done}"
-    _print_record(result.counts, result.findings, line=line, again=result.scenario.to_json())
+    ends = [f"  process {number}: {end}" for number, end in enumerate(result.ends, start=1)] if shows_ends else []
+    _print_record(result.counts, result.findings, line="\n".join([*ends, line]), again=result.scenario.to_json())
 
 
 def _print_record(counts: Mapping[str, int], findings: Sequence[Finding], *, line: str, again: str = "") -> None:
@@ -202,4 +235,7 @@ def _print_record(counts: Mapping[str, int], findings: Sequence[Finding], *, lin
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    main()
+    try:
+        main()
+    except (KeyboardInterrupt, BrokenPipeError):  # a user stopped it, or the process that reads its results has ended
+        sys.exit(130)

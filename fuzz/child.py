@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
+import math
 import os
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from fuzz import control, faults, planted
 from fuzz.control import Control
-from fuzz.scenario import TIMED, Stage
+from fuzz.scenario import OUTSIDE, Stage
 
-SETTLE_S = 15.0  # how long helpers of a dead process may live on
+SETTLE_S = 30.0  # how long helpers of a dead process may live on, on a busy machine
 _PR_SET_CHILD_SUBREAPER = 36  # from linux/prctl.h
 
 
@@ -40,11 +42,32 @@ class Ended:
         return [line for line in self.err.splitlines() if line.startswith("error: ")]
 
 
+class OutOfTimeError(Exception):
+    """The fuzzer's own time is over."""
+
+
+@dataclass(slots=True)
+class Deadline:
+    """When the fuzzer itself has to stop. A process that still runs then is killed, and what it did does not count."""
+
+    at: float = math.inf  # on the monotonic clock
+    is_asked: bool = False  # to stop before that
+
+    @property
+    def has_passed(self) -> bool:
+        return self.is_asked or time.monotonic() > self.at
+
+    def check(self) -> None:
+        if self.has_passed:
+            raise OutOfTimeError
+
+
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Limits:
-    fault_s: float = 3.0  # within which a fault happens that comes after some seconds
+    fault_s: float | None = None  # a fault from outside comes within this time; None: at the stage's call
     hang_s: float = 180.0  # on a busy machine; then a process is killed
     memory_bytes: int | None = None  # more than at its start
+    deadline: Deadline = field(default_factory=Deadline)
 
 
 def warm_up() -> None:
@@ -53,10 +76,20 @@ def warm_up() -> None:
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     import sortedrl.cli
+    import sortedrl.run.builders.loop
     import sortedrl.run.builders.parts
+    import sortedrl.run.machine_load
+    import sortedrl.run.model_card
+    import sortedrl.run.save_and_resume
     import sortedrl.trainer  # noqa: F401
 
+    with contextlib.suppress(ImportError):  # a table of a thousand patterns that each process would compile
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+        get_checkpoint_conversion_mapping("llama")
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # a collection in a forked process would copy every page of memory
     adopt_orphans()
 
 
@@ -77,7 +110,8 @@ def run(
 ) -> Ended:
     """Call `call` in a process whose working folder is `folder`, and cause the stage's fault.
 
-    `record_to`: a file descriptor for the log of all calls that change the run directory.
+    `record_to`: a file descriptor for the log of all calls that change the run directory. Raises OutOfTimeError at the
+    deadline.
     """
     limits = limits or Limits()
     folder.mkdir(parents=True, exist_ok=True)
@@ -89,8 +123,19 @@ def run(
     page.clear()
     pid = os.fork()
     if pid == 0:
-        _be_child(page, call, folder, stage, plant, limits, record_to)
-    code, was_struck = _wait(pid, stage, limits)
+        code = 1
+        try:
+            code = _be_child(page, call, folder, stage, plant, limits, record_to)
+        except KeyboardInterrupt:  # after the call has returned
+            code = 128 + signal.SIGINT
+        finally:
+            os._exit(code)  # the code below, which removes folders, is the fuzzer's own
+    try:
+        code, was_struck = _wait(page, pid, stage, limits)
+    except BaseException:
+        page.clear()
+        _end(pid)
+        raise
     was_hit = was_struck or page.is_hit
     page.clear()
     left = _left_processes()
@@ -108,9 +153,10 @@ def _be_child(
     plant: str,
     limits: Limits,
     record_to: int | None,
-) -> None:
-    code = 1
+) -> int:
+    """In the forked process: call `call` and return the exit code."""
     try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.setsid()
         (folder / "tmp").mkdir(exist_ok=True)
         os.environ["TMPDIR"] = str(folder / "tmp")
@@ -129,34 +175,50 @@ def _be_child(
         if record_to is not None:
             page.set(control.RECORD, pid=os.getpid(), at=1 << 40, log_fd=record_to, folder=folder / "runs")
         call()
-        code = 0
     except SystemExit as leave:
-        code = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
+        return leave.code if isinstance(leave.code, int) else int(leave.code is not None)
     except BaseException:
         traceback.print_exc()
+        return 1
+    else:
+        return 0
     finally:
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
             sys.stderr.flush()
-        os._exit(code)
 
 
-def _wait(pid: int, stage: Stage, limits: Limits) -> tuple[int | None, bool]:
+def _wait(page: Control, pid: int, stage: Stage, limits: Limits) -> tuple[int | None, bool]:
     """Wait for a process to end and cause the stage's fault; returns its code, and whether something was struck."""
-    began, is_due, was_struck = time.monotonic(), stage.fault in TIMED, False
+    began, is_due, was_struck = time.monotonic(), stage.fault in OUTSIDE, False
     while True:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
             return os.waitstatus_to_exitcode(status), was_struck
         passed = time.monotonic() - began
-        if is_due and passed > stage.at * limits.fault_s:
-            is_due, was_struck = False, faults.strike(pid, stage, _descendants(pid))
+        is_time = page.count >= stage.call if limits.fault_s is None else passed > stage.at * limits.fault_s
+        if is_due and is_time:
+            was_struck = faults.strike(pid, stage, _descendants(pid), limits.deadline.check)
+            is_due = not was_struck  # as long as there is no helper to kill
             began += faults.FREEZES.get(stage.fault, 0.0)
         if passed > limits.hang_s:
-            os.killpg(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+            _end(pid)
             return None, was_struck
+        limits.deadline.check()
         time.sleep(0.005)
+
+
+def _end(pid: int) -> None:
+    """Kill a process and all that it started, and wait until they are gone."""
+    for number in (*_descendants(pid), pid):
+        _kill(number)
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, 0)
+    while left := _descendants(os.getpid()):  # they started others meanwhile
+        for number in left:
+            _kill(number)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(-1, 0)
 
 
 def _left_processes() -> dict[int, str]:

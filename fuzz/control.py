@@ -14,6 +14,7 @@ from pathlib import Path
 NOTHING, KILL, DISK_FULL, CLOCK_JUMP, RECORD = range(5)  # `enum action`
 _LAYOUT = struct.Struct("=7q1024s")  # `struct control`
 _HIT = 6 * 8  # where `hit` is in it
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 _SOURCE = Path(__file__).with_name("syscalls.c")
 
 
@@ -51,6 +52,17 @@ def open_control() -> Control:
     return Control(Path(os.environ["FUZZ_CONTROL"]))
 
 
+def left_shared_memory() -> list[str]:
+    """The shared memory that processes with the library made since the last call and that still exists; removes it."""
+    log = Path(os.environ["FUZZ_SHARED_MEMORY"])
+    names = log.read_text().split() if log.exists() else []
+    log.unlink(missing_ok=True)
+    left = [name for name in dict.fromkeys(names) if (_SHARED_MEMORY / name).exists()]
+    for name in left:
+        (_SHARED_MEMORY / name).unlink(missing_ok=True)
+    return left
+
+
 def environment(folder: Path) -> dict[str, str]:
     """The environment in which a process of the fuzzer runs: with the library loaded and a page of its own."""
     compiler = next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
@@ -63,4 +75,5 @@ def environment(folder: Path) -> dict[str, str]:
     handle, page = tempfile.mkstemp(prefix="control-", dir=folder)
     os.write(handle, bytes(_LAYOUT.size))
     os.close(handle)
-    return {**os.environ, "LD_PRELOAD": str(library), "FUZZ_CONTROL": page, "OMP_NUM_THREADS": "1"}
+    own = {"FUZZ_CONTROL": page, "FUZZ_SHARED_MEMORY": f"{page}.shared-memory", "OMP_NUM_THREADS": "1"}
+    return {**os.environ, **own, "LD_PRELOAD": str(library)}

@@ -4,7 +4,8 @@
 directory may hold after a power loss: at every flush, once without anything that was not flushed (contents and names),
 once with all names but without unflushed contents; and at random moments with part of the unflushed writes, the last
 one torn.
-From each state the run must end with the weights of the undisturbed run, or say in one line why it cannot.
+From each state the run must end with the weights of the undisturbed run. If a checkpoint was saved before the power
+loss, it must go on from the newest one, or from a later one; without a checkpoint it may say in one line why it cannot.
 
 A name (of a new, renamed or removed file) is safe once its folder is flushed, a content once its file is.
 """
@@ -13,9 +14,12 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
+import sqlite3
 import struct
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,12 +31,13 @@ from fuzz.programs import BASE, command
 from fuzz.scenario import Stage
 
 _HEAD = struct.Struct("=5q")
+_CHECKPOINT = re.compile(r"/checkpoints/([0-9]+)$")
 ARGUMENTS = ("run.samples=48", "checkpoint.every_updates=2", "checkpoint.keep=2", "schedule.strategy=sorted-replay")
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Call:
-    kind: str  # w write, t truncate, s flush, r rename, u remove, m make folder, c create, o create or empty
+    kind: str  # w write, t truncate, f content, s flush, r rename, u remove, m make folder, c create, o create or empty
     path: str
     other: str = ""
     offset: int = 0
@@ -46,6 +51,7 @@ class CrashState:
     name: str
     folders: tuple[str, ...]
     files: dict[str, bytes]
+    saved: int = 0  # the newest checkpoint that had its name, with the folder of checkpoints flushed
 
 
 Contents = tuple[tuple[str, ...], dict[str, bytes]]  # folders, and files with their contents
@@ -68,7 +74,7 @@ def read_log(path: Path) -> list[Call]:
 
 def record(page: Control, home: Path, plant: str = "") -> list[Call]:
     """Train once below `home`, undisturbed, and return its calls that changed the run directory."""
-    home.mkdir(parents=True)
+    (home / "runs").mkdir(parents=True)  # calls below it are recorded; that it is there is taken for safe
     log = home.with_suffix(".log")
     log_fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     start = command("train", "quickstart", *BASE, *ARGUMENTS)
@@ -114,6 +120,12 @@ class Disk:
             case "w" | "t":
                 if isinstance(entry, _File):  # a file that was removed while it was open is gone anyway
                     _change(entry, call)
+            case "f":
+                if not isinstance(entry, _File):  # it was made and written by calls that are not seen
+                    entry = folder.current[name] = _File()
+                if entry.current != call.data:
+                    _change(entry, Call(kind="t", path=call.path))
+                    _change(entry, Call(kind="w", path=call.path, data=call.data))
             case "r":
                 target, new_name = self._place(call.other)
                 target.current[new_name] = folder.current.pop(name)
@@ -195,19 +207,24 @@ def crash_states(calls: list[Call], num_torn: int, seed: int) -> Iterator[CrashS
     """States after a power loss, without those that equal an earlier one."""
     rng, disk, seen = random.Random(seed), Disk(), set[int]()
     torn_at = {rng.randrange(len(calls)) for _ in range(num_torn)}
+    named = saved = 0
     for number, call in enumerate(calls):
         states = []
         if call.kind == "s":
-            states += [(f"call {number}, unflushed gone", disk.after_power_loss())]
-            states += [(f"call {number}, names kept", disk.with_names_only())]
+            states += [(f"call {number}, unflushed gone", disk.after_power_loss(), saved)]
+            states += [(f"call {number}, names kept", disk.with_names_only(), saved)]
         disk.apply(call)
+        if call.kind == "r" and (found := _CHECKPOINT.search(call.other)):
+            named = int(found[1])
+        if call.kind == "s" and call.path.endswith("/checkpoints"):
+            saved = named
         if number in torn_at:
-            states += [(f"call {number}, torn", disk.torn(rng))]
-        for name, (folders, files) in states:
-            digest = hash((folders, tuple(sorted((p, hash(data)) for p, data in files.items()))))
+            states += [(f"call {number}, torn", disk.torn(rng), saved)]
+        for name, (folders, files), safe in states:
+            digest = hash((safe, folders, tuple(sorted((p, hash(data)) for p, data in files.items()))))
             if digest not in seen:
                 seen.add(digest)
-                yield CrashState(name=name, folders=folders, files=files)
+                yield CrashState(name=name, folders=folders, files=files, saved=safe)
 
 
 def check(
@@ -232,7 +249,19 @@ def check(
             call = command("train", "quickstart", *BASE, *ARGUMENTS)
         ended = child.run(page, call, home, Stage(), plant=plant)
         wrong = judge_end(ended, Stage())
+        if ended.code and state.saved and not wrong:
+            text = f"checkpoint {state.saved} was saved before the power loss, but is refused: {ended.err[-300:]!r}"
+            wrong.append(Finding(FindingKind.WRONG_RESUME, text))
         if ended.code == 0 and (found := newest_weights(run_dir / "checkpoints")) != wanted:
             text = f"other weights: {found}, and {wanted} without the power loss"
             wrong.append(Finding(FindingKind.WRONG_RESUME, text))
+        elif ended.code == 0 and " is complete: " not in ended.err and (at := _resumed_at(run_dir)) < state.saved:
+            text = f"checkpoint {state.saved} was saved before the power loss, and the run went back to {at}"
+            wrong.append(Finding(FindingKind.WRONG_RESUME, text))
         yield state.name, wrong
+
+
+def _resumed_at(run_dir: Path) -> int:
+    """The version from which the last process went on."""
+    with closing(sqlite3.connect(f"file:{run_dir / 'ledger.sqlite'}?mode=ro", uri=True)) as connection:
+        return connection.execute("SELECT version FROM lineages ORDER BY lineage DESC LIMIT 1").fetchone()[0]

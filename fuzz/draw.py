@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fuzz.rows import FILES
-from fuzz.scenario import Fault, Kind, Scenario, Stage
+from fuzz.scenario import COMPARED, HARMLESS, TIMELY, Fault, Kind, Scenario, Stage
 
 EVERYDAY = {Kind.TRAIN: 0.66, Kind.TOOLS: 0.17, Kind.DATA: 0.07, Kind.TRL: 0.1}  # how often each kind is drawn
 
@@ -114,7 +114,10 @@ def draw(seed: int, kinds: Sequence[Kind] = tuple(EVERYDAY)) -> Scenario:
     rng = random.Random(seed)
     kind = rng.choices(kinds, [EVERYDAY.get(kind, 1.0) for kind in kinds])[0]
     overrides = _trl_overrides(rng) if kind == Kind.TRL else _overrides(rng, kind)
-    return Scenario(seed=seed, kind=kind, overrides=tuple(overrides), stages=_draw_stages(rng, kind))
+    can_compare = kind in COMPARED and not any(word in override for override in overrides for word in TIMELY)
+    is_compared = can_compare and rng.random() < 0.5
+    stages = _draw_stages(rng, kind, is_compared=is_compared)
+    return Scenario(seed=seed, kind=kind, overrides=tuple(overrides), stages=stages)
 
 
 def _chosen(rng: random.Random, choices: Choices) -> dict[str, Any]:
@@ -161,14 +164,16 @@ def _overrides(rng: random.Random, kind: Kind) -> list[str]:
     return overrides
 
 
-def _draw_stages(rng: random.Random, kind: Kind) -> tuple[Stage, ...]:
+def _draw_stages(rng: random.Random, kind: Kind, *, is_compared: bool) -> tuple[Stage, ...]:
+    """`is_compared`: only what leaves the final weights as they are without it."""
     stages = []
-    for number in range(rng.choice((1, 2, 2, 3, 4))):
+    faults = [fault for fault in FAULTS[kind] if fault in HARMLESS or not is_compared]
+    for number in range(rng.choice((2, 2, 3, 3, 4))):
         is_resume = number > 0
         damage = (rng.choice(DAMAGED), rng.choice(DAMAGES)) if is_resume and rng.random() < 0.25 else None
         changes: tuple[str, ...] = ()
-        if is_resume and kind != Kind.TRL and rng.random() < 0.2:
+        if is_resume and kind != Kind.TRL and not is_compared and rng.random() < 0.2:
             changes = (rng.choice(CHANGES if rng.random() < 0.7 else REFUSED_CHANGES),)
-        fault = Fault.FREEZE_MINUTE if rng.random() < 0.005 else rng.choice(FAULTS[kind])
+        fault = Fault.FREEZE_MINUTE if rng.random() < 0.005 else rng.choice(faults)
         stages.append(Stage(fault=fault, at=rng.random(), damage=damage, changes=changes))
     return (*stages, Stage())  # the last process is left alone

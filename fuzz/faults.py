@@ -10,13 +10,13 @@ import random
 import resource
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from fuzz import control, planted
 from fuzz.control import Control
-from fuzz.scenario import FREEZES, SIGNALS, Fault, Stage
+from fuzz.scenario import FREEZES, OUTSIDE, SIGNALS, Fault, Stage
 
 MEMORY_MIB = 300  # at most so much more than at its start, if memory runs out
 _FAILURE_RATE = 0.1  # of attempts
@@ -43,6 +43,8 @@ def prepare(page: Control, runs: Path, stage: Stage) -> None:
         case Fault.SAMPLE_FAILS:
             page.set(control.NOTHING, pid=pid)
             _samples_fail(page, stage.at)
+        case _ if stage.fault in OUTSIDE:
+            page.set(control.NOTHING, pid=pid, at=1 << 40)
         case _:
             pass
 
@@ -91,15 +93,21 @@ def _samples_fail(page: Control, seed: float) -> None:
     planted.replace_method(LocalEngine, "poll", poll)
 
 
-def strike(pid: int, stage: Stage, helpers: Mapping[int, str]) -> bool:
-    """Cause a fault from outside; returns whether there was something to hit. `helpers`: processes that it started."""
+def strike(pid: int, stage: Stage, helpers: Mapping[int, str], check_time: Callable[[], None]) -> bool:
+    """Cause a fault from outside; returns whether there was something to hit.
+
+    `helpers`: processes that it started. `check_time` is called while a process stands still, and may raise.
+    """
     if stage.fault in SIGNALS:
         os.kill(pid, SIGNALS[stage.fault])
     elif stage.fault == Fault.KILL:
         os.kill(pid, signal.SIGKILL)
     elif stage.fault in FREEZES:
         os.kill(pid, signal.SIGSTOP)
-        time.sleep(FREEZES[stage.fault])
+        until = time.monotonic() + FREEZES[stage.fault]
+        while time.monotonic() < until:
+            check_time()
+            time.sleep(0.05)
         os.kill(pid, signal.SIGCONT)
     else:
         chosen = random.Random(stage.at).choice(sorted(helpers)) if helpers else None

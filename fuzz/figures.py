@@ -1,4 +1,7 @@
-"""The figures of all fuzzing so far, by commit, in a result file that the docs quote. Each invocation adds its own."""
+"""The figures of all fuzzing that found nothing, by commit, in a result file that the docs quote.
+
+Each invocation with `--keep-figures` adds its own, unless it found something.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from fuzz.finding import FindingKind
 NAME = "fuzz"
 COUNTED = (
     *("runs", "processes", "faults", "changed keys", "complete", "refused", "twins", "power losses", "findings"),
+    "unfinished",  # ended when the time was over, so what would have been found in them is not known: a hang, for one
     *(f"found {kind}" for kind in FindingKind),
 )
 

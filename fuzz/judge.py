@@ -8,7 +8,6 @@ two audits, the weights are those of an undisturbed run where that is promised, 
 from __future__ import annotations
 
 import hashlib
-import os
 import random
 import shutil
 import sqlite3
@@ -19,16 +18,15 @@ from pathlib import Path
 
 from fuzz import child, rows, trl_script
 from fuzz.audit import audit
-from fuzz.child import Ended, Limits
-from fuzz.control import Control
+from fuzz.child import Deadline, Ended, Limits
+from fuzz.control import Control, left_shared_memory
 from fuzz.finding import Finding, FindingKind
 from fuzz.programs import Call, Program
 from fuzz.scenario import KILLS, SIGNALS, Fault, Kind, Scenario, Stage
 
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
-_MADE_BY_RUNS = ("psm_", "torch_")  # how Python and torch name it
 _EXIT_CODES = {Fault.TERM: 143, Fault.INTERRUPT: 130, Fault.HANG_UP: 129}
 _ABORTED = -6  # the allocator of a library ends the process if memory runs out: Rust's, for one
+_ABORTING = "memory allocation of "  # what Rust's says first; without memory for the rest it may stop there for ever
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,6 +38,7 @@ class Result:
     outcome: str = ""  # complete, refused
     has_twin: bool = False
     faults: list[str] = field(default_factory=list)  # that happened
+    ends: list[str] = field(default_factory=list)  # how each process ended, for people
 
     @property
     def counts(self) -> dict[str, int]:
@@ -61,15 +60,17 @@ class Result:
 
 
 class Player:
-    """Plays scenarios one after the other, each in a folder of its own."""
+    """Plays scenarios one after the other, each in a folder of its own, until its deadline."""
 
     def __init__(self, page: Control, folder: Path, plant: str = "") -> None:
         self.page, self.folder, self.plant = page, folder, plant
+        self.deadline = Deadline()
 
     def play(self, scenario: Scenario) -> Result:
         result = Result(scenario=scenario)
-        home, shared = self.folder / f"s{scenario.seed}", set(os.listdir(SHARED_MEMORY))
+        home = self.folder / f"s{scenario.seed}"
         shutil.rmtree(home, ignore_errors=True)
+        left_shared_memory()
         program = Program(scenario=scenario, home=home)
         if scenario.kind == Kind.TRL:
             trl_script.warm_up()
@@ -78,14 +79,19 @@ class Player:
             if result.outcome == "complete" and scenario.has_twin and not result.findings:
                 result.has_twin = True
                 self._compare_with_twin(program, result)
-            if left := _unused(set(os.listdir(SHARED_MEMORY)) - shared):
+            if left := left_shared_memory():
                 result.find(FindingKind.LEFTOVER, f"shared memory is left: {left[:3]}")
         finally:
             shutil.rmtree(home, ignore_errors=True)
         return result
 
     def _run(self, program: Program, call: Call, stage: Stage) -> Ended:
-        limits = Limits(fault_s=program.fault_s, hang_s=program.limit_s, memory_bytes=program.memory_bytes)
+        limits = Limits(
+            fault_s=program.fault_s,
+            hang_s=program.limit_s,
+            memory_bytes=program.memory_bytes,
+            deadline=self.deadline,
+        )
         return child.run(self.page, call, program.home, stage, plant=self.plant, limits=limits)
 
     def _stages(self, program: Program, result: Result) -> None:
@@ -102,6 +108,7 @@ class Player:
             result.num_changes += bool(stage.changes and is_resume)
             was_hit = ended.was_hit or (stage.fault == Fault.OUT_OF_MEMORY and ended.code != 0)
             result.faults += [stage.fault.value] * was_hit
+            result.ends.append(_describe_end(ended, stage, was_hit=was_hit))
             has_damage = any(earlier.damage for earlier in scenario.stages[: number + 1])
             may_raise = scenario.kind == Kind.TRL and (stage.fault == Fault.DISK_FULL or has_damage)
             result.findings += judge_end(ended, stage, may_raise=may_raise)
@@ -139,6 +146,11 @@ class Player:
             shutil.rmtree(twin.home, ignore_errors=True)
 
 
+def _describe_end(ended: Ended, stage: Stage, *, was_hit: bool) -> str:
+    missed = "" if was_hit or stage.fault == Fault.NONE else " (did not happen)"
+    return ", ".join([f"fault {stage.fault}{missed}", f"exit code {ended.code}", *ended.error_lines])
+
+
 def _chaos(scenario: Scenario) -> list[str]:
     """Faults that last as long as the run: functions that misbehave, and files that are not what they seem."""
     text = " ".join(scenario.overrides)
@@ -160,8 +172,11 @@ def judge_end(ended: Ended, stage: Stage, *, may_raise: bool = False) -> list[Fi
         allowed.add(-9)
     if stage.fault == Fault.OUT_OF_MEMORY:
         allowed.add(_ABORTED)
-    is_raised = may_raise and ended.code == 1
-    if ended.code is None:
+    is_raised = may_raise and ended.code in (1, *(allowed - {0, 2}))  # or it was killed while it printed the error
+    is_aborting = stage.fault == Fault.OUT_OF_MEMORY and _ABORTING in ended.err
+    if ended.code is None and is_aborting:
+        pass  # no code of ours runs any more
+    elif ended.code is None:
         wrong.append(Finding(kinds.END, f"a process does not end with {stage.fault}: {ended.err[-300:]!r}"))
     elif ended.code not in allowed and not is_raised:
         wrong.append(Finding(kinds.END, f"exit code {ended.code} with {stage.fault}: {ended.err[-600:]!r}"))
@@ -215,30 +230,16 @@ def _judge_leftovers(run_dir: Path, home: Path, result: Result) -> None:
     parts = [
         p for p in run_dir.rglob(".*") if p.name.endswith(".part") or ".partial-" in p.name or ".removed-" in p.name
     ]
-    if parts:
+    # A script that is started again when all its steps are done runs nothing of ours that could remove the file.
+    is_ended_script = result.scenario.kind == Kind.TRL and not (run_dir / "summary.json").exists()
+    if parts and not is_ended_script:
         result.find(FindingKind.LEFTOVER, f"temporary files in the run directory: {[p.name for p in parts[:3]]}")
     faults = {stage.fault for stage in result.scenario.stages}
     can_clean_up = faults.isdisjoint((*KILLS, Fault.OUT_OF_MEMORY, Fault.HELPER_KILLED))
+    # Ray keeps the folder of each session, and vLLM's sockets stay if its processes are ended while they start.
+    can_clean_up = can_clean_up and result.scenario.kind not in (Kind.RANKS, Kind.VLLM)
     if can_clean_up and (left := [p.name for p in (home / "tmp").iterdir()]):
         result.find(FindingKind.LEFTOVER, f"temporary files: {left[:3]}")
-
-
-def _unused(names: set[str]) -> list[str]:
-    """The files of shared memory that no process has open: other programs may have made new ones meanwhile."""
-    if not names:
-        return []
-    used = set()
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            used |= {
-                line.split(None, 5)[5].strip()
-                for line in (entry / "maps").read_text().splitlines()
-                if str(SHARED_MEMORY) in line
-            }
-            used |= {os.readlink(link) for link in (entry / "fd").iterdir()}
-        except (OSError, IndexError):
-            continue
-    return sorted(name for name in names if name.startswith(_MADE_BY_RUNS) and str(SHARED_MEMORY / name) not in used)
 
 
 def _damage(run_dir: Path, name: str, how: str, seed: float) -> int:

@@ -161,6 +161,14 @@ def temporary_left() -> None:
 
 
 @_defect
+def unfinished_file_left() -> None:
+    """A resume does not remove the temporary file that a killed process was writing."""
+    from sortedrl import trainer
+
+    trainer.remove_unfinished = lambda folder: None
+
+
+@_defect
 def process_left() -> None:
     """A helper process outlives the run."""
     subprocess.Popen(["sleep", "600"])  # noqa: S607

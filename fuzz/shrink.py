@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 
+from fuzz.child import OutOfTimeError
 from fuzz.scenario import Fault, Scenario, Stage
 
 MAX_TRIES = 60
 
 
 def shrink(scenario: Scenario, still_fails: Callable[[Scenario], bool]) -> Scenario:
-    """The smallest scenario found that `still_fails`, after at most `MAX_TRIES` plays."""
+    """The smallest scenario found that `still_fails`, after at most `MAX_TRIES` plays, or when no time is left."""
     num_tries = 0
     has_shrunk = True
-    while has_shrunk:
-        has_shrunk = False
-        for smaller in _smaller(scenario):
-            if num_tries == MAX_TRIES:
-                return scenario
-            num_tries += 1
-            if still_fails(smaller):
-                scenario, has_shrunk = smaller, True
-                break
+    with suppress(OutOfTimeError):  # raised by `still_fails`
+        while has_shrunk:
+            has_shrunk = False
+            for smaller in _smaller(scenario):
+                if num_tries == MAX_TRIES:
+                    return scenario
+                num_tries += 1
+                if still_fails(smaller):
+                    scenario, has_shrunk = smaller, True
+                    break
     return scenario
 
 

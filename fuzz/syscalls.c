@@ -163,12 +163,29 @@ int ftruncate64(int fd, off64_t length) {
 
 int ftruncate(int fd, off_t length) { return ftruncate64(fd, length); }
 
+/* Record what a file holds when it is flushed: not every write is one of the calls here (safetensors maps memory). */
+static void record_content(const char *path) {
+    int fd = REAL(open)(path, O_RDONLY | O_CLOEXEC);
+    struct stat status;
+    if (fd < 0 || fstat(fd, &status) != 0) abort();
+    if (S_ISREG(status.st_mode) && status.st_size > 0) {
+        void *data = mmap(NULL, status.st_size, PROT_READ, MAP_PRIVATE, fd, 0);
+        if (data == MAP_FAILED) abort();
+        record('f', 0, path, "", data, status.st_size);
+        munmap(data, status.st_size);
+    }
+    close(fd);
+}
+
 static int synced(int fd, int (*sync)(int)) {
     char path[4096];
     if (is_watched() && path_of(fd, path, sizeof path)) {
         counted(path, 0);
         int done = sync(fd);
-        if (done == 0 && is_recorded(path)) record('s', 0, path, "", "", 0);
+        if (done == 0 && is_recorded(path)) {
+            record_content(path);
+            record('s', 0, path, "", "", 0);
+        }
         return done;
     }
     return sync(fd);
@@ -250,6 +267,19 @@ OPEN(open)
 OPEN(open64)
 OPENAT(openat)
 OPENAT(openat64)
+
+/* Notes the name of shared memory that a process makes, whichever process it is: the fuzzer looks whether it is left. */
+int shm_open(const char *name, int flags, mode_t mode) {
+    int fd = REAL(shm_open)(name, flags, mode);
+    const char *path = flags & O_CREAT ? getenv("FUZZ_SHARED_MEMORY") : NULL;
+    if (fd < 0 || !path) return fd;
+    int log = REAL(open)(path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0600);
+    char line[512];
+    int length = snprintf(line, sizeof line, "%s\n", name + (name[0] == '/'));
+    if (log < 0 || REAL(write)(log, line, length) != length) abort();
+    close(log);
+    return fd;
+}
 
 int clock_gettime(clockid_t clock, struct timespec *time) {
     static int (*real)(clockid_t, struct timespec *);

@@ -31,17 +31,35 @@ def waits():
     time.sleep(60)
 def has_a_helper():
     sys.exit(5 if subprocess.Popen(["sleep", "60"], start_new_session=True).wait() == -9 else 6)
+class InterruptedAtTheEnd:
+    def flush(self):
+        raise KeyboardInterrupt
+def is_interrupted_at_the_end():
+    sys.stdout = InterruptedAtTheEnd()
 def takes_memory():
     bytearray(1 << 30)
 def run(call, **stage):
-    ended = child.run(Control(Path("page")), call, Path("home").absolute(), Stage(**stage))
+    limits = child.Limits(fault_s=3.0)
+    ended = child.run(Control(Path("page")), call, Path("home").absolute(), Stage(**stage), limits=limits)
     print(ended.code, ended.was_hit, [name.strip() for name in ended.processes], "MemoryError" in ended.err)
+def run_past_the_deadline(call, **stage):
+    limits = child.Limits(fault_s=3.0, deadline=child.Deadline(time.monotonic() + 0.3))
+    try:
+        child.run(Control(Path("page")), call, Path("home").absolute(), Stage(**stage), limits=limits)
+    except child.OutOfTimeError:
+        print("out of time", child._descendants(os.getpid()))
 """
 CASES = {
     "a process that its starter leaves": ("run(leaves_a_process)", "0 False ['sleep 60'] False"),
     "a kill": ("run(waits, fault=Fault.KILL)", "-9 True [] False"),
     "a helper that is killed": ("run(has_a_helper, fault=Fault.HELPER_KILLED, at=0.1)", "5 True [] False"),
+    "an interrupt after its end": ("run(is_interrupted_at_the_end)", "130 False [] False"),
     "no helper to kill": ("run(lambda: time.sleep(0.1), fault=Fault.HELPER_KILLED)", "0 False [] False"),
+    "the fuzzer's deadline": ("run_past_the_deadline(has_a_helper)", "out of time {}"),
+    "the deadline in a pause": (
+        "run_past_the_deadline(waits, fault=Fault.FREEZE_MINUTE, at=0.0)",
+        "out of time {}",
+    ),
     "memory that runs out": ("run(takes_memory, fault=Fault.OUT_OF_MEMORY, at=0.5)", "1 False [] True"),
 }
 

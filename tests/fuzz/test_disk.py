@@ -50,6 +50,19 @@ def test_a_content_needs_the_flush_of_its_file_and_a_name_that_of_its_folder():
     assert disk.after_power_loss() == (("/r",), {"/r/a": b"aXY"})
 
 
+def test_a_flush_tells_what_a_file_holds_that_was_written_by_calls_which_are_not_seen():
+    content = Call(kind="f", path="/r/a", data=b"mapped")
+    disk = disk_after(content)
+    assert disk.with_names_only() == (("/r",), {"/r/a": b""})
+    disk.apply(flush("/r/a"))
+    assert disk.after_power_loss() == (("/r",), {})
+    disk.apply(flush("/r"))
+    assert disk.after_power_loss() == (("/r",), {"/r/a": b"mapped"})
+    disk.apply(write("/r/a", b"M"))
+    disk.apply(Call(kind="f", path="/r/a", data=b"Mapped"))
+    assert disk.after_power_loss() == (("/r",), {"/r/a": b"mapped"})
+
+
 def test_a_rename_is_safe_only_after_the_flush_of_its_folder():
     disk = disk_after(
         *(create("/r/a"), write("/r/a", b"old"), flush("/r/a"), flush("/r")),
@@ -95,3 +108,17 @@ def test_states_come_at_every_flush_and_equal_ones_once():
     calls = [make("/r"), create("/r/a"), write("/r/a", b"1"), flush("/r/a"), flush("/r"), flush("/r")]
     names = [state.name for state in crash_states(calls, num_torn=0, seed=0)]
     assert names == ["call 3, unflushed gone", "call 3, names kept", "call 4, names kept"]
+
+
+def test_a_checkpoint_is_saved_once_its_folder_is_flushed_after_the_rename():
+    calls = [
+        *(make("/r"), make("/r/checkpoints"), flush("/r")),
+        *(
+            make("/r/checkpoints/.2.partial-7"),
+            flush("/r/checkpoints"),
+            rename("/r/checkpoints/.2.partial-7", "/r/checkpoints/2"),
+        ),
+        *(create("/r/a"), flush("/r/a"), flush("/r/checkpoints"), create("/r/b"), flush("/r/b")),
+    ]
+    saved = {int(state.name.split()[1].rstrip(",")): state.saved for state in crash_states(calls, num_torn=0, seed=0)}
+    assert saved == {2: 0, 4: 0, 7: 0, 10: 2}

@@ -31,9 +31,12 @@ RIGHT = [
     (ended(143), Fault.TERM),
     (ended(-15), Fault.TERM),
     (ended(-6), Fault.OUT_OF_MEMORY),
+    (ended(None, "memory allocation of 786432 bytes failed\n"), Fault.OUT_OF_MEMORY),
 ]
 WRONG = [
     (ended(None), Fault.FREEZE, FindingKind.END),
+    (ended(None), Fault.OUT_OF_MEMORY, FindingKind.END),
+    (ended(None, "memory allocation of 786432 bytes failed\n"), Fault.FREEZE, FindingKind.END),
     (ended(1, TRACE), Fault.DISK_FULL, FindingKind.TRACEBACK),
     (ended(0, TRACE), Fault.NONE, FindingKind.TRACEBACK),
     (ended(2, ""), Fault.NONE, FindingKind.END),
@@ -57,6 +60,8 @@ def test_an_end_that_nothing_explains(how: Ended, fault: Fault, kind: FindingKin
 
 def test_a_script_may_raise() -> None:
     assert judge_end(ended(1, TRACE), Stage(fault=Fault.DISK_FULL), may_raise=True) == []
+    assert judge_end(ended(-9, TRACE), Stage(fault=Fault.KILL_AT_CALL), may_raise=True) == []
+    assert judge_end(ended(0, TRACE), Stage(), may_raise=True)
     assert judge_end(ended(70), Stage(), may_raise=True)
 
 

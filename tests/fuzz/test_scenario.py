@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from fuzz.child import OutOfTimeError
 from fuzz.draw import STRATEGIES, draw
 from fuzz.scenario import Fault, Kind, Scenario, Stage
 from fuzz.shrink import shrink
@@ -42,6 +43,20 @@ def test_a_failure_shrinks_to_what_causes_it():
     assert smallest.stages == (guilty, Stage())
 
 
+def test_shrinking_ends_with_what_it_has_when_the_time_is_over():
+    scenario = Scenario(seed=1, overrides=("run.samples=64", "engine.slots=3", "run.seed=4"))
+    tried = []
+
+    def still_fails(smaller: Scenario) -> bool:
+        if len(tried) == 2:
+            raise OutOfTimeError
+        tried.append(smaller)
+        return True
+
+    assert shrink(scenario, still_fails) == tried[1]
+    assert len(tried[1].overrides) < len(scenario.overrides)
+
+
 def test_only_runs_that_go_on_alike_are_compared_with_a_twin():
     kill, term = Stage(fault=Fault.KILL), Stage(fault=Fault.TERM)
     plain = Scenario(seed=0, overrides=("schedule.strategy=sorted-replay",), stages=(kill, Stage()))
@@ -62,7 +77,7 @@ def test_a_kill_is_survived_and_a_planted_defect_found(defect):
             "checkpoint.every_updates=2",
             "learner.group_size=1",
         ),
-        stages=(Stage(fault=Fault.KILL_AT_WRITE, at=0.72), Stage()),
+        stages=(Stage(fault=Fault.KILL_AT_WRITE, at=0.816), Stage()),
     )
     command = [sys.executable, "-m", "fuzz", "--scenario", scenario.to_json(), *(["--plant", defect] if defect else [])]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
