@@ -141,11 +141,13 @@ def runs(stage: str) -> list[Run]:
     return [(cell, seed) for seed in SEEDS for cell in cells(stage)]
 
 
-# The registration's amendment: blocks in the order in which they decide hypotheses, the first five seeds of each.
-BLOCKS: Sequence[tuple[str, Sequence[str]]] = (
-    ("a", tuple(FIRST)),
+FIRST_SEEDS, LAST_SEEDS = SEEDS[:5], SEEDS[5:]
+# The registration's amendments: blocks in the order in which they decide hypotheses, with the seeds of each.
+BLOCKS: Sequence[tuple[str, Sequence[int], Sequence[str]]] = (
+    ("a", SEEDS, tuple(FIRST)),
     (
         "b",
+        FIRST_SEEDS,
         (
             "sync-large, cohort 4",
             "replay, shortest first, cohort 4",
@@ -154,27 +156,32 @@ BLOCKS: Sequence[tuple[str, Sequence[str]]] = (
             "async-on-policy, cohort 4",
         ),
     ),
-    ("b", ("sync-large, shortest first", "replay, longest first")),
-    ("c", tuple(f"{arm}, rate 0.0006" for arm in FIRST if arm != "replay, shortest first")),
-    ("b", ("sync-large, cohort 8", "replay, shuffled, cohort 8", "replay, shortest first, cohort 8")),
-    ("d", tuple(FIRST)),
+    ("b", FIRST_SEEDS, ("sync-large, shortest first", "replay, longest first")),
+    ("c", FIRST_SEEDS, tuple(f"{arm}, rate 0.0006" for arm in FIRST if arm != "replay, shortest first")),
+    ("b", FIRST_SEEDS, ("sync-large, cohort 8", "replay, shuffled, cohort 8", "replay, shortest first, cohort 8")),
+    ("d", FIRST_SEEDS, tuple(FIRST)),
     (
         "b",
+        FIRST_SEEDS,
         ("sync-large, longest first", "async-on-policy", "sorted-partial", "sorted-partial, staleness at most 1"),
     ),
-    ("c", ("replay, shortest first, rate 0.0006", *(cell.name for cell in cells("c") if not cell.is_clipped))),
+    ("c", LAST_SEEDS, ("sync-large, rate 0.0006", "sorted-replay, rate 0.0006")),
+    (
+        "c",
+        FIRST_SEEDS,
+        ("replay, shortest first, rate 0.0006", *(cell.name for cell in cells("c") if not cell.is_clipped)),
+    ),
 )
-BLOCK_SEEDS = 5  # of all blocks but the first
 
 
 def in_order() -> list[Run]:
-    """All registered runs: block by block and seed by seed, then the seeds that the amendment cut."""
+    """All registered runs: block by block and seed by seed, then the seeds that the amendments cut."""
     chosen: list[Run] = []
-    for stage, names in BLOCKS:
-        seeds = SEEDS if stage == "a" else range(BLOCK_SEEDS)
+    for stage, seeds, names in BLOCKS:
         by_name = {cell.name: cell for cell in cells(stage)}
         chosen += [(by_name[name], seed) for seed in seeds for name in names]
-    later = [run for stage in ("b", "c", "d") for run in runs(stage) if run[1] >= BLOCK_SEEDS]
+    planned = set(chosen)
+    later = [run for stage in ("b", "c", "d") for run in runs(stage) if run not in planned]
     return [*chosen, *later]
 
 

@@ -9,8 +9,9 @@ folder of `--runs`. `rollout` is trained tokens / seconds of rollout. `whole` is
 updates and publications together, without checkpoints and evaluations; updates of an `async` strategy overlap with
 rollout.
 
-`--learn` trains longer, evaluates on held-out questions and writes checkpoints. The same command continues runs that
-were stopped and takes complete ones as they are.
+`--learn` evaluates on held-out questions before and after training, and writes checkpoints. Its runs start from a model
+with a bad habit: it is fine-tuned further on lists that an impatient teacher often ends too early, which training with
+rewards can mend. The same command continues runs that were stopped and takes complete ones as they are.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import argparse
 import hashlib
 import json
 import os
+import random
 import shutil
 import statistics
 import subprocess
@@ -33,6 +35,8 @@ from rich.table import Table
 from benchmarks.record import ROOT, make_parser, save
 from sortedrl.config import SortedConfig
 from sortedrl.schedule import Strategy
+from sortedrl.tasks.counting import Questions, draw
+from sortedrl.tasks.knights import is_heldout
 from sortedrl.telemetry.event_file import read_events
 from sortedrl.telemetry.events import BatchTaken
 from sortedrl.telemetry.summary import Summary, share
@@ -40,13 +44,19 @@ from sortedrl.telemetry.summary import Summary, share
 CONFIG = "tail-smollm2"
 STRATEGIES = ("sync", "sync-large", "sorted-replay", "async-on-policy")
 SAMPLES = 240
-LEARN_SAMPLES = 640
+LEARN_SAMPLES = 160
 # As the recipe says. The seed is not the run's, so that the run gets prompts that the cold start has not seen.
 SFT = ("task.options.median=6", "task.options.spread=0.9", "task.options.most=240", "--seed", "1")
 # An engine in its own process and the learner take a core each. A process with two threads would disturb the other.
 OVERLAP = ("engine.own_process=true", "run.threads=1")
+# A higher rate than the recipe's, for few updates: later the model unlearns to stop (docs/research/log.md).
+LEARN = ("learner.lr=2e-4",)
 SPEED = ("eval.prompts=0", "checkpoint.save=false", "run.report=false")
 FULL = ("lora.rank=0", "learner.lr=1e-5")
+# The impatient teacher writes this share of the demonstrations and stops after each number with this probability.
+IMPATIENT_SHARE, GIVE_UP = 0.75, 0.1
+DEMONSTRATIONS = 640
+IMPATIENT_SFT = ("sft.steps=40", "sft.lr=1e-4", "--seed", "2")
 
 _out = Console(stderr=True, highlight=False)
 
@@ -76,6 +86,34 @@ def make_start(runs: Path) -> Path:
     return folder
 
 
+def make_impatient_start(runs: Path, start: Path) -> Path:
+    """Return the model to start from with `--learn`: `start`, fine-tuned on lists that often end too early."""
+    settings = json.dumps([IMPATIENT_SHARE, GIVE_UP, DEMONSTRATIONS, IMPATIENT_SFT])
+    folder = runs / f"{start.name}-impatient-{hashlib.sha256(settings.encode()).hexdigest()[:8]}"
+    if not folder.is_dir():
+        _out.print("an impatient cold start, once: about two minutes")
+        rows = folder.with_suffix(".jsonl")
+        rows.write_text("".join(json.dumps(row) + "\n" for row in demonstrations(DEMONSTRATIONS)), encoding="utf-8")
+        arguments = ("sft", CONFIG, f"model.path={start}", f"sft.path={rows}", *IMPATIENT_SFT, "--out", str(folder))
+        subprocess.run(command(sys.executable, *arguments), cwd=ROOT, stdout=sys.stderr, check=True)
+    return folder
+
+
+def demonstrations(num: int) -> list[dict[str, str]]:
+    """Lists by two teachers: one is right, the other often stops before the end."""
+    options: dict[str, Any] = dict(SortedConfig.load(CONFIG).task.options)
+    rng, questions = random.Random("real_tail/demonstrations"), Questions(**options)
+    rows: list[dict[str, str]] = []
+    while len(rows) < num:
+        count = draw(rng, questions)
+        if is_heldout(count.prompt):
+            continue
+        numbers, give_up = count.numbers, GIVE_UP if rng.random() < IMPATIENT_SHARE else 0.0
+        end = next((place for place in range(1, len(numbers)) if rng.random() < give_up), len(numbers))
+        rows.append({"prompt": count.prompt, "completion": " ".join(map(str, numbers[:end]))})
+    return rows
+
+
 def overrides(strategy: str, seed: int, start: Path, folder: Path, options: argparse.Namespace) -> list[str]:
     samples = options.samples or (LEARN_SAMPLES if options.learn else SAMPLES)
     given = [
@@ -93,7 +131,7 @@ def overrides(strategy: str, seed: int, start: Path, folder: Path, options: argp
     given += FULL if options.full else ()
     given += [f"run.threads={options.threads}"] if options.threads else []
     given += OVERLAP if strategy.startswith("async") else ()
-    given += () if options.learn else SPEED
+    given += LEARN if options.learn else SPEED
     return given
 
 
@@ -195,7 +233,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--full", action="store_true", help="train all weights instead of adapters")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "int16"), help="engine.dtype")
     parser.add_argument("--engine", choices=("local", "vllm"), default="local")
-    parser.add_argument("--learn", action="store_true", help="train longer and evaluate; continues stopped runs")
+    parser.add_argument("--learn", action="store_true", help="evaluate before and after; continues stopped runs")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "real_tail", help="folder of the runs")
     parser.add_argument("--python", help="interpreter of the runs; default: this one, for vllm that of `make vllm`")
     options = parser.parse_args()
@@ -231,6 +269,8 @@ def group_name(options: argparse.Namespace) -> str:
 def main() -> None:
     options = parse()
     start = make_start(options.runs)
+    if options.learn:
+        start = make_impatient_start(options.runs, start)
     by_strategy: dict[str, list[Summary]] = {strategy: [] for strategy in options.strategies}
     lengths: list[int] = []
     for seed in range(options.seeds):

@@ -47,11 +47,15 @@ def test_the_amended_order_has_every_registered_run_once() -> None:
     order = freshness.in_order()
     assert len(order) == len(set(order)) == 390
     assert set(order) == {run for stage in "abcd" for run in freshness.runs(stage)}
-    # Stage a with ten seeds, then 170 runs in the registration's blocks, then the seeds that it cut.
+    # Stage a with ten seeds, then 180 runs in the blocks of the amendments, then the seeds that they cut.
     assert {cell.stage for cell, _ in order[:50]} == {"a"}
-    assert [len(names) for _, names in freshness.BLOCKS[1:]] == [5, 2, 4, 3, 5, 4, 11]
-    assert all(seed < 5 for _, seed in order[50:220])
-    assert all(seed >= 5 for _, seed in order[220:])
+    assert [len(names) for _, _, names in freshness.BLOCKS[1:]] == [5, 2, 4, 3, 5, 4, 2, 11]
+    assert all(seed < 5 for _, seed in order[50:165])
+    assert {(cell.name, seed) for cell, seed in order[165:175]} == {
+        (f"{arm}, rate 0.0006", seed) for arm in ("sync-large", "sorted-replay") for seed in range(5, 10)
+    }
+    assert all(seed < 5 for _, seed in order[175:230])
+    assert all(seed >= 5 for _, seed in order[230:])
     assert order[50][0].name == "sync-large, cohort 4"
     assert order[85][0].name == "sync, rate 0.0006", "block 4 follows 50 + 25 + 10 runs"
 

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 
 import pytest
 
-from benchmarks.study.real_tail import CONFIG, idle_slot_steps, overrides, quantiles, result, start_folder
+from benchmarks.study.real_tail import (
+    CONFIG,
+    demonstrations,
+    idle_slot_steps,
+    overrides,
+    quantiles,
+    result,
+    start_folder,
+)
 from sortedrl.config import SortedConfig
 from sortedrl.telemetry.summary import Summary
 
@@ -54,6 +63,20 @@ def test_seeds_are_added_up_and_a_missing_baseline_gives_no_ratios() -> None:
     found = result({"sync": [slow, quick]}, [1, 2, 3])
     assert found["ratio_large"] == {}
     assert quantiles([1, 2, 3])["p50"] == 2
+
+
+def test_an_impatient_teacher_ends_lists_too_early_and_writes_nothing_else_wrong() -> None:
+    num_short = 0
+    for row in demonstrations(200):
+        question = re.fullmatch(r"(\d+) to (\d+)(?: by (\d))?:", row["prompt"])
+        assert question is not None
+        start, stop, step = int(question[1]), int(question[2]), int(question[3] or 1)
+        right = list(range(start, stop + 1, step)) if start <= stop else list(range(start, stop - 1, -step))
+        given = [int(number) for number in row["completion"].split()]
+        assert given == right[: len(given)]
+        num_short += given != right
+    assert 60 < num_short < 140, "three quarters give up after each number with probability .1"
+    assert demonstrations(200) == demonstrations(200)
 
 
 @pytest.mark.parametrize("strategy", ["sync", "sync-large", "sorted-partial", "sorted-replay"])
