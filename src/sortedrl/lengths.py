@@ -1,14 +1,15 @@
 """Estimates how long an answer will be, from its siblings, from earlier epochs and from the mean of all answers.
 
 The buffer owns one `LengthEstimator`; the admission order `longest-expected-first` uses it. An estimate is never below
-the length that the sample has already reached. The estimator also measures itself: the estimate made when a sample
-first started is compared with the length at which the sample was trained.
+the length that the sample has already reached. The time in tools is estimated in the same way, and counts as the tokens
+that a slot decodes in that time. The estimator also measures itself: the estimate made when a sample first started is
+compared with the length at which the sample was trained.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,18 +64,29 @@ class LengthEstimator:
     prompts: dict[str, tuple[int, int]] = field(default_factory=dict)  # id -> (tokens, answers)
     num_tokens: int = 0
     num_answers: int = 0
+    tool_s: dict[str, float] = field(default_factory=dict)  # id -> seconds in tools, for prompts that have any
+    tool_s_sum: float = 0.0
+    decoded_tokens: int = 0  # by the engine since this process began, and the time that its slots took
+    decoding_s: float = 0.0
     calibration: Calibration = field(default_factory=Calibration)
     _guesses: dict[int, float] = field(default_factory=dict)  # by sample, made when it first started
 
     def expected(self, prompt: str, *, reached: int = 0, finished: Iterable[int] = ()) -> float:
         """Estimate for an answer that has `reached` tokens and whose siblings `finished` with these lengths."""
         tokens, answers = self._own(prompt, finished)
-        if not self.num_answers:
-            guess = tokens / answers if answers else 0.0
-        else:
-            prior = self.num_tokens / self.num_answers
-            guess = (PRIOR_WEIGHT * prior + tokens) / (PRIOR_WEIGHT + answers)
-        return max(float(reached), guess)
+        return max(float(reached), self._pulled(tokens, answers, self.num_tokens))
+
+    def expected_tool_tokens(self, prompt: str, *, reached_s: float = 0.0, finished_s: Sequence[float] = ()) -> float:
+        """Estimate of the time in tools, as the number of tokens that a slot decodes in it.
+
+        The sample has been in tools for `reached_s` seconds, and its finished siblings for `finished_s`.
+        """
+        if self.decoding_s <= 0.0:
+            return 0.0
+        _, answers = self.prompts.get(prompt, (0, 0))
+        own_s = self.tool_s.get(prompt, 0.0) + sum(finished_s)
+        seconds = self._pulled(own_s, answers + len(finished_s), self.tool_s_sum)
+        return max(reached_s, seconds) * self.decoded_tokens / self.decoding_s
 
     def start(self, sample: int, prompt: str, finished: Iterable[int] = ()) -> None:
         """Record the estimate for a sample that starts for the first time, if answers to its prompt are known."""
@@ -93,6 +105,23 @@ class LengthEstimator:
             self.num_tokens += length
             self.num_answers += 1
 
+    def learn_tool_time(self, trained: Iterable[tuple[str, float]]) -> None:
+        """Learn from trained samples that called tools, given as (prompt id, seconds in tools)."""
+        for prompt, seconds in trained:
+            self.tool_s[prompt] = self.tool_s.get(prompt, 0.0) + seconds
+            self.tool_s_sum += seconds
+
+    def learn_speed(self, decoded_tokens: int, slot_s: float) -> None:
+        """The engine decoded so many tokens, which took its slots `slot_s` seconds together."""
+        self.decoded_tokens += decoded_tokens
+        self.decoding_s += slot_s
+
+    def _pulled(self, own: float, answers: int, total: float) -> float:
+        """Mean of a prompt's `answers`, pulled towards the mean over all prompts, whose sum is `total`."""
+        if not self.num_answers:
+            return own / answers if answers else 0.0
+        return (PRIOR_WEIGHT * total / self.num_answers + own) / (PRIOR_WEIGHT + answers)
+
     def _own(self, prompt: str, finished: Iterable[int]) -> tuple[int, int]:
         tokens, answers = self.prompts.get(prompt, (0, 0))
         for length in finished:
@@ -102,14 +131,24 @@ class LengthEstimator:
     # ---- saving and restoring ---------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What was learned; the calibration is not saved."""
-        return {prompt: list(value) for prompt, value in self.prompts.items()}
+        """What was learned of prompts: tokens, answers and, if there are any, seconds in tools.
+
+        Neither the calibration nor the speed is saved.
+        """
+        tool_s = self.tool_s
+        return {
+            prompt: [*value, tool_s[prompt]] if prompt in tool_s else list(value)
+            for prompt, value in self.prompts.items()
+        }
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> LengthEstimator:
-        prompts = {prompt: (int(tokens), int(answers)) for prompt, (tokens, answers) in state.items()}
+        prompts = {prompt: (int(tokens), int(answers)) for prompt, (tokens, answers, *_) in state.items()}
+        tool_s = {prompt: float(more[0]) for prompt, (_, _, *more) in state.items() if more and more[0]}
         return cls(
             prompts=prompts,
             num_tokens=sum(tokens for tokens, _ in prompts.values()),
             num_answers=sum(answers for _, answers in prompts.values()),
+            tool_s=tool_s,
+            tool_s_sum=sum(tool_s.values()),
         )

@@ -97,6 +97,9 @@ class Segment:
         return parts
 
 
+IGNORED = "ignored"  # the error of a call whose sample had started over when it returned
+
+
 @dataclass(slots=True, kw_only=True, frozen=True)
 class CallRecord:
     """A tool call and what is known of its result, for the ledger."""
@@ -105,7 +108,7 @@ class CallRecord:
     arguments: str  # JSON
     digest: str  # of the text that was fed
     num_chars: int  # of that text
-    error: str  # empty, or the kind of failure
+    error: str  # empty, the kind of failure, or IGNORED
     seconds: float
     is_repeated: bool = False  # made again to bring a state back; nothing was fed
     state: str | None = None  # the environment's snapshot after the turn as JSON, with its last call
@@ -135,6 +138,7 @@ class Sample:
     num_failures: int = 0
     trained_version: int | None = None  # current version when it was trained
     held: int | None = None  # number of tokens in `segments`, if the buffer has counted them
+    tool_s: float = 0.0  # time in tools, over all attempts
 
     @property
     def group(self) -> tuple[int, str]:

@@ -25,13 +25,13 @@ from sortedrl.config.trl_args import from_trl, is_trl_args
 from sortedrl.engine.base import EngineStats
 from sortedrl.environment.scorer import no_reward
 from sortedrl.errors import ConfigError, RunDirError, SortedRLError
-from sortedrl.ledger.atomic_file import atomic_file
+from sortedrl.ledger.atomic_file import atomic_file, remove_unfinished
 from sortedrl.ledger.run_lock import RunLock
 from sortedrl.redact import redact, redact_text
 from sortedrl.run.rundir import check_writable, prepare_run_dir
 from sortedrl.run.saved_run import find_result, how_to_extend, saved_settings
 from sortedrl.run.session import Session
-from sortedrl.run.stop_signals import stop_on_signal
+from sortedrl.run.stop_signals import leave_on_signal, stop_on_signal
 from sortedrl.tasks.base import DatasetTask, RewardFunc, RowSequence, Task
 from sortedrl.tasks.reward_model import RewardModel
 from sortedrl.telemetry.console import ConsoleSink
@@ -122,7 +122,7 @@ class SortedTrainer:
             reward_funcs = no_reward  # the environment gives the reward
         self.task = _dataset_task(reward_funcs, train_dataset, eval_dataset)
         self.sinks = sinks
-        self.console = console or Console(stderr=True)
+        self.console = console or Console(stderr=True, emoji=False)
         self.quiet = quiet
         self.run_dir = config.run_dir
         self.stop_requested = False
@@ -149,9 +149,10 @@ class SortedTrainer:
 
         check_writable(self.run_dir)
         with ExitStack() as stack:
+            starting = stack.enter_context(ExitStack())
+            starting.enter_context(leave_on_signal())  # until the run can be saved
             checkpoint = self._lock_and_find_checkpoint(stack) if resume else None
             clock = WallClock(at=_saved_clock(checkpoint))
-            starting = stack.enter_context(ExitStack())
             starting.enter_context(clock.stopped())  # the time it takes to start does not count for the run
             with self._start_status():
                 parts = build_parts(
@@ -312,6 +313,7 @@ class SortedTrainer:
         self.config = self.config.continuing(saved)
         self.config.check_resumable(saved)
         result = find_result(self.run_dir, self.config)
+        remove_unfinished(self.run_dir)
         if result is not None and not self.quiet:
             self.console.print(escape(how_to_extend(self.run_dir, result)), highlight=False, soft_wrap=True)
         return result
@@ -438,8 +440,8 @@ class SortedTrainer:
     def _train(self, session: Session, *, is_new: bool) -> Summary:
         controller, clock, emit, saver = session.controller, session.clock, session.emit, session.saver
         buffer, alarm = controller.buffer, session.parts.alarm
-        session.announce(self.config, is_new=is_new)
         with stop_on_signal(self._ask_to_stop):
+            session.announce(self.config, is_new=is_new)
             complete = session.run_loop()
             facts, stats = controller.summary_facts(), session.stats()
             if self.config.checkpoint.save:

@@ -174,7 +174,8 @@ def test_replayed_answers_carry_the_verifying_versions_logprobs(max_unverified: 
 
 
 def test_answers_in_flight_carry_each_versions_logprobs() -> None:
-    recorder = train(make_config("async", lr=1e-3, engine={"in_flight": "reprefill"}))
+    # How many tokens the updates meet depends on the machine, so there are samples to spare.
+    recorder = train(make_config("async", lr=1e-3, samples=192, engine={"in_flight": "reprefill"}))
     in_flight = [s for s in recorder.samples if len(set(s.versions)) > 1 and s.num_interrupts == 0]
     assert len(in_flight) >= 3, "no answer was running at a publication, so the test checks nothing"
     assert all(s.trained_version - min(s.versions) <= 2 for s in recorder.samples if s.versions)

@@ -43,7 +43,11 @@ def cluster() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         here = str(Path(__file__).parents[2])  # the ranks' processes import `Settings` from there
         patch.setenv("PYTHONPATH", os.pathsep.join([here, os.environ.get("PYTHONPATH", "")]))
+        import ray  # noqa: F401  # a user's program may have imported it before: it listens on loopback all the same
+
+        before = signal.getsignal(signal.SIGTERM)
         connect()
+        assert signal.getsignal(signal.SIGTERM) == before  # Ray's own handler would end a run with another exit code
     yield
     disconnect()
 

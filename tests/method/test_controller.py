@@ -327,6 +327,18 @@ def test_siblings_that_only_lack_scores_are_waited_for() -> None:
     assert (sorted(first.samples), first.t) == ([0, 1, 2, 3], 3.125)
 
 
+@pytest.mark.parametrize("delay", [0.0, 0.125, 50.0])
+def test_scores_are_not_waited_for_while_an_update_waits_for_running_answers(delay: float) -> None:
+    # Staleness 0 and U = 2: 0 and 1 end at 1 and fill the batch, so 4 and 5 do not start. The update waits for 2 and 3,
+    # which end at 5 and 9, whatever the scores do.
+    knobs = {"slots": 4, "update_batch": 2, "cohort_batches": 3, "max_staleness": 0, "on_bound": "wait"}
+    run = make_run(Strategy.SORTED_PARTIAL, [1, 1, 5, 9, 1, 1], score_grace_s=8.0, **knobs)
+    run.controller.scorer = TimedScorer(clock=run.clock, delay=delay)
+    assert run.controller.run()
+    assert [e.t for e in told(run, events.AttemptEnded) if e.sample in (2, 3)] == pytest.approx([5.0, 9.0])
+    assert [sorted(batch) for batch in run.batches] == [[0, 1, 2, 3], [4, 5]]
+
+
 # ---- pauses, stops and time -----------------------------------------------------------------------------------------
 
 

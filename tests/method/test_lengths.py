@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
 from sortedrl.lengths import Calibration, LengthEstimator
 from sortedrl.simulate.run import simulate
+from sortedrl.simulate.tools import ToolTrace
 from sortedrl.simulate.traces import Trace
+from sortedrl.telemetry.events import AttemptStarted
 
 
 def taught(**lengths: list[int]) -> LengthEstimator:
@@ -40,6 +43,39 @@ def test_own_answers_are_drawn_towards_the_mean_over_all() -> None:
 def test_never_below_what_the_sample_has_reached() -> None:
     assert taught(a=[10, 20]).expected("a", reached=16) == 16.0
     assert taught(a=[10, 20]).expected("a", reached=14) == 15.0
+
+
+def test_time_in_tools_counts_as_the_tokens_that_a_slot_decodes_in_it() -> None:
+    estimator = taught(a=[10, 20], b=[60])
+    assert estimator.expected_tool_tokens("a", reached_s=9.0) == 0.0  # the speed is not known yet
+    estimator.learn_speed(30, 10.0)
+    estimator.learn_speed(10, 10.0)  # together two tokens a second
+    assert estimator.expected_tool_tokens("a") == 0.0
+    estimator.learn_tool_time([("a", 4.0), ("b", 14.0)])  # over all 18 s in 3 answers; one of a's called no tool
+    assert estimator.expected_tool_tokens("c") == 2 * 6
+    assert estimator.expected_tool_tokens("a") == pytest.approx(2 * (6 + 4) / 3)
+    assert estimator.expected_tool_tokens("a", finished_s=[8.0]) == 2 * (6 + 4 + 8) / 4
+    assert estimator.expected_tool_tokens("a", reached_s=5.0) == 2 * 5.0
+    again = LengthEstimator.from_state_dict(estimator.state_dict())
+    again.learn_speed(2, 1.0)
+    assert again.expected_tool_tokens("c") == 2 * 6
+
+
+def test_long_tools_start_first() -> None:
+    """Two epochs of three prompts on one slot: in the second the prompt with short answers and long tools is first."""
+    turns = [[3, 3 + 1 + 3], [3, 3 + 1 + 3], [2, 2 + 1 + 2]]
+    tools = ToolTrace(ends=turns * 2, seconds=[[1.0], [1.0], [9.0]] * 2, fed=1)
+    trace = Trace(lengths=[6, 6, 4] * 2, prompts=[0, 1, 2] * 2, cap=6, source="test")
+    order: list[int] = []
+
+    def note(event: Any) -> None:
+        if isinstance(event, AttemptStarted) and event.attempt == 1 and event.sample >= 3:
+            order.append(event.sample)
+
+    for admission in ("load-order", "longest-expected-first"):
+        order.clear()
+        simulate(trace, strategy="sync", slots=1, update_batch=3, tools=tools, admission=admission, emit=note)
+        assert order == ([3, 4, 5] if admission == "load-order" else [5, 3, 4])
 
 
 def test_guesses_are_compared_with_what_was_trained() -> None:

@@ -10,7 +10,7 @@ from sortedrl.errors import ConfigError
 from sortedrl.records import FinishReason, State
 from sortedrl.schedule import Fate, Order, Strategy, lacks_only_scores, resolve_knobs
 from sortedrl.telemetry import events
-from tests.support.scripted_runs import ScriptedPolicy, ScriptedRun, scripted_run
+from tests.support.scripted_runs import DelayedScorer, ScriptedPolicy, ScriptedRun, ScriptedScore, scripted_run
 
 
 def run_lengths(
@@ -464,3 +464,25 @@ def test_a_drain_hinges_on_scores_only_when_all_has_ended(finished: list[int], h
         buffer.start(buffer.samples[number])
         buffer.finish(buffer.samples[number], FinishReason.STOP)
     assert lacks_only_scores(buffer, run.controller.knobs) == hinges
+
+
+class NearlyReadyScorer(DelayedScorer):
+    """Has no score at the moment that it is asked, but every score a little later."""
+
+    def poll(self, timeout: float) -> list[ScriptedScore]:
+        return super().poll(timeout) if timeout > 0 else []
+
+
+@pytest.mark.parametrize("scorer", [DelayedScorer(), NearlyReadyScorer(), DelayedScorer(lag=50)])
+def test_when_scores_come_does_not_change_what_starts_before_an_update_that_waits(scorer: DelayedScorer) -> None:
+    # 0 and 1 end at step 1 and fill a batch, so that no other sample starts until 2 ends, which the update waits for.
+    run = scripted_run(
+        resolve_knobs(Strategy.SORTED_REPLAY, 2, on_bound="wait"),
+        policy=ScriptedPolicy(lengths=dict(enumerate([1, 1, 6, 2, 2, 2]))),
+        slots=3,
+        num_samples=6,
+        seed_of=lambda number: number,
+    )
+    run.controller.scorer = scorer
+    assert run.controller.run()
+    assert run.batches == [[0, 1, 2], [3, 4, 5]]

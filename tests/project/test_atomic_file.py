@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ import pytest
 from sortedrl import trainer
 from sortedrl.config import SortedConfig
 from sortedrl.errors import RunDirError
-from sortedrl.ledger.atomic_file import atomic_file
+from sortedrl.ledger.atomic_file import atomic_file, remove_unfinished
 from sortedrl.simulate.compare import SimulationQuestion, compare_strategies
 from sortedrl.simulate.plan import Proposal
 from sortedrl.telemetry.perfetto import open_trace
@@ -84,6 +87,37 @@ def test_an_error_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
     with pytest.raises(UnicodeEncodeError), atomic_file(tmp_path / "file") as file:
         file.write("\ud800")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", "old")]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from sortedrl.ledger.atomic_file import atomic_file
+with atomic_file(Path(sys.argv[1]) / "file") as file:
+    file.write("half")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no flock")
+def test_what_a_killed_writer_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    precious = tmp_path / "precious"
+    precious.write_text(PRECIOUS)
+    others = {".0123456789abcdef.part-2", ".notes.part", "0123456789abcdef.part", ".0123456789ABCDEF.part"}
+    for name in others:
+        (tmp_path / name).touch()
+    (tmp_path / ".0000000000000000.part").symlink_to(precious)
+    (tmp_path / ".0000000000000001.part").mkdir()
+    with atomic_file(tmp_path / "file") as file:
+        file.write("whole")
+        remove_unfinished(tmp_path)  # while another file is being written
+    kept = {path.name for path in tmp_path.iterdir()}
+    assert left.name not in kept
+    assert kept == others | {"precious", "file", ".0000000000000000.part", ".0000000000000001.part"}
+    assert ((tmp_path / "file").read_text(), precious.read_text()) == ("whole", PRECIOUS)
 
 
 def test_a_folder_in_place_of_the_file_is_one_line(tmp_path: Path) -> None:

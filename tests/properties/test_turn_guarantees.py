@@ -137,7 +137,8 @@ def assert_each_call_is_counted(run: ScriptedRun, tools: ScriptedTools, num_made
     ended = [e for e in run.events if isinstance(e, events.ToolsReturned)]
     assert sorted((e.sample, e.attempt, e.turn) for e in asked) == sorted((e.sample, e.attempt, e.turn) for e in ended)
     results = [r for result in tools.results for r in result.results]
-    num_repeated = sum(result.num_repeated for result in tools.results)
+    assert tools.loop is not None
+    num_repeated = tools.loop.counts["repeated"]
     assert num_made == num_repeated + sum(r.error != "malformed" for r in results)
     assert num_repeated == 0 or tools.kind is Kind.REPEATABLE
     assert tools.kind is Kind.NONE or not any(result.is_lost for result in tools.results)

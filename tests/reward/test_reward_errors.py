@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -314,3 +315,15 @@ def test_chat_rows_reach_functions_as_messages(tmp_path: Path) -> None:
     assert prompt[0]["role"] == "user"
     assert set(completion[0]) == {"role", "content"}
     assert completion[0]["role"] == "assistant"
+
+
+def test_a_pool_whose_threads_cannot_start_is_closed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no memory for a thread's stack: the error must be that, and not another one from closing."""
+
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    pool = RewardPool(judged, timeout_s=60, workers=1)
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    with pytest.raises(RuntimeError, match="can't start new thread"), pool:
+        pool.submit((0, 1), "prompt", "text", {})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import shutil
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
@@ -16,9 +18,11 @@ from sortedrl.config import SortedConfig
 from sortedrl.engine.sampling.noise import SCHEME
 from sortedrl.errors import DataError, EngineError, LearnerError, RunDirError
 from sortedrl.ledger.reader import Ledger
+from sortedrl.ledger.store import Store
 from sortedrl.ledger.verify import verify
 from sortedrl.run.checkpoint_folder import STATE_FILE
 from sortedrl.run.manifest import write_manifest
+from sortedrl.run.save_and_resume import _reopen_ledger
 from sortedrl.telemetry.event_file import read_events
 from sortedrl.telemetry.events import BatchTaken, Event, UpdateDone
 from sortedrl.telemetry.summary import Summary
@@ -209,3 +213,25 @@ def test_a_checkpoint_of_before_without_a_fingerprint_resumes(tmp_path: Path) ->
     train_on(PUZZLES, config, stop_after=1)
     rewrite_state(config.run_dir, lambda state: state.pop("rows"))
     assert train_on([*PUZZLES, *PUZZLES], config, resume=True).status == "complete"
+
+
+def test_a_disk_that_is_full_while_a_damaged_ledger_is_replaced_is_told_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, copy = tmp_path / "ledger.sqlite", tmp_path / "copy.sqlite"
+    Store.create(copy, grouped=True, knobs={}, noise=SCHEME).close(commit=True)
+    path.write_bytes(b"damaged")
+
+    def full(source: Path, target: Path) -> None:
+        target.touch()
+        raise OSError(errno.ENOSPC, "No space left on device", str(target))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copyfile", full)
+        with pytest.raises(
+            RunDirError, match=r"cannot write .*ledger.sqlite: No space left on device; check free space"
+        ):
+            _reopen_ledger(path, copy, 0, {})
+    store, buffer = _reopen_ledger(path, copy, 0, {})  # half a copy is damaged too, and replaced
+    store.close(commit=False)
+    assert buffer.grouped

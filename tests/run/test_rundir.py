@@ -12,12 +12,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sortedrl.errors import RunDirError
-from sortedrl.ledger import run_lock
+from sortedrl.ledger import atomic_file, run_lock
 from sortedrl.ledger.run_lock import LOCK_FILE, RunLock, is_being_written
+from sortedrl.ledger.store import Store
+from sortedrl.run.atomic_folder import written_whole
 from sortedrl.run.rundir import check_writable, prepare_run_dir
 
 HOLD = "RunLock(sys.argv[1]).acquire(); print(os.getpid(), flush=True); sys.stdin.read()"
@@ -252,3 +255,32 @@ def test_whether_a_run_is_being_written_is_told_without_its_lock(tmp_path: Path)
     assert is_being_written(tmp_path), "a process of another machine cannot be looked up"
     (tmp_path / "lock").write_text("nonsense")
     assert not is_being_written(tmp_path)
+
+
+def test_the_names_of_new_folders_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr(atomic_file, "sync", synced.append)
+    prepare_run_dir(tmp_path / "runs" / "new")
+    assert set(synced) == {tmp_path, tmp_path / "runs"}
+    synced.clear()
+    prepare_run_dir(tmp_path / "runs" / "new")
+    assert synced == []
+
+
+def test_a_folder_that_may_be_written_but_not_read_can_hold_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a shared folder of mode 1733: its names cannot be synced. Root may read it, so the refusal is played."""
+    open_file = os.open
+
+    def refuse(path: Any, *options: Any, **named: Any) -> int:
+        if Path(path) == tmp_path:
+            raise PermissionError(13, "Permission denied", str(path))
+        return open_file(path, *options, **named)
+
+    monkeypatch.setattr(os, "open", refuse)
+    prepare_run_dir(tmp_path / "new")
+    Store.create(tmp_path / "ledger.sqlite", grouped=False, knobs={"update_batch": 1}).close()
+    with written_whole(tmp_path / "folder") as temporary:
+        (temporary / "file").write_text("text")
+    assert (tmp_path / "folder" / "file").read_text() == "text"

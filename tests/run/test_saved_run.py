@@ -81,7 +81,9 @@ def without_torch(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_complete_run_a_refused_key_and_a_run_that_goes_on_elsewhere(run_dir: Path, call: Any) -> None:
     """One run for three cases, because each needs one that was trained."""
+    left = run_dir / ".0123456789abcdef.part"  # as a kill leaves it while a file is written
     before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+    left.touch()
     done = without_torch("train", "--resume", str(run_dir))
     assert done.returncode == 0, done.stderr
     more = f"sortedrl train --resume {run_dir} run.samples={2 * SAMPLES}"
@@ -96,8 +98,10 @@ def test_a_complete_run_a_refused_key_and_a_run_that_goes_on_elsewhere(run_dir: 
     )
     assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
 
+    left.touch()
     code, out, err = call("train", "--resume", str(run_dir), f"run.samples={2 * SAMPLES}", "--json")
     assert code == 0, err
+    assert not left.exists()
     (result,) = json.loads(out)["runs"]
     assert (result["status"], result["samples"]) == ("complete", 2 * SAMPLES)
     assert Path.cwd() == run_dir.parent.parent  # where the reward function finds its file
@@ -168,3 +172,18 @@ def test_a_summary_of_a_stopped_or_shorter_run_is_no_result(tmp_path: Path) -> N
         assert (find_result(tmp_path, config) is not None) == is_result
     (tmp_path / "summary.json").write_text("{")
     assert find_result(tmp_path, config) is None
+
+
+def test_a_result_whose_last_checkpoint_has_a_changed_bit_is_none(tmp_path: Path) -> None:
+    from sortedrl.run.manifest import write_manifest
+    from sortedrl.run.saved_run import find_result
+
+    checkpoint = tmp_path / "checkpoints" / "8"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "learner_state.json").write_text("{}")
+    (checkpoint / "model.safetensors").write_bytes(b"\x00\x01")
+    write_manifest(checkpoint)
+    Summary(strategy="sync", status="complete", samples=64).write(tmp_path / "summary.json")
+    assert find_result(tmp_path, SortedConfig(run={"samples": 64})) is not None
+    (checkpoint / "model.safetensors").write_bytes(b"\x00\x03")  # of the same size
+    assert find_result(tmp_path, SortedConfig(run={"samples": 64})) is None

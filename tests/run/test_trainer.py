@@ -16,6 +16,8 @@ import pytest
 
 from sortedrl import SortedConfig, SortedTrainer
 from sortedrl.errors import ConfigError, DataError, ModelError, RewardError, RunDirError
+from sortedrl.ledger.run_lock import RunLock
+from sortedrl.ledger.store import Store
 from sortedrl.schedule import Strategy
 from sortedrl.tasks.tiny import knights_tiny_path
 from sortedrl.telemetry import events
@@ -253,6 +255,46 @@ def test_ctrl_c_stops_between_two_steps(tmp_path: Path) -> None:
     assert Summary.read(trainer.run_dir / "summary.json") == summary
     assert (trainer.run_dir / "checkpoints" / str(summary.updates) / "model.safetensors").is_file()
     assert happened(trainer.run_dir, events.RunEnded)[0].reason == "stopped"
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_signal_at_the_end_of_starting_closes_what_is_open(
+    resume: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if resume:
+        SortedTrainer(args=make_config(tmp_path, run={"samples": 16}), quiet=True).train()
+    trainer = SortedTrainer(args=make_config(tmp_path, run={"samples": 32}), quiet=True)
+    closed: list[Store] = []
+    close = Store.close
+
+    def note_and_close(store: Store, *, commit: bool = True) -> None:
+        closed.append(store)
+        close(store, commit=commit)
+
+    def end(number: int, frame: object) -> None:
+        raise AssertionError("the signal would have killed the process")
+
+    monkeypatch.setattr(SortedTrainer, "_add_sinks", lambda *_: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(Store, "close", note_and_close)
+    # Reward functions that hang on purpose, in tests before this one, keep their threads.
+    threads = set(threading.enumerate())
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        with pytest.raises(SystemExit) as raised:
+            trainer.train(resume=resume)
+        assert signal.getsignal(signal.SIGTERM) is end
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert raised.value.code == 143
+    assert [store.path for store in closed] == [trainer.run_dir / "ledger.sqlite"]
+    rewarding = [thread for thread in set(threading.enumerate()) - threads if thread.name.startswith("reward")]
+    for thread in rewarding:
+        thread.join(timeout=60)  # a thread that was told to end may not have ended yet
+    assert not [thread for thread in rewarding if thread.is_alive()]
+    with RunLock(trainer.run_dir):
+        pass  # it is free
+    monkeypatch.undo()
+    check_ledger(trainer.train(resume=True), 32)
 
 
 def test_outside_the_main_thread_it_trains_too(tmp_path: Path) -> None:

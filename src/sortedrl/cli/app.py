@@ -41,7 +41,10 @@ app = Commands(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-err = Console(stderr=True)
+err = Console(stderr=True, emoji=False)  # a path or a key may contain text such as ":x:"
+_OUT_OF_MEMORY = (
+    "error: memory ran out: lower engine.slots or learner.micro_tokens; sortedrl doctor CONFIG estimates both\n"
+)
 TABLE_WIDTH = 110  # columns, when stdout is not a terminal
 
 
@@ -106,8 +109,10 @@ def print_error(message: str, *notes: str) -> None:
 
 def _is_out_of_memory(error: Exception) -> bool:
     """Torch and the libraries under it raise errors of other types than Python; a command may not have loaded them."""
+    if isinstance(error, MemoryError):
+        return True
     if "torch" not in sys.modules:
-        return isinstance(error, MemoryError)
+        return False
     from sortedrl.learner.memory import is_out_of_memory
 
     return is_out_of_memory(error)
@@ -135,9 +140,7 @@ def main() -> None:
         sys.exit(1)
     except Exception as error:
         if _is_out_of_memory(error):
-            print_error(
-                "memory ran out: lower engine.slots or learner.micro_tokens; sortedrl doctor CONFIG estimates both"
-            )
+            sys.stderr.write(_OUT_OF_MEMORY)  # without rich, which would need memory itself
             sys.exit(2)
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
             print_error(f"{error.filename}: {error.strerror}; choose a shorter name")

@@ -312,7 +312,7 @@ class RewardSection(Section):
     timeout_s: float = Field(default=10.0, gt=0, le=_MAX_SECONDS)
     """Time limit of one reward function call, in seconds."""
     grace_s: float = Field(default=0.25, ge=0, le=_MAX_SECONDS)
-    """Seconds that a full update batch waits for answers whose scores are still being computed."""
+    """Seconds after the last answer ended that an update batch which lacks only scores waits for them."""
     workers: int = Field(default=1, strict=True, ge=1, le=_MAX_PROCESSES)
     """Number of worker processes that call reward functions."""
     memory_mb: int = Field(default=4096, strict=True, ge=64, le=2**40)

@@ -225,7 +225,8 @@ class _Stage:
 
     def join(self) -> None:
         for thread in self._threads:
-            thread.join()
+            if thread.ident is not None:  # without memory for it, a thread does not start
+                thread.join()
 
     def _serve(self, caller: RewardCaller, ready: threading.Event, worker: int) -> None:
         try:

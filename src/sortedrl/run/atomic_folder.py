@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from sortedrl.ledger.atomic_file import sync, sync_name
+
 log = logging.getLogger(__name__)
 
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<why>partial|replaced|removed)-[0-9]+")
@@ -36,7 +38,7 @@ def begin_folder(folder: Path) -> Path:
     temporary = _temporary_path(folder, "partial")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        _make(temporary)
+        make_folder(temporary)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -75,20 +77,20 @@ def _temporary_path(folder: Path, why: str) -> Path:
     return folder.with_name(f".{folder.name}.{why}-{os.getpid()}")
 
 
-def _make(folder: Path) -> None:
+def make_folder(folder: Path, *, exist_ok: bool = False) -> None:
     """Make a folder and its missing parents, and sync each new name to disk."""
     made = [path for path in (folder, *folder.absolute().parents) if not path.exists()]
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=exist_ok)
     for path in made:
-        _sync(path.parent)
+        sync_name(path)
 
 
 def _flush(folder: Path) -> None:
     """Sync every file, then every folder, before the folder gets its name."""
     for parent, _, names in os.walk(folder, topdown=False):
         for name in names:
-            _sync(Path(parent, name))
-        _sync(Path(parent))
+            sync(Path(parent, name))
+        sync(Path(parent))
 
 
 def _put_in_place(temporary: Path, folder: Path) -> None:
@@ -103,15 +105,5 @@ def _put_in_place(temporary: Path, folder: Path) -> None:
             with suppress(OSError):
                 replaced.rename(folder)
         raise
-    _sync(folder.parent)
+    sync_name(folder)
     remove(replaced)
-
-
-def _sync(path: Path) -> None:
-    if os.name == "nt" and path.is_dir():  # Windows cannot sync folders
-        return
-    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

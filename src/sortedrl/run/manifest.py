@@ -41,10 +41,9 @@ def write_manifest(folder: Path, known: Mapping[str, Mapping[str, Any]] | None =
     (folder / MANIFEST_FILE).write_text(json.dumps(document, indent=1), encoding="utf-8")
 
 
-def find_damage(folder: Path, *, required: tuple[str, ...] = (), has_time: bool = True) -> str | None:
+def find_damage(folder: Path, *, required: tuple[str, ...] = ()) -> str | None:
     """What is wrong with a folder, as "file: why"; None if every listed file is there and unchanged.
 
-    Without `has_time` only names and sizes are compared: reading gigabytes takes seconds.
     Files that are not listed are allowed: a file browser or an opened database may leave some.
     """
     try:
@@ -57,7 +56,7 @@ def find_damage(folder: Path, *, required: tuple[str, ...] = (), has_time: bool 
                 raise _Damage(name, "missing")
             if sizes[name] != listed[name]["size"]:
                 raise _Damage(name, f"{sizes[name]} bytes, {listed[name]['size']} expected")
-        for name, entry in listed.items() if has_time else ():
+        for name, entry in listed.items():
             if _digest(folder / name) != entry["sha256"]:
                 raise _Damage(name, "the content does not match its checksum")
     except _Damage as damage:

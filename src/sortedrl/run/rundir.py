@@ -1,7 +1,8 @@
 """Prepare the run directory: check that it can be written, and rename an earlier run of the same name.
 
 The trainer calls `check_writable` first, then `prepare_run_dir` for a new run, and holds a `RunLock` while it writes.
-Guarantees: an earlier run is renamed and never overwritten; a run that another process writes is not touched.
+Guarantees: an earlier run is renamed and never overwritten; a run that another process writes is not touched. The name
+of a new run directory is synced to disk, so that a power loss cannot take it with all its checkpoints.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from sortedrl.errors import RunDirError
 from sortedrl.ledger.run_lock import LOCK_FILE, RunLock, unwritable
+from sortedrl.run.atomic_folder import make_folder
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +37,7 @@ def prepare_run_dir(run_dir: Path) -> None:
     try:
         if run_dir.exists() and any(entry.name != LOCK_FILE for entry in run_dir.iterdir()):
             _rename_earlier(run_dir)
-        run_dir.mkdir(parents=True, exist_ok=True)
+        make_folder(run_dir, exist_ok=True)
     except RunDirError:
         raise
     except OSError as error:

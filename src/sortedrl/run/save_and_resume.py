@@ -274,8 +274,11 @@ def _reopen_ledger(path: Path, copy: Path, seq: int, changes: Mapping[str, tuple
         if not copy.is_file():
             raise
         log.warning("%s. The copy %s replaces it; it has no tokens of trained samples", error, copy)
-    _move_aside(path)
-    shutil.copyfile(copy, path)
+    try:
+        _move_aside(path)
+        shutil.copyfile(copy, path)
+    except OSError as error:  # the next resume finds half a copy damaged, and copies again
+        raise RunDirError(f"cannot write {path}: {error.strerror}; check free space and permissions") from error
     return Store.reopen(path, seq, changes)
 
 

@@ -62,7 +62,7 @@ def find_result(run_dir: Path, config: SortedConfig) -> Summary | None:
     A run whose last checkpoint is damaged is not complete: resuming repeats what was lost.
     """
     path, newest = run_dir / "summary.json", next(iter(_checkpoints(run_dir)), None)
-    if not path.is_file() or (newest is not None and find_damage(newest, required=(STATE_FILE,), has_time=False)):
+    if not path.is_file() or (newest is not None and find_damage(newest, required=(STATE_FILE,))):
         return None
     try:
         summary = Summary.read(path)

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: SIGINT, SIGTERM and SIGHUP. The trainer saves the run before it ends."""
+"""Signals that ask a run to stop: SIGINT, SIGTERM and SIGHUP. The trainer saves a run that trains before it ends."""
 
 from __future__ import annotations
 
@@ -32,3 +32,26 @@ def stop_on_signal(ask: Callable[[int], None]) -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def leave_on_signal() -> Iterator[None]:
+    """Raise an exception at each such signal: while a run starts, so that what was started and opened so far is closed.
+
+    A library may catch what a signal's handler raises or wrap it, as pydantic does. Then it is raised again at the end.
+    """
+    raised: list[BaseException] = []
+
+    def leave(number: int) -> None:
+        raised.append(KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number))
+        raise raised[-1]
+
+    with stop_on_signal(leave):
+        try:
+            yield
+        except Exception as error:
+            if raised:
+                raise raised[-1] from error
+            raise
+    if raised:
+        raise raised[-1]

@@ -93,7 +93,10 @@ def choose_batch(buffer: Buffer, knobs: Knobs, *, has_data: bool = False) -> lis
 
 
 def lacks_only_scores(buffer: Buffer, knobs: Knobs) -> bool:
-    """Whether the next batch is complete but for scores that are being computed."""
+    """Whether the next batch is complete but for scores that are being computed.
+
+    Also whether admission depends on them: with `flat_extra` at staleness 0 and `on_bound = wait`.
+    """
     if not buffer.finished:
         return False
     if knobs.harvest == DRAIN:
@@ -104,9 +107,11 @@ def lacks_only_scores(buffer: Buffer, knobs: Knobs) -> bool:
         return complete == cohort.num_left
     if len(buffer.finished) + len(buffer.scored) < knobs.update_batch:
         return False  # the code below would find the same, but this runs at every poll
-    soon = buffer.num_ready_soon
-    if soon == 0 or buffer.num_counted(knobs.flat_extra) + soon < knobs.update_batch:
+    soon, counted = buffer.num_ready_soon, buffer.num_counted(knobs.flat_extra)
+    if soon == 0 or counted + soon < knobs.update_batch:
         return False
+    if counted < knobs.update_batch and knobs.waits_at_zero and knobs.flat_extra:
+        return True  # whether more samples start depends on these rewards (`_room`)
     if knobs.exact_batch:
         complete = _complete_groups(buffer, buffer.finished.values())
         soon_ready = [group for group in complete if not any(s.id in buffer.unverified for s in group.samples)]
@@ -281,12 +286,17 @@ def _room(buffer: Buffer, knobs: Knobs) -> int | None:
     """How many samples that are not due may start now; None: as many as there are free slots.
 
     Once a batch is ready, no more samples start than the updates within the staleness bound can train in batches of
-    that size; more would make a batch larger. At staleness 0 none starts, since the update would have to wait for it.
+    that size; more would make a batch larger. At staleness 0 none starts, since the update would have to wait for it;
+    there answers that lack only a score count as ready, so what starts does not depend on when scores come. (Where
+    equal rewards are replaced, only scores can tell, and the loop waits for them: `lacks_only_scores`.)
     """
     bound = knobs.max_staleness
-    if bound is None or knobs.harvest == DRAIN or not (knobs.overlap or (bound == 0 and knobs.on_bound == WAIT)):
+    if bound is None or knobs.harvest == DRAIN or not (knobs.overlap or knobs.waits_at_zero):
         return None
-    if buffer.num_counted(knobs.flat_extra) < knobs.update_batch:
+    num_complete = buffer.num_counted(knobs.flat_extra)
+    if knobs.waits_at_zero and not knobs.flat_extra:
+        num_complete += buffer.num_ready_soon
+    if num_complete < knobs.update_batch:
         return None
     num_updates = buffer.version + bound + 1 - buffer.num_updates  # one less while an update is under way
     return max(0, num_updates * knobs.update_batch - (len(buffer.samples) - len(buffer.unstarted)))
@@ -468,7 +478,7 @@ def _shortest_known_first(buffer: Buffer) -> list[Sample]:
 def _arrange(buffer: Buffer, knobs: Knobs, samples: Iterable[Sample]) -> list[Sample]:
     """Pending samples in the order of `knobs.admission`."""
     if knobs.admission == Admission.LONGEST_EXPECTED_FIRST:
-        return sorted(samples, key=lambda s: (-buffer.expected_length(s), s.id))
+        return sorted(samples, key=lambda s: (-buffer.expected_work(s), s.id))
     is_new_first = knobs.interrupted == RESTART or knobs.admission == NEW_FIRST
     return sorted(
         samples, key=lambda s: ((s.id in buffer.unstarted) != is_new_first, buffer.group_of(s).known_length, s.id)

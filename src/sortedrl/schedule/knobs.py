@@ -96,6 +96,11 @@ class Knobs:
             and self.admission != Admission.TAIL_LAST
         )
 
+    @property
+    def waits_at_zero(self) -> bool:
+        """Whether an update waits for every sample that has begun, because none may be trained one version later."""
+        return self.max_staleness == 0 and self.on_bound == Fate.WAIT
+
     def __post_init__(self) -> None:
         if self.interrupted == Fate.WAIT:
             raise ConfigError("schedule.interrupted cannot be wait: choose resume, replay or restart")
@@ -104,7 +109,7 @@ class Knobs:
         bound, updates = self.max_staleness, self.cohort_updates
         if bound is None:
             pass
-        elif self.overlap and bound == 0 and self.on_bound == Fate.WAIT:
+        elif self.overlap and self.waits_at_zero:
             raise ConfigError(
                 "overlap = true with max_staleness = 0 and on_bound = wait cannot be kept: what is sampled during an "
                 "update is one version old when it ends; set max_staleness >= 1, or on_bound = replay or restart"
