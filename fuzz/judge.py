@@ -96,6 +96,7 @@ class Player:
 
     def _stages(self, program: Program, result: Result) -> None:
         scenario, run_dir, refusal = program.scenario, program.run_dir, ""
+        damaged: bytes | None = None  # the ledger, if no process has mended it so far
         program.prepare()
         result.faults += _chaos(scenario)
         for number, stage in enumerate(scenario.stages):
@@ -103,6 +104,7 @@ class Player:
             is_resume = program.can_resume
             if stage.damage and is_resume and _damage(run_dir, *stage.damage, seed=stage.at):
                 result.faults.append("damaged file")
+                damaged = _read(run_dir / "ledger.sqlite") if stage.damage[0].startswith("ledger") else damaged
             ended = self._run(program, program.resume(stage.changes) if is_resume else program.first(), stage)
             result.num_processes += 1
             result.num_changes += bool(stage.changes and is_resume)
@@ -115,7 +117,13 @@ class Player:
             if result.findings:
                 return
             num_samples = program.num_samples or _num_samples(run_dir)
-            result.findings += _ledger_findings(run_dir, program.home, num_samples if ended.code == 0 else None)
+            # One that was killed or refused the run may have left it as it was, and a script whose steps are all done
+            # never opens it.
+            is_script = scenario.kind == Kind.TRL and _read(run_dir / "ledger.sqlite") == damaged
+            if damaged is not None and ended.code == 0 and not is_script:
+                damaged = None
+            if damaged is None:
+                result.findings += _ledger_findings(run_dir, program.home, num_samples if ended.code == 0 else None)
             if ended.code == 2 and not is_resume and not was_hit:
                 result.outcome = "refused"  # a configuration that is not accepted
                 if run_dir.exists() and (left := sorted(path.name for path in run_dir.iterdir())):
@@ -188,6 +196,10 @@ def judge_end(ended: Ended, stage: Stage, *, may_raise: bool = False) -> list[Fi
     if ended.processes:
         wrong.append(Finding(kinds.LEFTOVER, f"processes after {stage.fault}: {ended.processes[:3]}"))
     return wrong
+
+
+def _read(path: Path) -> bytes:
+    return path.read_bytes() if path.is_file() else b""
 
 
 def _num_samples(run_dir: Path) -> int:

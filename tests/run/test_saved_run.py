@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 
 from sortedrl.config import SortedConfig
 from sortedrl.errors import ConfigError
+from sortedrl.ledger.reader import Ledger
+from sortedrl.ledger.verify import verify
 from sortedrl.run.saved_run import saved_settings
 from sortedrl.telemetry.summary import Summary
 
@@ -79,8 +82,10 @@ def without_torch(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
-def test_a_complete_run_a_refused_key_and_a_run_that_goes_on_elsewhere(run_dir: Path, call: Any) -> None:
-    """One run for three cases, because each needs one that was trained."""
+def test_a_complete_run_a_refused_key_a_changed_number_and_a_run_that_goes_on_elsewhere(
+    run_dir: Path, call: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One run for four cases, because each needs one that was trained."""
     left = run_dir / ".0123456789abcdef.part"  # as a kill leaves it while a file is written
     before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
     left.touch()
@@ -97,6 +102,19 @@ def test_a_complete_run_a_refused_key_and_a_run_that_goes_on_elsewhere(run_dir: 
         "when the run was saved and is 8 here: set them back, or start a new run\n"
     )
     assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
+
+    connection = sqlite3.connect(run_dir / "ledger.sqlite")
+    connection.execute("UPDATE samples SET budget = budget + 4 WHERE id = 3")
+    connection.commit()
+    connection.close()
+    code, out, err = call("train", "--resume", str(run_dir), "--json")
+    assert code == 0, err
+    assert "table samples differs from the copy" in caplog.text
+    (result,) = json.loads(out)["runs"]
+    assert (result["status"], result["samples"]) == ("complete", SAMPLES)
+    assert (run_dir / "ledger.sqlite.damaged1").is_file()
+    with Ledger(run_dir) as ledger:
+        assert verify(ledger).num_violations == 0
 
     left.touch()
     code, out, err = call("train", "--resume", str(run_dir), f"run.samples={2 * SAMPLES}", "--json")

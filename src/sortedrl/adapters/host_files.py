@@ -18,6 +18,7 @@ from sortedrl.buffer import Buffer
 from sortedrl.clock import WallClock
 from sortedrl.errors import RunDirError
 from sortedrl.ledger.atomic_file import remove_unfinished
+from sortedrl.ledger.compare import check_rules
 from sortedrl.ledger.run_lock import RunLock
 from sortedrl.ledger.store import Store
 from sortedrl.run.machine_load import MachineSink
@@ -207,6 +208,7 @@ def _cut_ledger(path: Path, updates_done: int, *, grouped: bool, knobs: Knobs, n
             )
     finally:
         store.close(commit=False)
+    check_rules(path)
     if seq is None:
         raise RunDirError(
             f"the trainer continues after update {updates_done - 1}, and {path} ends with update {last - 1}: it is "

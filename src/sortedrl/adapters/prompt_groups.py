@@ -17,6 +17,7 @@ from pathlib import Path
 
 from sortedrl.buffer import Buffer
 from sortedrl.errors import ConfigError, RunDirError
+from sortedrl.ledger.compare import check_rules
 from sortedrl.ledger.run_lock import RunLock
 from sortedrl.ledger.store import Store
 from sortedrl.records import FinishReason, Prompt, Sample, Segment
@@ -172,6 +173,7 @@ def _reopen(path: Path, updates_done: int) -> tuple[Store, Buffer]:
         seq, last = store.seq_of_update(updates_done - 1), store.num_updates
     finally:
         store.close(commit=False)
+    check_rules(path)
     if seq is None:
         raise RunDirError(
             f"the trainer continues after update {updates_done - 1}, and {path} ends with update {last - 1}: it is "

@@ -333,7 +333,7 @@ def _check_whole(path: Path, connection: sqlite3.Connection) -> None:
     """Check all pages of a small file, and of any file that no row is missing. Blobs are checked when they are read."""
     (num_pages,) = connection.execute("PRAGMA page_count").fetchone()
     if num_pages * PAGE_BYTES <= QUICK_CHECK_BYTES:
-        (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+        (found,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
         if found != "ok":
             raise damaged(path, found)
     seq = read_meta(path, connection)["seq"]

@@ -23,6 +23,7 @@ from sortedrl.buffer import Buffer
 from sortedrl.engine.base import OWN_NOISE
 from sortedrl.errors import DamagedLedgerError, DataError, LedgerError
 from sortedrl.ledger import schema
+from sortedrl.ledger.compare import check_against_copy
 from sortedrl.ledger.rows import Packed, PromptRow, fill, last_version, pack, pack_prompt, unpack_prompt
 from sortedrl.ledger.schema import INSERT, JOURNAL, closed_on_error, named_errors
 from sortedrl.records import CallRecord, Cohort, FinishReason, Mode, Prompt, Sample, Segment
@@ -91,15 +92,23 @@ class Store:
 
     @classmethod
     def reopen(
-        cls, path: str | Path, seq: int, changes: Mapping[str, tuple[Any, Any]] | None = None
+        cls,
+        path: str | Path,
+        seq: int,
+        changes: Mapping[str, tuple[Any, Any]] | None = None,
+        *,
+        copy: Path | None = None,
     ) -> tuple[Store, DurableBuffer]:
         """Open a ledger, delete the rows after `seq`, and begin a lineage; returns the store and the restored buffer.
 
-        `changes`: as for `begin_lineage`. A damaged ledger raises `DamagedLedgerError` before the lineage begins, and
-        the file is closed again.
+        `changes`: as for `begin_lineage`. `copy`: a copy that a checkpoint made at row `seq`, with which the ledger is
+        compared. A damaged ledger raises `DamagedLedgerError` before the lineage begins, and the file is closed again.
         """
         store = cls.open(path)
         try:
+            if copy is not None:
+                with store._timed():
+                    check_against_copy(store._connection, store.path, copy, seq)
             store.truncate(seq)
             buffer = store.restore()  # before `begin_lineage`: reading the samples is what finds damage in them
             store.begin_lineage(changes)

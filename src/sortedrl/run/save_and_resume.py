@@ -269,7 +269,7 @@ def restore(parts: RunParts, evaluator: Evaluator, version: int, checkpoint: Pat
 def _reopen_ledger(path: Path, copy: Path, seq: int, changes: Mapping[str, tuple[Any, Any]]) -> tuple[Store, Buffer]:
     """Open the ledger, cut at row `seq`. The checkpoint's copy replaces a damaged one."""
     try:
-        return Store.reopen(path, seq, changes)
+        return Store.reopen(path, seq, changes, copy=copy if copy.is_file() else None)
     except DamagedLedgerError as error:
         if not copy.is_file():
             raise

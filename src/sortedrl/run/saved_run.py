@@ -13,6 +13,8 @@ from typing import Any
 
 from sortedrl.config import SortedConfig
 from sortedrl.errors import RunDirError
+from sortedrl.ledger.compare import is_as_copied
+from sortedrl.ledger.reader import FILE_NAME as LEDGER_FILE
 from sortedrl.run.manifest import find_damage
 from sortedrl.telemetry.summary import Summary
 
@@ -59,16 +61,24 @@ def saved_settings(run_dir: Path, given: SortedConfig) -> dict[str, dict[str, An
 def find_result(run_dir: Path, config: SortedConfig) -> Summary | None:
     """The summary of a run that has trained all samples of its configuration; None if it has not.
 
-    A run whose last checkpoint is damaged is not complete: resuming repeats what was lost.
+    A run whose last checkpoint or ledger is damaged is not complete: resuming repeats what was lost.
     """
     path, newest = run_dir / "summary.json", next(iter(_checkpoints(run_dir)), None)
-    if not path.is_file() or (newest is not None and find_damage(newest, required=(STATE_FILE,))):
+    if not path.is_file() or (newest is not None and not _is_sound(run_dir, newest)):
         return None
     try:
         summary = Summary.read(path)
     except RunDirError:  # resuming writes it anew
         return None
     return summary if summary.status == "complete" and summary.samples >= config.run.samples else None
+
+
+def _is_sound(run_dir: Path, checkpoint: Path) -> bool:
+    """Whether a checkpoint is undamaged, and the ledger of its run too."""
+    if find_damage(checkpoint, required=(STATE_FILE,)):
+        return False
+    copy = checkpoint / LEDGER_FILE
+    return not copy.is_file() or is_as_copied(run_dir / LEDGER_FILE, copy, read_state(checkpoint)["extra"]["seq"])
 
 
 def how_to_extend(run_dir: Path, summary: Summary) -> str:
