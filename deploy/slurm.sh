@@ -52,21 +52,30 @@ if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then
     done
 fi
 
+# From here on the signal goes on to the trainer, once, and also where it comes before the trainer's number is known.
+trainer="" asked="" told=""
+pass_on() {
+    if [ -n "$trainer" ] && [ -z "$told" ]; then
+        told=yes
+        kill -TERM "$trainer" 2>/dev/null || true
+    fi
+}
+trap 'asked=yes; pass_on' TERM
+
 if [ -e "$RUN/config.toml" ]; then
     sortedrl train --resume "$RUN" "${cluster[@]}" &
 else
     sortedrl train "$CONFIG" run.name="$RUN_NAME" "$@" "${cluster[@]}" &
 fi
 trainer=$!
+[ -z "$asked" ] || pass_on
 
 # `wait` also returns when the signal comes; the run then needs a while to save, so wait until it has ended.
-trap 'kill -TERM "$trainer"' TERM
+while kill -0 "$trainer" 2>/dev/null; do
+    wait "$trainer" || true
+done
 code=0
 wait "$trainer" || code=$?
-while kill -0 "$trainer" 2>/dev/null; do
-    code=0
-    wait "$trainer" || code=$?
-done
 
 # 143: SIGTERM stopped the run and it is saved.
 if [ "$code" -eq 143 ]; then
