@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -44,15 +45,17 @@ class StepResult:
     figures: Mapping[str, Any] = field(default_factory=dict)
 
 
-def run_steps(steps: Sequence[Step], *, root: Path, out: Path, limit_s: float, at_once: int = 1) -> list[StepResult]:
+def run_steps(
+    steps: Sequence[Step], *, root: Path, out: Path, limit_s: float, step_limit_s: float = math.inf, at_once: int = 1
+) -> list[StepResult]:
     """Run all steps in `root`, so many at once, with logs in `out`. Together they may take `limit_s`."""
     out.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + limit_s
     with ThreadPoolExecutor(at_once) as threads:
-        return list(threads.map(lambda step: _run(step, root, out / f"{step.name}.log", deadline), steps))
+        return list(threads.map(lambda step: _run(step, root, out / f"{step.name}.log", deadline, step_limit_s), steps))
 
 
-def _run(step: Step, root: Path, log: Path, deadline: float) -> StepResult:
+def _run(step: Step, root: Path, log: Path, deadline: float, step_limit_s: float) -> StepResult:
     if step.missing:
         return StepResult(step=step, fate=Fate.NOT_RUN, why=step.missing)
     left = deadline - time.monotonic()
@@ -71,7 +74,7 @@ def _run(step: Step, root: Path, log: Path, deadline: float) -> StepResult:
             )
         except OSError as error:
             return StepResult(step=step, fate=Fate.FAILED, why=str(error), log=log)
-        why = _wait(process, left)
+        why = _wait(process, min(left, step_limit_s))
     seconds = time.monotonic() - began
     fate = Fate.FAILED if why else Fate.PASSED
     return StepResult(step=step, fate=fate, seconds=seconds, why=why, log=log, figures=read_figures(log))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import queue
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +22,8 @@ from sortedrl.engine.replay_probe import ReplayEvidence, probe_replay
 from sortedrl.engine.vllm.worker_report import WorkerReport
 
 NUM_REQUESTS, NUM_TOKENS, MAX_LENGTH = 64, 128, 256
+PROBE_TOKENS, PROBE_LENGTH = 4096, 640  # of eight answers; a prompt has up to 64
+NCCL_S = 120.0
 LEAST_SPEED = 0.8  # of stock vLLM's tokens/s: the engine reads every token's log-prob in this process
 
 
@@ -63,6 +66,8 @@ def judge_probe(reports: Sequence[WorkerReport], evidence: ReplayEvidence) -> di
         raise BrokenPromise("vLLM does not compute independently of the batch")
     if not evidence.is_exact:
         raise BrokenPromise(f"replay in {reports[0].dtype} is not exact: {evidence}")
+    if evidence.num_tokens < PROBE_TOKENS:
+        raise BrokenPromise(f"{evidence.num_tokens} tokens were verified, and not {PROBE_TOKENS}")
     return {"replay": str(evidence), "dtype": reports[0].dtype}
 
 
@@ -168,9 +173,9 @@ def check_probe(name: str) -> dict[str, Any]:
     from sortedrl.engine.vllm.runner_choice import RunnerWishes
 
     model = load(name)
-    engine = make_engine(model, wishes=RunnerWishes(batch_invariant="on"))
+    engine = make_engine(model, max_length=PROBE_LENGTH, wishes=RunnerWishes(batch_invariant="on"))
     try:
-        evidence = probe_replay(engine, vocab=model.config.vocab_size, max_length=MAX_LENGTH, num_tokens=4096)
+        evidence = probe_replay(engine, vocab=model.config.vocab_size, max_length=PROBE_LENGTH, num_tokens=PROBE_TOKENS)
         return judge_probe(engine.workers, evidence)
     finally:
         engine.close()
@@ -194,15 +199,25 @@ def check_speed(name: str) -> dict[str, Any]:
     return judge_speed(ours, stock)
 
 
-def check_tensor_parallel(name: str) -> dict[str, Any]:
-    """The same answers on one GPU and on two, with batch invariance."""
-    from sortedrl.engine.vllm.runner_choice import RunnerWishes
+def make_even_model() -> Any:
+    """A Llama with random weights whose attention heads can be divided by two, unlike the nine of SmolLM2-135M."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    model = load(name)
+    torch.manual_seed(0)
+    sizes: Any = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8, "vocab_size": 4096}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=8, num_key_value_heads=4, head_dim=64)).eval()
+
+
+def check_tensor_parallel(_: str) -> dict[str, Any]:
+    """The same answers on one GPU and on two. In float32: sums over two GPUs round otherwise, too little to matter."""
+    import torch
+
+    model = make_even_model()
     requests = make_requests(model.config.vocab_size)
     answers, devices = [], 0
     for width in (1, 2):
-        engine = make_engine(model, tensor_parallel=width, wishes=RunnerWishes(batch_invariant="on"))
+        engine = make_engine(model, tensor_parallel=width, dtype=torch.float32)
         try:
             answers.append(decode(engine, requests)[0])
             devices = len(engine.workers)
@@ -213,22 +228,33 @@ def check_tensor_parallel(name: str) -> dict[str, Any]:
 
 def check_nccl(_: str) -> dict[str, Any]:
     """Two ranks add up a tensor of 256 MiB over NCCL."""
-    import torch.multiprocessing as multiprocessing
-
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    ranks = [context.Process(target=_reduce_on_rank, args=(rank, queue)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    figures = [queue.get(timeout=120) for _ in ranks]
-    for process in ranks:
-        process.join(30)
+    figures = run_ranks(_reduce_on_rank, NCCL_S)
     if any(figure["sum"] != 3.0 for figure in figures):
         raise BrokenPromise(f"NCCL added 1 and 2 to {[figure['sum'] for figure in figures]}")
     return {"gb_per_s": round(max(figure["gb_per_s"] for figure in figures), 1)}
 
 
-def _reduce_on_rank(rank: int, queue: Any) -> None:
+def run_ranks(target: Callable[[int, Any], None], limit_s: float) -> list[dict[str, Any]]:
+    """What two processes put into their queue. They are ended in any case: one that hangs would never be joined."""
+    import multiprocessing
+
+    context = multiprocessing.get_context("spawn")
+    figures = context.Queue()
+    ranks = [context.Process(target=target, args=(rank, figures), daemon=True) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    deadline = time.monotonic() + limit_s
+    try:
+        return [figures.get(timeout=max(0.0, deadline - time.monotonic())) for _ in ranks]
+    except queue.Empty:
+        raise BrokenPromise(f"two ranks did not meet within {limit_s:g} s") from None
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+
+
+def _reduce_on_rank(rank: int, figures: Any) -> None:
     import torch
     import torch.distributed as dist
 
@@ -242,7 +268,7 @@ def _reduce_on_rank(rank: int, queue: Any) -> None:
     dist.all_reduce(tensor)
     torch.cuda.synchronize()
     seconds = time.perf_counter() - began
-    queue.put({"sum": tensor[0].item(), "gb_per_s": tensor.numel() * 4 / seconds / 1e9})
+    figures.put({"sum": tensor[0].item(), "gb_per_s": tensor.numel() * 4 / seconds / 1e9})
     dist.destroy_process_group()
 
 

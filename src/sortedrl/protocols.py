@@ -15,7 +15,8 @@ from sortedrl.records import Sample
 class Score(Protocol):
     """The reward of one answer; `key` is (sample id, attempt) when the answer was submitted.
 
-    An optional `is_skipped` tells that the learner was told to leave out the answer of this attempt.
+    An optional `is_skipped` tells that the learner was told to leave out the answer of this attempt, an optional
+    `is_lost` that nobody can score it any more, because its environment is gone: the sample starts over.
     """
 
     @property
@@ -64,6 +65,10 @@ class Turns(Protocol):
 
     def drop(self, sample: Sample) -> None:
         """Ignore what the environment of a sample will return, because the sample starts over."""
+        ...
+
+    def start_over(self, sample: Sample) -> None:
+        """Requeue a complete sample from the start, because its environment is gone before it gave a reward."""
         ...
 
     def forget(self, sample: int) -> None:

@@ -27,6 +27,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+HERE = "this process"
+
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class WeightHolder:
@@ -66,7 +68,7 @@ class ModuleWeights:
     @property
     def place(self) -> Hashable:
         """Where the weights are: sources with the same place are held by the same processes."""
-        return "this process"
+        return HERE
 
     def apply(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Call `function(holder, *arguments)` in every process that holds the weights; returns its results by rank."""
@@ -158,8 +160,13 @@ def adapter_tensors(model: Any) -> dict[str, Tensor]:
 
 
 def base_copy(model: Any) -> Any:
-    """A copy of the base model without the adapters: no gradients, in eval mode."""
-    return copy.deepcopy(model).unload().requires_grad_(False).eval()
+    """A copy of the base model without the adapters, in host memory: no gradients, in eval mode."""
+    from torch import nn
+
+    in_host: dict[int, Any] = {id(buffer): buffer.detach().to("cpu", copy=True) for buffer in model.buffers()}
+    for parameter in model.parameters():
+        in_host[id(parameter)] = nn.Parameter(parameter.detach().to("cpu", copy=True), requires_grad=False)
+    return copy.deepcopy(model, in_host).unload().requires_grad_(False).eval()
 
 
 def merged_copy(model: Any) -> Any:

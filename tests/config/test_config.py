@@ -38,6 +38,10 @@ def test_overrides_go_on_top(tmp_path: Path) -> None:
         ("schedule.update_batch=many", r"schedule\.update_batch: .*integer.*not 'many'"),
         ("engine.slots=0", r"engine\.slots: .*greater than or equal to 1, not 0"),
         ("schedule.max_staleness=-1", r"^schedule\.max_staleness: input should be greater than or equal to 0, not -1$"),
+        (
+            "environment.max_output_chars=80001",
+            r"^environment\.max_output_chars: .*less than or equal to 80000, not 80001$",
+        ),
         ("schedule.max_staleness=true", r"^schedule\.max_staleness: .*not True$"),
         ("engine.slots=true", r"engine\.slots: .*valid integer, not True"),
         ("engine.slots=16.0", r"engine\.slots: .*valid integer, not 16\.0"),

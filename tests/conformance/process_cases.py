@@ -51,6 +51,8 @@ def vllm_case(*, is_server: bool = False, tensor_parallel: int = 1) -> Iterator[
     """vLLM in this process, or as a server behind HTTP. With tensor parallelism each worker gets a processor."""
     from sortedrl.engine.vllm.engine import VllmEngine
 
+    if 0 < torch.cuda.device_count() < tensor_parallel:
+        pytest.skip(f"{tensor_parallel} workers need as many GPUs, and there is {torch.cuda.device_count()}")
     model = tiny_model(**HEADS)
     port = free_port() if is_server else 0
     with pytest.MonkeyPatch.context() as patch:
@@ -87,8 +89,9 @@ def vllm_member() -> tuple[Engine, Any]:
     from sortedrl.engine.vllm.engine import VllmEngine
 
     model = tiny_model(**HEADS).to("meta")
-    settings = {"slots": SLOTS, "max_length": POOL_LENGTH, "stream_s": 0.5, "transfer": "gloo", "sleeps": True}
-    return VllmEngine(model, decode=letters, **settings), model
+    settings: dict[str, Any] = {"slots": SLOTS, "max_length": POOL_LENGTH, "stream_s": 0.5, "transfer": "gloo"}
+    share = 0.4 if torch.cuda.is_available() else None  # two engines may be on one GPU
+    return VllmEngine(model, decode=letters, sleeps=True, memory_share=share, **settings), model
 
 
 @contextmanager
@@ -115,20 +118,27 @@ def vllm_pool_case() -> Iterator[EngineCase]:
     from sortedrl.engine.vllm.transfer.link import WeightLink
 
     route = WeightLink(backend="gloo", dtype=torch.float32, num_workers=1, limit_s=300, is_local=True)
-    with _pool_case(vllm_member, tiny_model(**HEADS), health_s=300, start_s=900, route=route, sleeps=True) as case:
+    settings = {"health_s": 300, "start_s": 900, "route": route, "sleeps": True}
+    num_gpus = min(1.0, torch.cuda.device_count() / 2)  # without any, Ray hides the GPUs
+    with _pool_case(vllm_member, tiny_model(**HEADS), num_gpus=num_gpus, **settings) as case:
         yield case
 
 
 @contextmanager
 def _pool_case(
-    make: Callable[[], tuple[Engine, Any]], model: Any, *, is_local: bool = False, **settings: Any
+    make: Callable[[], tuple[Engine, Any]],
+    model: Any,
+    *,
+    is_local: bool = False,
+    num_gpus: float = 0.0,
+    **settings: Any,
 ) -> Iterator[EngineCase]:
     """Two engines behind one, in a Ray of our own."""
     with local_ray():
         from sortedrl.engine.pool.ray_launcher import RayEngineLauncher
 
         members = RayEngineLauncher(
-            make, num_cpus=0.5, num_gpus=0, threads=1, imports=(make.__module__,), has_spare=is_local
+            make, num_cpus=0.5, num_gpus=num_gpus, threads=1, imports=(make.__module__,), has_spare=is_local
         )
         pool = Pool(
             members, size=2, slots=SLOTS, exact_replay=True, keep_kv=True, waits=is_local, noise=SCHEME, **settings

@@ -107,6 +107,39 @@ def test_bfloat16_may_replay_on_a_gpu_with_batch_invariance(
     assert builder.may_replay_exactly(config, dtype, has_gpu=has_gpu) == may
 
 
+REPLAY = "schedule.strategy=sorted-replay"
+COLOCATED = ["placement.mode=colocated", "placement.engines=2", "placement.ranks=2", REPLAY]
+
+
+def test_colocated_engines_are_on_gpus(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
+    """Ray reserves none for them, because they use those of the ranks."""
+    monkeypatch.setattr(builder, "check_processors", lambda config: None)
+    config = settings(*COLOCATED, "engine.dtype=bfloat16")
+    assert (config.engine_gpus, config.has_gpu_engines) == (0.0, True)
+    assert builder.is_invariant_pool(config)
+    probed: list[Any] = []
+
+    class Built(Exception):
+        pass
+
+    def probe(engine: Any, *_: Any) -> None:
+        probed.append(engine)
+        raise Built
+
+    monkeypatch.setattr(builder, "build_vllm_pool", lambda *_, **__: "pool")
+    monkeypatch.setattr(builder, "probe", probe)
+    for dtype in ("bfloat16", "float32"):
+        with pytest.raises(Built):
+            builder.build_engine(settings(*COLOCATED, f"engine.dtype={dtype}"), model, config.knobs)
+    assert probed == ["pool", "pool"]
+    filtered = settings(*COLOCATED, "engine.top_p=0.9", "engine.min_p=0.1")
+    with pytest.raises(ConfigError, match="min-p before top-p"):  # before the pool is started in vain
+        builder.build_engine(filtered, model, filtered.knobs)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    with pytest.raises(Built):
+        builder.build_engine(filtered, model, filtered.knobs)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -136,6 +136,17 @@ def test_the_time_a_caller_allows_does_not_count(monkeypatch: pytest.MonkeyPatch
     dog.close()
 
 
+def test_a_poll_may_load_weights_into_an_engine_that_was_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the run would end before the pool has given up that engine."""
+    limits: dict[str, float] = {}
+    dog = Watchdog(FakeEngine(lambda: [DONE]), 600, publish_s=600)
+    monkeypatch.setattr(dog, "_watched", lambda name, limit_s, call, *rest: limits.setdefault(name, limit_s) and [DONE])
+    dog.poll(), dog.publish(1, None), dog.interrupt()
+    assert limits == {"poll": 600 + 2 * 600 + 300, "publish": 600 + 2 * 600, "interrupt": 600}
+    monkeypatch.undo()
+    dog.close()
+
+
 def test_an_engine_with_nothing_to_do_returns_at_once() -> None:
     engine = FakeEngine(list)
     dog = Watchdog(engine, 60)

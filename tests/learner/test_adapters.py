@@ -70,6 +70,7 @@ def test_the_adapters_alone_are_what_peft_saves_and_follow_the_model(tmp_path: P
 def test_the_base_is_the_model_without_its_adapters() -> None:
     model = adapted()
     base = base_copy(model)
+    assert not {id(parameter) for parameter in base.parameters()} & {id(parameter) for parameter in model.parameters()}
     assert torch.equal(logits(base), logits(tiny_model()))
     assert base.lm_head.weight is base.model.embed_tokens.weight
     assert not torch.allclose(logits(model), logits(base), atol=1e-2)  # the model keeps its adapters

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 
 from sortedrl.config import SortedConfig
 from sortedrl.engine.pool.ray_cluster import connect, disconnect
-from sortedrl.errors import ConfigError, LearnerError
+from sortedrl.errors import ConfigError, LearnerError, RankLostError
 from sortedrl.learner.base import UpdateResult
 from sortedrl.learner.sharded.learner import ShardedLearner
 from sortedrl.learner.torch import TorchLearner
@@ -109,6 +110,27 @@ def test_samples_that_could_not_be_scored_have_no_weight(sharded: tuple[ShardedL
     learner.skip(batch.samples[0].id, batch.samples[0].attempt)
     metrics = learner.start(batch).result().metrics
     assert metrics["num_tokens"] == sum(sample.num_tokens for sample in batch.samples[1:])
+
+
+def test_ranks_that_are_stuck_in_sending_weights_are_lost(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that never joins keeps rank 0 inside NCCL: only its end helps, and a restart."""
+    from sortedrl.learner.sharded import ray_ranks
+
+    ranks = ray_ranks.RayRanks.__new__(ray_ranks.RayRanks)
+    ranks.size, ranks._send_s, ranks._failure, ranks._locations = 2, 0.0, None, []
+    limits: list[float | None] = []
+
+    def wait(pending: list[Any], num_returns: int, timeout: float | None) -> Any:
+        limits.append(timeout)
+        return ([], pending) if timeout is not None else ([pending[0]], pending[1:])
+
+    monkeypatch.setattr(ranks, "_send", lambda *_: {"first": 0, "second": 1})
+    monkeypatch.setattr(ranks, "_end", lambda: None)
+    monkeypatch.setattr(ray_ranks, "ray", types.SimpleNamespace(wait=wait, get=str))
+    assert ranks.call("update") == ["first", "second"]
+    with pytest.raises(RankLostError, match=r"weights were not sent within 0 s by rank 0 of 2, rank 1 of 2.*publish_s"):
+        ranks.call("apply")
+    assert limits == [None, None, 0.0]
 
 
 class BrokenRanks:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from sortedrl.config import SortedConfig
+from sortedrl.config.placement import Cluster, Demand, plan_placement
 from sortedrl.config.shipped import shipped_path
 from sortedrl.engine.replay_probe import ReplayEvidence
+from sortedrl.run.builders.engine import pool_transfer
 from tests.engine.vllm.test_vllm_promises import ON_CPU, ON_GPU
 from tools import gpu_acceptance, gpu_checks, rehearsal
 from tools.command_steps import Fate, Step, run_steps
@@ -79,7 +84,7 @@ def test_the_table_of_a_rehearsal_tells_why_a_part_failed(tmp_path: Path) -> Non
 def test_acceptance_on_one_gpu_leaves_out_what_needs_two() -> None:
     alone = {step.name: step for step in gpu_acceptance.make_steps(1, is_quick=False)}
     both = {step.name: step for step in gpu_acceptance.make_steps(2, is_quick=True)}
-    assert {name for name, step in alone.items() if step.missing} == {"nccl", "tensor-parallel", "pool"}
+    assert {name for name, step in alone.items() if step.missing} == {"nccl", "tensor-parallel", "separate"}
     assert not any(step.missing for step in both.values())
     assert {"device", "graphs", "probe", "speed", "lora", "sleep", "conformance", "replay-bfloat16"} <= set(alone)
     assert "run.samples=256" in both["quickstart"].command
@@ -89,7 +94,38 @@ def test_the_runs_of_acceptance_are_valid_configurations() -> None:
     for step in gpu_acceptance.make_steps(2, is_quick=True):
         if "train" in step.command:
             changes = [word for word in step.command[3:] if "=" in word]
-            assert SortedConfig.load(shipped_path("quickstart"), changes).engine.kind == "vllm"
+            config = SortedConfig.load(shipped_path("quickstart"), changes)
+            assert config.engine.kind == "vllm"
+            placement = plan_placement(Demand.of(config.in_older_keys()), Cluster(gpus=(2,)))
+            if step.name == "separate":  # one engine and one rank with a GPU each
+                assert (len(placement.engines), len(placement.ranks)) == (1, 1)
+                assert pool_transfer(config, None) == "nccl"
+
+
+def test_a_step_that_hangs_leaves_time_for_the_others(tmp_path: Path) -> None:
+    steps = [python("hangs", "import time; time.sleep(600)"), python("next", "")]
+    hangs, after = run_steps(steps, root=tmp_path, out=tmp_path, limit_s=60.0, step_limit_s=0.2)
+    assert hangs.fate is Fate.FAILED
+    assert after.step.name == "next"
+    assert after.seconds > 0
+
+
+def hang_on_rank(rank: int, figures: Any) -> None:
+    if rank == 0:
+        figures.put({"sum": 3.0})
+    time.sleep(600)
+
+
+def test_ranks_that_hang_are_ended() -> None:
+    with pytest.raises(gpu_checks.BrokenPromise, match="did not meet within 0 s"):
+        gpu_checks.run_ranks(hang_on_rank, 0.0)
+    assert not multiprocessing.active_children()
+
+
+def test_a_model_for_two_gpus_can_be_divided() -> None:
+    with torch.device("meta"):
+        config = gpu_checks.make_even_model().config
+    assert (config.num_attention_heads % 2, config.num_key_value_heads % 2) == (0, 0)
 
 
 def test_the_report_has_figures_and_failures(tmp_path: Path) -> None:
@@ -118,6 +154,7 @@ def test_without_a_gpu_acceptance_does_not_run(monkeypatch: pytest.MonkeyPatch, 
 
 GIB = 1 << 30
 EXACT, DIFFERENT = (ReplayEvidence(num_tokens=4096, num_differences=count) for count in (0, 2))
+FEWER = ReplayEvidence(num_tokens=1536, num_differences=0)
 
 
 @pytest.mark.parametrize(
@@ -134,6 +171,7 @@ EXACT, DIFFERENT = (ReplayEvidence(num_tokens=4096, num_differences=count) for c
         (lambda: gpu_checks.judge_graphs([replace(ON_GPU, is_speculative=True)]), "speculates"),
         (lambda: gpu_checks.judge_probe([ON_GPU], EXACT), None),
         (lambda: gpu_checks.judge_probe([ON_GPU], DIFFERENT), "2 of 4096 tokens differed"),
+        (lambda: gpu_checks.judge_probe([ON_GPU], FEWER), "1536 tokens were verified, and not 4096"),
         (lambda: gpu_checks.judge_probe([replace(ON_GPU, is_batch_invariant=False)], EXACT), "batch"),
         (lambda: gpu_checks.judge_speed(900.0, 1000.0), None),
         (lambda: gpu_checks.judge_speed(700.0, 1000.0), "stock vLLM has 1,000"),

@@ -5,7 +5,8 @@
 
 It puts a CUDA platform in the place of the one that vLLM finds, with four devices that do not exist. Then it plans and
 resolves the engine's arguments as `engine.py` and `core.py` do. Nothing is started. It runs in a process of its own,
-because vLLM's modules read the platform when they are imported.
+because vLLM's modules read the platform when they are imported. With "bundles" among the values, it pretends to be a
+Ray actor in a placement group with these numbers of GPUs.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
@@ -69,11 +70,27 @@ def pretend_cuda(major: int, minor: int) -> None:
     torch.cuda.get_device_capability = lambda device=None: (major, minor)
 
 
+def pretend_actor(bundles: list[int]) -> None:
+    """What vLLM asks Ray: this process is an actor in a placement group whose bundles have so many GPUs."""
+    import ray
+    from ray._raylet import PlacementGroupID
+    from ray.util.placement_group import PlacementGroup
+
+    resources: Any = [{"CPU": 1.0, "GPU": float(num_gpus)} for num_gpus in bundles]
+    group = PlacementGroup(PlacementGroupID.from_random(), resources)
+    context: Any = SimpleNamespace(runtime_env=None, get_actor_id=lambda: "an actor")
+    ray.is_initialized = lambda: True
+    ray.get_runtime_context = lambda: context
+    ray.util.get_current_placement_group = lambda: group
+
+
 def resolve(folder: Path, values: dict[str, Any], wishes: dict[str, Any]) -> dict[str, Any]:
     from sortedrl.engine.vllm.core import engine_arguments
     from sortedrl.engine.vllm.process import VllmSettings
     from sortedrl.engine.vllm.runner_choice import RunnerWishes, plan_runner, read_platform
 
+    if bundles := values.pop("bundles", None):
+        pretend_actor(bundles)
     facts = read_platform()
     plan = plan_runner(facts, RunnerWishes(**wishes))
     os.environ.update(plan.environment)

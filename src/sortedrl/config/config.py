@@ -297,6 +297,11 @@ class SortedConfig(Section):
                 return 0.0
 
     @property
+    def has_gpu_engines(self) -> bool:
+        """Whether engines outside of this process compute on GPUs, their own or those of ranks."""
+        return self.engine_gpus > 0 or self.placement.mode == "colocated"
+
+    @property
     def rank_gpus(self) -> float:
         """GPUs that Ray reserves for each rank."""
         return self.learner.rank_gpus if self.placement.mode is None else 1.0

@@ -17,6 +17,7 @@ _MAX_SEED = 2**64 - 1  # the largest seed that torch takes
 _MAX_SECONDS = 1e9  # about 30 years: waits of Python and of the operating system take no more than 2**63 nanoseconds
 _MAX_FLOAT32 = 3e38
 _MAX_PROCESSES = 1024
+_MAX_OUTPUT_CHARS = 80_000  # a worker's reply is at most 1 MiB, and an escaped character takes up to 12 bytes
 
 
 def _check_place(text: str) -> str:
@@ -100,8 +101,8 @@ class TaskSection(Section):
     chat: bool = False
     """Send text prompts as a user message in the model's chat template."""
     options: dict[str, Option] = {}
-    """Settings of the generator of a `reasoning_gym` task, of `counting` (`median`, `spread`, `most`, `max_step`), or
-    arguments of a task of your own."""
+    """Settings of the generator of a `reasoning_gym` task, of `counting` (`median`, `spread`, `most`, `max_step`,
+    `brief`), or arguments of a task of your own."""
     max_prompt_tokens: Int = Field(default=256, ge=1)
     """Longest prompt, in tokens. A run with a longer prompt is refused before it starts."""
     people: dict[str, Annotated[float, Field(le=_MAX_FLOAT32)]] = {"2": 4, "3": 3, "4": 2, "5": 1}
@@ -295,7 +296,7 @@ class PlacementSection(Section):
     """`separate`: engines and learner own different GPUs. `colocated`: they share GPUs and take turns. Unset: Ray
     places them by `engine.replica_gpus` and `learner.rank_gpus`."""
     engines: Int | None = Field(default=None, ge=1)
-    """Number of engines; another name of `engine.replicas`."""
+    """Number of engines; another name of `engine.replicas`. A resumed run keeps their number."""
     tensor_parallel: Int | None = Field(default=None, ge=1)
     """GPUs of each engine; another name of `engine.tensor_parallel`."""
     ranks: Int | None = Field(default=None, ge=1)
@@ -342,8 +343,8 @@ class EnvironmentSection(Section):
     """Time limit of one tool call, in seconds. A call that takes longer is fed back as an error."""
     memory_mb: int = Field(default=2048, strict=True, ge=64, le=2**40)
     """Memory limit of each worker process, in MiB."""
-    max_output_chars: Int = Field(default=2000, ge=1)
-    """Longest text of a tool that is fed back. The rest is cut."""
+    max_output_chars: int = Field(default=2000, strict=True, ge=1, le=_MAX_OUTPUT_CHARS)
+    """Longest text of a tool that is fed back, at most 80,000. The rest is cut."""
     max_turns: Int = Field(default=8, ge=1)
     """Most turns of a trajectory that may call tools. After that it is scored as it is."""
     keep_env: tuple[str, ...] = ()

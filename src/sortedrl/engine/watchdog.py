@@ -51,7 +51,8 @@ _Result = TypeVar("_Result")
 class Watchdog:
     """`limit_s`: how long a call may take; `grace_s`: how long it may then take to react before the process ends.
 
-    `start_s` and `publish_s`: how much longer a call may take that has to start an engine, or to load weights twice.
+    `start_s` and `publish_s`: how much longer a call may take that has to start an engine, or to load weights twice. A
+    poll may have to load weights too: a pool gives them to an engine that was started again.
     """
 
     def __init__(
@@ -89,12 +90,12 @@ class Watchdog:
         """The engine's poll. A long wait is split, because an engine that works on long answers does not hang."""
         longest = self.limit_s / 2
         if timeout is not None and timeout <= longest:
-            return self._watched("poll", self.limit_s + timeout, self.engine.poll, timeout)
+            return self._watched("poll", self._publish_limit_s + timeout, self.engine.poll, timeout)
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             began = time.monotonic()
             share = longest if deadline is None else max(0.0, min(longest, deadline - began))
-            events = self._watched("poll", self.limit_s + share, self.engine.poll, share)
+            events = self._watched("poll", self._publish_limit_s + share, self.engine.poll, share)
             now = time.monotonic()
             # An engine that returns early without events has nothing to do.
             if events or now - began < share or (deadline is not None and now >= deadline):

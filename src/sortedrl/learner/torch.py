@@ -75,7 +75,8 @@ log = logging.getLogger(__name__)
 class TorchLearner:
     """Trains a transformers causal language model in place.
 
-    `temperature` is the sampling temperature. If a batch stops the run, it is saved in `inspect_dir`.
+    `temperature` is the sampling temperature. If a batch stops the run, it is saved in `inspect_dir`. `shares_device`:
+    between updates an engine needs the device's memory that is free.
     """
 
     _memory_remedy = "lower engine.max_new_tokens, or use a smaller model or a larger machine"
@@ -88,6 +89,7 @@ class TorchLearner:
         temperature: float,
         overlap: bool = False,
         inspect_dir: Path | None = None,
+        shares_device: bool = False,
     ) -> None:
         self.objective = objective_of(settings)
         if needs_more_siblings(settings):
@@ -124,8 +126,8 @@ class TorchLearner:
         self._source = self._live.snapshot() if overlap else self._live
         self._runner = UpdateRunner(overlap=overlap)
         self._offload = self._make_offload()
-        if self._offload is not None:
-            self._offload.leave()
+        self._shares_device = shares_device
+        self._leave_device()
 
     @property
     def source(self) -> ModuleWeights:
@@ -258,11 +260,17 @@ class TorchLearner:
         finally:
             self.model.train(was_training)
             self.optimizer.zero_grad()
-            if self._offload is not None:
-                self._offload.leave()
+            self._leave_device()
         self._check_update(batch, result)
         self._renew_snapshot()
         return result
+
+    def _leave_device(self) -> None:
+        """Let an engine on the same device have what the next update does not need meanwhile."""
+        if self._offload is not None:
+            self._offload.leave()
+        elif self._shares_device:
+            release_free_memory()  # the allocator keeps as much as the largest pass has used
 
     def _check_update(self, batch: Batch, result: UpdateResult) -> None:
         check_update(batch.update, result, self._parameters().items())

@@ -55,8 +55,16 @@ class SkippingLearner(TorchLearner):
         temperature: float,
         overlap: bool = False,
         inspect_dir: Path | None = None,
+        shares_device: bool = False,
     ) -> None:
-        super().__init__(model, settings, temperature=temperature, overlap=overlap, inspect_dir=inspect_dir)
+        super().__init__(
+            model,
+            settings,
+            temperature=temperature,
+            overlap=overlap,
+            inspect_dir=inspect_dir,
+            shares_device=shares_device,
+        )
         self._unscored = UnscoredSamples()
 
     def skip(self, sample: int, attempt: int) -> None:

@@ -222,9 +222,11 @@ def test_the_samples_of_a_dead_member_go_on_elsewhere(pool: Pool, members: Threa
     check_same(answers, serve(model, requests))
     assert killed
     assert any(answer.num_partials for answer in answers.values())
+    # The other may finish all before it has started.
+    while len(members.started) == 2 or not members.started[2].submitted:
+        check_same(serve_through(pool, make_requests(8, seed=1)), serve(model, make_requests(8, seed=1)))
     assert pool.stats().extra["restarts"] == 1
     assert len(members.started) == 3
-    assert members.started[2].submitted, "the one that was started again got nothing to do"
 
 
 def test_a_member_that_dies_in_an_interrupt_or_a_publication(pool: Pool, members: ThreadMembers) -> None:

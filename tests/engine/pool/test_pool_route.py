@@ -29,6 +29,7 @@ class Route:
         self.rounds: list[list[ThreadMember]] = []  # the engines of each transfer
         self.fault: Callable[[ThreadMember], Any] = lambda engine: None
         self.num_finished = 0
+        self.is_closed = False
 
     def begin(self, source: Any, engines: Sequence[Any]) -> list[Any]:
         self.rounds.append(list(engines))
@@ -38,6 +39,9 @@ class Route:
     def finish(self) -> str | None:
         self.num_finished += 1
         return None
+
+    def close(self) -> None:
+        self.is_closed = True
 
 
 class CutOff(dict[str, Any]):
@@ -70,6 +74,7 @@ def opened(members: ThreadMembers) -> Iterator[tuple[Pool, Route]]:
     pool.publish(0, source(MODEL)).wait()
     yield pool, route
     pool.close()
+    assert route.is_closed
 
 
 def check_answers(pool: Pool, model: Any) -> None:

@@ -86,3 +86,12 @@ def test_tensor_parallelism_is_as_asked(resolve: Any) -> None:
     assert found["memory_share"] == 0.8
     assert found["is_v2"]
     assert found["is_async"]
+
+
+@pytest.mark.parametrize(("is_spread", "bundles"), [(False, [4]), (True, [1, 1, 1, 1])])
+def test_an_engine_of_a_pool_starts_its_workers_where_its_gpus_are(
+    resolve: Any, is_spread: bool, bundles: list[int]
+) -> None:
+    """In an actor with one bundle of four GPUs, vLLM's own choice would be an executor that refuses such a bundle."""
+    values = {"dtype": "bfloat16", "tensor_parallel": 4, "is_spread": is_spread, "bundles": bundles}
+    assert resolve(values=json.dumps(values))["executor"] == ("ray" if is_spread else "mp")

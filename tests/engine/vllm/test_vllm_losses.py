@@ -15,7 +15,7 @@ from sortedrl.engine.vllm.request import VllmRequest
 from sortedrl.engine.vllm.request_loop import RequestLoop
 from sortedrl.errors import EngineError
 from tests.support.double_vllm import CPU, ON_CPU, DoubleProcess
-from tests.support.tiny_models import make_requests, tiny_model
+from tests.support.tiny_models import make_requests, source, tiny_model
 
 NO_START = "vLLM did not start (killed)"
 
@@ -164,6 +164,31 @@ def test_a_named_server_that_is_gone_is_told_at_once(make: Any) -> None:
     lose(engine)
     with pytest.raises(EngineError, match="did not start"):
         engine.submit(make_requests(1))
+
+
+@pytest.mark.parametrize("what", ["sleep", "wake weights", "wake kv_cache"])
+def test_a_vllm_that_cannot_sleep_or_wake_is_replaced(make: Any, what: str) -> None:
+    """The memory that it wants back may be taken: the next one starts when the learner has released more."""
+    engine, machine = make(starts, starts, sleeps=True)
+    frontend = engine._process.frontend
+
+    def failing(name: str, call: Any) -> Any:
+        async def run(**arguments: Any) -> Any:
+            if f"{name} {' '.join(arguments.get('tags', ()))}".strip() == what:
+                raise RuntimeError("CUDA out of memory")
+            return await call(**arguments)
+
+        return run
+
+    frontend.sleep, frontend.wake_up = failing("sleep", frontend.sleep), failing("wake", frontend.wake_up)
+    engine.sleep()
+    assert (engine._process is None) == (what == "sleep")
+    engine.publish(1, source(tiny_model(seed=1))).wait()
+    engine.wake()
+    assert engine.stats().extra["losses"] == 1
+    engine.submit(make_requests(2))
+    assert (machine.num_starts, machine.sent) == (2, [0, 1])
+    assert engine._process.frontend.calls == ["version 1"]
 
 
 def test_a_vllm_without_the_weights_in_force_gets_no_request(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -301,6 +301,28 @@ def test_workers_on_cpus_divide_the_cores(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert threads(2, replace(CPU_PLAN, device="cuda")) is None
 
 
+def test_processes_on_gpus_are_not_copies_of_this_one(tmp_path: Path) -> None:
+    """It may have used CUDA, by a look for GPUs."""
+    sizes = {"slots": 1, "max_length": 8, "kv_bytes": 1, "block_size": 32, "dtype": "float32"}
+    plan = replace(CPU_PLAN, device="cuda")
+    environment = VllmSettings(folder=tmp_path, plan=plan, **sizes).environment
+    assert environment["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+
+
+def test_workers_of_a_split_engine_are_processes_of_one_machine_or_actors_of_several(tmp_path: Path) -> None:
+    """vLLM's own choice in a Ray actor is its Ray executor, which refuses a bundle of more than one GPU."""
+
+    def executor(workers: int, device: str = "cuda", **changes: Any) -> str | None:
+        sizes = {"slots": 1, "max_length": 8, "kv_bytes": 1, "block_size": 32, "dtype": "float32"}
+        plan = replace(CPU_PLAN, device=device)
+        settings = VllmSettings(folder=tmp_path, plan=plan, tensor_parallel=workers, **sizes, **changes)
+        return vllm_core.engine_arguments(settings).get("distributed_executor_backend")
+
+    assert [executor(workers) for workers in (1, 2)] == [None, "mp"]
+    assert executor(2, is_spread=True) == "ray"
+    assert str(executor(2, "cpu")).endswith("PatientExecutor")
+
+
 def test_doctor_reports_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def report() -> tuple[bool, str]:
         (found,) = (finding for finding in examine() if finding.name == "engine vllm")

@@ -10,8 +10,10 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -28,6 +30,7 @@ from sortedrl.engine.vllm.weights import map_tensors
 from sortedrl.errors import ConfigError, EngineError
 from sortedrl.run.builders.parts import build_engine
 from tests.conformance.process_cases import free_port
+from tests.support.double_vllm import ON_GPU
 from tests.support.tiny_models import tiny_model
 
 
@@ -82,6 +85,39 @@ def test_the_message_on_an_unusable_server_says_what_to_change(
         {"model_config": values, "scheduler_config": values}, settings(tmp_path), has_noise=has_noise
     )
     assert found is None if fault is None else fault in (found or "")
+
+
+@pytest.mark.parametrize("is_v2", [False, True])
+def test_stock_vllm_must_report_the_log_probs_that_it_draws_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_v2: bool
+) -> None:
+    """With our extension, V1 draws by our sampler, whose log-probs are right whatever the server was told."""
+    values = {"max_model_len": 256, "max_num_seqs": 4, "dtype": "float32", "logprobs_mode": "raw_logprobs"}
+    parallel = {"worker_extension_cls": "sortedrl.engine.vllm.worker.SortedWorker"}
+    config = {"model_config": values, "scheduler_config": values, "parallel_config": parallel}
+    calls: list[str] = []
+
+    class Frontend:
+        client = SimpleNamespace(get=lambda *_, **__: done(SimpleNamespace(status_code=200, json=lambda: told)))
+        has_noise = is_stock = False
+
+        def __getattr__(self, name: str) -> Any:
+            calls.append(name)
+            return lambda *_: done([replace(ON_GPU, is_v2=is_v2, is_async=is_v2).to_dict()])
+
+    async def done(value: Any = None) -> Any:
+        return value
+
+    told = {"vllm_config": config}
+    server: Any = ServerProcess.__new__(ServerProcess)
+    server.frontend, server._popen, server._address = Frontend(), None, "http://there"
+    monkeypatch.setattr(server, "refresh_counts", done)
+    if is_v2:
+        with pytest.raises(EngineError, match="start it with --logprobs-mode processed_logprobs"):
+            asyncio.run(server._connect(settings(tmp_path)))
+    else:
+        asyncio.run(server._connect(settings(tmp_path)))
+    assert ("take_weights" in calls) == (not is_v2)
 
 
 def test_an_untied_model_needs_no_extension(tmp_path: Path) -> None:

@@ -15,9 +15,10 @@ import torch
 from sortedrl.config import SortedConfig
 from sortedrl.engine.local.module_decoder import Geometry
 from sortedrl.engine.pool.ray_placement import choose_bundles
+from sortedrl.engine.vllm import core as vllm_core
 from sortedrl.engine.vllm import shared_memory
 from sortedrl.engine.vllm.memory import choose_memory, needed_kv_bytes
-from sortedrl.engine.vllm.owner import end_with_owner, is_running, own_mark
+from sortedrl.engine.vllm.owner import VARIABLE, end_with_owner, is_running, own_mark
 from sortedrl.engine.vllm.transfer import link as transfer_link
 from sortedrl.engine.vllm.transfer.link import WeightLink, choose_transfer
 from sortedrl.errors import ConfigError, EngineError, LearnerError
@@ -37,6 +38,7 @@ class Source:
     def __init__(self) -> None:
         self.plans: list[Any] = []
         self.error: Exception | None = None
+        self.why: str | None = None  # the workers did not take the weights
 
     def apply(self, function: Any, *arguments: Any) -> list[Any]:
         if function == "describe":
@@ -44,7 +46,7 @@ class Source:
         self.plans.append(arguments[0])
         if self.error is not None:
             raise self.error
-        return [None]
+        return [self.why, None]  # of two ranks
 
 
 @pytest.fixture
@@ -83,11 +85,12 @@ def test_a_group_is_kept_until_its_engines_change(link: WeightLink) -> None:
 
 
 def test_a_transfer_that_broke_off_is_told_and_begun_anew(link: WeightLink) -> None:
+    """An engine that is gone is no error: it would end the learner's ranks."""
     source = Source()
-    source.error = RuntimeError("connection reset\nby peer")
+    source.why = "RuntimeError: connection reset"
     (ticket,) = link.begin(source, ["a"])
     assert link.finish() == "RuntimeError: connection reset"
-    source.error = None
+    source.why = None
     (again,) = link.begin(source, ["a"])
     assert link.finish() is None
     assert again.session != ticket.session
@@ -139,6 +142,8 @@ def test_memory_is_bytes_or_a_share_of_each_device(monkeypatch: pytest.MonkeyPat
     assert choose_memory(5, None, 7) == {"kv_bytes": 5, "memory_share": None}
     assert choose_memory(None, 0.4, 7) == {"kv_bytes": None, "memory_share": 0.4}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert choose_memory(5, None, 7) == {"kv_bytes": 5, "memory_share": 0.01}  # nothing else must be free
+    assert choose_memory(5, 0.4, 7) == {"kv_bytes": 5, "memory_share": 0.4}
     assert choose_memory(None, None, 7) == {"kv_bytes": None, "memory_share": 0.85}
 
 
@@ -153,14 +158,48 @@ def test_an_engine_is_placed_on_one_machine_if_one_is_large_enough() -> None:
 
 
 def test_the_transfer_is_chosen_by_where_weights_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert choose_transfer("auto", tiny_model()) == "gloo"
-    assert choose_transfer("nccl", tiny_model()) == "nccl"
-    pool = {"kind": "vllm", "replicas": 2}
-    assert pool_transfer(SortedConfig(engine=pool)) == "gloo"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # the learner's device counts, not the machine
+    model, on_gpu, pool = tiny_model(), on_device("cuda:0"), {"kind": "vllm", "replicas": 2}
+    assert pool_transfer(SortedConfig(engine=pool), model) == "gloo"
     gpus = SortedConfig(engine={**pool, "replica_gpus": 1}, learner={"ranks": 2, "rank_gpus": 1})
-    assert pool_transfer(gpus) == "nccl"
+    assert pool_transfer(gpus, model) == "nccl"
+    one = SortedConfig(engine={**pool, "replica_gpus": 1})
+    assert [pool_transfer(one, source) for source in (model, on_gpu)] == ["gloo", "nccl"]
     with pytest.raises(ConfigError, match=r"engine\.transfer = ipc needs engine and learner on one GPU"):
-        pool_transfer(SortedConfig(engine={**pool, "transfer": "ipc"}))
+        pool_transfer(SortedConfig(engine={**pool, "transfer": "ipc"}), model)
+    with pytest.raises(ConfigError, match=r"engine\.transfer = nccl needs engines and a learner that have GPUs"):
+        pool_transfer(SortedConfig(engine={**pool, "replica_gpus": 1, "transfer": "nccl"}), model)
+
+
+def on_device(name: str) -> Any:
+    """A model as far as a transfer is chosen by it."""
+    return types.SimpleNamespace(parameters=lambda: iter([types.SimpleNamespace(device=torch.device(name))]))
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "chosen", "refused"),
+    [
+        ("cpu", {}, "gloo", {"ipc": "not on a GPU", "nccl": "not on a GPU"}),
+        ("cuda", {}, "ipc", {"nccl": "on the learner's GPU"}),
+        ("cuda:1", {}, "gloo", {"ipc": "another GPU"}),
+        ("cuda:0", {"is_server": True}, "gloo", {"ipc": "a server takes no handles", "nccl": "on the learner's GPU"}),
+        ("cuda:0", {"tensor_parallel": 2}, "gloo", {"ipc": "another GPU", "nccl": "on the learner's GPU"}),
+        ("cuda:1", {"tensor_parallel": 2}, "gloo", {"ipc": "another GPU", "nccl": "on the learner's GPU"}),
+        ("cuda:2", {"tensor_parallel": 2}, "gloo", {"ipc": "another GPU"}),
+    ],
+)
+def test_a_transfer_that_cannot_work_is_neither_chosen_nor_taken(
+    device: str, settings: dict[str, Any], chosen: str, refused: dict[str, str]
+) -> None:
+    model = on_device(device)
+    assert choose_transfer("auto", model, **settings) == chosen
+    for transfer in ("gloo", "ipc", "nccl"):
+        if transfer in refused:
+            with pytest.raises(ConfigError, match=f"engine.transfer = {transfer} does not work.*{refused[transfer]}"):
+                choose_transfer(transfer, model, **settings)
+        else:
+            assert choose_transfer(transfer, model, **settings) == transfer
+    assert choose_transfer("nccl", on_device("meta"), **settings) == "nccl"  # as the pool has chosen
 
 
 def test_shared_memory_that_is_too_small_is_named_with_the_remedy(
@@ -181,9 +220,22 @@ def test_a_process_ends_with_its_owner_but_not_with_one_elsewhere() -> None:
     assert is_running(os.getpid(), started)
     assert not is_running(os.getpid(), "0")  # the number was given to another process
     end_with_owner(f"another-machine 1 {started}")  # would end this process
-    code = (
-        "import sys, time; from sortedrl.engine.vllm.owner import end_with_owner; "
-        "end_with_owner(sys.argv[1]); time.sleep(60)"
-    )
-    gone = f"{place} {pid} 0"
-    assert subprocess.run([sys.executable, "-c", code, gone], check=False, timeout=60).returncode == 1
+    end_with_owner(f"{place} {pid} 0")  # vLLM's front end has the mark in its environment too
+    code = "import time; from sortedrl.engine.vllm.owner import end_with_starter; end_with_starter(); time.sleep(60)"
+    environment = {**os.environ, VARIABLE: f"{place} {pid} 0"}
+    ended = subprocess.run([sys.executable, "-c", code], check=False, timeout=60, env=environment)
+    assert ended.returncode == 1
+
+
+def test_vllms_processes_alone_inherit_what_is_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reward's process, or a server of the user's, must not take pickled objects."""
+    insecure = "VLLM_ALLOW_INSECURE_SERIALIZATION"
+    monkeypatch.delenv(insecure, raising=False)
+    monkeypatch.setenv(VARIABLE, "another")
+    settings: Any = types.SimpleNamespace(transfer="ipc")
+    with vllm_core._inherited(settings):
+        assert (os.environ[insecure], os.environ[VARIABLE]) == ("1", own_mark())
+    assert (os.environ.get(insecure), os.environ[VARIABLE]) == (None, "another")
+    settings.transfer = "gloo"
+    with vllm_core._inherited(settings):
+        assert insecure not in os.environ

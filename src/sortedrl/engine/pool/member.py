@@ -54,6 +54,8 @@ class WeightRoute(Protocol):
         """Wait until sending has ended; returns why it failed, or None. Raises the learner's errors."""
         ...
 
+    def close(self) -> None: ...
+
 
 class EngineLauncher(Protocol):
     """Starts remote engines and stores weights for them."""

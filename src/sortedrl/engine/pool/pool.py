@@ -229,6 +229,8 @@ class Pool:
                 if engine is not None:
                     engine.kill()
             member.engine = member.starting_engine = None
+        if self._route is not None:
+            self._route.close()
         self._launcher.close()
 
     def _surplus(self) -> set[int]:

@@ -11,10 +11,12 @@ import asyncio
 import contextlib
 import importlib.metadata
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import contextmanager
 from typing import Any
 
+from sortedrl.engine.vllm import owner
 from sortedrl.engine.vllm.abort_flag import AbortFlag
 from sortedrl.engine.vllm.owner import own_mark
 from sortedrl.engine.vllm.process import CLOSE_S, StepCounts, VllmProcess, VllmSettings
@@ -58,13 +60,12 @@ class CoreProcess(VllmProcess):
             if name != "VLLM_HOST_IP" or not settings.is_spread:  # workers on other machines must find this one
                 os.environ.setdefault(name, value)
         os.environ.update(settings.plan.environment)
-        if settings.transfer == "ipc":  # memory handles are pickled: by this process, for its own workers
-            os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         before = _children()
         try:
             self.flag = AbortFlag(settings.flag)
-            starting = asyncio.run_coroutine_threadsafe(_start(settings, counts), self.loop)
-            self.frontend = starting.result(settings.start_s)
+            with _inherited(settings):
+                starting = asyncio.run_coroutine_threadsafe(_start(settings, counts), self.loop)
+                self.frontend = starting.result(settings.start_s)
             self._pids = _processes(self.frontend)
             # By `call`, which notices a death: a core that dies here never answers.
             prepare = self.frontend.collective_rpc("sorted_prepare", args=(own_mark(), str(settings.flag)))
@@ -81,7 +82,8 @@ class CoreProcess(VllmProcess):
             adapter_hint = "" if settings.adapter is None else "; if it cannot take the adapters, set lora.merge = true"
             raise EngineError(
                 f"vLLM did not start ({type(error).__name__}: {error}); see its messages above; if it lacks memory, "
-                f"lower engine.slots, engine.max_new_tokens or engine.kv_gb, or take a smaller model{adapter_hint}"
+                f"lower engine.memory_share, engine.slots, engine.max_new_tokens or engine.kv_gb, or take a smaller "
+                f"model{adapter_hint}"
             ) from error
 
     @property
@@ -107,6 +109,24 @@ class CoreProcess(VllmProcess):
         from vllm.v1.engine.exceptions import EngineDeadError
 
         return isinstance(error, EngineDeadError)
+
+
+@contextmanager
+def _inherited(settings: VllmSettings) -> Iterator[None]:
+    """Environment variables for vLLM's processes alone, which read them from this one when they start."""
+    variables = {owner.VARIABLE: own_mark()}
+    if settings.transfer == "ipc":  # memory handles come pickled: from this process, to its own workers
+        variables["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 async def _start(settings: VllmSettings, counts: StepCounts) -> Any:
@@ -158,6 +178,8 @@ def _device_arguments(settings: VllmSettings) -> dict[str, Any]:
         arguments["distributed_executor_backend"] = "ray"
     elif settings.plan.device == "cpu":
         arguments["distributed_executor_backend"] = f"{__package__}.executor.PatientExecutor"
+    elif settings.tensor_parallel > 1:  # in a Ray actor vLLM would choose Ray's workers, and refuse our one bundle
+        arguments["distributed_executor_backend"] = "mp"
     if settings.kv_bytes is not None:
         arguments["kv_cache_memory_bytes"] = settings.kv_bytes
     if settings.memory_share is not None:

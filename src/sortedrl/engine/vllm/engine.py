@@ -25,10 +25,11 @@
 Guarantees, beyond the protocol:
 - vLLM's core executes an interrupt: no token is lost, and nothing is decoded after it;
 - KV that was computed under other weights is never read: prefixes are cached under the version's name;
-- when vLLM dies, does not answer for `limit_s`, or does not take weights within `publish_s`, its samples come back as
-  interrupted with every token that had arrived, and the next `submit` starts another vLLM with the current weights. A
-  vLLM that has started before and does not start again is lost too. `MAX_LOSSES` losses in a row without a finished
-  answer end the run instead. In a pool, which alone has the weights for another start, the loss is raised to the pool.
+- when vLLM dies, does not answer for `limit_s`, does not take weights within `publish_s`, or cannot sleep or wake, its
+  samples come back as interrupted with every token that had arrived, and the next `submit` starts another vLLM with the
+  current weights. A vLLM that has started before and does not start again is lost too. `MAX_LOSSES` losses in a row
+  without a finished answer end the run instead. In a pool, which alone has the weights for another start, the loss is
+  raised to the pool.
 """
 
 from __future__ import annotations
@@ -136,7 +137,9 @@ class VllmEngine:
         self._limit_s, self._clock, self._decode = limit_s, clock, decode
         self._publish_s, self._stream_s, self._streamed_at = publish_s, stream_s, clock()
         self._address, self._port = address, port
-        backend = "file" if address or is_adapted(adapted) else choose_transfer(transfer, model)
+        backend = "file"
+        if not address and not is_adapted(adapted):
+            backend = choose_transfer(transfer, model, is_server=bool(port), tensor_parallel=tensor_parallel)
         self._keeps_copy = keeps_copy and backend != "file"
         self._link = None if backend == "file" else self._make_link(backend, tensor_parallel)
         is_empty = self._link is not None and not self._keeps_copy
@@ -153,6 +156,7 @@ class VllmEngine:
         plan = CPU_PLAN if address else plan_runner(read_platform(), wishes or RunnerWishes())
         self._weights = WeightFolder(model, self._dtype, has_weights=not is_empty)
         self._adapter = self._make_adapter_folder(adapted)
+        del model, adapted  # a copy of the base, which is in the folder now, must not stay while vLLM starts
         self._settings = VllmSettings(
             folder=self._weights.path,
             slots=slots,
@@ -284,7 +288,7 @@ class VllmEngine:
         if in_flight is InFlight.ABORT:
             assert not self.num_running, "weights published with abort while samples run: interrupt them first"
         if self._sleep_state.begin_publication():
-            self._call(self._request_loop.wake("weights"))
+            self._call_or_lose(self._request_loop.wake("weights"), "get memory for its weights")
         if isinstance(source, Ticket):
             self._redeem(version, source, in_flight)
         elif self._adapter is not None:
@@ -308,11 +312,13 @@ class VllmEngine:
     def sleep(self) -> None:
         """vLLM frees the memory of its weights and its KV cache. On a CPU it only changes its state."""
         self._sleep_state.begin_sleep(self.num_running)
-        self._call(self._request_loop.sleep())
+        self._call_or_lose(self._request_loop.sleep(), "free its memory")
+        if self._request_loop.loss is not None:
+            self._return_lost_requests()  # now: the update needs the memory
 
     def wake(self) -> None:
         self._sleep_state.begin_wake()
-        self._call(self._request_loop.wake("kv_cache"))
+        self._call_or_lose(self._request_loop.wake("kv_cache"), "get memory for its KV cache")
         if self._request_loop.loss is not None:
             self._return_lost_requests()
 
@@ -346,6 +352,8 @@ class VllmEngine:
         finally:
             self._request_loop.clear()
             self._request_loop.frontend = None
+            if self._link is not None:
+                self._link.close()
             self._weights.close()
 
     @property
@@ -499,14 +507,23 @@ class VllmEngine:
         self._call(self._request_loop.swap_weights(version, load, in_flight), limit_s=self._publish_s)
 
     def _call(self, coroutine: Coroutine[Any, Any, None], limit_s: float | None = None) -> None:
-        """Run a coroutine in the event loop of the current vLLM process; do nothing without one."""
-        if self._process is None:
+        """Run a coroutine in the event loop of the current vLLM process; do nothing without one, or if it is lost."""
+        if self._process is None or self._request_loop.loss is not None:
             coroutine.close()
             return
         try:
             self._process.call(coroutine, limit_s)
         except VllmLost as error:
             self._request_loop.loss = str(error)
+
+    def _call_or_lose(self, coroutine: Coroutine[Any, Any, None], what: str) -> None:
+        """The same for a call after whose failure vLLM is of no use: it counts as lost, and another one is started."""
+        try:
+            self._call(coroutine)
+        except (SortedRLError, AssertionError):
+            raise
+        except Exception as error:  # raised by vLLM's workers
+            self._request_loop.loss = f"vLLM could not {what} ({first_line(error)})"
 
     def _refresh_counts(self) -> None:
         if self._process is not None and self._request_loop.loss is None:

@@ -15,13 +15,15 @@ from sortedrl.engine.local.module_decoder import Geometry
 
 BLOCK = 32  # tokens per KV block: the smallest that CPU kernels accept, so that short prefixes are shared too
 DEFAULT_SHARE = 0.85  # of a GPU's memory, if the configuration names neither a share nor bytes
+BYTES_SHARE = 0.01  # with bytes: vLLM does not start where less than its share is free, and uses it for nothing else
 
 
 def choose_memory(kv_bytes: int | None, memory_share: float | None, needed: int) -> dict[str, Any]:
     """vLLM's memory: bytes for the KV cache, or a share of each device. A CPU without either gets what it needs."""
+    has_gpu = torch.cuda.is_available()
     if kv_bytes is not None:
-        return {"kv_bytes": kv_bytes, "memory_share": memory_share}
-    if memory_share is None and not torch.cuda.is_available():
+        return {"kv_bytes": kv_bytes, "memory_share": memory_share or (BYTES_SHARE if has_gpu else None)}
+    if memory_share is None and not has_gpu:
         return {"kv_bytes": needed, "memory_share": None}
     return {"kv_bytes": None, "memory_share": memory_share or DEFAULT_SHARE}
 

@@ -1,6 +1,7 @@
 """Ends a process when the process that owns it has ended, in whatever way.
 
-`core.py` and `server.py` send the mark of their process to vLLM's workers, which call `end_with_owner`. A process id
+`core.py` and `server.py` send the mark of their process to vLLM's workers, which call `end_with_owner`. `core.py` also
+puts it into the environment of vLLM's processes, because starting one takes minutes. A process id
 means something on one machine and in one container only, so the mark names these too. A worker on another machine
 cannot watch its owner: it ends with vLLM's executor, which Ray ends with the owner.
 
@@ -15,7 +16,9 @@ import threading
 import time
 from pathlib import Path
 
+VARIABLE = "SORTEDRL_VLLM_OWNER"  # holds the mark while vLLM starts
 _CHECK_S = 1.0
+_watched: set[str] = set()
 
 
 def own_mark() -> str:
@@ -27,8 +30,15 @@ def own_mark() -> str:
 def end_with_owner(mark: str) -> None:
     """End this process when the process with this mark has ended; do nothing if it is on another machine."""
     place, pid, started = mark.rsplit(" ", 2)
-    if place == _place():
+    if place == _place() and int(pid) != os.getpid() and mark not in _watched:
+        _watched.add(mark)
         threading.Thread(target=_watch, args=(int(pid), started), name="sortedrl-owner", daemon=True).start()
+
+
+def end_with_starter() -> None:
+    """End this process when the process that has started vLLM has ended, if the environment names it."""
+    if mark := os.environ.get(VARIABLE):
+        end_with_owner(mark)
 
 
 def is_running(pid: int, started: str) -> bool:

@@ -79,7 +79,9 @@ class VllmSettings:
 
         Threads of workers that share a core wait for each other in loops, which makes both several times slower.
         """
-        if self.plan.device != "cpu" or self.tensor_parallel == 1:
+        if self.plan.device != "cpu":  # a process that has used CUDA, if only to look for GPUs, cannot be copied
+            return ENVIRONMENT | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+        if self.tensor_parallel == 1:
             return ENVIRONMENT
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return ENVIRONMENT | {"OMP_NUM_THREADS": str(max(1, cores // self.tensor_parallel))}

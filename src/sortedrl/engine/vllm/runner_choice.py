@@ -131,6 +131,11 @@ def find_backend_fault(backends: Iterable[str]) -> str | None:
     return f"the attention backend {variant[0]} is not batch-invariant" if variant else None
 
 
+def asks_v1(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether the user wants the V1 model runner, in which our sampler draws."""
+    return environment.get(_V2_VARIABLE) == "0"
+
+
 def read_platform(environment: Mapping[str, str] = os.environ) -> PlatformFacts:
     """The facts of this machine, from vLLM itself; no device is initialised."""
     from vllm.platforms import current_platform

@@ -176,6 +176,9 @@ class ServerProcess(VllmProcess):
             if fault is not None:
                 raise EngineError(f"the vLLM server at {self._address} cannot be used: {fault}")
             self.frontend.is_stock = any(worker.is_v2 for worker in self.workers)
+            fault = find_logprobs_fault(config) if self.frontend.is_stock else None
+            if fault is not None:
+                raise EngineError(f"the vLLM server at {self._address} cannot be used: {fault}")
         if self._popen is None:  # it may serve other weights: load ours
             await self.frontend.abort_all()
             await self.frontend.take_weights(str(settings.folder / "model.safetensors"))
@@ -187,8 +190,8 @@ class ServerProcess(VllmProcess):
         while not await self.frontend.is_healthy():
             if self.is_dead:
                 raise EngineError(
-                    "the vLLM server did not start: see its messages above; if it lacks memory, lower engine.slots, "
-                    "engine.max_new_tokens or engine.kv_gb, or take a smaller model"
+                    "the vLLM server did not start: see its messages above; if it lacks memory, lower "
+                    "engine.memory_share, engine.slots, engine.max_new_tokens or engine.kv_gb, or take a smaller model"
                 )
             if time.monotonic() > deadline:
                 raise EngineError(
@@ -234,16 +237,21 @@ def find_server_fault(config: Mapping[str, Any], settings: VllmSettings, *, has_
         )
     if dtype != settings.dtype:
         return f"it computes in {dtype}, and the configuration asks for {settings.dtype}: set engine.dtype = {dtype}"
-    if not has_noise and model["logprobs_mode"] != "processed_logprobs":
-        return (
-            "its log-probs are not those of the sampled distribution: start it with --logprobs-mode processed_logprobs"
-        )
+    if not has_noise and (fault := find_logprobs_fault(config)) is not None:
+        return fault
     if not has_noise and _is_tied(settings.folder):
         return (
             "the model's head is tied to its embedding and would keep old weights: start it with "
             f"--worker-extension-cls {EXTENSION}.SortedWorker"
         )
     return None
+
+
+def find_logprobs_fault(config: Mapping[str, Any]) -> str | None:
+    """Why a server that draws by vLLM's own sampler reports other log-probs than ours; None if it does not."""
+    if config["model_config"]["logprobs_mode"] == "processed_logprobs":
+        return None
+    return "its log-probs are not those of the sampled distribution: start it with --logprobs-mode processed_logprobs"
 
 
 def _is_tied(folder: Path) -> bool:

@@ -31,12 +31,13 @@ from vllm.v1.sample.sampler import Sampler
 from sortedrl.engine.base import Sampling
 from sortedrl.engine.sampling.draw import Draw, TokenSampler, make_sampler, shape_logits
 from sortedrl.engine.vllm.abort_flag import AbortFlag, StepAborter
-from sortedrl.engine.vllm.owner import end_with_owner
+from sortedrl.engine.vllm.owner import end_with_owner, end_with_starter
 from sortedrl.engine.vllm.sampling_args import SamplingArgs
 from sortedrl.engine.vllm.transfer import gloo
 from sortedrl.engine.vllm.worker_report import is_v2, report_worker
 
 gloo.register()
+end_with_starter()  # now: weights are loaded, and memory is taken, before the first call of `SortedWorker`
 _GREEDY = Draw(0, 0, Sampling(temperature=0.0))  # for rows that are not ours: vLLM's warm-up
 _MAX_LOGITS = 1 << 24  # how many logits replay computes at once
 
@@ -129,6 +130,7 @@ class SortedWorker:
     """Methods added to vLLM's worker. Their names begin with `sorted_` to avoid clashes with its own."""
 
     model_runner: Any
+    weight_transfer_engine: Any
 
     def sorted_prepare(self, owner: str, flag: str = "") -> dict[str, Any]:
         """Install replay, and in V1 our sampler. End this process when its owner ends (`owner.py`; empty: no owner).
@@ -166,6 +168,11 @@ class SortedWorker:
         runner = self.model_runner
         runner.reload_weights(weights_iterator=_tensors(Path(path)))
         _tie_head(runner.get_model())
+
+    def sorted_leave_transfer(self) -> None:
+        """Before another session: end this one. Of NCCL, vLLM would forget the communicator, and its memory stay."""
+        if self.weight_transfer_engine is not None:
+            self.weight_transfer_engine.shutdown()
 
     def sorted_tie_head(self) -> None:
         """After a transfer: give a tied head the new weights."""

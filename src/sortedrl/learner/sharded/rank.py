@@ -78,6 +78,7 @@ class RankLearner(TorchLearner):
         temperature: float,
         mesh: DeviceMesh,
         weights: Mapping[str, Any] | None = None,
+        shares_device: bool = False,
     ) -> None:
         self._num_replicas: int = getattr(settings, "rank_replicas", 1)
         self._mesh = mesh
@@ -90,7 +91,7 @@ class RankLearner(TorchLearner):
             device = torch.device(mesh.device_type)
             self._context = ContextGroup(self._group, settings.context_parallel, self._exchange, device)
         self._attention = attention_weight(model)
-        super().__init__(model, settings, temperature=temperature)
+        super().__init__(model, settings, temperature=temperature, shares_device=shares_device)
         self._weights = None
         if self.reference is not None and len(self._roots) == 1 + (self.critic is not None):
             self._make_first_pass()

@@ -5,14 +5,16 @@ call go into Ray's object store once, and all ranks of a machine read them there
 if they have GPUs. Each machine of the cluster needs this package, but no copy of the model.
 
 Guarantees: ranks that are all on one machine listen on loopback only; a call never waits for a dead rank, because Ray
-reports a process that died, and a rank that hangs makes the others time out after `timeout_s`; after a failure all
-ranks are ended, and later calls raise the same error. Ranks are numbered machine by machine.
+reports a process that died, and a rank that hangs makes the others time out after `timeout_s`; a rank that waits for an
+engine while it sends weights counts as lost after `send_s`; after a failure all ranks are ended, and later calls raise
+the same error. Ranks are numbered machine by machine.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -42,12 +44,13 @@ _SAVING = "saving"  # Ray runs methods of this group beside the others
 class _RankActor:
     """Runs in a rank's process. The driver calls the same method on all ranks and waits for all of them."""
 
-    def __init__(self, rank: int, size: int, threads: int) -> None:
+    def __init__(self, rank: int, size: int, threads: int, shares_device: bool = False) -> None:
         # Set here, before torch is imported; Ray's runtime_env would start a new process for it.
         os.environ["OMP_NUM_THREADS"] = str(threads)
         self._rank = rank
         self._size = size
         self._threads = threads
+        self._shares_device = shares_device
         self._listening: socket.socket | None = None
         self._mesh: Any = None
         self._learner: Any = None
@@ -73,7 +76,7 @@ class _RankActor:
         self._listening = socket.create_server((host, 0))
         return self._listening.getsockname()[1]
 
-    def join(self, host: str, port: int, timeout_s: float) -> None:
+    def join(self, host: str, port: int, timeout_s: float, is_local: bool) -> None:
         import torch
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
@@ -82,7 +85,10 @@ class _RankActor:
         has_gpu = bool(ray.get_gpu_ids()) and torch.cuda.is_available()
         if host == _LOOPBACK:  # otherwise gloo would listen on the address of the machine's name
             names = [name for _, name in socket.if_nameindex()]
-            os.environ["GLOO_SOCKET_IFNAME"] = "lo" if "lo" in names else "lo0"
+            loopback = "lo" if "lo" in names else "lo0"
+            os.environ["GLOO_SOCKET_IFNAME"] = loopback
+            if is_local:  # otherwise rank 0 sends weights to engines on other machines by NCCL
+                os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
         timeout = timedelta(seconds=timeout_s)
         store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
             host,
@@ -99,7 +105,14 @@ class _RankActor:
     def build(self, skeleton: Any, weights: Mapping[str, Any], settings: Any, temperature: float) -> None:
         from sortedrl.learner.sharded.rank import RankLearner
 
-        self._learner = RankLearner(skeleton, settings, temperature=temperature, mesh=self._mesh, weights=weights)
+        self._learner = RankLearner(
+            skeleton,
+            settings,
+            temperature=temperature,
+            mesh=self._mesh,
+            weights=weights,
+            shares_device=self._shares_device,
+        )
 
     def update(self, batch: Any, inspect_dir: Any) -> Any:
         self._learner.inspect_dir = inspect_dir if self._rank == 0 else None
@@ -166,7 +179,11 @@ class _RankActor:
 
 
 class RayRanks:
-    """`size` ranks, started and connected. Call `ray_cluster.connect` first."""
+    """`size` ranks, started and connected. Call `ray_cluster.connect` first.
+
+    `send_s`: how long ranks may take to send weights to engines. `is_local`: the engines are on this machine too.
+    `shares_device`: as of `TorchLearner`.
+    """
 
     def __init__(
         self,
@@ -176,9 +193,14 @@ class RayRanks:
         num_gpus: float,
         threads: int,
         timeout_s: float,
+        send_s: float | None = None,
+        is_local: bool = False,
+        shares_device: bool = False,
         on_close: Callable[[], None] | None = None,
     ) -> None:
         self.size = size
+        self._send_s = send_s
+        self._shares_device = shares_device
         self._on_close = on_close
         self._actors: list[Any] = []
         self._locations: list[tuple[str, int]] = []
@@ -196,7 +218,7 @@ class RayRanks:
             self._locations = self.call("location")
             host = _LOOPBACK if len({node for node, _ in self._locations}) == 1 else self._locations[0][0]
             port = self.call("listen", host)[0]
-            self.call("join", host, port, timeout_s)
+            self.call("join", host, port, timeout_s, is_local)
         except BaseException:
             self.close()
             raise
@@ -212,9 +234,12 @@ class RayRanks:
         return [gpu for gpu in self.call("gpu") if gpu is not None]
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        results, failures, silent = self._collect(self._send(method, *arguments))
+        limit_s = self._send_s if method == "apply" else None
+        results, failures, silent = self._collect(self._send(method, *arguments), limit_s)
         if failures:
             raise self._failed(failures, silent)
+        if silent:
+            raise self._stalled(silent, limit_s)
         return results
 
     def start(self, method: str) -> Callable[[], list[Any]]:
@@ -238,14 +263,18 @@ class RayRanks:
         shared = [self._put(argument) for argument in arguments]
         return {getattr(actor, method).remote(*shared): rank for rank, actor in enumerate(self._actors)}
 
-    def _collect(self, pending: dict[Any, int]) -> tuple[list[Any], dict[int, Exception], list[int]]:
-        """The results by rank, failures, and the ranks that did not answer because of those."""
+    def _collect(
+        self, pending: dict[Any, int], limit_s: float | None = None
+    ) -> tuple[list[Any], dict[int, Exception], list[int]]:
+        """The results by rank, failures, and the ranks that did not answer because of those or within the limit."""
         results: list[Any] = [None] * self.size
         failures: dict[int, Exception] = {}
+        deadline = None if limit_s is None else time.monotonic() + limit_s
         while pending:
-            ready, _ = ray.wait(list(pending), num_returns=1, timeout=_GRACE_S if failures else None)
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            ready, _ = ray.wait(list(pending), num_returns=1, timeout=_GRACE_S if failures else left)
             if not ready:
-                break  # the others are waiting for a rank that has failed
+                break  # the others are waiting for a rank that has failed, or time is up
             rank = pending.pop(ready[0])
             try:
                 results[rank] = ray.get(ready[0])
@@ -272,7 +301,7 @@ class RayRanks:
             max_task_retries=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=rank),
         )
-        return actor_class.remote(rank, self.size, threads)
+        return actor_class.remote(rank, self.size, threads, self._shares_device)
 
     def _put(self, value: Any) -> Any:
         try:
@@ -302,6 +331,16 @@ class RayRanks:
         """End all ranks and return the error that names the rank that failed first."""
         self._end()
         self._failure = self._describe(failures, silent)
+        return self._failure
+
+    def _stalled(self, silent: list[int], limit_s: float | None) -> LearnerError:
+        """End all ranks and return the error that names those that are still sending weights."""
+        self._end()
+        names = ", ".join(map(self._name, silent))
+        self._failure = RankLostError(
+            f"weights were not sent within {limit_s:g} s by {names}",
+            "an engine or the network between them hangs; fix that and resume, or raise engine.publish_s",
+        )
         return self._failure
 
     def _describe(self, failures: dict[int, Exception], silent: list[int]) -> LearnerError:

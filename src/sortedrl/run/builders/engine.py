@@ -30,7 +30,7 @@ from sortedrl.engine.pool.ray_cluster import connect, disconnect, is_connected
 from sortedrl.engine.replay_probe import probe_replay
 from sortedrl.engine.sampling.noise import SCHEME
 from sortedrl.engine.vllm.core import check_installed
-from sortedrl.engine.vllm.runner_choice import RunnerWishes
+from sortedrl.engine.vllm.runner_choice import RunnerWishes, asks_v1
 from sortedrl.engine.watchdog import Watchdog
 from sortedrl.errors import ConfigError, EngineError
 from sortedrl.external.plugins import name_of
@@ -80,16 +80,18 @@ def build_engine(
         raise ConfigError("a pool starts its own engines: remove engine.address and engine.port")
     if has_members and not is_child(config):
         check_processors(config)
+    if has_members and config.engine.kind == "vllm" and config.has_gpu_engines and not asks_v1():
+        check_filters(config)
     if config.engine.kind == "local" and not config.engine.cluster:
         check_cache_fits(config, model, length)
     match config.engine.kind:
         case "vllm" if has_members:
             dtype = next(model.parameters()).dtype
             dtype = dtype if config.engine.dtype == "auto" else getattr(torch, config.engine.dtype)
-            check_replay(config, is_exact=may_replay_exactly(config, dtype, has_gpu=config.engine_gpus > 0))
+            check_replay(config, is_exact=may_replay_exactly(config, dtype, has_gpu=config.has_gpu_engines))
             source = source or ModuleWeights(model)
             engine = build_vllm_pool(config, model, source, dtype=dtype, max_length=length, places=places)
-            if needs_replay and config.engine_gpus:
+            if needs_replay and config.has_gpu_engines:
                 probe(engine, config, model, length)
         case "local" if has_members:
             is_here = not config.engine.cluster and not torch.cuda.is_available()
@@ -115,12 +117,12 @@ def build_engine(
             # Before vLLM is started in vain.
             check_replay(config, is_exact=may_replay_exactly(config, dtype, has_gpu=torch.cuda.is_available()))
             engine = build_vllm(config, model, length, decode)
-            if engine.is_stock and config.engine.top_p < 1 and config.engine.min_p > 0:
+            try:
+                if engine.is_stock:
+                    check_filters(config)
+            except ConfigError:
                 engine.close()
-                raise ConfigError(
-                    "vLLM on GPUs applies min-p before top-p, and other engines apply it after: set engine.top_p or "
-                    "engine.min_p, not both"
-                )
+                raise
             if needs_replay and engine.needs_probe:
                 probe(engine, config, model, length)
         case _:
@@ -200,6 +202,15 @@ def check_replay(config: SortedConfig, *, is_exact: bool, probe: str = "") -> No
             f"vLLM servers, one with sortedrl's worker extension){found}. Set engine.dtype = float32, or keep the "
             "engine and set schedule.strategy = sorted-partial with schedule.max_staleness = 1, or accept close "
             "tokens with engine.replay_tolerance = 0.1"
+        )
+
+
+def check_filters(config: SortedConfig) -> None:
+    """Refuse two filters that vLLM's own sampler applies in another order."""
+    if config.engine.top_p < 1 and config.engine.min_p > 0:
+        raise ConfigError(
+            "vLLM on GPUs applies min-p before top-p, and other engines apply it after: set engine.top_p or "
+            "engine.min_p, not both"
         )
 
 
@@ -412,7 +423,7 @@ def build_pool(
 def is_invariant_pool(config: SortedConfig) -> bool:
     """Whether engines of a pool compute independently of their batches, as far as the configuration tells."""
     settings = config.engine
-    return settings.kind == "vllm" and config.engine_gpus > 0 and settings.batch_invariant != "off"
+    return settings.kind == "vllm" and config.has_gpu_engines and settings.batch_invariant != "off"
 
 
 def build_vllm_pool(
@@ -426,7 +437,7 @@ def build_vllm_pool(
 ) -> Pool:
     """A pool of vLLM engines, which receive weights from where the learner holds them, unless by file."""
     settings = config.engine
-    transfer = "file" if is_adapted(model) else pool_transfer(config)
+    transfer = "file" if is_adapted(model) else pool_transfer(config, model)
     is_ours = connect(settings.cluster or None, run_dir=config.run_dir)
     from sortedrl.engine.pool.ray_placement import choose_bundles, gpus_by_node
 
@@ -472,19 +483,28 @@ def build_vllm_pool(
     return pool
 
 
-def pool_transfer(config: SortedConfig) -> str:
-    """The backend by which a pool of vLLM engines gets weights: NCCL between GPUs that are not shared, else gloo."""
+def pool_transfer(config: SortedConfig, model: Any) -> str:
+    """The backend by which a pool of vLLM engines gets weights: NCCL between GPUs that are not shared, else gloo.
+
+    `model`: of a learner in this process.
+    """
     settings = config.engine
     if settings.transfer == "ipc":
         raise ConfigError(
             "engine.transfer = ipc needs engine and learner on one GPU and in one process: set engine.replicas = 1, or "
             "engine.transfer = nccl"
         )
+    is_on_gpu = config.rank_gpus > 0 if config.has_rank_actors else next(model.parameters()).device.type == "cuda"
+    is_shared = config.placement.mode == "colocated"  # NCCL refuses two processes on one GPU
+    has_nccl = config.engine_gpus >= 1 and is_on_gpu and not is_shared
+    if settings.transfer == "nccl" and not has_nccl:
+        raise ConfigError(
+            "engine.transfer = nccl needs engines and a learner that have GPUs of their own: set placement.mode = "
+            "separate, or remove engine.transfer"
+        )
     if settings.transfer != "auto":
         return settings.transfer
-    has_learner_gpus = config.rank_gpus > 0 if config.has_rank_actors else torch.cuda.is_available()
-    is_shared = config.placement.mode == "colocated"  # NCCL refuses two processes on one GPU
-    return "nccl" if config.engine_gpus >= 1 and has_learner_gpus and not is_shared else "gloo"
+    return "nccl" if has_nccl else "gloo"
 
 
 def child_members(config: SortedConfig, engine: dict[str, Any]) -> EngineLauncher:

@@ -42,7 +42,12 @@ def build_learner(
         is_apart = has_own_process(config, model)
         in_thread = overlap and not is_apart
         learner = SkippingLearner(
-            model, settings, temperature=temperature, overlap=in_thread, inspect_dir=config.run_dir
+            model,
+            settings,
+            temperature=temperature,
+            overlap=in_thread,
+            inspect_dir=config.run_dir,
+            shares_device=config.engine.sleep_during_updates,
         )
         return ForkedLearner(learner) if is_apart else learner
     check_torch()
@@ -60,6 +65,9 @@ def build_learner(
             num_gpus=config.rank_gpus,
             threads=config.run.threads,
             timeout_s=settings.rank_timeout_s,
+            send_s=config.engine.publish_s,
+            is_local=not config.engine.cluster,
+            shares_device=config.engine.sleep_during_updates,
         )
 
     on_close = disconnect if is_ours else None

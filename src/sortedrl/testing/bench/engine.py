@@ -28,6 +28,7 @@ from sortedrl.learner.smollm2 import model_note
 from sortedrl.native.kernel import has_wide_kernel
 from sortedrl.run.builders.parts import build_task, model_path, prompt_stream
 from sortedrl.run.checkpoint_folder import load_model
+from sortedrl.run.gc_tuning import rare_collections
 from sortedrl.testing.bench.contenders import (
     Contender,
     ContinuousContender,
@@ -74,7 +75,8 @@ def measure(bench: EngineBench, on_round: Callable[[str, int], None] = lambda na
             timings["limit"].append(limit.run())
             for name, contender in contenders.items():
                 on_round(name, bench.rounds * len(contenders))
-                timings[name].append(contender.run(bench.seed + number, bench.new_tokens))
+                with rare_collections():  # as in training, and as in vLLM's own process
+                    timings[name].append(contender.run(bench.seed + number, bench.new_tokens))
         gaps = {
             name: contender.gap() for name, contender in contenders.items() if isinstance(contender, LocalContender)
         }

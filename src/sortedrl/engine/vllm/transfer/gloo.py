@@ -8,8 +8,8 @@ into shared memory, and rank 0 broadcasts a signal when it is complete (`shared_
 the next is packed, and the workers load the one before.
 
 Guarantees: workers get the bytes that the source yields, in its order; a transfer that breaks off raises on all sides
-within the group's time limit, and the next transfer starts from the beginning, on all ranks of the learner; without a
-network address, sockets listen on loopback only.
+within the group's time limit, and the next transfer starts from the beginning; without a network address, sockets
+listen on loopback only.
 """
 
 from __future__ import annotations
@@ -70,15 +70,25 @@ class GlooTrainerInitInfo(TrainerInitInfo):
     timeout_s: float = 300.0
     bucket_bytes: int = BUCKET_BYTES
     shared: str = ""  # address of memory for all buckets; empty: they travel over gloo
+    listening: socket.socket | None = None  # the open port of the sender, if it has been opened before
 
 
 class GlooGroup:
     """The learner's rank 0 and the workers of all engines. It shares nothing with torch's default process group."""
 
-    def __init__(self, info: GlooInitInfo | GlooTrainerInitInfo, rank: int) -> None:
+    def __init__(
+        self, info: GlooInitInfo | GlooTrainerInitInfo, rank: int, listening: socket.socket | None = None
+    ) -> None:
         timeout = timedelta(seconds=info.timeout_s)
+        if rank == 0 and listening is None:  # a port that the store opens itself is open on all interfaces
+            listening = socket.create_server((info.master_address, info.master_port))
         self._store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-            info.master_address, info.master_port, info.world_size, is_master=rank == 0, timeout=timeout
+            info.master_address,
+            info.master_port,
+            info.world_size,
+            is_master=rank == 0,
+            timeout=timeout,
+            master_listen_fd=None if listening is None else listening.detach(),
         )
         options = ProcessGroupGloo._Options()
         options._devices = [ProcessGroupGloo.create_device(hostname=_own_address(info.master_address))]
@@ -145,7 +155,7 @@ class GlooTransferEngine(WeightTransferEngine[GlooInitInfo, NCCLWeightTransferUp
         self._is_broken = True
         waiting: list[tuple[_Bucket, torch.Tensor, Any]] = []
         buckets = list(_buckets(update_info, self._bucket_bytes))
-        for bucket, packed in zip(buckets, self._take_memory(buckets), strict=True):
+        for bucket, packed in zip(buckets, self._memory_for(buckets), strict=True):
             message = packed if self._shared is None else torch.empty(1, dtype=torch.uint8)  # the bytes, or a signal
             waiting.append((bucket, packed, self._group.broadcast(message)))
             if len(waiting) >= _AT_ONCE:
@@ -154,20 +164,25 @@ class GlooTransferEngine(WeightTransferEngine[GlooInitInfo, NCCLWeightTransferUp
             self._load(*arrival)
         self._is_broken = False
 
-    def _take_memory(self, buckets: Sequence[_Bucket]) -> list[torch.Tensor]:
+    def _memory_for(self, buckets: Sequence[_Bucket]) -> Iterator[torch.Tensor]:
         """Memory for each bucket apart, because a layer keeps its tensors until its last one has come.
 
-        It is kept for the next publication if the model is small.
+        It is kept for the next publication if the model is small. Of a large one, a bucket's memory is made when the
+        bucket comes, and is free when the layers of its tensors are loaded.
         """
         sizes = [sum(bucket.sizes) for bucket in buckets]
         if self._shared is not None:
-            return self._shared.split(sizes)
-        if len(self._buffers) != len(buckets) or sum(sizes) > _KEPT_BYTES:
-            self._buffers = Buffers(len(buckets))
-        taken = [self._buffers.take(number, size) for number, size in enumerate(sizes)]
+            yield from self._shared.split(sizes)
+            return
         if sum(sizes) > _KEPT_BYTES:
             self._buffers = Buffers(0)
-        return taken
+            for size in sizes:
+                yield Buffers(1).take(0, size)
+            return
+        if len(self._buffers) != len(buckets):
+            self._buffers = Buffers(len(buckets))
+        for number, size in enumerate(sizes):
+            yield self._buffers.take(number, size)
 
     def _load(self, bucket: _Bucket, packed: torch.Tensor, handle: Any) -> None:
         handle.wait()
@@ -216,6 +231,7 @@ class GlooTrainerEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):
         self._bucket_bytes = info.bucket_bytes
         self._shared = SharedBuckets.open(info.shared) if info.shared else None
         self._packer = BucketPacker(info.rank) if self._shared is None else SharedPacker(info.rank, self._shared)
+        self._info = info
         self._group: GlooGroup | None = None
 
     @classmethod
@@ -224,32 +240,36 @@ class GlooTrainerEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):
     ) -> Self:
         if source is None:
             raise ValueError("a transfer over gloo needs a WeightSource")
-        engine = cls(init_info, client=client, source=source)
-        if init_info.is_sender:
-            workers = GlooInitInfo(
-                master_address=init_info.master_address,
-                master_port=init_info.master_port,
-                rank_offset=1,
-                world_size=init_info.world_size,
-                timeout_s=init_info.timeout_s,
-                bucket_bytes=init_info.bucket_bytes,
-                shared=init_info.shared,
-            )
-            with ThreadPoolExecutor(1) as executor:  # both sides wait for each other
-                joining = executor.submit(client.init_weight_transfer_engine, asdict(workers))
-                engine._group = GlooGroup(init_info, 0)
-                joining.result()
-        return engine
+        return cls(init_info, client=client, source=source)
+
+    def _join(self) -> GlooGroup:
+        """Form the group with the workers. `send_weights` calls it, so that a failure leaves a source to exhaust."""
+        info = self._info
+        workers = GlooInitInfo(
+            master_address=info.master_address,
+            master_port=info.master_port,
+            rank_offset=1,
+            world_size=info.world_size,
+            timeout_s=info.timeout_s,
+            bucket_bytes=info.bucket_bytes,
+            shared=info.shared,
+        )
+        with ThreadPoolExecutor(1) as executor:  # both sides wait for each other
+            joining = executor.submit(self.client.init_weight_transfer_engine, asdict(workers))
+            group = GlooGroup(info, 0, info.listening)
+            joining.result()
+        return group
 
     def send_weights(self) -> None:
         source = self.source
         assert isinstance(source, CastSource), "the sender has a source"
         with torch.no_grad():
-            buckets = self._packer.pack(source.wire_tensors(), self._bucket_bytes)
+            buckets = source.watched(self._packer.pack(source.wire_tensors(), self._bucket_bytes))
             if self.is_sender:
+                self._group = self._group or self._join()
                 self._send_buckets(buckets, source.metadata())
             else:
-                _exhaust(buckets)
+                source.exhaust()
 
     def _send_buckets(self, buckets: Iterator[torch.Tensor], metadata: Sequence[ParamMeta]) -> None:
         update = NCCLWeightTransferUpdateInfo(
@@ -264,7 +284,6 @@ class GlooTrainerEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):
             self._broadcast(buckets)
             receiving.result()
         finally:
-            _exhaust(buckets)  # the other ranks go through all of them, also if the workers are gone
             executor.shutdown(wait=False)  # after an error the workers may never answer
         self.client.finish_weight_update()
 
@@ -285,11 +304,6 @@ class GlooTrainerEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):
         if self._shared is not None:
             self._shared.close()
             self._shared = None
-
-
-def _exhaust(buckets: Iterator[torch.Tensor]) -> None:
-    for _ in buckets:
-        pass
 
 
 def register() -> None:

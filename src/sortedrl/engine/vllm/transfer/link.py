@@ -9,7 +9,8 @@ vLLM's clients tell every engine that its workers begin at rank 1, so two engine
 engine is told where its own ranks begin.
 
 Guarantees: the same engines and the same place of the weights keep one group; after any change, or a failure, a new
-group is made; `finish` returns only when the learner's side has ended, so weights never change while they are sent.
+group is made; `finish` returns only when the learner's side has ended, so weights never change while they are sent; an
+engine that does not take weights is no failure of the learner's processes.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from typing import Any
 
 import torch
 
-from sortedrl.errors import SortedRLError, first_line
-from sortedrl.weights import ModuleWeights
+from sortedrl.errors import ConfigError, SortedRLError, first_line
+from sortedrl.weights import HERE, ModuleWeights
 
 _numbers = itertools.count()
 
@@ -63,7 +64,7 @@ class WeightLink:
         self._is_local = is_local
         self._shares_memory = shares_memory and is_local and backend == "gloo"
         self._session: _Session | None = None
-        self._sending: Future[None] | None = None
+        self._sending: Future[list[str | None]] | None = None
 
     def begin(self, source: Any, engines: Sequence[Hashable]) -> list[Ticket]:
         """Start to send the weights of `source` (`weights.py`) to these engines; returns their tickets in order."""
@@ -97,7 +98,9 @@ class WeightLink:
             timeout_s=self._limit_s,
             client=client,
         )
-        _with_place(source).apply(send, plan)
+        source = _with_place(source)
+        source.apply(send, plan)
+        self._session = _Session(key=engine, place=source.place, plan=plan, update_info={})
 
     def finish(self) -> str | None:
         """Wait until the learner's side has ended; returns why it failed, or None. Errors of the learner are raised."""
@@ -105,7 +108,7 @@ class WeightLink:
         if sending is None:
             return None
         try:
-            sending.result(self._limit_s)
+            why = sending.result(self._limit_s)[0]  # of the learner's rank 0, which sends
         except FutureTimeout:
             self._session = None
             return f"the weights were not sent within {self._limit_s:g} s"
@@ -114,11 +117,21 @@ class WeightLink:
             if isinstance(error, SortedRLError):
                 raise
             return f"{type(error).__name__}: {first_line(error)}"
-        return None
+        if why is not None:
+            self._session = None
+        return why
 
     def abandon(self) -> None:
         """Do not wait for the learner's side: the engines are gone, and it ends with an error by itself."""
         self._session = self._sending = None
+
+    def close(self) -> None:
+        """End the session if it is in this process. Those of the learner's ranks end with them."""
+        session, self._session, self._sending = self._session, None, None
+        if session is not None and session.place == HERE:
+            from sortedrl.engine.vllm.transfer.sender import close
+
+            close(session.plan.session)
 
     def _join(self, source: Any, engines: tuple[Hashable, ...]) -> _Session:
         """The session with these engines. If the learner's processes are started again meanwhile, one with the new."""
@@ -148,7 +161,7 @@ class WeightLink:
             world_size=1 + num_engines * self._num_workers,
             timeout_s=self._limit_s / 2,
         )
-        return _Session(key=key, plan=plan, update_info=facts.update_info)
+        return _Session(key=key, place=source.place, plan=plan, update_info=facts.update_info)
 
 
 def _with_place(source: Any) -> Any:
@@ -159,6 +172,7 @@ def _with_place(source: Any) -> Any:
 @dataclass(slots=True, kw_only=True, frozen=True)
 class _Session:
     key: Hashable
+    place: Hashable
     plan: Any
     update_info: dict[str, Any]
 
@@ -170,9 +184,9 @@ def _init_info(plan: Any, *, rank_offset: int) -> dict[str, Any]:
     return {**place, "rank_offset": rank_offset, **extra}
 
 
-def _in_thread(function: Any) -> Future[None]:
+def _in_thread(function: Any) -> Future[Any]:
     """Run a function in a thread that does not keep the process alive."""
-    future: Future[None] = Future()
+    future: Future[Any] = Future()
 
     def run() -> None:
         try:
@@ -189,6 +203,7 @@ async def receive(frontend: Any, ticket: Ticket, joined: str | None) -> None:
     from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 
     if ticket.session != joined:
+        await frontend.collective_rpc("sorted_leave_transfer")
         await frontend.init_weight_transfer_engine(WeightTransferInitRequest(init_info=ticket.init_info))
     await frontend.start_weight_update()
     await frontend.update_weights(WeightTransferUpdateRequest(update_info=ticket.update_info))
@@ -200,8 +215,39 @@ def is_meta(model: Any) -> bool:
     return next(model.parameters()).device.type == "meta"
 
 
-def choose_transfer(transfer: str, model: Any) -> str:
-    """The backend for `auto`: CUDA IPC if the model is on the GPU that vLLM will use too, otherwise gloo."""
-    if transfer != "auto":
+def choose_transfer(transfer: str, model: Any, *, is_server: bool = False, tensor_parallel: int = 1) -> str:
+    """The backend for an engine of this process: as asked; for `auto`, CUDA IPC where it works, otherwise gloo.
+
+    A model on `meta` is a pool's, which has chosen already.
+    """
+    if is_meta(model):
         return transfer
-    return "ipc" if next(model.parameters()).device.type == "cuda" else "gloo"
+    device = next(model.parameters()).device
+    fault = _find_ipc_fault(device, is_server, tensor_parallel)
+    if transfer == "auto":
+        return "gloo" if fault else "ipc"
+    if transfer == "nccl":
+        fault = _find_nccl_fault(device, tensor_parallel)
+    if transfer in ("ipc", "nccl") and fault:
+        raise ConfigError(f"engine.transfer = {transfer} does not work here, because {fault}: remove engine.transfer")
+    return transfer
+
+
+def _find_ipc_fault(device: torch.device, is_server: bool, tensor_parallel: int) -> str | None:
+    """Why handles of the learner's GPU memory are of no use to vLLM's workers; None if they are."""
+    if device.type != "cuda":
+        return "the learner's weights are not on a GPU"
+    if is_server:
+        return "a server takes no handles of another process's memory"
+    if tensor_parallel > 1 or device.index:  # the first worker is on the first GPU
+        return "a worker of the engine is on another GPU than the learner"
+    return None
+
+
+def _find_nccl_fault(device: torch.device, tensor_parallel: int) -> str | None:
+    """Why the learner and vLLM's workers cannot form one group; None if they can."""
+    if device.type != "cuda":
+        return "the learner's weights are not on a GPU"
+    if (device.index or 0) < tensor_parallel:
+        return "a worker of the engine is on the learner's GPU"
+    return None

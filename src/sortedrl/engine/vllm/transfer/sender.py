@@ -5,12 +5,17 @@
 rank of a sharded learner at the same time. A session is a group of the learner's rank 0 and the workers of all engines;
 it lives in the process until the next one is opened.
 
-Guarantees: one session per process; after a failure the session is gone, and its sockets are closed.
+Guarantees: one session per process; after a failure the session is gone, and its sockets are closed. If the workers are
+the reason, all ranks of the learner have gone through all weights, so they stay in step. A transfer over NCCL, which
+waits for a silent peer for ever, is broken off after `timeout_s`.
 """
 
 from __future__ import annotations
 
 import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +25,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactor
 from sortedrl.engine.vllm.transfer.gloo import GlooTrainerInitInfo
 from sortedrl.engine.vllm.transfer.shared_buckets import SharedBuckets
 from sortedrl.engine.vllm.transfer.source import CastSource
+from sortedrl.errors import first_line
 from sortedrl.weights import WeightHolder
 
 LOOPBACK = "127.0.0.1"
@@ -54,6 +60,7 @@ class _DrivenElsewhere:
 
 _sessions: dict[str, Any] = {}  # of this process: one at most
 _memories: list[SharedBuckets] = []  # that rank 0 has made for the session: one at most
+_listening: list[socket.socket] = []  # the port of rank 0 from `describe` to `send`: one at most
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -77,8 +84,11 @@ def describe(holder: WeightHolder, dtype: torch.dtype, is_local: bool, shares_me
     }
     host = LOOPBACK if is_local else _network_address()
     shared = _make_memory(source) if shares_memory and holder.rank == 0 else ""
-    with socket.create_server((host, 0)) as probe:
-        return SenderFacts(update_info=update_info, host=host, port=probe.getsockname()[1], shared=shared)
+    _close_port()
+    if holder.rank != 0:
+        return SenderFacts(update_info=update_info, host=host, port=0)
+    _listening.append(socket.create_server((host, 0)))
+    return SenderFacts(update_info=update_info, host=host, port=_listening[0].getsockname()[1], shared=shared)
 
 
 def _make_memory(source: CastSource) -> str:
@@ -91,28 +101,77 @@ def _make_memory(source: CastSource) -> str:
     return memory.address
 
 
-def send(holder: WeightHolder, plan: SendPlan) -> None:
-    """Send the weights to all workers of the session. Every rank must call it."""
-    source = CastSource(holder.module, plan.dtype)
+def send(holder: WeightHolder, plan: SendPlan) -> str | None:
+    """Send the weights to all workers of the session; returns why rank 0 could not, or None. Every rank must call it.
+
+    A failure of the workers is a result and no error, because an error would mean that this rank has failed. With a
+    client it is raised, since the caller knows the client's errors.
+    """
+    source = CastSource(holder.module, plan.dtype, _device_for(plan))
     try:
         if plan.session not in _sessions:
             _close_sessions()
             client = plan.client or _DrivenElsewhere()
             _sessions[plan.session] = WeightTransferTrainerFactory.trainer_init(
-                _init_info(plan, holder.rank), client=client, source=source
+                _init_info(plan, holder.rank, source), client=client, source=source
             )
         trainer = _sessions[plan.session]
         trainer.source = source
-        trainer.send_weights()
-    except BaseException:
-        close(holder)
+        with _time_limit(trainer, plan.timeout_s):
+            trainer.send_weights()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()  # buffers, and gathered tensors: an engine may need the memory for its KV cache
+    except Exception as error:
+        try:
+            if holder.rank != 0 or source.is_broken or plan.client is not None:
+                raise
+            source.exhaust()
+        finally:
+            close()
+        return f"{type(error).__name__}: {first_line(error)}"
+    return None
+
+
+def close(session: str | None = None) -> None:
+    """End the session of this process, if it is this one."""
+    if session is None or session in _sessions:
+        _close_sessions()
+        _close_port()
+        _close_memories()
+
+
+@contextmanager
+def _time_limit(trainer: Any, seconds: float) -> Iterator[None]:
+    """Raise `TimeoutError` after a transfer that has taken too long. Gloo has a limit of its own, and NCCL has none."""
+    group: Any = getattr(trainer, "model_update_group", None)
+    if group is None:
+        yield
+        return
+    is_over = threading.Event()
+
+    def abort() -> None:
+        is_over.set()
+        group.destroy()  # ends the waits of the thread that sends; then it broadcasts nothing more
+
+    timer = threading.Timer(seconds, abort)
+    timer.daemon = True
+    timer.start()
+    late = TimeoutError(f"the engines did not take the weights within {seconds:g} s")
+    try:
+        yield
+    except Exception as error:
+        if is_over.is_set():
+            raise late from error
         raise
+    finally:
+        timer.cancel()
+    if is_over.is_set():
+        raise late
 
 
-def close(holder: WeightHolder) -> None:
-    """End the session of this process."""
-    _close_sessions()
-    _close_memories()
+def _device_for(plan: SendPlan) -> torch.device | None:
+    """Where a backend needs the tensors, which may be in host memory; None: it takes them from anywhere."""
+    return None if plan.backend == "gloo" else torch.device("cuda", torch.cuda.current_device())
 
 
 def _close_sessions() -> None:
@@ -125,19 +184,29 @@ def _close_memories() -> None:
         _memories.pop().close()
 
 
-def _init_info(plan: SendPlan, rank: int) -> Any:
+def _close_port() -> None:
+    while _listening:
+        _listening.pop().close()
+
+
+def _init_info(plan: SendPlan, rank: int, source: CastSource) -> Any:
     place = {"master_address": plan.host, "master_port": plan.port, "world_size": plan.world_size}
     match plan.backend:
         case "gloo":
-            return GlooTrainerInitInfo(**place, timeout_s=plan.timeout_s, shared=plan.shared, rank=rank)
+            listening = _listening.pop() if rank == 0 and _listening else None
+            return GlooTrainerInitInfo(
+                **place, timeout_s=plan.timeout_s, shared=plan.shared, listening=listening, rank=rank
+            )
         case "nccl":
             from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
+            _close_port()  # vLLM opens it again
             return NCCLTrainerInitInfo(**place, packed=True, rank=rank)
         case "ipc":
             from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
-            return IPCTrainerInitInfo(packed=True, rank=rank)
+            size = max(IPCTrainerInitInfo.packed_buffer_size_bytes, source.largest_bytes)
+            return IPCTrainerInitInfo(packed=True, packed_buffer_size_bytes=size, rank=rank)
         case _:
             raise AssertionError(f"no transfer over {plan.backend}")
 
