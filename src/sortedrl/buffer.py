@@ -135,12 +135,6 @@ class Buffer:
             sample.prompt.id, reached_s=sample.tool_s, finished_s=[s.tool_s for s in siblings]
         )
 
-    def counts(self) -> Counter[str]:
-        """Number of samples by state, including trained ones."""
-        counts = Counter({state.value: len(held) for state, held in self.in_state.items()})
-        counts[TRAINED.value] = self.num_trained
-        return counts
-
     # ---- changes by the controller ----------------------------------------------------------------------------------
 
     def load(self, samples: Sequence[Sample]) -> Cohort:
@@ -179,11 +173,6 @@ class Buffer:
         sample.attempt += 1
         self.attempt_version[number] = self.version
         self.num_started += not is_next_turn
-
-    def find(self, sample_id: int, attempt: int) -> Sample | None:
-        """The running sample of an event, or None if that attempt is over."""
-        sample = self.running.get(sample_id)
-        return sample if sample is not None and sample.attempt == attempt else None
 
     def append(self, sample: Sample, segment: Segment, *, start: int, verified: int = 0) -> int:
         """Replace the answer from position `start` on by a segment; returns the number of discarded tokens.
@@ -267,7 +256,8 @@ class Buffer:
         """Note the calls of a turn: how long they took; a durable buffer keeps more of them."""
         for call in calls:  # one by one, as the ledger adds them: another order may round differently
             if call.error != IGNORED:
-                sample.tool_s += call.seconds
+                sample.tool_s_now += call.seconds
+        sample.tool_s = max(sample.tool_s, sample.tool_s_now)
 
     def announce_calls(self, sample: Sample, turn: int, calls: Sequence[CallRecord]) -> None:
         """Note calls of kept turns that are about to be made again; only a durable buffer keeps them."""
@@ -355,6 +345,7 @@ class Buffer:
             return 0
         self.fed.pop(sample.id, None)
         sample.num_restarts += 1
+        sample.tool_s_now = 0.0
         return sample.clear()
 
     def take(self, samples: Iterable[Sample]) -> list[Sample]:

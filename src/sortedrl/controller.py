@@ -28,13 +28,13 @@ from sortedrl.errors import EngineError
 from sortedrl.learner.base import Learner, Update, UpdateResult
 from sortedrl.protocols import CheckpointHook, EvaluationHook, Score, Scorer, Turns
 from sortedrl.records import Batch, FinishReason, Mode, Sample, Segment, State, restart_seed
-from sortedrl.schedule import Fate, Knobs, RestartNoise, Schedule, is_provisional
+from sortedrl.schedule import Fate, Knobs, RestartNoise, Schedule, admission_needs_scores, is_provisional
 from sortedrl.telemetry import events
 from sortedrl.telemetry.batch_event import EngineAccount, batch_taken
 from sortedrl.telemetry.events import Emit
 
 IDLE_POLL_S = 0.05  # longest wait for one source of news while another one may have some
-TOOL_POLL_S = 0.005  # longest wait for the engine while a tool may return and a slot is free
+TOOL_POLL_S = 0.005  # longest wait for one source of news while a tool may return and a slot is free
 STOP_POLL_S = 0.5  # longest wait before a request to stop is noticed
 MIN_TOLD_WAIT_S = 1e-4  # shorter waits for scores are not worth an event
 MAX_FAILED_UPDATES = 3  # updates in a row without one good answer before the run stops
@@ -127,8 +127,9 @@ class Controller:
         if self.began is None:
             self.began = self.clock.now()
         self.account = EngineAccount(self.engine)
-        for sample in self.buffer.finished.values():
-            self.ask_score(sample)  # a restored buffer may hold answers that no scorer works on
+        for sample in self.buffer.finished.values():  # a restored buffer may hold answers that no scorer works on
+            self.ask_score(sample)
+            self.last_finish = self.clock.now()
         if self.turns is not None:
             self.turns.resume()
         while self.has_data or self.buffer.samples or self.update is not None:
@@ -203,18 +204,16 @@ class Controller:
             self.engine.submit(requests)
 
     def collect(self) -> None:
-        """Wait for the engine, or for scores when nothing runs, and record what they report in the buffer."""
-        buffer = self.buffer
+        """Wait for the engine, or for scores and tools when nothing runs, and record in the buffer what they report."""
+        buffer, turns = self.buffer, self.turns
+        may_go_on = bool(buffer.running)
         if buffer.running:
             self.apply_events(self.engine.poll(self.poll_timeout()))
-        if self.turns is not None and self.turns.num_calling:
-            self.collect_turns(self.turns)
-        while True:
-            scores = self.poll_scores(self.score_timeout())
-            for score in scores:
-                self.apply_score(score)
-            if not scores or not self.lacks_only_scores():
-                return
+        if turns is not None and turns.num_calling:
+            may_go_on |= self.collect_turns(turns, self.turn_timeout())
+        may_go_on |= self.collect_scores()
+        if turns is not None and buffer.calling and buffer.finished and not may_go_on:
+            self.collect_turns(turns, TOOL_POLL_S)  # only tools and scores are under way, and none has come
 
     def harvest(self) -> None:
         """Take an update batch out of the buffer, if the schedule gives one, and start its update."""
@@ -300,18 +299,32 @@ class Controller:
         """Whether a slot or an environment works, so that an update need not be waited for."""
         return bool(self.buffer.running or self.buffer.calling)
 
-    def collect_turns(self, turns: Turns) -> None:
-        """Take what environments returned; wait for it if nothing else is under way."""
-        idle = not (self.buffer.running or self.buffer.finished)
-        if idle and self.update is not None:
-            timeout = self.settings.update_poll_s
-        else:
-            timeout = IDLE_POLL_S if idle else 0.0
+    def turn_timeout(self) -> float:
+        """How long to wait for environments: not at all if something else is under way."""
+        if self.buffer.running or self.buffer.finished:
+            return 0.0
+        return IDLE_POLL_S if self.update is None else self.settings.update_poll_s
+
+    def collect_turns(self, turns: Turns, timeout: float) -> bool:
+        """Take what environments returned; returns whether any sample is no longer there."""
+        num_before = len(self.buffer.calling)
         for sample in turns.collect(timeout):
             self.score_finished(sample, is_same=False)
             self.last_finish = self.clock.now()
+        return len(self.buffer.calling) < num_before
 
     # ---- scores -----------------------------------------------------------------------------------------------------
+
+    def collect_scores(self) -> bool:
+        """Record the scores that are there, and wait for those that alone are missing; returns whether any came."""
+        any_came = False
+        while scores := self.poll_scores(self.score_timeout()):
+            any_came = True
+            for score in scores:
+                self.apply_score(score)
+            if not self.lacks_only_scores():
+                break
+        return any_came
 
     def ask_score(self, sample: Sample) -> None:
         self.asked[sample.id] = sample.attempt
@@ -325,7 +338,10 @@ class Controller:
         sample = self.buffer.samples[number]
         del self.asked[number]
         is_finished = sample.state is FINISHED
-        if getattr(score, "is_skipped", False) and not (is_finished and sample.attempt == attempt):
+        if getattr(score, "is_lost", False):  # an answer that is being verified is asked for again if it stays
+            if is_finished and self.turns is not None:
+                self.turns.start_over(sample)
+        elif getattr(score, "is_skipped", False) and not (is_finished and sample.attempt == attempt):
             if is_finished:  # the learner leaves out answers by their attempts, so this attempt needs its own score
                 self.ask_score(sample)
         elif is_finished:
@@ -357,8 +373,12 @@ class Controller:
 
     def lacks_only_scores(self) -> bool:
         """Whether no update is under way, and the schedule waits for scores that are being computed."""
-        is_free = self.update is None and bool(self.buffer.finished)
-        return is_free and self.schedule.lacks_only_scores(self.buffer, self.knobs)
+        buffer, knobs = self.buffer, self.knobs
+        if self.update is not None or not buffer.finished:
+            return False
+        if self.schedule.lacks_only_scores(buffer, knobs):
+            return True
+        return admission_needs_scores(buffer, knobs, self.slots, has_data=self.has_data)
 
     def score_timeout(self) -> float:
         """How long to wait for scores.

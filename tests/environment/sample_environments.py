@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 
 
@@ -29,6 +30,22 @@ class Counter:
 
     def get_reward(self) -> float:
         return float(self.total)
+
+
+class Timed(Counter):
+    """Writes down how much processor time its worker may still use."""
+
+    def add(self, number: int) -> int:
+        """
+        Adds to the total.
+
+        Args:
+            number: What to add.
+        """
+        self.total += number
+        with open(self.log, "a") as file:
+            file.write(f"{signal.getitimer(signal.ITIMER_PROF)[0]}\n")
+        return self.total
 
 
 class Saved(Counter):

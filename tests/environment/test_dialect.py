@@ -83,6 +83,20 @@ def test_too_many_calls_are_answered_with_an_error() -> None:
     assert [bool(made.error) for made in found] == [False] * MAX_CALLS + [True]
 
 
+@pytest.mark.parametrize("arguments", [{}, "{"])
+def test_a_name_that_cannot_be_encoded_is_escaped(arguments: object) -> None:
+    (found,) = Dialect(Letters(), SPEC, is_chat=False).calls(sample_of(call(name="\ud800\x1b", arguments=arguments)))
+    assert found.name == r"\ud800\x1b"
+    assert found.error
+
+
+def test_a_name_that_is_no_tool_is_broken_up_for_the_chat_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Dialect, "_check_template", lambda dialect: None)
+    monkeypatch.setattr(Dialect, "_suffix", lambda dialect, messages: [message["name"] for message in messages])
+    names = [ToolCall(name=name) for name in ("lookup", "x<end>", "")]
+    assert Dialect(Letters(), SPEC, is_chat=True).fed(names, ["", "", ""]) == ["lookup", "x< end>", "lookup"]
+
+
 def test_a_special_token_in_a_result_is_broken_up() -> None:
     dialect = Dialect(Letters(), SPEC, is_chat=False)
     fed = dialect.fed([ToolCall(name="lookup")], ["stop<end> here"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from sortedrl.buffer import Buffer
@@ -13,7 +12,7 @@ from sortedrl.environment.scorer import EnvironmentScorer
 from sortedrl.records import FinishReason, Mode, Prompt, Sample, Segment
 from sortedrl.schedule import resolve_knobs
 from sortedrl.telemetry.events import ignore
-from tests.support.scripted_turns import ScriptedDialect
+from tests.support.scripted_turns import ScriptedDialect, zeros
 
 
 class ForgetfulRunner:
@@ -41,21 +40,6 @@ class ForgetfulRunner:
 def _reward_of(turn: Turn) -> TurnResult:
     made: dict[str, Any] = {"sample": turn.sample, "serial": turn.serial, "number": turn.number}
     return TurnResult(**made, reward=1.0) if turn.may_repeat else TurnResult(**made, must_repeat=True)
-
-
-class NoFunctions:
-    """In place of the scorer of reward functions."""
-
-    failure = None
-
-    def submit(self, sample: Sample) -> None: ...
-
-    def poll(self, timeout: float) -> Sequence[Any]:
-        return []
-
-    @property
-    def pool(self) -> Any:
-        return type("Pool", (), {"num_waiting": 0})
 
 
 def answer(buffer: Buffer, sample: Sample, tokens: list[int]) -> None:
@@ -96,7 +80,7 @@ def call_and_end(buffer: Buffer, sample: Sample, loop: TurnLoop) -> None:
 def test_only_the_newest_request_for_a_reward_may_call_tools_again() -> None:
     buffer, sample, loop, runner = with_a_turn_in_tools()
     scorer = EnvironmentScorer(
-        inner=NoFunctions(),  # type: ignore[arg-type]
+        inner=zeros(),
         runner=runner,
         make_turn=loop.reward_turn,
         repeat_turn=loop.repeat_reward_turn,
@@ -109,8 +93,8 @@ def test_only_the_newest_request_for_a_reward_may_call_tools_again() -> None:
     newest = runner.submitted[0]
     runner.submitted.insert(0, outdated)
 
-    scorer.poll(0.0)
+    scores = scorer.poll(0.0)
     assert [(turn.serial, turn.may_repeat) for turn in runner.submitted] == [(newest.serial, True)]
     assert loop.counts["repeated"] == 1
-    scorer.poll(0.0)
-    assert scorer._rewards == {(0, 2): 0.0, (0, 4): 1.0}  # by sample and attempt
+    scores += scorer.poll(0.0)
+    assert {score.key: score.reward for score in scores} == {(0, 2): 0.0, (0, 4): 1.0}  # by sample and attempt

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -10,10 +12,13 @@ from typing import Any
 
 import pytest
 
+from sortedrl.config import SortedConfig
 from sortedrl.environment.base import Kind, ToolCall, Turn, TurnResult, describe
+from sortedrl.environment.objects import EnvironmentObjects
 from sortedrl.environment.runner import EnvironmentRunner, ProcessChannel
 from sortedrl.errors import ConfigError, DataError
-from tests.environment.sample_environments import Counter, Hostile, Plain, Saved
+from sortedrl.reward.process import _MAX_REPLY
+from tests.environment.sample_environments import Counter, Hostile, Plain, Saved, Timed
 
 SERIAL = iter(range(1, 10**6))
 
@@ -59,6 +64,21 @@ def test_what_a_tool_does_is_text(hostile: EnvironmentRunner, what: str, text: s
         assert result.text.startswith(text)
 
 
+@pytest.mark.parametrize("char", ["\U0001f600", "\U000e0001", "\x00", '"'])
+def test_the_longest_text_that_may_be_set_fits_into_a_reply(char: str) -> None:
+    class Long(Counter):
+        def add(self, number: int) -> str:
+            return char * (number + 1)
+
+    longest = 80_000
+    SortedConfig.model_validate({"environment": {"max_output_chars": longest}})
+    objects = EnvironmentObjects(Long, kind="none", max_chars=longest)
+    key = {"sample": 0, "serial": 1}
+    objects.handle({**key, "op": "open", "turn": 0, "row": {}})
+    reply = objects.handle({**key, "op": "call", "name": "add", "arguments": {"number": longest}})
+    assert len(json.dumps(reply)) < _MAX_REPLY
+
+
 def test_a_tool_may_be_a_coroutine(hostile: EnvironmentRunner) -> None:
     assert [r.text for r in run(hostile, "now", tool="later").results] == ["later now"]
 
@@ -84,7 +104,7 @@ def test_a_tool_that_ends_its_process_or_fills_its_memory_is_an_error() -> None:
 def test_a_reset_that_raises_is_told_to_the_model(hostile: EnvironmentRunner) -> None:
     (result,) = run(hostile, "jump", sample=5, bad=True).results
     assert "could not begin: RuntimeError: no such game" in result.text
-    assert result.error == "exception"
+    assert result.error == "not called"
 
 
 def test_malformed_calls_are_told_and_nothing_is_called(hostile: EnvironmentRunner) -> None:
@@ -122,6 +142,19 @@ def test_a_turn_begins_in_the_state_after_the_kept_turns(made: type, is_lost: bo
     assert [r.text for r in result.results] == ([] if made is Plain else ["103"])
     again = ["3"] if made is Counter else []
     assert log.read_text().split() == ["3", "10", *again, *([] if made is Plain else ["100"])]
+
+
+def test_calls_that_are_made_again_have_the_processor_time_of_as_many(tmp_path: Any) -> None:
+    runner, log = EnvironmentRunner(describe(Timed), run_in="process", workers=1, timeout_s=100.0), tmp_path / "log"
+    turn = Turn(sample=0, serial=1, number=1, row={"log": str(log)}, calls=[add(1)], history=[[add(3), add(4)]])
+    try:
+        assert [r.text for r in work(runner, replace(turn, may_repeat=True)).results] == ["8"]
+    finally:
+        runner.close()
+    cores = os.cpu_count() or 1
+    # An opening that makes two calls may take three times as long as a call. A few seconds are added and used.
+    shares = [round(float(line) / (100 * cores), 1) for line in log.read_text().split()]
+    assert shares == [pytest.approx(share, abs=0.1) for share in (3, 3, 1)]
 
 
 def test_the_reward_is_of_the_state_after_the_kept_turns() -> None:

@@ -15,6 +15,7 @@ from sortedrl.buffer import Buffer
 from sortedrl.clock import WallClock
 from sortedrl.controller import Controller, LoopParts, LoopSettings
 from sortedrl.environment.dialect import turns_of
+from sortedrl.environment.objects import EnvironmentObjects
 from sortedrl.errors import DataError
 from sortedrl.ledger.reader import Ledger
 from sortedrl.ledger.sample_history import conversation, read_history
@@ -87,17 +88,33 @@ class FollowAgain(Follow):
     environment_kind = "repeatable"
 
 
+def lose_objects_after_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each turn needs a new object, as after a replay that loses turns, which depends on the moment tools return."""
+    close = EnvironmentObjects._close
+
+    def close_and_lose(objects: EnvironmentObjects, held: Any) -> dict[str, Any]:
+        reply = close(objects, held)
+        with objects._lock:
+            for sample in [sample for sample, other in objects._held.items() if other is held]:
+                del objects._held[sample]
+        return reply
+
+    monkeypatch.setattr(EnvironmentObjects, "_close", close_and_lose)
+
+
 @pytest.mark.parametrize("made", [Follow, FollowAgain])
-def test_a_run_with_its_own_class_records_every_call(tmp_path: Path, made: type[Follow]) -> None:
+def test_a_run_with_its_own_class_records_every_call(
+    tmp_path: Path, made: type[Follow], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lose_objects_after_turns(monkeypatch)
     log = tmp_path / "calls"
     rows = [{**row, "log": str(log)} for row in ROWS]
-    # When tools return decides which turns a replay loses; in so many samples it loses some.
-    run = {"name": "own", "dir": str(tmp_path), "samples": 320, "report": False}
+    run = {"name": "own", "dir": str(tmp_path), "samples": 128, "report": False}
     args = config(tmp_path, "own", run=run)
     trainer = SortedTrainer(args=args, train_dataset=rows, environment_factory=made, quiet=True)
     summary = trainer.train()
     assert summary.tools is not None
-    assert (summary.ledger.lost, summary.ledger.duplicated, summary.ledger.trained) == (0, 0, 320)
+    assert (summary.ledger.lost, summary.ledger.duplicated, summary.ledger.trained) == (0, 0, 128)
     with Ledger(tmp_path / "own") as ledger:
         verdict = verify(ledger)
         assert verdict.violations == []
@@ -105,7 +122,7 @@ def test_a_run_with_its_own_class_records_every_call(tmp_path: Path, made: type[
         query = "SELECT arguments FROM calls WHERE error != 'malformed'"
         told = [json.loads(row[0])["who"] for row in ledger.rows(query)]
         assert sorted(told) == sorted(log.read_text().split())  # neither a call without a row nor a row without a call
-        assert (verdict.counts["repeated_calls"] > 0) == (made is FollowAgain)  # a replay has lost turns
+        assert (verdict.counts["repeated_calls"] > 0) == (made is FollowAgain)
         assert summary.tools["repeated"] <= verdict.counts["repeated_calls"]  # those for rewards are in the ledger only
         sample = ledger.one("SELECT sample FROM calls LIMIT 1")
         history = read_history(ledger, sample)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from sortedrl.clock import VirtualClock
+from sortedrl.controller import TOOL_POLL_S
 from sortedrl.engine.base import (
     Capabilities,
     CompletedHandle,
@@ -337,6 +338,62 @@ def test_scores_are_not_waited_for_while_an_update_waits_for_running_answers(del
     assert run.controller.run()
     assert [e.t for e in told(run, events.AttemptEnded) if e.sample in (2, 3)] == pytest.approx([5.0, 9.0])
     assert [sorted(batch) for batch in run.batches] == [[0, 1, 2, 3], [4, 5]]
+
+
+def test_answers_of_before_a_resume_wait_for_their_scores_too() -> None:
+    # Samples 0 and 1 were complete when the process before ended. Their scores need 1.125 s; 2 runs for 9 s.
+    run = make_run(Strategy.SORTED_PARTIAL, [1, 1, 9], slots=3, update_batch=2, cohort_batches=2, score_grace_s=2.0)
+    run.controller.scorer = TimedScorer(clock=run.clock, delay=1.125)
+    run.controller.load()
+    buffer = run.controller.buffer
+    for number in (0, 1):
+        buffer.start(buffer.samples[number])
+        buffer.finish(buffer.samples[number], FinishReason.STOP)
+    run.clock.advance(100.0)
+    run.clock.set_timer(100.5)  # the engine returns after the step of that time, at 101
+    assert run.controller.run()
+    first = told(run, events.BatchTaken)[0]
+    assert (sorted(first.samples), first.t) == ([0, 1], 101.125)
+
+
+@dataclass(slots=True, kw_only=True)
+class SlowTools:
+    """Environments that return nothing; remembers how long the loop waited for them."""
+
+    num_calling: int = 1
+    waits: list[float] = field(default_factory=list)
+
+    def collect(self, timeout: float) -> list[Sample]:
+        self.waits.append(timeout)
+        return []
+
+
+def test_the_loop_does_not_spin_while_only_a_tool_and_a_score_are_missing() -> None:
+    run = make_run(Strategy.SORTED_PARTIAL, [1, 1], slots=4, update_batch=2)
+    controller, buffer, tools = run.controller, run.controller.buffer, SlowTools()
+    controller.turns = tools  # type: ignore[assignment]
+    controller.scorer = scorer = TimedScorer(clock=run.clock, delay=5.0)
+    controller.load()
+    for sample in buffer.samples.values():
+        buffer.start(sample)
+        buffer.finish(sample, FinishReason.STOP)
+    buffer.call(buffer.samples[1], 1)
+    controller.ask_score(buffer.samples[0])
+    controller.collect()
+    assert sum(tools.waits) + sum(scorer.waits) == TOOL_POLL_S
+    run.clock.advance(5.0)
+    tools.waits.clear()
+    controller.collect()
+    assert (list(buffer.scored), tools.waits) == ([0], [0.0]), "what comes at once is not kept waiting"
+
+
+def test_slow_scores_do_not_stall_the_engine_when_no_sample_can_start() -> None:
+    # All samples have started, and at staleness 0 the update waits for them all. Scores come late, after 50 s.
+    knobs = {"max_staleness": 0, "on_bound": "wait", "cohort_batches": 2, "flat_extra": 2}
+    run = make_run(Strategy.SORTED_PARTIAL, [1, 3, 5, 9], slots=4, update_batch=2, score_grace_s=8.0, **knobs)
+    run.controller.scorer = TimedScorer(clock=run.clock, delay=50.0)
+    assert run.controller.run()
+    assert [e.t for e in told(run, events.AttemptEnded)] == pytest.approx([1.0, 3.0, 5.0, 9.0])
 
 
 # ---- pauses, stops and time -----------------------------------------------------------------------------------------

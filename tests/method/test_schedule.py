@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from sortedrl.engine.base import Capabilities
 from sortedrl.engine.sim.engine import SimEngine
 from sortedrl.errors import ConfigError
-from sortedrl.records import FinishReason, State
-from sortedrl.schedule import Fate, Order, Strategy, lacks_only_scores, resolve_knobs
+from sortedrl.records import FinishReason, Mode, Segment, State
+from sortedrl.schedule import (
+    Fate,
+    Order,
+    Strategy,
+    admission_needs_scores,
+    decide_fates,
+    is_provisional,
+    lacks_only_scores,
+    resolve_knobs,
+)
 from sortedrl.telemetry import events
 from tests.support.scripted_runs import DelayedScorer, ScriptedPolicy, ScriptedRun, ScriptedScore, scripted_run
 
@@ -464,6 +475,57 @@ def test_a_drain_hinges_on_scores_only_when_all_has_ended(finished: list[int], h
         buffer.start(buffer.samples[number])
         buffer.finish(buffer.samples[number], FinishReason.STOP)
     assert lacks_only_scores(buffer, run.controller.knobs) == hinges
+
+
+@pytest.mark.parametrize(
+    ("slots", "num_samples", "lookahead", "needs"),
+    [
+        (3, 4, 0, True),  # sample 3 may start in the free slot, if the rewards of 0 and 1 are equal
+        (1, 4, 0, False),  # no slot is free
+        (3, 3, 0, False),  # no sample is left
+        (3, 4, 1, True),
+        (4, 8, 1, True),  # the next cohort may be loaded
+        (4, 8, 0, False),
+    ],
+)
+def test_scores_decide_what_starts_only_if_something_can_start(
+    slots: int, num_samples: int, lookahead: int, needs: bool
+) -> None:
+    bounds = {"max_staleness": 0, "on_bound": "wait", "lookahead": lookahead}
+    knobs = resolve_knobs(Strategy.SORTED_PARTIAL, 2, cohort_batches=2, flat_extra=2, **bounds)
+    run = scripted_run(knobs, policy=ScriptedPolicy(), slots=slots, num_samples=num_samples)
+    run.controller.load()
+    buffer = run.controller.buffer
+    num_started = 4 if slots == 4 else 3
+    for number in range(num_started):
+        buffer.start(buffer.samples[number])
+    for number in (0, 1):
+        buffer.finish(buffer.samples[number], FinishReason.STOP)
+    has_data = run.controller.has_data
+    assert admission_needs_scores(buffer, knobs, slots, has_data=has_data) == needs
+    assert not admission_needs_scores(buffer, replace(knobs, flat_extra=0), slots, has_data=has_data)
+
+
+@pytest.mark.parametrize("on_bound", ["replay", "restart"])
+def test_what_waits_for_a_replay_is_not_resumed_after_another_publication(on_bound: str) -> None:
+    # Its attempt began at version 0 and went on over a kept cache; its tokens carry version 2, within the bound at 3.
+    knobs = {"interrupted": "resume", "on_bound": on_bound, "max_staleness": 1, "max_unverified": "none"}
+    resolved = resolve_knobs(Strategy.SORTED_PARTIAL, 1, lookahead=2, **knobs)
+    run = scripted_run(resolved, policy=ScriptedPolicy(), slots=1, num_samples=1)
+    run.controller.load()
+    buffer = run.controller.buffer
+    (sample,) = buffer.samples.values()
+    buffer.start(sample)
+    buffer.publish(1)
+    buffer.publish(2)
+    assert is_provisional(buffer, resolved, sample, 2) == (on_bound == "replay")
+    buffer.append(sample, Segment(2, [5, 6], [-1.0, -1.0]), start=0)
+    buffer.interrupt(sample)
+    if on_bound == "replay":
+        run.controller.await_verification(sample)
+    buffer.publish(3)
+    assert decide_fates(buffer, resolved) == ([] if on_bound == "replay" else [(sample, Fate.RESUME)])
+    assert sample.mode == (Mode.REPLAY if on_bound == "replay" else Mode.RESUME)
 
 
 class NearlyReadyScorer(DelayedScorer):

@@ -88,20 +88,29 @@ class RecordingLearner:
 class ScriptedScore:
     key: tuple[int, int]
     reward: float
+    is_lost: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
 class DelayedScorer:
-    """Returns a score only after it was polled `lag` times, and keeps what it was asked: samples and their tokens."""
+    """Returns a score only after it was polled `lag` times, and keeps what it was asked: samples and their tokens.
+
+    At the rate `lost`, the environment of an answer is gone before it gave its reward.
+    """
 
     lag: int = 0
+    lost: float = 0.0
     asked: list[tuple[int, list[int]]] = field(default_factory=list)
     queue: list[tuple[int, ScriptedScore]] = field(default_factory=list)
+    num_lost: int = 0
 
     def submit(self, sample: Sample) -> None:
         reward = float(sum(sample.tokens) % 2)
-        self.asked.append((sample.id, sample.tokens))
-        self.queue.append((self.lag, ScriptedScore(key=(sample.id, sample.attempt), reward=reward)))
+        is_lost = uniform("lost", sample.id, sample.attempt) < self.lost
+        self.num_lost += is_lost
+        if not is_lost:  # otherwise it may be asked again
+            self.asked.append((sample.id, sample.tokens))
+        self.queue.append((self.lag, ScriptedScore(key=(sample.id, sample.attempt), reward=reward, is_lost=is_lost)))
 
     def poll(self, timeout: float) -> list[ScriptedScore]:
         done = [score for left, score in self.queue if left <= 0]
@@ -137,6 +146,7 @@ def scripted_run(
     budget: int = 64,
     update_s: float = 0.0,
     score_lag: int = 0,
+    lost_scores: float = 0.0,
     run_seed: int = 0,
     seed_of: Callable[[int], int] | None = None,
     fails: Callable[[Request], int | None] = lambda request: None,
@@ -164,7 +174,7 @@ def scripted_run(
 
     buffer = Buffer(grouped=grouped)
     turns = None if make_turns is None else make_turns(buffer, clock, events.append)
-    scorer = DelayedScorer(lag=score_lag)
+    scorer = DelayedScorer(lag=score_lag, lost=lost_scores)
     controller = Controller(
         buffer,
         LoopParts(engine=engine, learner=learner, scorer=scorer, load_samples=load_samples, turns=turns),

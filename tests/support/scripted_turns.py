@@ -15,7 +15,10 @@ from sortedrl.environment.dialect import turns_of
 from sortedrl.environment.loop import TurnLoop
 from sortedrl.environment.objects import EnvironmentObjects
 from sortedrl.environment.runner import EnvironmentRunner
+from sortedrl.environment.scorer import no_reward
 from sortedrl.records import Sample
+from sortedrl.reward.pool import OnError, RewardPool, RewardScore
+from sortedrl.reward.scorer import SampleScorer
 from sortedrl.schedule import Knobs
 from sortedrl.simulate.virtual_runner import VirtualRunner
 from sortedrl.telemetry.events import Emit
@@ -118,6 +121,52 @@ class DirectChannel:
     def stop(self) -> None: ...
 
     def close(self) -> None: ...
+
+
+class DirectRunner:
+    """Works on turns at once, in real objects."""
+
+    def __init__(self, factory: type, kind: Kind) -> None:
+        spec = EnvironmentSpec(factory=factory, name="E", kind=kind, tools=(), has_reward=True, needed=())
+        self.runner = EnvironmentRunner(spec, run_in="thread", timeout_s=0.1)
+        self.channel = DirectChannel(EnvironmentObjects(factory, kind=kind.value, max_chars=100))
+        self.submitted: list[Turn] = []
+
+    def submit(self, turn: Turn) -> None:
+        self.submitted.append(turn)
+
+    def poll(self, timeout: float) -> list[TurnResult]:
+        return self._work(asks_reward=False)
+
+    def poll_rewards(self, timeout: float) -> list[TurnResult]:
+        return self._work(asks_reward=True)
+
+    def forget(self, sample: int) -> None:
+        self.channel.exchange({"op": "forget", "sample": sample, "serial": -1}, 1.0)
+
+    def _work(self, *, asks_reward: bool) -> list[TurnResult]:
+        turns = [turn for turn in self.submitted if turn.asks_reward == asks_reward]
+        self.submitted = [turn for turn in self.submitted if turn.asks_reward != asks_reward]
+        return [self.runner._work(self.channel, turn) for turn in turns]
+
+
+class ZeroPool(RewardPool):
+    """Every answer has the score 0 at once, in place of reward functions."""
+
+    def __init__(self, on_error: OnError) -> None:
+        super().__init__(no_reward, timeout_s=1.0, workers=1, on_error=on_error)
+        self.keys: list[tuple[int, int]] = []
+
+    def submit(self, key: tuple[int, int], *answer: Any) -> None:
+        self.keys.append(key)
+
+    def poll(self, timeout: float = 0) -> list[RewardScore]:
+        keys, self.keys = self.keys, []
+        return [RewardScore(key=key, reward=0.0) for key in keys]
+
+
+def zeros(on_error: OnError = "zero", **callbacks: Any) -> SampleScorer:
+    return SampleScorer(pool=ZeroPool(on_error), tokenizer=None, **callbacks)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sortedrl.environment.base import Turn, TurnResult
+from sortedrl.environment.base import ToolCall, Turn, TurnResult
 from sortedrl.environment.dialect import Dialect
+from sortedrl.environment.past import PastTurn, following_turn, past_turn
 from sortedrl.environment.runner import EnvironmentRunner
 from sortedrl.records import Prompt, Sample, Segment
 
@@ -26,15 +27,15 @@ class AnswerTurns:
     _first: int = 0  # sample id of answer 0
     _num_answers: int = 0
     _serial: int = 0
-    _states: dict[int, Any] = field(default_factory=dict)
+    _past: dict[int, dict[int, PastTurn]] = field(default_factory=dict)  # of the answers that have objects
     _open: dict[int, Turn] = field(default_factory=dict)
 
     def begin(self, num_answers: int) -> None:
         """Start an evaluation of this many answers."""
-        for number in self._states:
+        for number in self._past:
             self.runner.forget(number)
         self._first, self._num_answers = self._first + self._num_answers, num_answers
-        self._states.clear()
+        self._past.clear()
 
     def take(self, number: int, prompt: Prompt, tokens: Sequence[int], masked: Sequence[range]) -> bool:
         """Give a finished turn to the answer's environment; False if the answer is complete."""
@@ -56,26 +57,25 @@ class AnswerTurns:
         return done
 
     def reward_turn(self, number: int, prompt: Prompt, tokens: Sequence[int], masked: Sequence[range]) -> Turn:
-        return self._turn(self._sample(number, prompt, tokens, masked), asks_reward=True)
+        sample = self._sample(number, prompt, tokens, masked)
+        last = self._past.get(sample.id, {}).get(len(masked))  # a turn whose result was not fed
+        if last is None:
+            return self._turn(sample, asks_reward=True)
+        return self._turn(sample, self.dialect.calls(sample), asks_reward=True, is_over=last.is_over)
 
     def _fed(self, turn: Turn, result: TurnResult) -> list[int]:
-        if result.is_lost or result.is_over:
+        if result.is_lost:
             return []
-        self._states[turn.sample] = result.state
-        return self.dialect.fed(turn.calls, [r.text for r in result.results])
+        self._past[turn.sample][turn.number] = past_turn(result)
+        return [] if result.is_over else self.dialect.fed(turn.calls, [r.text for r in result.results])
 
-    def _turn(self, sample: Sample, **asked: Any) -> Turn:
+    def _turn(self, sample: Sample, last: Sequence[ToolCall] | None = None, **asked: Any) -> Turn:
+        """The next turn of an answer; `last`: the calls of a turn before it whose result was not fed."""
         self._serial += 1
-        return Turn(
-            sample=sample.id,
-            serial=self._serial,
-            number=sample.num_turns,
-            row={**sample.prompt.columns, "prompt": sample.prompt.content},
-            history=[[c for c in calls if not c.error] for calls in self.dialect.history(sample)],
-            state=self._states.get(sample.id),
-            may_repeat=True,  # an evaluation has no ledger
-            **asked,
-        )
+        past, number = self._past.setdefault(sample.id, {}), sample.num_turns + (last is not None)
+        made: list[Sequence[ToolCall]] = [*self.dialect.history(sample), *([] if last is None else [last])]
+        asked["may_repeat"] = True  # an evaluation has no ledger
+        return following_turn(sample, self._serial, number, made, past, **asked)
 
     def _sample(self, number: int, prompt: Prompt, tokens: Sequence[int], masked: Sequence[range]) -> Sample:
         """The answer as a sample: a dialect reads the turns of samples."""

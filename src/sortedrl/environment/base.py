@@ -60,7 +60,8 @@ class Turn:
     """A turn of a trajectory for its environment to work on.
 
     `number` counts the turns with tools that the trajectory keeps before this one, and `history` has those of their
-    calls that must be made again in a fresh object. With `asks_reward` there are no calls, and the trajectory is over.
+    calls that must be made again in a fresh object. With `asks_reward` there are no calls, and the trajectory is over;
+    `number` then counts a last turn too whose result was not fed.
     """
 
     sample: int
@@ -71,6 +72,7 @@ class Turn:
     history: Sequence[Sequence[ToolCall]] = ()
     state: Any = None  # the snapshot after the kept turns, for a new object
     asks_reward: bool = False
+    is_over: bool = False  # with `asks_reward`: the object died in the last turn, so it cannot be asked any more
     may_repeat: bool = False  # the calls of `history` are recorded, so they may be made again
 
 
@@ -78,9 +80,9 @@ class Turn:
 class TurnResult:
     """The end of a turn's work.
 
-    If `is_lost`, the state cannot be made again. If `must_repeat`, it can, by calls of kept turns, which must be
-    recorded before they are made: the turn has to be submitted again with `may_repeat`. In neither case was a tool
-    called.
+    If `is_lost`, the state cannot be made again, and the trajectory may start over. If `must_repeat`, it can, by calls
+    of kept turns, which must be recorded before they are made: the turn has to be submitted again with `may_repeat`. In
+    neither case was a tool called.
     """
 
     sample: int
@@ -92,7 +94,7 @@ class TurnResult:
     error: str = ""  # why there is no reward
     is_lost: bool = False
     must_repeat: bool = False
-    is_over: bool = False  # the object died in a call and cannot be made again: the trajectory ends here
+    is_over: bool = False  # the object died or could not begin, and cannot be made again: the trajectory ends here
     seconds: float = 0.0
 
 

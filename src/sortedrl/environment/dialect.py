@@ -5,8 +5,9 @@ tokenizer has a `response_template`, transformers parses the turn; otherwise cal
 `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. Results follow as the chat template writes `tool` messages;
 after a text prompt they follow as `<tool_response> ... </tool_response>`.
 
-Guarantees: whatever the model wrote, `calls` returns; a malformed call is a `ToolCall` with an error. A special token
-that occurs in a tool's text is broken up, so that a tool cannot end a turn or write in another role.
+Guarantees: whatever the model wrote, `calls` returns; a malformed call is a `ToolCall` with an error. A name that is no
+tool's is printable text. A special token that occurs in such a name or in a tool's text is broken up, so that neither
+can end a turn or write in another role.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from sortedrl.environment.base import EnvironmentSpec, ToolCall
 from sortedrl.errors import ConfigError, first_line
 from sortedrl.records import Sample
 from sortedrl.reward.answer_text import TextDecoder
+from sortedrl.reward.worker import printable
 
 MAX_CALLS = 16  # in one turn; further ones are answered with an error
 _CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
@@ -80,10 +82,11 @@ class Dialect:
         return _as_call(value)
 
     def _checked(self, call: ToolCall) -> ToolCall:
-        if not call.error and call.name not in self._spec.tool_names:
-            known = ", ".join(self._spec.tool_names)
-            return ToolCall(name=call.name[:_MAX_SHOWN], error=f"there is no such tool: the tools are {known}")
-        return call
+        """The call; if its name is that of no tool, with an error, and a name that can be stored and printed."""
+        if call.name in self._spec.tool_names:
+            return call
+        shown, known = printable(call.name)[:_MAX_SHOWN], ", ".join(self._spec.tool_names)
+        return ToolCall(name=shown, error=call.error or f"there is no such tool: the tools are {known}")
 
     def _text(self, tokens: Sequence[int]) -> str:
         """The text with special tokens, because `<tool_call>` may be one; without those that end a turn."""
@@ -100,7 +103,8 @@ class Dialect:
         if not self._is_chat:
             told = "\n".join(f"<tool_response>\n{text}\n</tool_response>" for text in safe)
             return list(self._tokenizer(f"\n{told}\n", add_special_tokens=False)["input_ids"])
-        names = [call.name or self._spec.tool_names[0] for call in calls]
+        known = self._spec.tool_names
+        names = [call.name if call.name in known else self.harmless(call.name) or known[0] for call in calls]
         messages = [{"role": "tool", "name": name, "content": text} for name, text in zip(names, safe, strict=True)]
         return self._suffix(messages)
 
@@ -190,5 +194,5 @@ def _as_call(value: Any) -> ToolCall:
         except (ValueError, RecursionError):
             arguments = None
     if not isinstance(arguments, dict):
-        return ToolCall(name=value["name"][:_MAX_SHOWN], error='"arguments" of a tool call must be an object')
+        return ToolCall(name=value["name"], error='"arguments" of a tool call must be an object')
     return ToolCall(name=value["name"], arguments=arguments)

@@ -1,6 +1,7 @@
 """The part of the loop for tools: gives finished turns to environments, and feeds back what these return.
 
     turn finished --take--> CALLING --collect--> fed, PENDING | complete, FINISHED | lost, PENDING from the start
+    complete, FINISHED --reward lost, start_over--> PENDING from the start
 
 The controller calls it at a few points (`protocols.Turns`), and it changes the buffer as the controller does. A runner
 works on turns in the background; a dialect reads calls and writes results (both are real in a run, and simple in the
@@ -16,18 +17,17 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from sortedrl.buffer import Buffer
 from sortedrl.clock import Clock
 from sortedrl.environment.base import ToolCall, ToolResult, Turn, TurnResult
+from sortedrl.environment.past import PastTurn, following_turn, past_turn
 from sortedrl.records import IGNORED, CallRecord, FinishReason, Sample
 from sortedrl.schedule import Fate, Knobs
 from sortedrl.telemetry.events import Emit, SampleRequeued, ToolsCalled, ToolsReturned
-
-_UNHEARD = ("timeout", "died", "not called", "malformed", "malformed result")  # calls that changed no state, or hang
 
 
 class TurnRunner(Protocol):
@@ -51,14 +51,6 @@ class TurnDialect(Protocol):
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class PastTurn:
-    """What is needed to bring the state after a turn back: its snapshot, and the calls that must not be made again."""
-
-    state: Any = None
-    unheard: frozenset[int] = frozenset()
-
-
-@dataclass(slots=True, kw_only=True, frozen=True)
 class _Open:
     """A turn that its environment works on."""
 
@@ -66,6 +58,14 @@ class _Open:
     began: float
     must_verify: bool  # its tokens were sampled over a cache of older weights
     num_repeated: int = 0  # calls of kept turns that are made again for it
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class _Ended:
+    """A complete answer whose last turn called tools: their results were not fed."""
+
+    tokens: list[int]
+    is_over: bool  # no object was left after it
 
 
 class TurnLoop:
@@ -95,6 +95,13 @@ class TurnLoop:
         self._dropped: dict[int, Turn] = {}  # turns whose samples started over while they were worked on, by serial
         self._serial = 0
         self._asked: dict[int, int] = {}  # the serial of the newest turn that asks for a reward, by sample
+        self._ended = {
+            sample: _Ended(tokens=held.tokens, is_over=turns[held.num_turns].is_over)
+            for sample, turns in self._past.items()
+            if (held := buffer.samples.get(sample)) is not None and held.finish_reason is not None
+            if held.num_turns in turns and turns[held.num_turns].is_last
+        }
+        self._lost: dict[int, list[int]] = {}  # answers that started over because their objects were lost, by sample
         self.counts: Counter[str] = Counter()  # turns, calls, failed, repeated, lost, cut by the turn limit
 
     @property
@@ -143,9 +150,18 @@ class TurnLoop:
 
     def reward_turn(self, sample: Sample) -> Turn:
         """The turn that asks for the reward of a complete trajectory."""
-        turn = self._turn(sample, (), asks_reward=True)
+        ended = self._ended_turn(sample)
+        # What was lost twice in the same way is not tried a third time.
+        is_over = (ended is not None and ended.is_over) or self._lost.get(sample.id) == sample.tokens
+        turn = self._turn(sample, asks_reward=True, is_over=is_over)
         self._asked[sample.id] = turn.serial
         return turn
+
+    def start_over(self, sample: Sample) -> None:
+        """The object of a complete trajectory is lost, so nobody can tell its reward: it starts over."""
+        self.counts["lost"] += 1
+        self._lost[sample.id] = sample.tokens
+        self._requeue(sample, Fate.RESTART)
 
     def repeat_reward_turn(self, turn: Turn) -> Turn | None:
         """The same turn, with leave to make the calls of kept turns again; None if its answer is no longer there.
@@ -153,7 +169,7 @@ class TurnLoop:
         An answer that was written anew is asked for again, so only the newest request may call tools.
         """
         sample = self._buffer.samples.get(turn.sample)
-        if sample is None or sample.finish_reason is None or sample.num_turns != turn.number:
+        if sample is None or sample.finish_reason is None or self._num_turns(sample) != turn.number:
             return None
         if self._asked[sample.id] != turn.serial:
             return None
@@ -164,33 +180,34 @@ class TurnLoop:
         """The sample is trained."""
         self._past.pop(sample, None)
         self._asked.pop(sample, None)
+        self._ended.pop(sample, None)
+        self._lost.pop(sample, None)
         self._runner.forget(sample)
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
     def _submit(self, sample: Sample, calls: Sequence[ToolCall], must_verify: bool) -> None:
-        turn = self._turn(sample, calls)
+        turn = self._turn(sample, calls=calls)
         self._open[sample.id] = _Open(turn=turn, began=self._clock.now(), must_verify=must_verify)
         self._emit(ToolsCalled(self._clock.now(), sample.id, sample.attempt, turn.number, len(calls)))
         self._runner.submit(turn)
 
-    def _turn(self, sample: Sample, calls: Sequence[ToolCall], *, asks_reward: bool = False) -> Turn:
+    def _turn(self, sample: Sample, **asked: Any) -> Turn:
         self._serial += 1
         number, past = sample.num_turns, self._past.get(sample.id, {})
-        history: list[list[ToolCall]] = []
-        for place, made in enumerate(self._dialect.history(sample) if number else ()):
-            unheard = past[place].unheard if place in past else frozenset()
-            history.append([call for i, call in enumerate(made) if not call.error and i not in unheard])
-        return Turn(
-            sample=sample.id,
-            serial=self._serial,
-            number=number,
-            row={**sample.prompt.columns, "prompt": sample.prompt.content},
-            calls=calls,
-            history=history,
-            state=past[number - 1].state if number - 1 in past else None,
-            asks_reward=asks_reward,
-        )
+        made = list(self._dialect.history(sample)) if number else []
+        if asked.get("asks_reward") and self._ended_turn(sample) is not None:
+            number, made = number + 1, [*made, self._dialect.calls(sample)]
+        return following_turn(sample, self._serial, number, made, past, **asked)
+
+    def _ended_turn(self, sample: Sample) -> _Ended | None:
+        """How the answer's last turn ended if its results were not fed; None if it called no tools."""
+        ended = self._ended.get(sample.id)
+        return ended if ended is not None and ended.tokens == sample.tokens else None
+
+    def _num_turns(self, sample: Sample) -> int:
+        """The number of turns with tools of a complete answer, also of one whose results were not fed."""
+        return sample.num_turns + (self._ended_turn(sample) is not None)
 
     def _repeat(self, sample: Sample, opened: _Open) -> None:
         """The object of a repeatable environment is gone: have the calls of the kept turns made again."""
@@ -222,6 +239,7 @@ class TurnLoop:
             reason = FinishReason.STOP if result.is_over or not fed else FinishReason.LENGTH
             self._tell(sample, opened, "complete", result)
             self._buffer.finish(sample, reason)
+            self._ended[sample.id] = _Ended(tokens=sample.tokens, is_over=result.is_over)
             fate = self._fate(sample, opened)
             if self._exceeds(sample) or (fate == Fate.REPLAY and self._knobs.goes_on_unverified):
                 self._requeue(sample, fate)
@@ -238,8 +256,7 @@ class TurnLoop:
         turn, past = opened.turn, self._past.setdefault(sample.id, {})
         for later in [number for number in past if number > turn.number]:
             del past[later]
-        unheard = frozenset(place for place, r in enumerate(result.results) if r.error in _UNHEARD)
-        past[turn.number] = PastTurn(state=result.state, unheard=unheard)
+        past[turn.number] = past_turn(result)
         records = [_record(call, made) for call, made in zip(turn.calls, result.results, strict=True)]
         if result.state is not None:
             records[-1] = replace(records[-1], state=json.dumps(result.state))
@@ -291,17 +308,6 @@ class TurnLoop:
                 opened.num_repeated,
             )
         )
-
-
-def past_turns(rows: Iterable[tuple[int, int, int, str, str | None]]) -> dict[int, dict[int, PastTurn]]:
-    """What the ledger's rows of calls (sample, turn, index, error, state) tell of past turns, by sample and turn."""
-    past: dict[int, dict[int, PastTurn]] = {}
-    for sample, turn, index, error, state in rows:
-        turns = past.setdefault(sample, {})
-        before = turns[turn].unheard if index and turn in turns else frozenset[int]()
-        unheard = before | {index} if error in _UNHEARD else before
-        turns[turn] = PastTurn(state=None if state is None else json.loads(state), unheard=unheard)
-    return past
 
 
 def _record(call: ToolCall, result: ToolResult) -> CallRecord:

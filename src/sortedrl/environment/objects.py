@@ -13,7 +13,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,13 +24,14 @@ from sortedrl.reward.worker import describe, printable
 
 MAX_STATE_CHARS = 1 << 18  # of a snapshot as JSON
 KEPT_CONTROLS = "\n\t"
+MAX_REWARD = 3.4028234663852886e38  # the largest float32, as for reward functions
 
 
 @dataclass(slots=True, kw_only=True)
 class _Held:
-    """An object and the number of turns with tools that it has been through."""
+    """An object and the number of turns with tools that it has been through; `made` is None while it is being made."""
 
-    made: Any
+    made: Any = None
     serial: int
     turn: int = 0
     is_busy: bool = True
@@ -70,27 +70,38 @@ class EnvironmentObjects:
         turn = request["turn"]
         with self._lock:
             held = self._held.get(sample)
+            if held is not None and held.serial > serial:  # a newer turn of the sample has begun
+                return {"lost": True}
             if held is not None and not held.is_busy and (held.turn == turn or self._kind == "stateless"):
                 held.serial, held.turn, held.is_busy = serial, turn, True
                 return {}
-        if turn and (self._kind == "none" or (self._kind == "snapshot" and request["state"] is None)):
-            return {"lost": True}
-        if turn and self._kind == "repeatable" and any(request["history"]) and not request["may_repeat"]:
-            return {"must_repeat": True}
+            if turn and (self._kind == "none" or (self._kind == "snapshot" and request["state"] is None)):
+                return {"lost": True}
+            if turn and self._kind == "repeatable" and any(request["history"]) and not request["may_repeat"]:
+                return {"must_repeat": True}
+            # Its place is taken before it is made: what a turn begins late, or in an abandoned thread, is nobody's.
+            held = self._held[sample] = _Held(serial=serial, turn=turn)
         try:
-            made = self._factory()
-            self._reset(made, request["row"])
-            if turn and self._kind == "snapshot":
-                made._restore(request["state"])
-            elif turn and self._kind == "repeatable":
-                for calls in request["history"]:
-                    for call in calls:
-                        self._call(made, call["name"], call["arguments"])
+            made = self._made(turn, request)
         except BaseException as error:
             return {"error": f"the environment could not begin: {describe(error)}"}
         with self._lock:
-            self._held[sample] = _Held(made=made, serial=serial, turn=turn)
+            if self._held.get(sample) is not held:
+                return {"lost": True}
+            held.made = made
         return self._snapshot(made) if turn == 0 else {}
+
+    def _made(self, turn: int, request: dict[str, Any]) -> Any:
+        """A new object in the state after `turn` turns, by the kind of the class."""
+        made = self._factory()
+        self._reset(made, request["row"])
+        if turn and self._kind == "snapshot":
+            made._restore(request["state"])
+        elif turn and self._kind == "repeatable":
+            for calls in request["history"]:
+                for call in calls:
+                    self._call(made, call["name"], call["arguments"])
+        return made
 
     @staticmethod
     def _reset(made: Any, row: dict[str, Any]) -> None:
@@ -117,8 +128,8 @@ class EnvironmentObjects:
             return {"reward": None, "error": f"get_reward raised {describe(failed)}"}
         finally:
             held.is_busy = False
-        if not math.isfinite(reward):
-            return {"reward": None, "error": f"get_reward returned {reward}"}
+        if not abs(reward) <= MAX_REWARD:
+            return {"reward": None, "error": f"get_reward returned {reward:g}, which float32 cannot hold"}
         return {"reward": reward, "error": ""}
 
     def _close(self, held: _Held) -> dict[str, Any]:

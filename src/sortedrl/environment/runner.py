@@ -49,7 +49,7 @@ class ProcessChannel(WorkerProcess):
 
     def exchange(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         self.start()
-        reply = self._exchange(json.dumps(request, default=as_plain), timeout_s)
+        reply = self._exchange(json.dumps({**request, "timeout_s": timeout_s}, default=as_plain), timeout_s)
         if not isinstance(reply, dict):
             self._end()
             raise CallFailed(FailureKind.MALFORMED, "a tool wrote to the worker's channel")
@@ -193,7 +193,10 @@ class EnvironmentRunner:
         return [result for result in found if isinstance(result, TurnResult)]
 
     def forget(self, sample: int) -> None:
-        """Drop the object of a sample that is trained or starts over."""
+        """Drop the object of a sample that is trained, or of an answer of an evaluation that is over.
+
+        A sample that starts over gets a new object at its first turn.
+        """
         if self._threads:
             self._inboxes[sample % len(self._inboxes)].put(sample)
 
@@ -249,16 +252,20 @@ class EnvironmentRunner:
             opened = {"error": f"the environment could not begin: {failed.kind} {failed.detail}".rstrip()}
         made: dict[str, Any] = {**key, "number": turn.number}
         if opened.get("lost"):
-            return TurnResult(**made, is_lost=True, error="its environment is lost")
+            return self._lost(turn, made)
         if opened.get("must_repeat"):
             return TurnResult(**made, must_repeat=True)
         if turn.asks_reward:
-            return self._ask_reward(channel, key, made, opened)
+            return self._ask_reward(channel, turn, key, made, opened)
         if error := opened.get("error"):
             self.errors["reset: exception"] += 1
-            text = self._error_text(error)
-            return TurnResult(**made, results=[ToolResult(text=text, error="exception") for _ in turn.calls])
+            unmade = [ToolResult(text=self._error_text(error), error="not called") for _ in turn.calls]
+            return TurnResult(**made, results=unmade, state=turn.state, is_over=self._is_over(turn.state))
         return self._make_calls(channel, turn, key, made, opened.get("state", turn.state))
+
+    def _is_over(self, state: Any) -> bool:
+        """Whether no object can go on after a turn that left none, only this snapshot."""
+        return self.spec.kind is Kind.NONE or (self.spec.kind is Kind.SNAPSHOT and state is None)
 
     def _make_calls(
         self, channel: Channel, turn: Turn, key: dict[str, Any], made: dict[str, Any], state: Any
@@ -284,8 +291,7 @@ class EnvironmentRunner:
                 self.errors["_snapshot: exception"] += 1
                 logger.warning("the snapshot of %s failed: %s", self.spec.name, closed["state_error"])
             state = closed.get("state", state)
-        is_over = is_dead and (self.spec.kind is Kind.NONE or (self.spec.kind is Kind.SNAPSHOT and state is None))
-        return TurnResult(**made, results=results, state=state, is_over=is_over)
+        return TurnResult(**made, results=results, state=state, is_over=is_dead and self._is_over(state))
 
     def _make_call(self, channel: Channel, key: dict[str, Any], call: ToolCall) -> tuple[ToolResult, bool]:
         """The result of a call, and whether the object died of it."""
@@ -309,18 +315,25 @@ class EnvironmentRunner:
         return ToolResult(text=text, error=error, seconds=float(reply["seconds"])), False
 
     def _ask_reward(
-        self, channel: Channel, key: dict[str, Any], made: dict[str, Any], opened: Mapping[str, Any]
+        self, channel: Channel, turn: Turn, key: dict[str, Any], made: dict[str, Any], opened: Mapping[str, Any]
     ) -> TurnResult:
-        error, reward = opened.get("error", ""), None
-        if not error:
+        reply: Mapping[str, Any] = opened
+        if not opened.get("error"):
             try:
                 reply = channel.exchange({**key, "op": "reward"}, self._timeout_s)
-                reward, error = reply.get("reward"), reply.get("error", "its environment is gone")
             except CallFailed as failed:
-                error = f"get_reward: {failed.kind}"
-        if reward is None:
+                reply = {"error": f"get_reward: {failed.kind}"}
+        if reply.get("lost"):
+            return self._lost(turn, made)
+        if reply.get("reward") is None:
             self.errors["get_reward: failed"] += 1
-        return TurnResult(**made, reward=reward, error=error)
+        return TurnResult(**made, reward=reply.get("reward"), error=str(reply.get("error", "")))
+
+    def _lost(self, turn: Turn, made: dict[str, Any]) -> TurnResult:
+        """The state after the kept turns is gone, which is no news of an object that died in the last of them."""
+        if turn.asks_reward:
+            self.errors["get_reward: failed" if turn.is_over else "get_reward: lost"] += 1
+        return TurnResult(**made, is_lost=not turn.is_over, error="its environment is lost")
 
     def _error_text(self, error: str) -> str:
         return clean(json.dumps({"error": error}, ensure_ascii=False), self._max_chars)

@@ -62,6 +62,7 @@ class RewardScore:
     function: str = ""
     kind: FailureKind | None = None
     is_skipped: bool = False  # the sample must have no weight in training
+    is_lost: bool = False  # the answer's environment is gone before it gave its reward: the sample must start over
     by_function: Mapping[str, float] | None = None  # if there are several functions: what each one returned
 
 
@@ -470,17 +471,24 @@ class RewardPool:
         outcome = ticket.reward(self._functions, self._weights)
         if not isinstance(outcome, _Failure):
             return RewardScore(key=ticket.key, reward=outcome, by_function=self._by_function(ticket))
+        return self._fail(ticket.key, outcome)
+
+    def refuse(self, key: _Key, kind: FailureKind, function: str, message: str) -> RewardScore | None:
+        """Count an answer that gets no reward for a reason outside of the functions; its score, as `on_error` says."""
+        return self._fail(key, _Failure(kind=kind, function=function, message=message))
+
+    def _fail(self, key: _Key, outcome: _Failure) -> RewardScore | None:
         if outcome.name not in self.errors:
             effect = {"zero": "gets reward 0", "skip": "gets no weight in training", "stop": "stops the run"}
             text = "%s (sample %d %s; further failures of this kind are counted, not logged)"
-            logger.warning(text, outcome.message, ticket.key[0], effect[self._on_error])
+            logger.warning(text, outcome.message, key[0], effect[self._on_error])
         self.errors[outcome.name] += 1
         if self._on_error == "stop":
             remedy = "set reward.on_error to zero or skip to continue without such answers"
             self.failure = self.failure or RewardError(f"{outcome.message}; {remedy}")
             return None
         return RewardScore(
-            key=ticket.key,
+            key=key,
             reward=0.0,
             error=outcome.message,
             function=outcome.function,

@@ -59,7 +59,10 @@ class SampleScorer:
 
     def poll(self, timeout: float) -> list[RewardScore]:
         """Return the scores that are ready, waiting up to `timeout` seconds for the first one."""
-        scores = self.pool.poll(timeout)
+        return self.told(self.pool.poll(timeout))
+
+    def told(self, scores: list[RewardScore]) -> list[RewardScore]:
+        """The scores, after the callbacks have seen them."""
         if self.on_skipped is not None:
             for score in scores:
                 if score.is_skipped:

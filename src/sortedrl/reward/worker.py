@@ -181,7 +181,8 @@ def serve(lines: SimpleQueue[bytes | None], out: BinaryIO) -> None:
     reply({"ready": True})
     while (line := lines.get()) is not None:
         request = json.loads(line)
-        _limit_cpu(setup["timeout_s"] * (os.cpu_count() or 1) + _CPU_SPARE_S)
+        timeout_s = request.get("timeout_s", setup["timeout_s"])  # some requests may take longer than a call
+        _limit_cpu(timeout_s * (os.cpu_count() or 1) + _CPU_SPARE_S)
         reply(answer(request))
         _limit_cpu(0)
 

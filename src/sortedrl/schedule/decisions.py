@@ -93,10 +93,7 @@ def choose_batch(buffer: Buffer, knobs: Knobs, *, has_data: bool = False) -> lis
 
 
 def lacks_only_scores(buffer: Buffer, knobs: Knobs) -> bool:
-    """Whether the next batch is complete but for scores that are being computed.
-
-    Also whether admission depends on them: with `flat_extra` at staleness 0 and `on_bound = wait`.
-    """
+    """Whether the next batch is complete but for scores that are being computed."""
     if not buffer.finished:
         return False
     if knobs.harvest == DRAIN:
@@ -107,11 +104,9 @@ def lacks_only_scores(buffer: Buffer, knobs: Knobs) -> bool:
         return complete == cohort.num_left
     if len(buffer.finished) + len(buffer.scored) < knobs.update_batch:
         return False  # the code below would find the same, but this runs at every poll
-    soon, counted = buffer.num_ready_soon, buffer.num_counted(knobs.flat_extra)
-    if soon == 0 or counted + soon < knobs.update_batch:
+    soon = buffer.num_ready_soon
+    if soon == 0 or buffer.num_counted(knobs.flat_extra) + soon < knobs.update_batch:
         return False
-    if counted < knobs.update_batch and knobs.waits_at_zero and knobs.flat_extra:
-        return True  # whether more samples start depends on these rewards (`_room`)
     if knobs.exact_batch:
         complete = _complete_groups(buffer, buffer.finished.values())
         soon_ready = [group for group in complete if not any(s.id in buffer.unverified for s in group.samples)]
@@ -119,6 +114,20 @@ def lacks_only_scores(buffer: Buffer, knobs: Knobs) -> bool:
     is_due = _due(buffer, knobs)
     under_way = chain(buffer.running.values(), buffer.calling.values(), _may_be_due(buffer, knobs))
     return is_due is None or not any(map(is_due, under_way))
+
+
+def admission_needs_scores(buffer: Buffer, knobs: Knobs, slots: int, *, has_data: bool) -> bool:
+    """Whether scores that are being computed decide if more samples start now (`_room`).
+
+    So it is where equal rewards are replaced (`flat_extra`), at staleness 0 with `on_bound = wait`.
+    """
+    if not (knobs.flat_extra and knobs.waits_at_zero and buffer.finished) or knobs.harvest == DRAIN:
+        return False
+    num_counted = buffer.num_counted(knobs.flat_extra)
+    if num_counted >= knobs.update_batch or num_counted + buffer.num_ready_soon < knobs.update_batch:
+        return False
+    may_start = bool(buffer.pending) or (has_data and wants_cohort(buffer, knobs, slots))
+    return may_start and buffer.num_running < slots
 
 
 def interrupts_at_publication(buffer: Buffer, knobs: Knobs) -> list[Sample]:
@@ -145,8 +154,8 @@ def decide_fates(buffer: Buffer, knobs: Knobs) -> list[tuple[Sample, Fate]]:
     """After new weights are published: how each sample that holds tokens continues. Others stay as they are."""
     decisions: list[tuple[Sample, Fate]] = []
     for sample in buffer.waiting.values():
-        if sample.id in buffer.unverified and sample.mode is Mode.REPLAY and knobs.on_bound == REPLAY:
-            continue  # it still waits for the replay that was decided at an earlier publication
+        if sample.mode is Mode.REPLAY and knobs.on_bound == REPLAY:
+            continue  # it still waits for a replay, which its tokens may need however new they are
         if sample.segments:
             exceeds = _exceeds(buffer, knobs, sample, buffer.version)
             decisions.append((sample, knobs.on_bound if exceeds else knobs.interrupted))
@@ -288,7 +297,7 @@ def _room(buffer: Buffer, knobs: Knobs) -> int | None:
     Once a batch is ready, no more samples start than the updates within the staleness bound can train in batches of
     that size; more would make a batch larger. At staleness 0 none starts, since the update would have to wait for it;
     there answers that lack only a score count as ready, so what starts does not depend on when scores come. (Where
-    equal rewards are replaced, only scores can tell, and the loop waits for them: `lacks_only_scores`.)
+    equal rewards are replaced, only scores can tell, and the loop waits for them: `admission_needs_scores`.)
     """
     bound = knobs.max_staleness
     if bound is None or knobs.harvest == DRAIN or not (knobs.overlap or knobs.waits_at_zero):

@@ -16,7 +16,8 @@ from sortedrl.config.plug_points import ENVIRONMENT
 from sortedrl.environment.answers import AnswerTurns
 from sortedrl.environment.base import EnvironmentSpec, describe
 from sortedrl.environment.dialect import Dialect
-from sortedrl.environment.loop import TurnLoop, past_turns
+from sortedrl.environment.loop import TurnLoop
+from sortedrl.environment.past import past_turns
 from sortedrl.environment.runner import EnvironmentRunner
 from sortedrl.environment.scorer import EnvironmentScorer
 from sortedrl.ledger.store import DurableBuffer
@@ -69,7 +70,9 @@ class RunEnvironment:
     def heldout_scorer(self, inner: SampleScorer) -> Any:
         if not self.spec.has_reward:
             return inner
-        return EnvironmentScorer(inner=inner, runner=self.heldout_runner, make_turn=_refuse, repeat_turn=_refuse)
+        return EnvironmentScorer(
+            inner=inner, runner=self.heldout_runner, make_turn=_refuse, repeat_turn=_refuse, starts_over=False
+        )
 
 
 def find_environment(config: SortedConfig, task: Task) -> EnvironmentSpec | None:
