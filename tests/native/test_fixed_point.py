@@ -50,9 +50,13 @@ void product(const float *x, const float *w, int64_t rows, int64_t inputs, int64
         for (int64_t r = 0; r < rows; r++)
             row_to_fixed(row(plain, r), panels(inputs), 1, (struct row_span *)row(of_x, r));
     }
-    for (int64_t p = 0; p < panels(outputs) / PANEL; p++)
-        panel_product(of_x, 0, weights + p * size, 0, (struct rows){y + p * PANEL, outputs}, rows, inputs,
+    for (int64_t p = 0, num; p < panels(outputs) / PANEL; p += num) {
+        const float *first = weights + p * size;
+        num = outputs - p * PANEL > PANEL ? 2 : 1;
+        const struct weights here = {first, first + (num - 1) * size};
+        panel_product(of_x, 0, (struct piece){here, here, num}, 0, (struct rows){y + p * PANEL, outputs}, rows, inputs,
                       outputs - p * PANEL, 0, is_fixed);
+    }
     free(weights), free(fixed), free(plain.start);
 }
 """

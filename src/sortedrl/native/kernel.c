@@ -102,7 +102,7 @@ static int64_t next_piece(const struct thread *self, int64_t num)
 struct work {
     struct rows x, qkv, heads, inner;
     struct rows fixed; /* input of the next product, in fixed point */
-    struct rows gates, ups;
+    struct rows gates_ups; /* a panel of gates, then one of ups */
     float *scores, *factors;
 };
 
@@ -129,8 +129,7 @@ static int64_t lay_out_memory(const struct model *m, int64_t rank, float *memory
     const int64_t widest = m->inner > m->heads * m->head_dim ? m->inner : m->heads * m->head_dim;
     w->fixed = allocate_rows(&end, m->is_fixed ? spans(widest > m->size ? widest : m->size) * FIXED.in_row : 0);
     for (int64_t own = 0; own <= rank; own++) {
-        w->gates = allocate_rows(&end, PANEL);
-        w->ups = allocate_rows(&end, PANEL);
+        w->gates_ups = allocate_rows(&end, 2 * PANEL);
         w->scores = allocate(&end, GROUP * m->positions);
         w->factors = allocate(&end, CHUNK + MAX_TILE);
     }
@@ -174,9 +173,13 @@ static void product(const struct model *m, const struct thread *self, struct ope
                     const float *bias, struct rows y, int64_t outputs, int adds)
 {
     const int64_t num = panels(outputs) / PANEL, size = sortedrl_panel_size(x.inputs, m->is_fixed);
-    for (int64_t p; (p = next_piece(self, num)) >= 0;) {
+    for (int64_t i; (i = next_piece(self, (num + 1) / 2)) >= 0;) {
+        const int64_t p = 2 * i;
+        const float *first = w + p * size, *after = first + 2 * size;
+        const struct piece piece = p + 1 < num ? (struct piece){{first, first + size}, {after, after + size}, 2}
+                                               : (struct piece){{first, first}, {first, first}, 1};
         const struct rows part = {y.start + p * PANEL, y.stride};
-        panel_product(x.rows, x.factors, w + p * size, bias ? bias + p * PANEL : 0, part, x.num_rows, x.inputs,
+        panel_product(x.rows, x.factors, piece, bias ? bias + p * PANEL : 0, part, x.num_rows, x.inputs,
                       outputs - p * PANEL, adds, m->is_fixed);
     }
 }
@@ -263,12 +266,13 @@ static void mlp_layer(const struct model *m, const struct layer *layer, const st
     const struct operand x = operand(m, self, w, w->x, rows, m->size, 1);
     for (int64_t p; (p = next_piece(self, num)) >= 0;) {
         const float *gate = layer->gate_up + p * size, *up = gate + num * size;
-        panel_product(x.rows, x.factors, gate, 0, w->gates, rows, m->size, PANEL, 0, m->is_fixed);
-        panel_product(x.rows, x.factors, up, 0, w->ups, rows, m->size, PANEL, 0, m->is_fixed);
-        for (int64_t r = 0; r < rows; r++)
+        const struct piece piece = {{gate, up}, {gate + size, up + size}, 2};
+        panel_product(x.rows, x.factors, piece, 0, w->gates_ups, rows, m->size, 2 * PANEL, 0, m->is_fixed);
+        for (int64_t r = 0; r < rows; r++) {
+            const float *gates = row(w->gates_ups, r), *ups = gates + PANEL;
             for (int64_t i = 0; i < PANEL; i += LANES)
-                store(row(w->inner, r) + p * PANEL + i,
-                      gated_silu(load(row(w->gates, r) + i), load(row(w->ups, r) + i)));
+                store(row(w->inner, r) + p * PANEL + i, gated_silu(load(gates + i), load(ups + i)));
+        }
     }
     wait_for_all(self);
     const struct operand inner = operand(m, self, w, w->inner, rows, m->inner, 0);

@@ -16,6 +16,7 @@ enum {
     MAX_TILE = 8,   /* the most rows of any tile, those of wide_product.h included */
     BLOCK = 768,    /* inputs per block: its weights in a panel stay in the cache while all rows are multiplied */
     MAX_SHARES = 4, /* tiles that share the fetching of the next weights */
+    MAX_PANELS = 2, /* the most panels of a tile */
 };
 
 _Static_assert(BLOCK % SPAN == 0 && SPAN % PANEL == 0 && PANEL / 2 % MAX_SHARES == 0,
@@ -121,23 +122,31 @@ static inline float *row(struct rows rows, int64_t r) { return rows.start + r * 
 /* An odd number of cache lines, so that the rows of a tile fall into different cache sets. */
 static inline int64_t row_stride(int64_t n) { return (panels(n) / PANEL | 1) * PANEL; }
 
+/* A block of one or two panels, whose outputs are neighbours. `second` is `first` where there is one. */
+struct weights {
+    const float *first, *second;
+};
+
 /* The weights of the next block, which are fetched into the cache while this one is multiplied: a pass reads weights
  * from memory once. The tiles of a block share the work: each fetches one line for `1 << shift` lines that it reads. */
 struct ahead {
-    const float *next;
+    struct weights next;
     int64_t shift;
 };
 
-static inline void fetch_ahead(struct ahead ahead, int64_t line)
+/* For `num` panels, one or two. */
+INLINE void fetch_ahead(struct ahead ahead, int64_t line, const int num)
 {
-    __builtin_prefetch(ahead.next + (line >> ahead.shift) * PANEL, 0, 2);
+    __builtin_prefetch(ahead.next.first + (line >> ahead.shift) * PANEL, 0, 2);
+    if (num == 2)
+        __builtin_prefetch(ahead.next.second + (line >> ahead.shift) * PANEL, 0, 2);
 }
 
 /* The same for the MAX_SHARES lines from `line` on, without a fetch for each: with many rows it would slow the products. */
-static inline void fetch_group_ahead(struct ahead ahead, int64_t line)
+INLINE void fetch_group_ahead(struct ahead ahead, int64_t line, const int num)
 {
     for (int64_t k = 0; k < MAX_SHARES; k += 1 << ahead.shift)
-        fetch_ahead(ahead, line + k);
+        fetch_ahead(ahead, line + k, num);
 }
 
 /* Sums of a tile of rows times a panel. */
@@ -146,7 +155,7 @@ INLINE void float_sums(const float *x, int64_t stride, const float *w, struct ah
 {
     for (int64_t i = 0; i < inputs; i++) {
         const vec w0 = load(w + i * PANEL), w1 = load(w + i * PANEL + LANES);
-        fetch_ahead(ahead, i);
+        fetch_ahead(ahead, i, 1);
         for (int t = 0; t < tile; t++) {
             const float value = x[t * stride + i];
             sum[t][0] += value * w0;
@@ -168,7 +177,7 @@ INLINE void fixed_sums(const struct row_span *x, int64_t stride, const struct pa
         const int64_t num = left < PAIRS ? left : PAIRS;
         ivec exact[LARGE_TILE][2] = {{{0}}};
         for (int64_t i = 0; i < num; i += MAX_SHARES, line += MAX_SHARES) {
-            fetch_group_ahead(ahead, line);
+            fetch_group_ahead(ahead, line, 1);
             for (int64_t k = i; k < i + MAX_SHARES; k++) {
                 const ivec w0 = *(const pairs *)w->numbers[k], w1 = *(const pairs *)(w->numbers[k] + LANES);
                 for (int t = 0; t < tile; t++) {
@@ -186,16 +195,16 @@ INLINE void fixed_sums(const struct row_span *x, int64_t stride, const struct pa
 }
 
 /* sums = starts + factors * x * w for a tile and a panel; `starts` and `factors` may be null. */
-INLINE void tile_product(const float *x, int64_t x_stride, const float *factors, const float *w, struct ahead ahead,
+INLINE void tile_product(const float *x, int64_t x_stride, const float *factors, struct weights w, struct ahead ahead,
                          int64_t inputs, struct rows starts, struct rows sums, const int tile, const int is_fixed)
 {
     vec sum[LARGE_TILE][2] = {{{0}}};
     for (int t = 0; t < tile; t++)
         __builtin_prefetch(row(sums, t), 1); /* so that they are in the cache when they are written */
     if (is_fixed)
-        fixed_sums((const struct row_span *)x, x_stride, (const struct panel_span *)w, ahead, inputs, sum, tile);
+        fixed_sums((const struct row_span *)x, x_stride, (const struct panel_span *)w.first, ahead, inputs, sum, tile);
     else
-        float_sums(x, x_stride, w, ahead, inputs, sum, tile);
+        float_sums(x, x_stride, w.first, ahead, inputs, sum, tile);
     for (int t = 0; t < tile; t++)
         for (int half = 0; half < 2; half++) {
             vec y = sum[t][half];
@@ -209,9 +218,9 @@ INLINE void tile_product(const float *x, int64_t x_stride, const float *factors,
 
 /* A separate function for each kind, because compilers run out of registers in a common one. */
 #define TILE(name, tile, is_fixed)                                                                                     \
-    static __attribute__((noinline)) void name(const float *x, int64_t x_stride, const float *factors, const float *w, \
-                                               struct ahead ahead, int64_t inputs, struct rows starts,                 \
-                                               struct rows sums)                                                       \
+    static __attribute__((noinline)) void name(const float *x, int64_t x_stride, const float *factors,                 \
+                                               struct weights w, struct ahead ahead, int64_t inputs,                   \
+                                               struct rows starts, struct rows sums)                                   \
     {                                                                                                                  \
         tile_product(x, x_stride, factors, w, ahead, inputs, starts, sums, tile, is_fixed);                            \
     }
@@ -223,21 +232,26 @@ TILE(large_fixed, LARGE_TILE, 1)
 
 #include "wide_product.h"
 
-/* The functions for tiles of many and of few rows, and how many these are. */
+/* The functions for tiles of many and of few rows, how many these are, and how many panels a tile has. */
 struct tiles {
     __typeof__(&large_floats) large, small;
-    int64_t large_rows, small_rows;
+    int64_t large_rows, small_rows, num_panels;
 };
 
-static struct tiles choose_tiles(int is_fixed)
+/* The tiles for a product with `most` panels, one or two. */
+static struct tiles choose_tiles(int64_t most, int is_fixed)
 {
 #if HAS_WIDE_VECTORS
+    if (has_wide_vectors() && most == 2)
+        return is_fixed
+                   ? (struct tiles){large_wide_fixed_of_two, small_wide_fixed_of_two, LARGE_WIDE_TILE, SMALL_TILE, 2}
+                   : (struct tiles){large_wide_floats_of_two, small_wide_floats_of_two, LARGE_WIDE_TILE, SMALL_TILE, 2};
     if (has_wide_vectors())
-        return is_fixed ? (struct tiles){large_wide_fixed, small_wide_fixed, LARGE_WIDE_TILE, SMALL_TILE}
-                        : (struct tiles){large_wide_floats, small_wide_floats, LARGE_WIDE_TILE, SMALL_TILE};
+        return is_fixed ? (struct tiles){large_wide_fixed, small_wide_fixed, LARGE_WIDE_TILE, SMALL_TILE, 1}
+                        : (struct tiles){large_wide_floats, small_wide_floats, LARGE_WIDE_TILE, SMALL_TILE, 1};
 #endif
-    return is_fixed ? (struct tiles){large_fixed, small_fixed, LARGE_TILE, SMALL_TILE}
-                    : (struct tiles){large_floats, small_floats, LARGE_TILE, SMALL_TILE};
+    return is_fixed ? (struct tiles){large_fixed, small_fixed, LARGE_TILE, SMALL_TILE, 1}
+                    : (struct tiles){large_floats, small_floats, LARGE_TILE, SMALL_TILE, 1};
 }
 
 /* The size of the next tile when `left` rows remain, chosen so that few empty rows are computed. */
@@ -247,44 +261,73 @@ static inline int64_t next_tile(const struct tiles *tiles, int64_t left)
     return left <= tiles->small_rows || is_two_small ? tiles->small_rows : tiles->large_rows;
 }
 
-/* y = x w, or y = bias + x w, or y += x w (`adds`) for one panel, where rows of x are multiplied by `factors` (may be
- * null). y starts at the panel's first output and has `width` outputs from there. */
-static void panel_product(struct rows x, const float *factors, const float *w, const float *bias, struct rows y,
-                          int64_t num_rows, int64_t inputs, int64_t width, int adds, int is_fixed)
+static inline struct weights further(struct weights w, int64_t room)
+{
+    return (struct weights){w.first + room, w.second + room};
+}
+
+/* As `panel_product`, for the panels of one tile; `after` are the weights that are read next. */
+static void tiles_product(const struct tiles *tiles, struct rows x, const float *factors, struct weights w,
+                          struct weights after, const float *bias, struct rows y, int64_t num_rows, int64_t inputs,
+                          int64_t width, int adds, int is_fixed)
 {
     const struct form form = is_fixed ? FIXED : FLOATS;
-    const struct tiles tiles = choose_tiles(is_fixed);
-    inputs = is_fixed ? panels(inputs) : inputs; /* padded with zeros to whole pairs and cache lines */
-    const int64_t step = width < PANEL ? inputs : BLOCK; /* y holds the sums of blocks if it has room for a panel */
-    const int64_t num_tiles = (num_rows + tiles.large_rows - 1) / tiles.large_rows;
+    const int64_t full = tiles->num_panels * PANEL;
+    const int64_t step = width < full ? inputs : BLOCK; /* y holds the sums of blocks if it has room for a panel */
+    const int64_t num_tiles = (num_rows + tiles->large_rows - 1) / tiles->large_rows;
     const int64_t shift = num_tiles >= MAX_SHARES ? 2 : num_tiles >= 2 ? 1 : 0;
-    float scratch[MAX_TILE * PANEL] = {0};
+    float scratch[MAX_TILE * MAX_PANELS * PANEL] = {0};
     for (int64_t block = 0; block < inputs; block += step) {
         const int64_t n = inputs - block < step ? inputs - block : step, fetched = (n / form.in_line >> shift) * PANEL;
-        const float *weights = w + block / form.inputs * form.in_panel;
-        const float *next = weights + (n + form.inputs - 1) / form.inputs * form.in_panel;
-        const float *end = next + n / form.in_line * PANEL;
+        const struct weights here = further(w, block / form.inputs * form.in_panel);
+        const int is_last = block + n == inputs;
+        const struct weights next = is_last ? after : further(here, n / form.inputs * form.in_panel);
+        const int64_t most = n / form.in_line * PANEL; /* of the next weights, so many floats are fetched */
+        int64_t ahead = 0;
         for (int64_t r = 0, tile; r < num_rows; r += tile) {
-            tile = next_tile(&tiles, num_rows - r);
+            tile = next_tile(tiles, num_rows - r);
             const int64_t real = num_rows - r < tile ? num_rows - r : tile;
-            const int is_whole = real == tile && width >= PANEL;
-            const struct rows target = {row(y, r), y.stride}, part = {scratch, PANEL};
+            const int is_whole = real == tile && width >= full;
+            const struct rows target = {row(y, r), y.stride}, part = {scratch, full};
             const struct rows sums = is_whole ? target : part;
             struct rows starts = adds || block ? target : (struct rows){(float *)bias, 0};
             if (starts.start && !is_whole) {
                 for (int64_t t = 0; t < real; t++)
-                    memcpy(row(part, t), row(starts, t), PANEL * sizeof(float));
+                    memcpy(row(part, t), row(starts, t), full * sizeof(float));
                 starts = part;
             }
             const float *of_rows = factors ? factors + r : 0, *start = row(x, r) + block / form.inputs * form.in_row;
-            const int is_large = tile == tiles.large_rows;
-            (is_large ? tiles.large : tiles.small)(start, x.stride, of_rows, weights, (struct ahead){next, shift}, n, starts,
-                                                    sums);
+            (tile == tiles->large_rows ? tiles->large : tiles->small)(
+                start, x.stride, of_rows, here, (struct ahead){further(next, ahead), shift}, n, starts, sums);
             for (int64_t t = 0; t < real && !is_whole; t++)
-                memcpy(row(target, t), row(part, t), (width < PANEL ? width : PANEL) * sizeof(float));
-            next = next + fetched < end ? next + fetched : next;
+                memcpy(row(target, t), row(part, t), (width < full ? width : full) * sizeof(float));
+            ahead = ahead + fetched < most ? ahead + fetched : ahead;
         }
     }
+}
+
+/* One or two panels whose outputs are neighbours, and the panels that are multiplied after them. */
+struct piece {
+    struct weights w, after;
+    int64_t num;
+};
+
+/* y = x w, or y = bias + x w, or y += x w (`adds`) for the panels of a piece, where rows of x are multiplied by
+ * `factors` (may be null). y starts at the first panel's first output and has `width` outputs from there. */
+static void panel_product(struct rows x, const float *factors, struct piece piece, const float *bias, struct rows y,
+                          int64_t num_rows, int64_t inputs, int64_t width, int adds, int is_fixed)
+{
+    const int64_t most = width < piece.num * PANEL ? 1 : piece.num;
+    const struct tiles tiles = choose_tiles(most, is_fixed);
+    inputs = is_fixed ? panels(inputs) : inputs; /* padded with zeros to whole pairs and cache lines */
+    if (tiles.num_panels == piece.num) {
+        tiles_product(&tiles, x, factors, piece.w, piece.after, bias, y, num_rows, inputs, width, adds, is_fixed);
+        return;
+    }
+    const struct weights first = {piece.w.first, piece.w.first}, second = {piece.w.second, piece.w.second};
+    tiles_product(&tiles, x, factors, first, second, bias, y, num_rows, inputs, width, adds, is_fixed);
+    tiles_product(&tiles, x, factors, second, piece.after, bias ? bias + PANEL : 0,
+                  (struct rows){y.start + PANEL, y.stride}, num_rows, inputs, width - PANEL, adds, is_fixed);
 }
 
 #endif

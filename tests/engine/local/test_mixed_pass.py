@@ -104,6 +104,20 @@ def test_new_prompts_of_an_idle_engine_are_prefilled_in_one_call(monkeypatch: py
     assert caller.engine.stats().decoded_tokens == 2 * len(requests)  # one each by the prefill, one by the pass
 
 
+def test_many_new_prompts_of_an_idle_engine_are_prefilled_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A poll without time ends after one pass, so that the caller is not kept waiting for all of them."""
+    requests = requests_of()[:4]
+    num_tokens = sum(len(request.prompt) for request in requests)
+    monkeypatch.setattr("sortedrl.engine.local.engine._MAX_IDLE_TOKENS", num_tokens - 1)
+    caller = mixing_caller(monkeypatch)
+    caller.engine.submit(requests)
+    caller.steps(1)
+    assert 0 < caller.engine.stats().prompt_tokens <= 32 < num_tokens
+    caller.serve([])
+    expected = plain_caller().serve(requests)
+    assert {n: parts(a) for n, a in caller.answers.items()} == {n: parts(a) for n, a in expected.items()}
+
+
 @pytest.mark.parametrize("mode", [Mode.RESUME, Mode.REPLAY, Mode.FRESH])
 def test_interruptions_during_prefills(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = requests_of()[:4]

@@ -59,7 +59,9 @@ def write(caller: Caller, requests: list[Request], in_flight: InFlight = InFligh
 @pytest.mark.parametrize("in_flight", [InFlight.ABORT, InFlight.REPREFILL])
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_answers_are_the_same_to_the_last_bit(name: str, in_flight: InFlight, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sortedrl.engine.local.mixed_pass._LATE_ROWS", 8)  # so that both take as many passes
+    # So that both take as many passes.
+    monkeypatch.setattr("sortedrl.engine.local.mixed_pass._LATE_ROWS", 8)
+    monkeypatch.setattr("sortedrl.engine.local.engine._MAX_IDLE_TOKENS", 0)
     requests = requests_of(SAMPLINGS[name])
     mixed, full = mixing_caller(monkeypatch), full_caller(monkeypatch)
     assert write(mixed, requests, in_flight) == write(full, requests, in_flight)
@@ -122,6 +124,34 @@ def test_answers_that_began_before_are_computed_in_full(monkeypatch: pytest.Monk
         caller.serve([caller.again(request, Mode.REPLAY) for request in requests])
     assert {n: parts(a) for n, a in mixed.answers.items()} == {n: parts(a) for n, a in full.answers.items()}
     assert mixed.engine.stats().extra["late_tokens"] == 0
+
+
+def test_answers_that_all_restart_on_an_idle_engine_start_late_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = requests_of()[:4]
+    mixed, full = mixing_caller(monkeypatch), full_caller(monkeypatch)
+    for caller in (mixed, full):
+        caller.engine.publish(1, source(changed_model(LAST)))
+        caller.engine.submit(requests)
+        caller.steps(5)
+        caller.interrupt()
+        caller.engine.publish(2, source(changed_model(LAST, seed=6)))
+        caller.serve([caller.again(request, Mode.FRESH) for request in requests])
+    assert {n: parts(a) for n, a in mixed.answers.items()} == {n: parts(a) for n, a in full.answers.items()}
+    assert mixed.engine.stats().extra["late_tokens"] == sum(len(request.prompt) for request in requests)
+
+
+def test_new_prompts_of_an_idle_engine_are_complete_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples ran when the first unchanged layer was another one. They start again, and are copied when they end."""
+    requests = requests_of()[:4]
+    caller = mixing_caller(monkeypatch)
+    caller.engine.submit(requests)
+    caller.steps(3)
+    caller.engine.publish(1, source(changed_model(LAST)), InFlight.KEEP)
+    caller.interrupt()
+    caller.serve([caller.again(request, Mode.FRESH) for request in requests])
+    caller.engine.publish(2, source(changed_model(LAST, seed=6)))
+    caller.serve([caller.again(request, Mode.REPLAY) for request in requests])
+    assert caller.engine.stats().extra["late_tokens"] > sum(len(request.prompt) for request in requests)
 
 
 def test_the_decoder_tells_the_first_layer_that_changed() -> None:

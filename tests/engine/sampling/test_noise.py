@@ -15,10 +15,10 @@ from sortedrl.engine.sampling.noise import (
     KERNEL_MARGIN,
     gumbel,
     gumbel_scalar,
+    int_tensor,
     noise_bits,
     row_keys,
     runs_of_numbers,
-    seed_tensor,
 )
 from sortedrl.records import restart_seed, sample_seed
 
@@ -51,7 +51,7 @@ def test_the_scheme_is_that_of_vllm() -> None:
         assert noise_bits(seed, position, token) == vector["bits"]
         assert noise._uniform(vector["bits"]) == float.fromhex(vector["uniform"])
         assert gumbel_scalar(seed, position, token) == pytest.approx(vector["noise"], abs=KERNEL_MARGIN)
-        drawn = gumbel(seed_tensor([seed]), torch.tensor([position]), torch.tensor([token]))
+        drawn = gumbel(int_tensor([seed]), torch.tensor([position]), torch.tensor([token]))
         assert drawn.item() == pytest.approx(vector["noise"], abs=KERNEL_MARGIN)
 
 
@@ -59,7 +59,7 @@ def test_torch_equals_the_scalar_definition() -> None:
     seeds = [0, 1, 2**31, 2**32 - 1, 2**63 - 1, sample_seed(3, 0, "puzzle", 5)]
     positions = [0, 1, 17, 511, 100_000, 3]
     tokens = torch.tensor([0, 1, 2, 49, 151_935])
-    drawn_bv = gumbel(seed_tensor(seeds), torch.tensor(positions), tokens)
+    drawn_bv = gumbel(int_tensor(seeds), torch.tensor(positions), tokens)
     for row, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
         for column, token in enumerate(tokens.tolist()):
             # Logarithms of two libraries may differ in the last bit, and then round differently in float32.
@@ -125,7 +125,7 @@ def _full(value: int) -> torch.Tensor:
 
 
 def _seeds(identity: Callable[[int], tuple[int, int, str, int]]) -> torch.Tensor:
-    return seed_tensor([sample_seed(*identity(number)) for number in range(COUNT + 1)])
+    return int_tensor([sample_seed(*identity(number)) for number in range(COUNT + 1)])
 
 
 @pytest.mark.slow
@@ -151,7 +151,7 @@ def test_two_sequences_at_the_same_positions_share_nothing() -> None:
         "the next position": gumbel(seeds, positions + 1, columns),
         "the next token": gumbel(seeds, positions, columns).roll(1, 1),
         "the next position of the next token": gumbel(seeds, positions + 1, columns).roll(1, 1),
-        "a fresh restart": gumbel(seed_tensor([restart_seed(s, 1) for s in seeds.tolist()]), positions, columns),
+        "a fresh restart": gumbel(int_tensor([restart_seed(s, 1) for s in seeds.tolist()]), positions, columns),
     }
     check_uniform(base)
     for name, other_bv in others.items():

@@ -9,7 +9,8 @@ Guarantees, beyond those of the protocol:
 
 The attempt at index i of `_active` owns slot i of the cache. Its last token is sampled, but the model has not read it
 yet. When an attempt ends, the last running attempt moves into its slot. With a large model, attempts are prefilled in
-their slots while the others decode (`mixed_pass.py`); new prompts that meet an idle engine are prefilled in one call.
+their slots while the others decode (`mixed_pass.py`); a few new prompts that meet an idle engine are prefilled in one
+call.
 
 Shapes: b running slots, t packed tokens, r rows of logits, v vocabulary.
 """
@@ -55,9 +56,13 @@ from sortedrl.engine.local.speculation import DraftMode, make_speculation
 from sortedrl.engine.local.steady_steps import SteadySteps
 from sortedrl.engine.local.unchanged_layers import make_unchanged_layers
 from sortedrl.engine.request_checks import check_limits, check_submit, find_fault
-from sortedrl.engine.sampling.draw import Choice, Draw, make_sampler
+from sortedrl.engine.sampling.draw import Choice, Draw, KernelSampler, make_sampler
 from sortedrl.engine.sampling.noise import SCHEME, int_tensor
 from sortedrl.records import FinishReason, Mode
+
+# With a large model, an idle engine prefills at most so many tokens of new prompts in one call: a call takes seconds
+# then, and meanwhile `poll` does not return.
+_MAX_IDLE_TOKENS = 2048
 
 
 class LocalEngine:
@@ -243,10 +248,12 @@ class LocalEngine:
         lengths = self._kept.restore(returning, first_slot)
         prefills = plan_prefills(others, first_slot + len(returning))
         outcomes: list[PrefillOutcome] = []
-        if self._is_mixing and (first_slot or returning or any(attempt.tokens for attempt in others)):
+        late = [self._restore_layers(prefill) for prefill in prefills]
+        is_busy = bool(first_slot or returning or any(attempt.tokens for attempt in others))
+        if self._is_mixing and (is_busy or any(late) or sum(len(p.tokens) for p in prefills) > _MAX_IDLE_TOKENS):
             self._prefilling += [GradualPrefill.after_kept(a, n) for a, n in zip(returning, lengths, strict=True)]
             self._prefilling += [
-                GradualPrefill(prefill=prefill, num_late=self._restore_layers(prefill)) for prefill in prefills
+                GradualPrefill(prefill=prefill, num_late=n) for prefill, n in zip(prefills, late, strict=True)
             ]
         else:
             if returning:
@@ -394,13 +401,14 @@ class LocalEngine:
     def _draft_step(self, least: float, start: float) -> int:
         """Run one pass with drafts whose tokens are likely enough; returns how many attempts ended."""
         assert self._speculation is not None, "only speculation asks for a pass with drafts"
+        assert isinstance(self._sampler, KernelSampler), "drafts need the native decoder, and its kernel draws too"
         self._append_drawn()
         self._steady, self._is_sampler_behind = None, True
         draft_pass = self._speculation.begin_pass(self._active, least)
         plan = draft_pass.plan
         logits_rv = self._decoder.forward(draft_pass.tokens_r, plan.positions_t, None, plan)
         scaled_rv = draft_pass.shape(logits_rv)
-        choice = self._sampler.choose_at(scaled_rv, plan.slots_t, plan.positions_t, draft_pass.draws)
+        choice = self._sampler.choose_at(scaled_rv, plan.slots_t, plan.positions_t)
         accepted, num_tokens, broken = draft_pass.apply(choice)
         self._stats.decode_steps += 1
         self._stats.decoded_tokens += num_tokens

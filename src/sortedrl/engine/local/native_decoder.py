@@ -35,6 +35,7 @@ _MIN_THREADED_WORK = 100_000_000  # parameters times tokens; a smaller call take
 _BLOCK = 8  # positions whose keys are stored together
 _PANEL = 16  # outputs whose weights are stored together
 _PER_LAYER = 5  # weight matrices
+_KEPT_LOGITS = range(2**19, 2**26)  # numbers of logits whose memory is kept from call to call: 2 to 256 MiB
 
 
 @dataclass(slots=True, kw_only=True)
@@ -106,6 +107,7 @@ class NativeDecoder:
         )
         self._num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self._threads, self._thread_group = KernelThreads(), ThreadGroup()
+        self._logits = torch.empty(0)
         self._memory = torch.zeros(kernel.sortedrl_memory(self._model, self._threads.max_size))
         self._allocate_weights(root)
         self.refresh(model)
@@ -168,9 +170,9 @@ class NativeDecoder:
     def forward(
         self, tokens_t: torch.Tensor, positions_t: torch.Tensor, rows_r: torch.Tensor | None, plan: KernelPlan
     ) -> torch.Tensor:
-        """Logits [r, v] in float32 at the given rows, or at all."""
+        """Logits [r, v] in float32 at the given rows, or at all; the next call may overwrite them."""
         num_rows = len(tokens_t) if rows_r is None else len(rows_r)
-        logits_rv = torch.empty(num_rows, self._model.vocab)
+        logits_rv = self._room_for(num_rows)
         # The kernel reads a null address as "all rows", and an empty tensor has one.
         wanted_r = torch.zeros(1, dtype=torch.int64) if rows_r is not None and not num_rows else rows_r
         is_large = len(tokens_t) * self._num_parameters >= _MIN_THREADED_WORK
@@ -189,6 +191,15 @@ class NativeDecoder:
 
         self._threads.run(run, size, self._abandon_group)
         return logits_rv
+
+    def _room_for(self, num_rows: int) -> torch.Tensor:
+        """Memory for the logits of one call. Fresh memory of megabytes would cost a page fault for every 4 KiB."""
+        num = num_rows * self._model.vocab
+        if num not in _KEPT_LOGITS:
+            return torch.empty(num_rows, self._model.vocab)
+        if num > len(self._logits):
+            self._logits = zeros_in_huge_pages(num, dtype=torch.float32, device=torch.device("cpu"))
+        return self._logits[:num].view(num_rows, self._model.vocab)
 
     def _abandon_group(self) -> None:
         """Release the threads of an interrupted call, which wait for a thread that will not come."""

@@ -25,8 +25,7 @@ from sortedrl.engine.attempt import Attempt
 from sortedrl.engine.local.draft_gate import DraftGate, OpenGate
 from sortedrl.engine.local.drafts import Draft, DraftSources
 from sortedrl.engine.local.native_decoder import KernelPlan
-from sortedrl.engine.sampling.draw import Choice, Draw, shape_logits
-from sortedrl.engine.sampling.filters import is_filtered
+from sortedrl.engine.sampling.draw import Choice, are_plain, shape_logits
 
 DraftMode = Literal["auto", "always", "off"]
 # A pass of a smaller model costs in proportion to its rows, so drafts save nothing there. Without the gate, which reads
@@ -62,17 +61,10 @@ class DraftPass:
     def shape(self, logits_rv: torch.Tensor) -> torch.Tensor:
         """Apply temperatures and filters."""
         samplings = [attempt.request.sampling for attempt in self.attempts]
-        kinds = {id(sampling): sampling for sampling in samplings}.values()
-        if all(sampling.temperature in (0.0, 1.0) and not is_filtered(sampling) for sampling in kinds):
+        if are_plain(samplings):
             return logits_rv
-        return shape_logits(logits_rv, [draw.sampling for draw in self.draws()])
-
-    def draws(self) -> list[Draw]:
-        return [
-            Draw(attempt.request.seed, attempt.length - 1 + offset, attempt.request.sampling)
-            for attempt, (draft, _) in zip(self.attempts, self.drafts, strict=True)
-            for offset in range(1 + len(draft))
-        ]
+        runs = zip(samplings, self.drafts, strict=True)
+        return shape_logits(logits_rv, [sampling for sampling, (draft, _) in runs for _ in range(1 + len(draft))])
 
     def apply(self, choice: Choice) -> tuple[list[int], int, set[int]]:
         """Append the right tokens and the one after them to their attempts.

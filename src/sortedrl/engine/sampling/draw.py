@@ -24,7 +24,7 @@ import torch
 from sortedrl.engine.base import Sampling
 from sortedrl.engine.sampling.candidates import CandidateSearch
 from sortedrl.engine.sampling.filters import filter_logits, is_filtered
-from sortedrl.engine.sampling.noise import gumbel, int_tensor, runs_of_numbers, seed_tensor
+from sortedrl.engine.sampling.noise import gumbel, int_tensor, runs_of_numbers
 from sortedrl.native.kernel import load_kernel
 from sortedrl.native.threads import KernelThreads
 
@@ -121,16 +121,6 @@ class TokenSampler(Protocol):
         """Draw the next token of every running slot. `draws` returns their draws, for samplers that keep none."""
         ...
 
-    def choose_at(
-        self,
-        scaled_rv: torch.Tensor,
-        slots_r: torch.Tensor,
-        positions_r: torch.Tensor,
-        draws: Callable[[], list[Draw]],
-    ) -> Choice:
-        """Draw at any positions of running slots; the next `choose` must be preceded by `start` of all slots."""
-        ...
-
     def verify(
         self, scaled_rv: torch.Tensor, draws: Sequence[Draw], cached: Sequence[int], tolerances: Sequence[float]
     ) -> ReplayVerdict:
@@ -170,7 +160,7 @@ def _draw_noise(draws: Sequence[Draw], vocab: int, device: torch.device, num_pos
     rows = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0]
     if not rows:
         return torch.zeros(len(draws), num_positions, vocab, device=device)
-    seeds_r = seed_tensor([draws[row].seed for row in rows], device)
+    seeds_r = int_tensor([draws[row].seed for row in rows], device)
     positions_r = int_tensor([draws[row].position for row in rows], device)
     if num_positions > 1:
         seeds_r = seeds_r.repeat_interleave(num_positions)
@@ -216,16 +206,6 @@ class DenseSampler:
         logprobs_b1 = torch.log_softmax(scaled_bv, -1).gather(1, tokens_b1)
         return _choice(tokens_b1.flatten(), logprobs_b1.flatten())
 
-    def choose_at(
-        self,
-        scaled_rv: torch.Tensor,
-        slots_r: torch.Tensor,
-        positions_r: torch.Tensor,
-        draws: Callable[[], list[Draw]],
-    ) -> Choice:
-        rows = draws()
-        return self.verify(scaled_rv, rows, [-1] * len(rows), [0.0] * len(rows)).drawn
-
     def verify(
         self, scaled_rv: torch.Tensor, draws: Sequence[Draw], cached: Sequence[int], tolerances: Sequence[float]
     ) -> ReplayVerdict:
@@ -259,16 +239,6 @@ class CandidateSampler:
     def choose(self, scaled_bv: torch.Tensor, draws: Callable[[], list[Draw]]) -> Choice:
         tokens_b, normalizer_b = self._draw(scaled_bv, draws())
         return _choice(tokens_b, _at(scaled_bv, tokens_b) - normalizer_b)
-
-    def choose_at(
-        self,
-        scaled_rv: torch.Tensor,
-        slots_r: torch.Tensor,
-        positions_r: torch.Tensor,
-        draws: Callable[[], list[Draw]],
-    ) -> Choice:
-        tokens_r, normalizer_r = self._draw(scaled_rv, draws())
-        return _choice(tokens_r, _at(scaled_rv, tokens_r) - normalizer_r)
 
     def verify(
         self, scaled_rv: torch.Tensor, draws: Sequence[Draw], cached: Sequence[int], tolerances: Sequence[float]
@@ -324,13 +294,8 @@ class KernelSampler(CandidateSampler):
         self._positions_b += 1
         return _choice(tokens_b, _at(scaled_bv, tokens_b) - normalizer_b)
 
-    def choose_at(
-        self,
-        scaled_rv: torch.Tensor,
-        slots_r: torch.Tensor,
-        positions_r: torch.Tensor,
-        draws: Callable[[], list[Draw]],
-    ) -> Choice:
+    def choose_at(self, scaled_rv: torch.Tensor, slots_r: torch.Tensor, positions_r: torch.Tensor) -> Choice:
+        """Draw at any positions of running slots; the next `choose` must be preceded by `start` of all slots."""
         columns = (self._seeds_b.index_select(0, slots_r), positions_r, self._is_random_b.index_select(0, slots_r))
         tokens_r, normalizer_r = self._call(scaled_rv, *columns)
         return _choice(tokens_r, _at(scaled_rv, tokens_r) - normalizer_r)
@@ -381,7 +346,7 @@ def _columns(draws: Sequence[Draw]) -> tuple[torch.Tensor, torch.Tensor, torch.T
         return draws.columns()
     seeds, positions, samplings = zip(*draws, strict=True) if draws else ((), (), ())
     is_random = [sampling.temperature > 0 for sampling in samplings]
-    return seed_tensor(seeds), int_tensor(positions), int_tensor(is_random).to(torch.uint8)
+    return int_tensor(seeds), int_tensor(positions), int_tensor(is_random).to(torch.uint8)
 
 
 def _choice(tokens_r: torch.Tensor, logprobs_r: torch.Tensor) -> Choice:

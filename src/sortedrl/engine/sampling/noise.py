@@ -134,11 +134,6 @@ def _vocabulary_words(vocab: int, device: torch.device) -> torch.Tensor:
     return _scrambled(torch.arange(vocab, device=device))
 
 
-def seed_tensor(seeds: Sequence[int], device: torch.device | str = "cpu") -> torch.Tensor:
-    """Seeds as int64."""
-    return int_tensor(seeds, device)
-
-
 def int_tensor(values: Sequence[int], device: torch.device | str = "cpu") -> torch.Tensor:
     """Integers as int64, seven times as fast as `torch.tensor`, which a verification of long answers would feel."""
     import torch
