@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from sortedrl.adapters.rows import RowStream, sampled, shuffled
 from sortedrl.clock import VirtualClock
 from sortedrl.engine.sim.engine import SimEngine
 from sortedrl.errors import ConfigError, DataError, LearnerError, RunDirError
+from sortedrl.ledger.compare import check_rules
 from sortedrl.ledger.reader import Ledger
 from sortedrl.ledger.verify import verify
 from sortedrl.records import Batch
@@ -176,12 +178,56 @@ def test_a_checkpoint_that_is_newer_than_the_ledger_is_refused(tmp_path: Path) -
     fields = {name: getattr(given, name) for name in given.__slots__}
     run = make_run(HostSettings(**{**fields, "knobs": resolve_knobs("sorted-replay", 4, exact_batch=True)}))
     run.start(updates_done=1)
-    with pytest.raises(RunDirError, match="written with an update_batch of 8"):
+    with pytest.raises(RunDirError, match="was begun with update_batch 8, and this process has 4: set it back"):
         run.next_batch()
     run = make_run(with_dir(given, None))
     run.start(updates_done=2)
     with pytest.raises(RunDirError, match="without a run directory"):
         run.next_batch()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lookahead": 2}, "lookahead 0, and this process has 2"),
+        ({"cohort_batches": 2}, "cohort_batches 4, and this process has 2"),
+        ({"max_staleness": "none"}, "max_staleness 0, and this process has none"),
+    ],
+)
+def test_the_first_resume_with_another_bound_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    given = with_dir(settings(lookahead=0), tmp_path / "run")
+    first = Host(make_run(given))
+    first.run.start()
+    first.train(2)
+    first.run.stop()
+    first.run.close()
+    run = make_run(with_dir(settings(**{"lookahead": 0, **changes}), tmp_path / "run"))
+    run.start(updates_done=2)
+    with pytest.raises(RunDirError, match=rf"was begun with {message}: set it back, or start a new run"):
+        run.next_batch()
+    again = Host(make_run(given))
+    again.run.start(updates_done=2)
+    again.train()
+    again.run.close()
+    assert sum(len(batch.samples) for batch in again.batches) == (UPDATES - 2) * UPDATE_BATCH
+    assert_proven(tmp_path / "run")
+
+
+def test_a_ledger_past_its_bounds_is_not_damaged(tmp_path: Path) -> None:
+    given = with_dir(settings(lookahead=2), tmp_path / "run")
+    first = Host(make_run(given))
+    first.run.start()
+    first.train(5)
+    first.run.stop()
+    first.run.close()
+    connection = sqlite3.connect(tmp_path / "run" / "ledger.sqlite")
+    narrow = json.dumps(asdict(settings(lookahead=0, cohort_batches=1).knobs))  # as if it had been resumed with others
+    connection.execute("UPDATE meta SET value = ? WHERE key = 'knobs'", (narrow,))
+    connection.commit()
+    connection.close()
+    with Ledger(tmp_path / "run" / "ledger.sqlite") as ledger:
+        assert {found.rule for found in verify(ledger).violations} == {"starvation"}
+    check_rules(tmp_path / "run" / "ledger.sqlite")
 
 
 def test_an_error_of_the_rollout_thread_reaches_the_host() -> None:

@@ -90,6 +90,23 @@ def test_a_ledger_that_does_not_reach_the_checkpoint_is_refused(tmp_path: Path) 
         PromptGroups(1, run_dir=tmp_path / "run").begin(2)
 
 
+def test_the_first_resume_with_another_size_is_refused(tmp_path: Path) -> None:
+    groups = PromptGroups(2, run_dir=tmp_path)
+    groups.begin(0)
+    groups.offer([group(name) for name in "abcdef"])
+    assert groups.take("abcdef") == ["a", "b"]
+    groups.close()
+    larger = PromptGroups(3, run_dir=tmp_path)
+    with pytest.raises(RunDirError, match="was begun with update_batch 2, and this process has 3: set it back"):
+        larger.begin(1)
+    larger.close()
+    other_order = PromptGroups(2, order="longest-first", run_dir=tmp_path)  # no bound
+    other_order.begin(1)
+    assert other_order.take("cdef") == ["c", "d"]
+    other_order.close()
+    assert_proven(tmp_path)
+
+
 def test_bad_settings_are_refused() -> None:
     with pytest.raises(ConfigError, match="order must be one of"):
         PromptGroups(2, order="longest")

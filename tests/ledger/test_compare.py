@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from sortedrl.errors import DamagedLedgerError
+from sortedrl.errors import DamagedLedgerError, LedgerError
 from sortedrl.ledger.compare import is_as_copied
+from sortedrl.ledger.reader import Ledger
 from sortedrl.ledger.schema import JOURNAL
 from sortedrl.ledger.store import Store
 from sortedrl.records import CallRecord, FinishReason, Mode, Segment
+from sortedrl.run.save_and_resume import _reopen_ledger
 from tests.ledger.test_store import make_sample
 
 
@@ -85,6 +87,7 @@ def test_rows_after_the_copy_and_tokens_that_it_lacks_are_no_damage(files: tuple
         ("UPDATE changes SET new_value = '1e-3'", "table changes lacks a row"),
         ("UPDATE meta SET value = '1' WHERE key = 'grouped'", "its grouped differ"),
         ("UPDATE meta SET value = 'other' WHERE key = 'noise'", "its noise differ"),
+        ("UPDATE meta SET value = '7' WHERE key = 'schema_version'", "its schema version 7 is not that of the copy"),
     ],
 )
 def test_one_changed_value_is_found(files: tuple[Path, Path, int], statement: str, place: str) -> None:
@@ -95,6 +98,37 @@ def test_one_changed_value_is_found(files: tuple[Path, Path, int], statement: st
     with pytest.raises(DamagedLedgerError, match=rf"is damaged \({place}"):
         Store.reopen(path, seq, copy=copy)
     assert path.read_bytes() == before, "a damaged ledger is left for inspection as it was"
+
+
+def test_a_resume_takes_the_copy_of_a_ledger_whose_schema_version_is_unknown(files: tuple[Path, Path, int]) -> None:
+    path, copy, seq = files
+    edit(path, "UPDATE meta SET value = '7' WHERE key = 'schema_version'")
+    store, buffer = _reopen_ledger(path, copy, seq, {})
+    store.close()
+    assert list(buffer.samples) == [1, 2]
+    assert path.with_name("ledger.sqlite.damaged1").is_file()
+    with Ledger(path) as ledger:
+        assert ledger.meta["schema_version"] == "3"
+
+
+def test_a_ledger_and_a_copy_of_a_later_version_are_left_to_that_version(files: tuple[Path, Path, int]) -> None:
+    path, copy, seq = files
+    for file in (path, copy):
+        edit(file, "UPDATE meta SET value = '7' WHERE key = 'schema_version'")
+    with pytest.raises(LedgerError, match="has schema version 7, this sortedrl knows 1 to 3") as caught:
+        Store.reopen(path, seq, copy=copy)
+    assert not isinstance(caught.value, DamagedLedgerError)
+
+
+@pytest.mark.parametrize("version", ["1", "2"])
+def test_a_schema_version_that_is_older_than_that_of_the_copy_is_mended(
+    files: tuple[Path, Path, int], version: str
+) -> None:
+    path, copy, seq = files
+    edit(path, f"UPDATE meta SET value = '{version}' WHERE key = 'schema_version'")
+    assert not is_as_copied(path, copy, seq), "a complete run with such a ledger is resumed"
+    Store.reopen(path, seq, copy=copy)[0].close()
+    assert is_as_copied(path, copy, seq)
 
 
 def test_a_ledger_that_is_gone_or_no_database_is_not_as_copied(files: tuple[Path, Path, int]) -> None:

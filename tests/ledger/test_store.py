@@ -105,6 +105,28 @@ def test_seconds_in_tools_are_restored_to_the_last_bit(tmp_path: Path) -> None:
     store.close()
 
 
+def test_seconds_in_tools_are_those_of_the_longest_way_from_the_start(tmp_path: Path) -> None:
+    """As with tokens, a sample that started over is not expected to take as long as all of its attempts."""
+    store, buffer = create_ledger(tmp_path)
+    sample = make_sample(0)
+    buffer.load([sample])
+    for seconds in (3.0, 5.0, 2.0):
+        if sample.segments:
+            buffer.requeue(sample, Mode.FRESH)
+        buffer.start(sample)
+        write(buffer, sample, [5])
+        buffer.finish(sample, FinishReason.STOP)
+        buffer.call(sample, 1)
+        made = CallRecord(tool="t", arguments="{}", digest="", num_chars=0, error="", seconds=seconds)
+        buffer.record_calls(sample, 0, [made])
+        buffer.feed(sample, [9])
+    assert sample.tool_s == 5.0
+    restored = store.restore().samples[0]
+    assert (restored.tool_s, restored.tool_s_now) == (5.0, 2.0)
+    assert restored == sample
+    store.close()
+
+
 def test_every_change_is_a_row(tmp_path: Path) -> None:
     store, buffer = create_ledger(tmp_path)
     samples = [make_sample(number, siblings=2) for number in range(2)]
@@ -164,6 +186,18 @@ def test_every_change_is_a_row(tmp_path: Path) -> None:
     store.close()
 
 
+def test_a_text_that_cannot_be_encoded_is_not_called_damage(tmp_path: Path) -> None:
+    store, buffer = create_ledger(tmp_path)
+    sample = make_sample(0)
+    buffer.load([sample])
+    made = CallRecord(tool="\ud800", arguments="{}", digest="", num_chars=0, error="", seconds=0.1)
+    buffer.record_calls(sample, 0, [made])
+    with pytest.raises(LedgerError, match=r"cannot hold a text: .* surrogates not allowed") as caught:
+        store.commit()
+    assert not isinstance(caught.value, DamagedLedgerError)
+    store.close(commit=False)
+
+
 def test_a_refused_change_leaves_no_row(tmp_path: Path) -> None:
     store, buffer = create_ledger(tmp_path)
     sample = make_sample(0)
@@ -214,7 +248,7 @@ def test_what_is_read_back(tmp_path: Path) -> None:
     assert (again.tokens, again.attempt, again.num_interrupts, again.known_length) == ([7, 8], 1, 0, 2)
     assert again.logprobs == [float(np.float32(-0.1 * 7)), float(np.float32(-0.1 * 8))]
     assert again.prompt == cut.prompt
-    assert restored.find(4, 1) is None, "nothing runs"
+    assert not restored.running
     store.close()
 
 
@@ -579,7 +613,10 @@ def test_calls_that_a_cut_forgets_are_counted(tmp_path: Path) -> None:
         assert told in proven_line(ledger, verdict)
 
 
-@pytest.mark.parametrize("moment", ["calling", "complete", "replayed", "never ran", "cut by a replay", "restarted"])
+@pytest.mark.parametrize(
+    "moment",
+    ["calling", "complete", "ended", "replayed", "never ran", "cut by a replay", "ended and was cut", "restarted"],
+)
 def test_a_repeated_call_needs_a_turn_that_is_kept(tmp_path: Path, moment: str) -> None:
     store, buffer = create_ledger(tmp_path)
     sample = make_sample(0)
@@ -590,7 +627,10 @@ def test_a_repeated_call_needs_a_turn_that_is_kept(tmp_path: Path, moment: str) 
         write(buffer, sample, [1, 2])
         buffer.finish(sample, FinishReason.STOP)
         buffer.call(sample, 1)
-    if moment not in ("never ran", "calling"):
+    if moment in ("ended", "ended and was cut"):  # what the tool returned did not fit
+        buffer.record_calls(sample, 0, [made])
+        buffer.finish(sample, FinishReason.LENGTH)
+    elif moment not in ("never ran", "calling"):
         buffer.record_calls(sample, 0, [made])
         buffer.feed(sample, [7])
         buffer.start(sample)
@@ -601,11 +641,15 @@ def test_a_repeated_call_needs_a_turn_that_is_kept(tmp_path: Path, moment: str) 
         buffer.start(sample)
         verified = 4 if moment == "replayed" else 1
         write(buffer, sample, [*[1, 2, 7, 3][:verified], 9], start=0, verified=verified)
+    elif moment == "ended and was cut":
+        buffer.requeue(sample, Mode.REPLAY)
+        buffer.start(sample)
+        write(buffer, sample, [1, 9], start=0, verified=1)
     elif moment == "restarted":
         buffer.requeue(sample, Mode.FRESH)
     buffer.announce_calls(sample, 1, [replace(made, is_repeated=True)])
     store.close()
-    is_sound = moment in ("calling", "complete", "replayed")
+    is_sound = moment in ("calling", "complete", "ended", "replayed")
     with Ledger(tmp_path / "ledger.sqlite") as ledger:
         violations = [str(violation) for violation in verify(ledger).violations]
     assert len(violations) == (0 if is_sound else 1)

@@ -18,7 +18,7 @@ from sortedrl.buffer import Buffer
 from sortedrl.clock import WallClock
 from sortedrl.errors import RunDirError
 from sortedrl.ledger.atomic_file import remove_unfinished
-from sortedrl.ledger.compare import check_rules
+from sortedrl.ledger.compare import check_bounds, check_rules
 from sortedrl.ledger.run_lock import RunLock
 from sortedrl.ledger.store import Store
 from sortedrl.run.machine_load import MachineSink
@@ -200,11 +200,12 @@ def _cut_ledger(path: Path, updates_done: int, *, grouped: bool, knobs: Knobs, n
     store = Store.open(path)
     try:
         last, seq = store.num_updates, store.seq_of_update(updates_done - 1)
-        before = (store.grouped, store.noise, store.knobs.get("update_batch"))
-        if before != (grouped, noise, knobs.update_batch):
+        check_bounds(path, store.knobs, asdict(knobs))
+        if (store.grouped, store.noise) != (grouped, noise):
+            told = [f"{'several answers' if g else 'one answer'} per prompt" for g in (store.grouped, grouped)]
             raise RunDirError(
-                f"{path} was written with an update_batch of {before[2]} and the sampling noise {before[1]}, and this "
-                f"run has {knobs.update_batch} and {noise}: continue it with the settings and the engine that began it"
+                f"{path} was begun with {told[0]} and the sampling noise {store.noise}, and this process has {told[1]} "
+                f"and {noise}: continue it with the settings and the engine that began it"
             )
     finally:
         store.close(commit=False)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from sortedrl.buffer import Buffer
 from sortedrl.errors import ConfigError, RunDirError
-from sortedrl.ledger.compare import check_rules
+from sortedrl.ledger.compare import check_bounds, check_rules
 from sortedrl.ledger.run_lock import RunLock
 from sortedrl.ledger.store import Store
 from sortedrl.records import FinishReason, Prompt, Sample, Segment
@@ -87,7 +87,7 @@ class PromptGroups:
             self._store = Store.create(path, grouped=False, knobs=asdict(self.knobs), noise=NOISE)
             self._buffer = self._store.restore()
             return
-        self._store, self._buffer = _reopen(path, updates_done)
+        self._store, self._buffer = _reopen(path, updates_done, self.knobs)
         held = {sample.prompt.id: sample.id for sample in self._buffer.samples.values()}
         self._number = {**self._store.trained_prompts(), **held}
         self._buffer.publish(updates_done)
@@ -162,7 +162,7 @@ class PromptGroups:
         return sorted(samples, key=rank)
 
 
-def _reopen(path: Path, updates_done: int) -> tuple[Store, Buffer]:
+def _reopen(path: Path, updates_done: int, knobs: Knobs) -> tuple[Store, Buffer]:
     if not path.is_file():
         raise RunDirError(
             f"the trainer continues after update {updates_done - 1}, and there is no {path}: restore the ledger of the "
@@ -170,6 +170,7 @@ def _reopen(path: Path, updates_done: int) -> tuple[Store, Buffer]:
         )
     store = Store.open(path)
     try:
+        check_bounds(path, store.knobs, asdict(knobs))
         seq, last = store.seq_of_update(updates_done - 1), store.num_updates
     finally:
         store.close(commit=False)

@@ -4,24 +4,30 @@
 means that the ledger is damaged, because rows are written once and the checkpoint's manifest vouches for the copy.
 Trainers of others have no copy in their checkpoints: their adapters check the rules of the ledger instead.
 
-Guarantee: a ledger that passes has every row that the checkpoint had, bit by bit, except for tokens and log-probs,
-which rows have checksums of.
+Guarantee: a ledger that passes has every row that the checkpoint had, with equal values, except for tokens and
+log-probs, which rows have checksums of. Values are equal as SQLite compares numbers: 1 is 1.0, and 0.0 is -0.0.
 """
 
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
-from sortedrl.errors import DamagedLedgerError, LedgerError
+from sortedrl.errors import DamagedLedgerError, LedgerError, RunDirError
 from sortedrl.ledger.reader import Ledger
-from sortedrl.ledger.schema import JOURNAL, QUICK_CHECK_BYTES, damaged, named_errors
+from sortedrl.ledger.schema import JOURNAL, QUICK_CHECK_BYTES, READABLE, damaged, named_errors
 from sortedrl.ledger.verify import verify
 
 _KEYS = {"samples": "id", "trained": "sample"}  # the primary keys of the other tables are `seq`
 _BLOBS = {"segments": ("tokens", "logprobs")}  # a copy lacks those of trained samples
 _FIXED = ("grouped", "knobs", "noise")  # entries of `meta` that never change
+# Knobs that `verify` takes its bounds from. It proves all lineages with those of the first, so they never change.
+_BOUNDS = ("update_batch", "cohort_batches", "lookahead", "max_staleness", "exact_batch")
+# Rules that a sound file breaks too, if versions of this package that took other knobs on a resume have written it.
+_SCHEDULE_RULES = ("starvation", "staleness", "exact-batch")
 
 
 def check_against_copy(connection: sqlite3.Connection, path: Path, copy: Path, seq: int) -> None:
@@ -40,6 +46,9 @@ def check_against_copy(connection: sqlite3.Connection, path: Path, copy: Path, s
                 if table in tables and connection.execute(query).fetchone():
                     raise damaged(path, f"table {table} lacks a row of the copy {copy}")
             entries = [dict(connection.execute(f"SELECT key, value FROM {of}.meta")) for of in ("main", "copy")]  # noqa: S608
+            ours, theirs = (meta.get("schema_version", "") for meta in entries)
+            if theirs in READABLE and (ours not in READABLE or ours < theirs):  # a writer makes it newer, never older
+                raise damaged(path, f"its schema version {ours} is not that of the copy {copy}, {theirs}")
             for name in _FIXED:
                 if entries[0].get(name) != entries[1].get(name):
                     raise damaged(path, f"its {name} differ from those of the copy {copy}")
@@ -62,15 +71,29 @@ def is_as_copied(path: Path, copy: Path, seq: int) -> bool:
     return True
 
 
+def check_bounds(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise `RunDirError` if the bounds of the schedule are no longer those that a ledger was begun with.
+
+    `saved`, `now`: the knobs of the ledger, and of the process that is to continue it.
+    """
+    for name in _BOUNDS:
+        if name in saved and saved[name] != now[name]:
+            before, after = ("none" if knobs[name] is None else knobs[name] for knobs in (saved, now))
+            raise RunDirError(
+                f"{path} was begun with {name} {before}, and this process has {after}: set it back, or start a new run"
+            )
+
+
 def check_rules(path: Path) -> None:
     """Raise `DamagedLedgerError` if a ledger breaks a rule: for trainers whose checkpoints have no copy of it.
 
-    A file of more than 64 MB is left to `sortedrl ledger --verify`.
+    The bounds of the schedule are left out: what passes them is stale or late, and not damaged. A file of more than
+    64 MB is left to `sortedrl ledger --verify`.
     """
     if path.stat().st_size > QUICK_CHECK_BYTES:
         return
     with Ledger(path) as ledger:
-        violations = verify(ledger).violations
+        violations = [found for found in verify(ledger).violations if found.rule not in _SCHEDULE_RULES]
     if violations:
         raise DamagedLedgerError(
             f"ledger {path} is damaged ({violations[0]}): restore it from a backup, or start a new run"

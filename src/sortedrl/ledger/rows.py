@@ -23,7 +23,13 @@ from sortedrl.ledger.schema import damaged
 from sortedrl.lengths import LengthEstimator
 from sortedrl.records import IGNORED, FinishReason, Mode, Prompt, Sample, Segment, State
 
-TOOL_SECONDS = "SELECT sample, seconds FROM calls WHERE error != ? ORDER BY seq"
+# Null where a sample starts over.
+TOOL_SECONDS = """
+SELECT seq, sample, seconds FROM calls WHERE error != ?
+UNION ALL SELECT seq, sample, NULL FROM steps
+    WHERE step = 'requeue' AND value = 'fresh' AND sample IN (SELECT sample FROM calls)
+ORDER BY seq
+"""
 
 
 class Packed(NamedTuple):
@@ -203,9 +209,9 @@ def _set_counters(buffer: Buffer, connection: sqlite3.Connection) -> None:
     (buffer.num_trained,) = connection.execute("SELECT count(*) FROM trained").fetchone()
     (buffer.num_loaded,) = connection.execute("SELECT count(*) FROM samples").fetchone()
     (buffer.next_cohort,) = connection.execute("SELECT count(*) FROM cohorts").fetchone()
-    tool_s = _tool_seconds(connection)
+    tool_s, tool_s_now = _tool_seconds(connection)
     for sample in buffer.samples.values():
-        sample.tool_s = tool_s.get(sample.id, 0.0)
+        sample.tool_s, sample.tool_s_now = tool_s.get(sample.id, 0.0), tool_s_now.get(sample.id, 0.0)
     lengths = connection.execute(
         "SELECT prompt, sum(length), count(*) FROM trained JOIN samples ON samples.id = trained.sample GROUP BY prompt"
     )
@@ -221,12 +227,17 @@ def _set_counters(buffer: Buffer, connection: sqlite3.Connection) -> None:
     buffer.find_ready()
 
 
-def _tool_seconds(connection: sqlite3.Connection) -> dict[int, float]:
-    """Seconds in tools, by sample: added in the order of the calls, so that they equal the buffer's to the last bit."""
-    tool_s: dict[int, float] = {}
-    for sample, seconds in connection.execute(TOOL_SECONDS, (IGNORED,)):
-        tool_s[sample] = tool_s.get(sample, 0.0) + seconds
-    return tool_s
+def _tool_seconds(connection: sqlite3.Connection) -> tuple[dict[int, float], dict[int, float]]:
+    """Seconds in tools, by sample: the most so far, and those since it started over last.
+
+    They are added in the order of the calls, so that they equal the buffer's to the last bit.
+    """
+    most: dict[int, float] = {}
+    now: dict[int, float] = {}
+    for _, sample, seconds in connection.execute(TOOL_SECONDS, (IGNORED,)):
+        now[sample] = 0.0 if seconds is None else now.get(sample, 0.0) + seconds
+        most[sample] = max(most.get(sample, 0.0), now[sample])
+    return most, now
 
 
 def last_version(connection: sqlite3.Connection) -> int:

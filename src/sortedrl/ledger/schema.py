@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import sqlite3
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from sortedrl.errors import DamagedLedgerError, LedgerError
@@ -186,8 +186,11 @@ def create_file(path: Path, meta: Mapping[str, str], *, run: Path | None = None)
     return connection
 
 
-def open_file(path: Path) -> sqlite3.Connection:
-    """Open a ledger file for writing, after quick checks that it is whole and writable."""
+def open_file(path: Path, *, copy: Path | None = None) -> sqlite3.Connection:
+    """Open a ledger file for writing, after quick checks that it is whole and writable.
+
+    `copy`: a copy of it; if the copy can be read and the file has an unknown schema version, the file is damaged.
+    """
     if not path.is_file():
         raise DamagedLedgerError(f"there is no ledger {path}: give the directory of a run, or put a copy there")
     with named_errors(path):
@@ -198,6 +201,8 @@ def open_file(path: Path) -> sqlite3.Connection:
                 raise damaged(path, "it is a database but no ledger")
             version = read_meta(path, connection)["schema_version"]
             if version not in READABLE:
+                if copy is not None and _has_known_version(copy):
+                    raise damaged(path, f"its schema version {version} is not that of the copy {copy}")
                 raise LedgerError(
                     f"ledger {path} has schema version {version}, this sortedrl knows 1 to {SCHEMA_VERSION}: use the "
                     "version that wrote it"
@@ -282,6 +287,8 @@ def named_errors(path: Path, run: Path | None = None) -> Iterator[None]:
         raise AssertionError(f"ledger {path} refuses a row: {error}") from error
     except sqlite3.Error as error:
         raise _named(error, path, run or path.parent) from error
+    except UnicodeEncodeError as error:  # the row is at fault, not the file
+        raise LedgerError(f"ledger {path} cannot hold a text: {error}; take such characters out of the data") from error
     except ValueError as error:  # undecodable text, or a malformed number
         raise damaged(path, str(error)) from error
 
@@ -327,6 +334,13 @@ def _connect(path: Path, mode: str) -> sqlite3.Connection:
     connection = sqlite3.connect(uri, uri=True, timeout=BUSY_S, isolation_level=None)
     connection.execute("PRAGMA temp_store = MEMORY")
     return connection
+
+
+def _has_known_version(path: Path) -> bool:
+    uri = f"{path.absolute().as_uri()}?mode=ro&immutable=1"
+    with suppress(sqlite3.Error, LedgerError), closing(sqlite3.connect(uri, uri=True)) as connection:
+        return read_meta(path, connection)["schema_version"] in READABLE
+    return False
 
 
 def _check_whole(path: Path, connection: sqlite3.Connection) -> None:

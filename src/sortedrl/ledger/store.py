@@ -26,7 +26,7 @@ from sortedrl.ledger import schema
 from sortedrl.ledger.compare import check_against_copy
 from sortedrl.ledger.rows import Packed, PromptRow, fill, last_version, pack, pack_prompt, unpack_prompt
 from sortedrl.ledger.schema import INSERT, JOURNAL, closed_on_error, named_errors
-from sortedrl.records import CallRecord, Cohort, FinishReason, Mode, Prompt, Sample, Segment
+from sortedrl.records import IGNORED, CallRecord, Cohort, FinishReason, Mode, Prompt, Sample, Segment
 
 COMMIT_ROWS = 20_000
 COMMIT_BYTES = 8 * 1024**2
@@ -44,6 +44,12 @@ SELECT (SELECT count(*) FROM calls WHERE seq > ?1 AND repeated = 0) + (
     AND NOT EXISTS (SELECT 1 FROM steps AS later WHERE later.sample = open.sample AND later.seq > open.seq)
     AND NOT EXISTS (SELECT 1 FROM calls WHERE calls.sample = open.sample AND calls.seq > open.seq AND repeated = 0)
 )
+"""
+LIVE_CALLS = """
+WITH written AS (SELECT sample, max(seq) AS seq FROM segments WHERE num_tokens > verified GROUP BY sample)
+SELECT calls.sample, turn, idx, error, state, calls.seq > coalesce(written.seq, 0)
+FROM calls LEFT JOIN written ON written.sample = calls.sample
+WHERE repeated = 0 AND error != ? AND calls.sample NOT IN (SELECT sample FROM trained) ORDER BY calls.seq
 """
 FORGOTTEN_REPEATS = "SELECT count(*) FROM calls WHERE seq > ?1 AND repeated = 1"
 COUNT_FORGOTTEN = "INSERT INTO meta VALUES (?1, ?2) ON CONFLICT (key) DO UPDATE SET value = value + ?2"
@@ -81,10 +87,13 @@ class Store:
         return store
 
     @classmethod
-    def open(cls, path: str | Path) -> Store:
-        """Open an existing ledger. Before the first change, call `truncate` if needed, then `begin_lineage`."""
+    def open(cls, path: str | Path, *, copy: Path | None = None) -> Store:
+        """Open an existing ledger. Before the first change, call `truncate` if needed, then `begin_lineage`.
+
+        `copy`: as for `schema.open_file`.
+        """
         path, began = Path(path), perf_counter()
-        connection = schema.open_file(path)
+        connection = schema.open_file(path, copy=copy)
         with named_errors(path), closed_on_error(connection):
             store = cls(path, connection)
         store.seconds = perf_counter() - began
@@ -104,7 +113,7 @@ class Store:
         `changes`: as for `begin_lineage`. `copy`: a copy that a checkpoint made at row `seq`, with which the ledger is
         compared. A damaged ledger raises `DamagedLedgerError` before the lineage begins, and the file is closed again.
         """
-        store = cls.open(path)
+        store = cls.open(path, copy=copy)
         try:
             if copy is not None:
                 with store._timed():
@@ -261,14 +270,13 @@ class Store:
             self._num_bytes += len(call.arguments) + len(call.state or "")
         self._commit_if_due(began)
 
-    def live_calls(self) -> list[tuple[int, int, int, str, str | None]]:
-        """Sample, turn, index, error and state of the calls of samples that are not trained, in order."""
+    def live_calls(self) -> list[tuple[int, int, int, str, str | None, int]]:
+        """Sample, turn, index, error and state of the calls of samples that are not trained, in order.
+
+        The last number tells whether the sample got no new token after the call.
+        """
         self.commit()
-        query = (
-            "SELECT sample, turn, idx, error, state FROM calls WHERE repeated = 0 AND error != 'ignored'"
-            " AND sample NOT IN (SELECT sample FROM trained) ORDER BY seq"
-        )
-        return self._connection.execute(query).fetchall()
+        return self._connection.execute(LIVE_CALLS, (IGNORED,)).fetchall()
 
     def add_cohort(self, cohort: Cohort, samples: Sequence[Sample], prompts: Mapping[str, PromptRow]) -> None:
         """`prompts`: the rows that `pack_prompts` returned, which the file lacks."""

@@ -103,6 +103,7 @@ class _Track:
     is_replay: bool = False  # its tokens are to be verified by the next delivery
     is_blank: bool = False  # some of its rows have no tokens in this copy
     fed_ends: list[int] = field(default_factory=list)  # where each of the fed turns that it keeps ends
+    ends_in_tools: bool = False  # its last turn called tools, and their results were not fed
     num_fed: object = None  # number of tokens that the next row feeds; None if it feeds none
     num_calls: object = None  # tool calls of the turn that its environment works on; None in other states
     num_recorded: int = 0  # those of them that have a row
@@ -273,8 +274,9 @@ class _Proof:
         elif step == "give-up":
             track.answer.cut(0)
             track.fed_ends.clear()
-            track.is_given_up = True
+            track.is_given_up, track.ends_in_tools = True, False
         if track.state == State.CALLING:
+            track.ends_in_tools = step == "finish"
             self._end_calls(sample, track, step)
         track.attempt = attempt
         track.state = STATE_AFTER[step]
@@ -324,6 +326,7 @@ class _Proof:
             in_force = f"{track.begun} to {self.version} were in force in that attempt"
             self.broken("version", sample, f"tokens in row {self.seq} are of version {version}, but {in_force}")
         track.answer.put(start, num_tokens, version)
+        track.ends_in_tools &= num_tokens == verified
         if track.fed_ends:
             track.fed_ends = [end for end in track.fed_ends if end <= start + verified]
         if fed is not None:
@@ -386,7 +389,7 @@ class _Proof:
             self._unexpected(sample, "a tool call")
         elif track.state != State.CALLING and not repeated:
             self.broken("call", sample, f"a tool call in row {self.seq} while it is {track.state}")
-        elif track.state != State.CALLING and not track.fed_ends:  # a reward too may need calls that are made again
+        elif track.state != State.CALLING and not (track.fed_ends or track.ends_in_tools):  # it may be for a reward
             self.broken("call", sample, f"a repeated call in row {self.seq}, but it keeps no turn with tools")
         elif attempt != track.attempt:
             self.broken("attempt", sample, f"a call in row {self.seq} is of attempt {attempt}, not {track.attempt}")
@@ -424,6 +427,7 @@ class _Proof:
         if mode == "fresh":
             track.answer.cut(0)
             track.fed_ends.clear()
+            track.ends_in_tools = False
         track.is_replay, track.reward = mode == "replay", None
 
     def _consume(self, sample: int, track: _Track, number: int) -> None:

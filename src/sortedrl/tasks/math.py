@@ -25,6 +25,7 @@ from sortedrl.tasks.answers import after_thought, boxed, completion_text, tagged
 
 try:
     from math_verify import LatexExtractionConfig, parse, verify
+    from sympy import Basic, nan, zoo
 except ImportError:
     raise ConfigError(extra_message("marking math answers", "math")) from None
 
@@ -157,7 +158,15 @@ def _is_costly(text: str) -> bool:
 
 
 def _is_same_expression(given: str, reference: str) -> bool:
-    return bool(verify(_parsed(reference), _parse(given), timeout_seconds=None))
+    ours, theirs = _parse(given), _parsed(reference)
+    if _is_undefined(ours) or _is_undefined(theirs):
+        return False  # all undefined expressions are equal to sympy
+    return bool(verify(theirs, ours, timeout_seconds=None))
+
+
+def _is_undefined(parsed: list[Any]) -> bool:
+    """Whether sympy gave up on a part: a division by zero, or a letter such as gamma that it reads as a function."""
+    return any(isinstance(found, Basic) and found.has(zoo, nan) for found in parsed)
 
 
 def _parse(text: str) -> list[Any]:
