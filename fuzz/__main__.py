@@ -6,7 +6,8 @@
     python -m fuzz --planted [NAMES]         # every defect of fuzz/planted.py, or some: each must be found
     python -m fuzz --disk [--torn 200]       # a power loss at every flush and at random writes
 
-The exit code is 1 if anything was found (with --planted: if a defect was not).
+The exit code is 1 if anything was found (with --planted: if a defect was not) or a job failed, and 2 if what is asked
+for cannot be tried.
 """
 
 from __future__ import annotations
@@ -22,19 +23,21 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from fuzz import child, disk, figures
 from fuzz.control import environment, open_control
 from fuzz.draw import EVERYDAY, draw
-from fuzz.finding import Finding
+from fuzz.finding import Finding, FindingKind
 from fuzz.judge import Player, Result
-from fuzz.planted import ONLY_A_HOST_SHOWS, ONLY_A_POWER_LOSS_SHOWS, PLANTED
+from fuzz.planted import EXPECTED, ONLY_A_HOST_SHOWS, ONLY_A_POWER_LOSS_SHOWS, PLANTED, NotPlantedError
 from fuzz.scenario import Kind, Scenario
 from fuzz.shrink import shrink
 
+NEEDS = {Kind.TRL: "trl", Kind.DATA: "pyarrow", Kind.RANKS: "ray", Kind.VLLM: "vllm"}  # packages
 SEEDS_PER_JOB = 1_000_000
 PLANTED_MINUTES = 4.0  # within which a planted defect must be found
 SHRINK_S = 60.0  # for making one failure smaller, and never more than what is left of --minutes
@@ -66,73 +69,138 @@ def _kinds(text: str) -> list[Kind]:
 
 def _everyday() -> list[Kind]:
     """Without those whose package is not installed."""
-    needs = {Kind.TRL: "trl", Kind.DATA: "pyarrow"}
-    return [kind for kind in EVERYDAY if kind not in needs or importlib.util.find_spec(needs[kind]) is not None]
+    return [kind for kind in EVERYDAY if not _missing([kind])]
+
+
+def _missing(kinds: Sequence[Kind]) -> list[str]:
+    """Packages that these kinds of programs need and that are not installed."""
+    needed = {NEEDS[kind] for kind in kinds if kind in NEEDS}
+    return sorted(name for name in needed if importlib.util.find_spec(name) is None)
+
+
+def check(options: argparse.Namespace) -> None:
+    """Refuse what cannot be tried, in one line."""
+    kinds = [Scenario.from_json(options.scenario).kind] if options.scenario else options.kinds
+    if missing := _missing(kinds):
+        _refuse(f"{', '.join(kinds)} needs {', '.join(missing)}, which is not installed: choose others with --kinds")
+    names = _names(options.planted) if options.planted else [options.plant] if options.plant else []
+    if unknown := [name for name in names if name not in PLANTED]:
+        _refuse(f"there is no planted defect {', '.join(unknown)}: choose from {', '.join(PLANTED)}")
+
+
+def _refuse(text: str) -> NoReturn:
+    print(f"error: {text}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _names(planted: str) -> list[str]:
+    return list(PLANTED) if planted == "all" else planted.split(",")
 
 
 def main() -> None:
     options = parse()
+    check(options)
     if options.job is not None:
         work(options)
     elif options.planted:
-        names = list(PLANTED) if options.planted == "all" else options.planted.split(",")
+        names = _names(options.planted)
         missed = [name for name in names if not look_for(name, options)]
         print(f"{len(names) - len(missed)} of {len(names)} planted defects found")
         for name in missed:
             print(f"not found: {name}")
         sys.exit(bool(missed))
     else:
-        counts = fuzz(options, plant=options.plant)
-        summarize(counts, keep_figures=options.keep_figures)
-        sys.exit(bool(counts["findings"]))
+        done = fuzz(options, plant=options.plant)
+        summarize(done, keep_figures=options.keep_figures)
+        sys.exit(bool(done.counts["findings"] or done.failures))
 
 
-def summarize(counts: Counter[str], *, keep_figures: bool) -> None:
-    """Print what was done and found, and keep the figures of an invocation without findings."""
+@dataclass(slots=True)
+class Done:
+    """What the jobs did, and why some of them failed."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+
+    def has_found(self, kinds: Collection[FindingKind]) -> bool:
+        return any(self.counts[f"found {kind}"] for kind in kinds)
+
+
+def summarize(done: Done, *, keep_figures: bool) -> None:
+    """Print what was done and found, and what failed; keep the figures of an invocation without any of these."""
     always = ("runs", "faults", "findings", "unfinished")
-    shown = [name for name in figures.COUNTED if counts[name] or name in always]
-    print(", ".join(f"{counts[name]:,} {name}" for name in shown))
-    if keep_figures and counts["findings"]:
-        print("the figures are not kept: an invocation that found something is left out as a whole")
+    shown = [name for name in figures.COUNTED if done.counts[name] or name in always]
+    print(", ".join(f"{done.counts[name]:,} {name}" for name in shown), flush=True)
+    for failure in done.failures:
+        print(f"error: {failure}", file=sys.stderr)
+    if keep_figures and (done.counts["findings"] or done.failures):
+        why = "found something" if done.counts["findings"] else "failed"
+        print(f"the figures are not kept: an invocation that {why} is left out as a whole")
     elif keep_figures:
-        figures.add(counts)
+        figures.add(done.counts)
 
 
-def fuzz(options: argparse.Namespace, *, plant: str = "", stops_early: bool = False) -> Counter[str]:
-    """Start the jobs, print what they find, and add up what they did."""
-    counts: Counter[str] = Counter()
+def fuzz(options: argparse.Namespace, *, plant: str = "", until: Collection[FindingKind] = ()) -> Done:
+    """Start the jobs, print what they find, and add up what they did. `until`: findings that end the search."""
     num_jobs = 1 if options.scenario or options.disk else options.jobs
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         commands = [
             [sys.executable, "-m", "fuzz", *_passed_on(options, plant), "--job", str(job)] for job in range(num_jobs)
         ]
-        jobs = [
-            subprocess.Popen(command, env=environment(Path(folder)), stdout=subprocess.PIPE, text=True)
-            for command in commands
+        envs = [environment(Path(folder)) for _ in commands]  # each makes a page of its own
+        return Jobs(commands, envs, quiet=bool(plant), until=until).run()
+
+
+class Jobs:
+    """Processes that print a line of JSON for each scenario. Each is listened to by a thread, to its last line."""
+
+    def __init__(
+        self,
+        commands: Sequence[Sequence[str]],
+        envs: Sequence[Mapping[str, str]],
+        *,
+        quiet: bool = False,
+        until: Collection[FindingKind] = (),
+    ) -> None:
+        self.done, self.quiet, self.until = Done(), quiet, until
+        self._lock, self._are_asked = threading.Lock(), False
+        self._jobs = [
+            subprocess.Popen(command, env=dict(env), stdout=subprocess.PIPE, text=True, errors="replace")
+            for command, env in zip(commands, envs, strict=True)
         ]
 
-        def listen(job: subprocess.Popen[str]) -> None:
-            assert job.stdout is not None, "its output is a pipe"
-            for line in job.stdout:
-                record = json.loads(line)
-                counts.update(record["counts"])
-                _show(record, quiet=bool(plant))
-                if stops_early and counts["findings"]:
-                    for other in jobs:
-                        other.terminate()
-
-        threads = [threading.Thread(target=listen, args=(job,)) for job in jobs]
+    def run(self) -> Done:
+        threads = [threading.Thread(target=self._listen, args=(job,)) for job in self._jobs]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        if any(job.wait() not in (0, -15) for job in jobs):
-            raise SystemExit("error: a job of the fuzzer failed: see the message above")
-    return counts
+        for number, job in enumerate(self._jobs):
+            code = job.wait()
+            if code != 0 and not (code == -signal.SIGTERM and self._are_asked):
+                self.done.failures.append(f"job {number} ended with {code}: see its message above")
+        return self.done
+
+    def _listen(self, job: subprocess.Popen[str]) -> None:
+        assert job.stdout is not None, "its output is a pipe"
+        for line in job.stdout:
+            with self._lock:
+                try:
+                    self._take(json.loads(line))
+                except Exception as error:  # a finding may be lost, so this must not pass for a success
+                    self.done.failures.append(f"a job printed what is no record ({error!r}): {line[:200]!r}")
+
+    def _take(self, record: dict[str, Any]) -> None:
+        self.done.counts.update(record["counts"])
+        _show(record, quiet=self.quiet)
+        if not self._are_asked and self.done.has_found(self.until):
+            self._are_asked = True
+            for job in self._jobs:
+                job.terminate()
 
 
 def look_for(name: str, options: argparse.Namespace) -> bool:
-    """Whether the fuzzer finds a planted defect."""
+    """Whether the fuzzer finds a planted defect, by a finding of a kind that it explains."""
     began = time.monotonic()
     changed = {
         "minutes": PLANTED_MINUTES,
@@ -140,13 +208,17 @@ def look_for(name: str, options: argparse.Namespace) -> bool:
         "kinds": [Kind.TRL if name in ONLY_A_HOST_SHOWS else Kind.TRAIN],
     }
     options = argparse.Namespace(**{**vars(options), **changed})
-    counts = fuzz(options, plant=name, stops_early=True)
-    found = "found" if counts["findings"] else "NOT found"
+    done = fuzz(options, plant=name, until=EXPECTED[name])
+    is_found = done.has_found(EXPECTED[name])
+    kinds = ", ".join(kind for kind in FindingKind if done.counts[f"found {kind}"]) or "nothing"
     print(
-        f"{name}: {found} after {counts['runs'] + counts['power losses']} runs, {time.monotonic() - began:.0f} s",
+        f"{name}: {'found' if is_found else 'NOT found'} after {done.counts['runs'] + done.counts['power losses']} "
+        f"runs, {time.monotonic() - began:.0f} s: {kinds}",
         flush=True,
     )
-    return bool(counts["findings"])
+    for failure in done.failures:
+        print(f"  {failure}", flush=True)
+    return is_found
 
 
 def _passed_on(options: argparse.Namespace, plant: str) -> list[str]:
@@ -239,3 +311,5 @@ if __name__ == "__main__":
         main()
     except (KeyboardInterrupt, BrokenPipeError):  # a user stopped it, or the process that reads its results has ended
         sys.exit(130)
+    except NotPlantedError as missing:
+        sys.exit(f"error: {missing}")

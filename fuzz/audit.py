@@ -18,7 +18,11 @@ JOURNAL = ("cohorts", "prompts", "samples", "steps", "segments", "updates", "tra
 
 # Each query must give no row.
 EMPTY: dict[str, str] = {
-    "trained twice": "SELECT sample FROM trained GROUP BY sample HAVING count(*) > 1",
+    # `sample` is the primary key of `trained`, so a row of the data that is trained twice has two of them.
+    "trained twice": """
+        SELECT s.epoch, s.prompt, s.idx FROM trained AS t JOIN samples AS s ON s.id = t.sample
+        GROUP BY s.epoch, s.prompt, s.idx HAVING count(*) > 1""",
+    "loaded twice": "SELECT epoch, prompt, idx FROM samples GROUP BY epoch, prompt, idx HAVING count(*) > 1",
     "trained but never loaded": "SELECT sample FROM trained EXCEPT SELECT id FROM samples",
     "trained by an update that is not there": "SELECT number FROM trained EXCEPT SELECT number FROM updates",
     "an update with another number of samples": """
@@ -34,7 +38,7 @@ EMPTY: dict[str, str] = {
         GROUP BY c.id HAVING count(s.id) != c.num_samples""",
     "trained after something else than a score": """
         SELECT t.sample FROM trained AS t WHERE (
-            SELECT step FROM steps WHERE sample = t.sample AND seq < t.seq ORDER BY seq DESC LIMIT 1) != 'score'""",
+            SELECT step FROM steps WHERE sample = t.sample AND seq < t.seq ORDER BY seq DESC LIMIT 1) IS NOT 'score'""",
     "a step after training": """
         SELECT s.sample FROM steps AS s JOIN trained AS t ON t.sample = s.sample WHERE s.seq > t.seq""",
     "another reward than the last score": """
@@ -62,11 +66,11 @@ EMPTY: dict[str, str] = {
 }
 
 
-_KINDS = {"trained twice": FindingKind.TWICE, "a step after training": FindingKind.TWICE}
+_TWICE = ("trained twice", "loaded twice", "a step after training")
 
 
 def audit(path: Path, *, is_complete: bool, num_samples: int | None = None) -> list[Finding]:
-    """What is wrong with the ledger at `path`. `num_samples`: how many a complete run must have trained."""
+    """What is wrong with the ledger at `path`. `num_samples`: how many a run must have trained once it is complete."""
     connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
     try:
         connection.execute("BEGIN")
@@ -82,10 +86,13 @@ def _broken(text: str) -> Finding:
 
 
 def _audit(connection: sqlite3.Connection, *, is_complete: bool, num_samples: int | None) -> list[Finding]:
+    damage = connection.execute("PRAGMA integrity_check(1)").fetchone()[0]
+    if damage != "ok":
+        return [_broken(f"SQLite finds damage: {damage}")]
     wrong = []
     for name, query in EMPTY.items():
         if rows := connection.execute(query).fetchmany(3):
-            wrong.append(Finding(_KINDS.get(name, FindingKind.LEDGER), f"{name}: {rows}"))
+            wrong.append(Finding(FindingKind.TWICE if name in _TWICE else FindingKind.LEDGER, f"{name}: {rows}"))
     meta = dict(connection.execute("SELECT key, value FROM meta"))
     union = " UNION ALL ".join(f"SELECT seq FROM {table}" for table in JOURNAL)  # noqa: S608
     first, last, count, distinct = connection.execute(
@@ -104,6 +111,8 @@ def _audit(connection: sqlite3.Connection, *, is_complete: bool, num_samples: in
         wrong.append(Finding(FindingKind.LOST, f"{loaded} samples were loaded and {trained} trained"))
     if is_complete and num_samples is not None and trained < num_samples:
         wrong.append(Finding(FindingKind.LOST, f"{trained} samples were trained, and {num_samples} were asked for"))
+    if num_samples is not None and trained > num_samples:
+        wrong.append(_broken(f"{trained} samples were trained, and only {num_samples} were asked for"))
     return wrong
 
 
@@ -122,7 +131,7 @@ def _cohorts_in_time(connection: sqlite3.Connection, knobs: dict[str, Any]) -> l
 def _whole_groups(connection: sqlite3.Connection) -> list[str]:
     parted = connection.execute(
         """SELECT s.cohort, s.prompt, s.epoch FROM samples AS s LEFT JOIN trained AS t ON t.sample = s.id
-        GROUP BY s.cohort, s.prompt HAVING count(DISTINCT coalesce(t.number, -1)) > 1"""
+        GROUP BY s.cohort, s.prompt, s.epoch HAVING count(DISTINCT coalesce(t.number, -1)) > 1"""
     ).fetchall()
     return [f"siblings in different updates: {parted[:3]}"] if parted else []
 

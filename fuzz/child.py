@@ -13,17 +13,20 @@ import math
 import os
 import signal
 import sys
+import tempfile
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fuzz import control, faults, planted
+from fuzz import control, faults, hits, planted
 from fuzz.control import Control
-from fuzz.scenario import OUTSIDE, Stage
+from fuzz.scenario import OUTSIDE, Fault, Stage
 
 SETTLE_S = 30.0  # how long helpers of a dead process may live on, on a busy machine
+_NOT_PLANTED = "not-planted.txt"  # what a process writes that could not plant its defect
 _PR_SET_CHILD_SUBREAPER = 36  # from linux/prctl.h
 
 
@@ -111,7 +114,7 @@ def run(
     """Call `call` in a process whose working folder is `folder`, and cause the stage's fault.
 
     `record_to`: a file descriptor for the log of all calls that change the run directory. Raises OutOfTimeError at the
-    deadline.
+    deadline, and NotPlantedError if the defect `plant` cannot be planted.
     """
     limits = limits or Limits()
     folder.mkdir(parents=True, exist_ok=True)
@@ -125,7 +128,10 @@ def run(
     if pid == 0:
         code = 1
         try:
+            _forget_temporary_folders()
             code = _be_child(page, call, folder, stage, plant, limits, record_to)
+            if stage.ends_normally:  # wait for threads, call `atexit`, take down modules, flush and leave
+                ctypes.pythonapi.Py_Exit(code)
         except KeyboardInterrupt:  # after the call has returned
             code = 128 + signal.SIGINT
         finally:
@@ -136,11 +142,14 @@ def run(
         page.clear()
         _end(pid)
         raise
-    was_hit = was_struck or page.is_hit
+    # A signal to a process that was ending at that moment killed nothing.
+    was_hit = code == -signal.SIGKILL if stage.fault == Fault.KILL else was_struck or page.is_hit
     page.clear()
     left = _left_processes()
     for number in left:
         _kill(number)
+    if (folder / _NOT_PLANTED).exists():
+        raise planted.NotPlantedError((folder / _NOT_PLANTED).read_text())
     texts = [path.read_text(encoding="utf-8", errors="replace") for path in (out, err)]
     return Ended(code=code, out=texts[0], err=texts[1], was_hit=was_hit, processes=tuple(left.values()))
 
@@ -160,17 +169,17 @@ def _be_child(
         os.setsid()
         (folder / "tmp").mkdir(exist_ok=True)
         os.environ["TMPDIR"] = str(folder / "tmp")
+        (folder / hits.FOLDER).mkdir(exist_ok=True)
+        os.environ[hits.VARIABLE] = str(folder / hits.FOLDER)
         os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         os.chdir(folder)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for number, name in enumerate(("stdout.txt", "stderr.txt"), start=1):
             os.dup2(os.open(name, os.O_WRONLY | os.O_APPEND), number)
-        import tempfile
-
         tempfile.tempdir = None
         if limits.memory_bytes is not None:
             faults.limit_memory(limits.memory_bytes)
-        planted.plant(plant)
+        _plant(plant)
         faults.prepare(page, folder / "runs", stage)
         if record_to is not None:
             page.set(control.RECORD, pid=os.getpid(), at=1 << 40, log_fd=record_to, folder=folder / "runs")
@@ -186,6 +195,23 @@ def _be_child(
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
             sys.stderr.flush()
+
+
+def _plant(name: str) -> None:
+    """Plant a defect. What fails here is no failure of the program, so the fuzzer learns of it in another way."""
+    try:
+        planted.plant(name)
+    except BaseException as error:
+        Path(_NOT_PLANTED).write_text(f"{name}: {type(error).__name__}: {error}")
+        os._exit(1)
+
+
+def _forget_temporary_folders() -> None:
+    """Keep the interpreter's end in this process from removing temporary folders, which all are the fuzzer's so far."""
+    for finalize in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        alive = finalize.peek()
+        if alive is not None and isinstance(alive[0], tempfile.TemporaryDirectory):
+            finalize.detach()
 
 
 def _wait(page: Control, pid: int, stage: Stage, limits: Limits) -> tuple[int | None, bool]:

@@ -1,11 +1,12 @@
 """A disk that forgets: replay the writes of a run as a power loss would leave them, and resume from what is left.
 
 `record` runs a training whose calls that change files are logged by `syscalls.c`. `crash_states` yields what the run
-directory may hold after a power loss: at every flush, once without anything that was not flushed (contents and names),
-once with all names but without unflushed contents; and at random moments with part of the unflushed writes, the last
-one torn.
-From each state the run must end with the weights of the undisturbed run. If a checkpoint was saved before the power
-loss, it must go on from the newest one, or from a later one; without a checkpoint it may say in one line why it cannot.
+directory may hold after a power loss: before every flush and at the end, once without anything that was not flushed
+(contents and names), once with all names but without unflushed contents; and at random moments with part of the
+unflushed writes, the last one torn.
+From each state the run must end with the weights of the undisturbed run, and with a ledger that passes the audit. If a
+checkpoint was saved before the power loss, it must go on from the newest one, or from a later one; without a checkpoint
+it may say in one line why it cannot.
 
 A name (of a new, renamed or removed file) is safe once its folder is flushed, a content once its file is.
 """
@@ -26,13 +27,19 @@ from pathlib import Path
 from fuzz import child
 from fuzz.control import Control
 from fuzz.finding import Finding, FindingKind
-from fuzz.judge import judge_end, newest_weights
+from fuzz.judge import NO_CHECKPOINT, Excuses, judge_end, ledger_findings, newest_weights
 from fuzz.programs import BASE, command
 from fuzz.scenario import Stage
 
 _HEAD = struct.Struct("=5q")
 _CHECKPOINT = re.compile(r"/checkpoints/([0-9]+)$")
-ARGUMENTS = ("run.samples=48", "checkpoint.every_updates=2", "checkpoint.keep=2", "schedule.strategy=sorted-replay")
+NUM_SAMPLES = 48
+ARGUMENTS = (
+    f"run.samples={NUM_SAMPLES}",
+    "checkpoint.every_updates=2",
+    "checkpoint.keep=2",
+    "schedule.strategy=sorted-replay",
+)
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -211,8 +218,7 @@ def crash_states(calls: list[Call], num_torn: int, seed: int) -> Iterator[CrashS
     for number, call in enumerate(calls):
         states = []
         if call.kind == "s":
-            states += [(f"call {number}, unflushed gone", disk.after_power_loss(), saved)]
-            states += [(f"call {number}, names kept", disk.with_names_only(), saved)]
+            states += _both(disk, f"call {number}", saved)
         disk.apply(call)
         if call.kind == "r" and (found := _CHECKPOINT.search(call.other)):
             named = int(found[1])
@@ -220,11 +226,20 @@ def crash_states(calls: list[Call], num_torn: int, seed: int) -> Iterator[CrashS
             saved = named
         if number in torn_at:
             states += [(f"call {number}, torn", disk.torn(rng), saved)]
+        if number == len(calls) - 1:  # after the last flush
+            states += _both(disk, "the end", saved)
         for name, (folders, files), safe in states:
             digest = hash((safe, folders, tuple(sorted((p, hash(data)) for p, data in files.items()))))
             if digest not in seen:
                 seen.add(digest)
                 yield CrashState(name=name, folders=folders, files=files, saved=safe)
+
+
+def _both(disk: Disk, name: str, saved: int) -> list[tuple[str, Contents, int]]:
+    return [
+        (f"{name}, unflushed gone", disk.after_power_loss(), saved),
+        (f"{name}, names kept", disk.with_names_only(), saved),
+    ]
 
 
 def check(
@@ -234,6 +249,7 @@ def check(
     home = folder / "home"
     calls = record(page, home, plant)
     wanted = newest_weights(home / "runs" / "r" / "checkpoints")
+    assert wanted != NO_CHECKPOINT, "the recorded run saves one"
     for state in crash_states(calls, num_torn, seed):
         shutil.rmtree(home)
         for path in (str(home), *state.folders):
@@ -248,7 +264,7 @@ def check(
             shutil.rmtree(run_dir, ignore_errors=True)
             call = command("train", "quickstart", *BASE, *ARGUMENTS)
         ended = child.run(page, call, home, Stage(), plant=plant)
-        wrong = judge_end(ended, Stage())
+        wrong = judge_end(ended, Stage(), Excuses(may_refuse=True))
         if ended.code and state.saved and not wrong:
             text = f"checkpoint {state.saved} was saved before the power loss, but is refused: {ended.err[-300:]!r}"
             wrong.append(Finding(FindingKind.WRONG_RESUME, text))
@@ -258,6 +274,8 @@ def check(
         elif ended.code == 0 and " is complete: " not in ended.err and (at := _resumed_at(run_dir)) < state.saved:
             text = f"checkpoint {state.saved} was saved before the power loss, and the run went back to {at}"
             wrong.append(Finding(FindingKind.WRONG_RESUME, text))
+        if ended.code == 0:  # a refused run is as the power loss left it
+            wrong += ledger_findings(run_dir, home / "audited", is_complete=True, num_samples=NUM_SAMPLES)
         yield state.name, wrong
 
 

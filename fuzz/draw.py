@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from fuzz.rows import FILES
@@ -98,6 +99,7 @@ NEEDS_SIBLINGS = ("reinforce++-baseline", "grpo", "dr_grpo", "rloo", "dapo", "gs
 DAMAGED = ("events.jsonl", "metrics.jsonl", "summary.json", "ledger.sqlite", "ledger.sqlite-wal", "checkpoint", "lock")
 DAMAGES = ("cut", "flip", "delete", "empty")
 
+_NORMAL_ENDS = 0.25  # of all processes; the others leave without the interpreter's own end, which takes time
 _OFTEN = (Fault.KILL_AT_CALL, Fault.KILL_AT_WRITE, Fault.KILL_AT_WRITE, Fault.KILL)
 _ANY = tuple(fault for fault in Fault if fault not in (Fault.NONE, Fault.FREEZE_MINUTE))
 _OF_HELPERS = (*_OFTEN, Fault.TERM, Fault.INTERRUPT, Fault.FREEZE, Fault.HELPER_KILLED, Fault.HELPER_KILLED)
@@ -117,6 +119,8 @@ def draw(seed: int, kinds: Sequence[Kind] = tuple(EVERYDAY)) -> Scenario:
     can_compare = kind in COMPARED and not any(word in override for override in overrides for word in TIMELY)
     is_compared = can_compare and rng.random() < 0.5
     stages = _draw_stages(rng, kind, is_compared=is_compared)
+    ends = random.Random(f"ends of {seed}")  # of its own, so that all else of a seed stays as it was before
+    stages = tuple(replace(stage, ends_normally=ends.random() < _NORMAL_ENDS) for stage in stages)
     return Scenario(seed=seed, kind=kind, overrides=tuple(overrides), stages=stages)
 
 

@@ -6,6 +6,7 @@ import os
 import time
 import zlib
 
+from fuzz import hits
 from sortedrl.tasks.tools import Book
 
 
@@ -24,6 +25,8 @@ class Chaos(Book):
         """
         found = self.book[who]
         number = zlib.crc32(f"{who} {sorted(self.book.items())}".encode()) % 20
+        if number in (1, 2, 3) or (number == 0 and _is_worker()):
+            hits.note("tool chaos")
         if number == 0 and _is_worker():
             os._exit(7)
         if number == 1:

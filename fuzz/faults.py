@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import resource
 import signal
 import time
@@ -20,6 +21,8 @@ from fuzz.scenario import FREEZES, OUTSIDE, SIGNALS, Fault, Stage
 
 MEMORY_MIB = 300  # at most so much more than at its start, if memory runs out
 _FAILURE_RATE = 0.1  # of attempts
+# How Python, torch, libraries in Rust and C, and this package say that memory ran out; the last two: for a thread.
+_OUT_OF_MEMORY = re.compile(r"memory|bad_alloc|MemoryError|start new thread|Resource temporarily", re.IGNORECASE)
 
 
 def prepare(page: Control, runs: Path, stage: Stage) -> None:
@@ -54,6 +57,11 @@ def limit_memory(num_bytes: int) -> None:
     status = Path("/proc/self/status").read_text()
     used = 1024 * int(status.partition("VmData:")[2].split()[0])
     resource.setrlimit(resource.RLIMIT_DATA, (used + num_bytes, resource.RLIM_INFINITY))
+
+
+def tells_of_memory(text: str) -> bool:
+    """Whether what a process printed says that memory ran out."""
+    return _OUT_OF_MEMORY.search(text) is not None
 
 
 def _engine_raises(page: Control, call: int) -> None:
@@ -94,24 +102,29 @@ def _samples_fail(page: Control, seed: float) -> None:
 
 
 def strike(pid: int, stage: Stage, helpers: Mapping[int, str], check_time: Callable[[], None]) -> bool:
-    """Cause a fault from outside; returns whether there was something to hit.
+    """Cause a fault from outside; returns whether something that lives was hit.
 
     `helpers`: processes that it started. `check_time` is called while a process stands still, and may raise.
     """
-    if stage.fault in SIGNALS:
-        os.kill(pid, SIGNALS[stage.fault])
-    elif stage.fault == Fault.KILL:
-        os.kill(pid, signal.SIGKILL)
-    elif stage.fault in FREEZES:
-        os.kill(pid, signal.SIGSTOP)
-        until = time.monotonic() + FREEZES[stage.fault]
-        while time.monotonic() < until:
-            check_time()
-            time.sleep(0.05)
-        os.kill(pid, signal.SIGCONT)
-    else:
-        chosen = random.Random(stage.at).choice(sorted(helpers)) if helpers else None
-        if chosen is None:
+    if stage.fault == Fault.HELPER_KILLED:
+        return bool(helpers) and _send(random.Random(stage.at).choice(sorted(helpers)), signal.SIGKILL)
+    if stage.fault not in FREEZES:
+        return _send(pid, SIGNALS.get(stage.fault, signal.SIGKILL))
+    if not _send(pid, signal.SIGSTOP):
+        return False
+    until = time.monotonic() + FREEZES[stage.fault]
+    while time.monotonic() < until:
+        check_time()
+        time.sleep(0.05)
+    return _send(pid, signal.SIGCONT)
+
+
+def _send(pid: int, number: int) -> bool:
+    """Send a signal; returns whether the process lived. A dead one takes signals until it is waited for."""
+    try:
+        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
             return False
-        os.kill(chosen, signal.SIGKILL)
+        os.kill(pid, number)
+    except (ProcessLookupError, FileNotFoundError):
+        return False
     return True

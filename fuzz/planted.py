@@ -1,7 +1,8 @@
 """Defects that the fuzzer must find: `python -m fuzz --planted` plants one after the other and looks for each.
 
 Each defect replaces a method in the process that trains, before it starts. They are what a careless change of the
-package could bring: a flush left out, a bound off by one, a sample taken twice or forgotten.
+package could bring: a flush left out, a bound off by one, a sample taken twice or forgotten. A defect counts as found
+only by a finding of a kind that it explains; one whose target is not there any more raises `NotPlantedError`.
 """
 
 from __future__ import annotations
@@ -13,39 +14,59 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from fuzz.finding import FindingKind
+
 PLANTED: dict[str, Callable[[], None]] = {}
+EXPECTED: dict[str, frozenset[FindingKind]] = {}  # the kinds of findings that each defect explains
 ONLY_A_HOST_SHOWS = ("commit-skipped",)
 ONLY_A_POWER_LOSS_SHOWS = ("flush-skipped",)
 
 
 def plant(name: str) -> None:
-    """Plant the defect of this name; none for an empty name."""
-    if name:
+    """Plant the defect of this name; none for an empty name. Raises NotPlantedError if its target is not there."""
+    if not name:
+        return
+    try:
         PLANTED[name]()
+    except (AttributeError, ImportError) as error:
+        raise NotPlantedError(str(error)) from error
 
 
-def _defect(plant_it: Callable[[], None]) -> Callable[[], None]:
-    PLANTED[plant_it.__name__.replace("_", "-")] = plant_it
-    return plant_it
+class NotPlantedError(Exception):
+    """The defect could not be planted: what it replaces has another name now."""
+
+
+def _defect(*kinds: FindingKind) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    def add(plant_it: Callable[[], None]) -> Callable[[], None]:
+        name = plant_it.__name__.replace("_", "-")
+        PLANTED[name], EXPECTED[name] = plant_it, frozenset(kinds)
+        return plant_it
+
+    return add
 
 
 def replace_method(owner: Any, method: str, by: Callable[..., Any]) -> None:
+    """Replace a method of a class or a function of a module, which must be there."""
+    if not hasattr(owner, method):
+        raise NotPlantedError(f"{owner.__name__} has no {method} any more")
     setattr(owner, method, by)
 
 
 def _after(owner: Any, method: str, then: Callable[..., None]) -> None:
     """Call `then(result, *arguments)` after each call of a method."""
-    inner = getattr(owner, method)
+    inner = getattr(owner, method, None)
+    if inner is None:
+        raise NotPlantedError(f"{owner.__name__} has no {method} any more")
 
     def changed(*args: Any, **kwargs: Any) -> Any:
         result = inner(*args, **kwargs)
         then(result, *args)
         return result
 
-    setattr(owner, method, changed)
+    replace_method(owner, method, changed)
 
 
-@_defect
+@_defect(FindingKind.TWICE, FindingKind.TRACEBACK)
 def double_take() -> None:
     """A trained sample stays in the buffer."""
     from sortedrl.buffer import Buffer
@@ -60,7 +81,7 @@ def double_take() -> None:
     _after(Buffer, "take", put_back)
 
 
-@_defect
+@_defect(FindingKind.LOST)
 def lost_requeue() -> None:
     """A sample that is to continue after an update is forgotten now and then."""
     from sortedrl.buffer import Buffer
@@ -77,7 +98,7 @@ def lost_requeue() -> None:
     _after(Buffer, "requeue", forget)
 
 
-@_defect
+@_defect(FindingKind.LEDGER, FindingKind.TRACEBACK)
 def staleness_off_by_one() -> None:
     """An answer may be one version older than the bound."""
     from sortedrl.schedule import decisions
@@ -85,10 +106,10 @@ def staleness_off_by_one() -> None:
     def exceeds(buffer: Any, knobs: Any, sample: Any, version: int) -> bool:
         return knobs.max_staleness is not None and buffer.staleness(sample, version) > knobs.max_staleness + 1
 
-    decisions._exceeds = exceeds
+    replace_method(decisions, "_exceeds", exceeds)
 
 
-@_defect
+@_defect(FindingKind.LOST, FindingKind.LEDGER, FindingKind.TRACEBACK)
 def commit_skipped() -> None:
     """A batch is taken before its rows are committed. The copy in a checkpoint heals that, so only a host shows it."""
     from sortedrl.ledger.store import Store
@@ -103,7 +124,7 @@ def commit_skipped() -> None:
     replace_method(Store, "add_batch", add_batch)
 
 
-@_defect
+@_defect(FindingKind.TWICE, FindingKind.LEDGER, FindingKind.TRACEBACK, FindingKind.WRONG_RESUME)
 def no_cut() -> None:
     """Rows after the checkpoint stay in the ledger when a run is resumed."""
     from sortedrl.ledger.store import Store
@@ -111,14 +132,14 @@ def no_cut() -> None:
     replace_method(Store, "truncate", lambda store, seq: None)
 
 
-@_defect
+@_defect(FindingKind.WRONG_RESUME)
 def optimizer_not_restored() -> None:
     from sortedrl.learner.torch import TorchLearner
 
     replace_method(TorchLearner, "load_state_dict", lambda learner, state: None)
 
 
-@_defect
+@_defect(FindingKind.WRONG_RESUME)
 def other_noise_in_later_attempts() -> None:
     """A sample draws other noise when it runs again."""
     from sortedrl.controller import Controller
@@ -134,17 +155,15 @@ def other_noise_in_later_attempts() -> None:
     replace_method(Controller, "start", start)
 
 
-@_defect
+@_defect(FindingKind.LOST, FindingKind.TWICE, FindingKind.LEDGER, FindingKind.WRONG_RESUME, FindingKind.TRACEBACK)
 def loader_not_restored() -> None:
     """A resumed run reads its data from the beginning."""
     from sortedrl.tasks import loader
 
-    for value in vars(loader).values():
-        if isinstance(value, type) and hasattr(value, "load_state_dict"):
-            value.load_state_dict = lambda loader, state: None
+    replace_method(loader.SampleLoader, "load_state_dict", lambda loader, state: None)
 
 
-@_defect
+@_defect(FindingKind.LEFTOVER)
 def temporary_left() -> None:
     """A temporary folder of a checkpoint stays."""
     from sortedrl.run import checkpoint_folder
@@ -157,24 +176,24 @@ def temporary_left() -> None:
             yield temporary
         folder.with_name(f".{folder.name}.partial-1").mkdir(exist_ok=True)
 
-    checkpoint_folder.written_whole = written_whole
+    replace_method(checkpoint_folder, "written_whole", written_whole)
 
 
-@_defect
+@_defect(FindingKind.LEFTOVER)
 def unfinished_file_left() -> None:
     """A resume does not remove the temporary file that a killed process was writing."""
     from sortedrl import trainer
 
-    trainer.remove_unfinished = lambda folder: None
+    replace_method(trainer, "remove_unfinished", lambda folder: None)
 
 
-@_defect
+@_defect(FindingKind.LEFTOVER)
 def process_left() -> None:
     """A helper process outlives the run."""
     subprocess.Popen(["sleep", "600"])  # noqa: S607
 
 
-@_defect
+@_defect(FindingKind.TRACEBACK)
 def traceback_on_full_disk() -> None:
     from sortedrl.ledger import schema, store
 
@@ -182,18 +201,19 @@ def traceback_on_full_disk() -> None:
     def named_errors(path: Path, run: Path | None = None) -> Iterator[None]:
         yield
 
-    schema.named_errors = store.named_errors = named_errors
+    for module in (schema, store):
+        replace_method(module, "named_errors", named_errors)
 
 
-@_defect
+@_defect(FindingKind.TRACEBACK, FindingKind.WRONG_RESUME, FindingKind.LEDGER)
 def damage_not_looked_for() -> None:
     """The checksums of a checkpoint are not compared."""
     from sortedrl.run import checkpoint_folder
 
-    checkpoint_folder.find_damage = lambda *args, **kwargs: None
+    replace_method(checkpoint_folder, "find_damage", lambda *args, **kwargs: None)
 
 
-@_defect
+@_defect(FindingKind.LOST, FindingKind.LEDGER)
 def success_claimed() -> None:
     """The command exits with 0 whatever happened."""
     from sortedrl import cli
@@ -206,18 +226,18 @@ def success_claimed() -> None:
         except SystemExit:
             os._exit(0)
 
-    cli.main = main
+    replace_method(cli, "main", main)
 
 
-@_defect
+@_defect(FindingKind.LEDGER, FindingKind.TRACEBACK)
 def cohort_late() -> None:
     """A cohort's last update does not wait for its last samples."""
     from sortedrl.schedule import decisions
 
-    decisions.due_cohorts = lambda buffer, knobs: set()
+    replace_method(decisions, "due_cohorts", lambda buffer, knobs: set())
 
 
-@_defect
+@_defect(FindingKind.LEDGER, FindingKind.WRONG_RESUME, FindingKind.TRACEBACK)
 def lost_at_interrupt() -> None:
     """The tokens of an interrupted answer are cut by one."""
     from sortedrl.buffer import Buffer
@@ -231,7 +251,7 @@ def lost_at_interrupt() -> None:
     _after(Buffer, "interrupt", cut)
 
 
-@_defect
+@_defect(FindingKind.LEDGER, FindingKind.WRONG_RESUME, FindingKind.TRACEBACK)
 def reward_lost() -> None:
     """Now and then a score is replaced by 0 after the ledger has recorded it."""
     from sortedrl.ledger.store import DurableBuffer
@@ -243,9 +263,9 @@ def reward_lost() -> None:
     _after(DurableBuffer, "score", forget)
 
 
-@_defect
+@_defect(FindingKind.WRONG_RESUME, FindingKind.LEDGER, FindingKind.LOST)
 def flush_skipped() -> None:
     """The files of a checkpoint are renamed before they are on disk. `python -m fuzz --disk` must find it."""
     from sortedrl.run import atomic_folder
 
-    atomic_folder._flush = lambda folder: None
+    replace_method(atomic_folder, "_flush", lambda folder: None)

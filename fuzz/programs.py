@@ -87,16 +87,26 @@ class Program:
 
     def prepare(self) -> None:
         """Make what the first process needs."""
-        for override in self.scenario.overrides if self.scenario.kind == Kind.DATA else ():
-            key, _, value = override.partition("=")
-            if key == "task.path":
-                rows.write(self.home, value, self.scenario.seed)
+        self.home.mkdir(parents=True, exist_ok=True)
+        if self.rows_file:
+            rows.write(self.home, self.rows_file, self.scenario.seed)
+
+    @property
+    def rows_file(self) -> str:
+        """The file with training rows; empty if there is none."""
+        given = [text.partition("=")[2] for text in self.scenario.overrides if text.startswith("task.path=")]
+        return given[-1] if given and self.scenario.kind == Kind.DATA else ""
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Configuration and overrides of a run that is not TRL's."""
+        return (*_ARGUMENTS[self.scenario.kind], *self.scenario.overrides)
 
     def first(self) -> Call:
         scenario = self.scenario
         if scenario.kind == Kind.TRL:
             return partial(trl_script.main, self._output, scenario.overrides)
-        return command("train", *_ARGUMENTS[scenario.kind], *scenario.overrides)
+        return command("train", *self.arguments)
 
     def resume(self, changes: Sequence[str]) -> Call:
         if self.scenario.kind == Kind.TRL:

@@ -63,6 +63,7 @@ class Stage:
     at: float = 0.0  # in [0, 1): when, on the scale of the fault
     damage: tuple[str, str] | None = None  # a file of `draw.DAMAGED` and one of `draw.DAMAGES`
     changes: tuple[str, ...] = ()  # overrides that this process gets besides those of the run
+    ends_normally: bool = False  # the interpreter takes down its modules; otherwise the process leaves at once
 
     @property
     def call(self) -> int:
@@ -97,6 +98,7 @@ class Scenario:
                 at=stage["at"],
                 damage=tuple(stage["damage"]) if stage["damage"] else None,
                 changes=tuple(stage["changes"]),
+                ends_normally=stage.get("ends_normally", False),  # older command lines do not have it
             )
             for stage in record["stages"]
         )

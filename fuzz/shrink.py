@@ -48,5 +48,7 @@ def _simpler(stage: Stage) -> Iterator[Stage]:
         yield replace(stage, damage=None)
     if stage.changes:
         yield replace(stage, changes=())
+    if stage.ends_normally:
+        yield replace(stage, ends_normally=False)
     if stage.fault != Fault.NONE:
         yield replace(stage, fault=Fault.NONE)

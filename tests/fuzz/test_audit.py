@@ -16,6 +16,9 @@ def test_a_sound_ledger_has_no_findings(tmp_path):
 # What is changed in the sound ledger of tests/support/ledgers.py, and what the auditor must say.
 WRONG = {
     "a sample trained twice by moving a row": ("UPDATE trained SET sample = 99 WHERE sample = 0", "never loaded"),
+    "a row trained under two ids": ("UPDATE samples SET prompt = 'a' WHERE id IN (2, 3)", "trained twice"),
+    "a row loaded under two ids": ("UPDATE samples SET epoch = 0 WHERE id = 4", "loaded twice"),
+    "training without any step": ("DELETE FROM steps WHERE sample = 2", "something else than a score"),
     "a trained row lost": ("DELETE FROM trained WHERE sample = 1", "another number of samples"),
     "a row lost": ("DELETE FROM steps WHERE seq = 20", "rows 1 to 52"),
     "another reward": ("UPDATE trained SET reward = 0.75 WHERE sample = 2", "another reward"),
@@ -54,6 +57,30 @@ def test_a_complete_run_must_have_trained_everything(tmp_path):
     assert audit(path, is_complete=True) == [missing]
     too_few = Finding(FindingKind.LOST, "4 samples were trained, and 8 were asked for")
     assert audit(path, is_complete=True, num_samples=8) == [missing, too_few]
+
+
+def test_no_more_may_be_trained_than_was_asked_for(tmp_path):
+    found = audit(write_good(tmp_path / "ledger.sqlite"), is_complete=False, num_samples=3)
+    assert found == [Finding(FindingKind.LEDGER, "4 samples were trained, and only 3 were asked for")]
+
+
+def test_siblings_are_those_of_one_epoch(tmp_path):
+    path = write_good(tmp_path / "ledger.sqlite")
+    with writing(path) as connection:  # another prompt's samples become those of prompt a in a later epoch
+        connection.execute("UPDATE samples SET prompt = 'a', epoch = 2 WHERE id IN (2, 3)")
+    assert audit(path, is_complete=False) == []
+
+
+def test_damaged_pages_are_a_finding(tmp_path):
+    path = write_good(tmp_path / "ledger.sqlite")
+    with writing(path) as connection:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        (page,) = connection.execute("SELECT rootpage FROM sqlite_schema WHERE name = 'samples_by_cohort'").fetchone()
+        (size,) = connection.execute("PRAGMA page_size").fetchone()
+    data = bytearray(path.read_bytes())
+    data[(page - 1) * size + 100 : page * size] = bytes(size - 100)
+    path.write_bytes(data)
+    assert audit(path, is_complete=False)[0].text.startswith("SQLite finds damage")
 
 
 def test_a_file_that_is_no_database_is_a_finding(tmp_path):

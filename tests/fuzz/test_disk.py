@@ -120,5 +120,11 @@ def test_a_checkpoint_is_saved_once_its_folder_is_flushed_after_the_rename():
         ),
         *(create("/r/a"), flush("/r/a"), flush("/r/checkpoints"), create("/r/b"), flush("/r/b")),
     ]
-    saved = {int(state.name.split()[1].rstrip(",")): state.saved for state in crash_states(calls, num_torn=0, seed=0)}
-    assert saved == {2: 0, 4: 0, 7: 0, 10: 2}
+    saved = {state.name.partition(",")[0]: state.saved for state in crash_states(calls, num_torn=0, seed=0)}
+    assert saved == {"call 2": 0, "call 4": 0, "call 7": 0, "call 10": 2}
+
+
+def test_what_the_last_flush_saves_is_a_state_too():
+    calls = [create("/r/a"), flush("/r"), write("/r/a", b"1"), flush("/r/a")]
+    last = list(crash_states(calls, num_torn=0, seed=0))[-1]
+    assert (last.name, last.files) == ("the end, unflushed gone", {"/r/a": b"1"})

@@ -31,6 +31,14 @@ def test_all_faults_and_strategies_are_drawn():
     assert strategies == {f"schedule.strategy={name}" for name in STRATEGIES}
 
 
+def test_a_quarter_of_the_processes_ends_as_the_interpreter_does():
+    ends = [stage.ends_normally for seed in range(300) for stage in draw(seed).stages]
+    assert 0.2 < sum(ends) / len(ends) < 0.3
+    older = Scenario(seed=0, overrides=(), stages=(Stage(),)).to_json().replace(',"ends_normally":false', "")
+    assert "ends" not in older
+    assert Scenario.from_json(older).stages == (Stage(),)
+
+
 def test_a_failure_shrinks_to_what_causes_it():
     guilty = Stage(fault=Fault.KILL, at=0.5)
     scenario = Scenario(
