@@ -23,7 +23,7 @@ from sortedrl.buffer import Buffer
 from sortedrl.clock import VirtualClock
 from sortedrl.controller import Controller, LoopParts, LoopSettings
 from sortedrl.engine.base import Sampling
-from sortedrl.engine.sampling.noise import gumbel, seed_tensor
+from sortedrl.engine.sampling.noise import gumbel, int_tensor
 from sortedrl.engine.sim.engine import SimEngine
 from sortedrl.records import Batch, Prompt, Sample, sample_seed
 from sortedrl.schedule import resolve_knobs
@@ -184,7 +184,7 @@ def train_cohort(cohort: int, run_seed: int, logprobs_vst: list[list[list[float]
     """Train one cohort through versions 0 to 2; returns its samples in the order of training."""
     prompt = Prompt(id=f"toy{cohort}", tokens=(0,), content="")
     seeds = [sample_seed(run_seed, 0, prompt.id, index) for index in range(COHORT)]
-    rows = seed_tensor(seeds).repeat_interleave(LONGEST)
+    rows = int_tensor(seeds).repeat_interleave(LONGEST)
     noise_nlt = gumbel(rows, torch.arange(LONGEST).repeat(COHORT), 3).view(COHORT, LONGEST, 3).tolist()
     clock = VirtualClock()
     learner = BatchKeeper(clock=clock)

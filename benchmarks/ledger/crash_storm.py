@@ -4,8 +4,8 @@
 
 The tiny model trains with a checkpoint after every update in a forked child process, which notes its current phase in
 shared memory. The parent waits for the phase that was hit least so far, waits a random time, and kills the child. After
-every kill the ledger is verified from its file alone. Every run must end with each of its samples trained once. Runs
-with some of the same seeds that are never killed give the accuracy to compare with.
+every kill, and at the end of every run, the ledger is verified from its file alone. Every run must end with each of its
+samples trained once. Runs with some of the same seeds that are never killed give the accuracy to compare with.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from benchmarks.ledger.forked import fork
 from benchmarks.record import make_parser, save
 from sortedrl.config import SortedConfig
 from sortedrl.engine.local.engine import LocalEngine
@@ -106,19 +107,14 @@ def warm_up(config: SortedConfig) -> None:
 
 def start_child(config: SortedConfig, note: PhaseNote, *, resume: bool) -> int:
     """Train in a forked process; returns its process id."""
-    note.phase = "start"
-    sys.stdout.flush()
-    child = os.fork()
-    if child:
-        return child
-    try:
+
+    def work() -> None:
         for owner, method, phase in WATCHED:
             note.watch(owner, method, phase)
         SortedTrainer(args=config, quiet=True).train(resume=resume)
-        os._exit(0)
-    except BaseException as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        os._exit(1)
+
+    note.phase = "start"
+    return fork(work)
 
 
 def has_ended(child: int) -> bool:
@@ -178,6 +174,7 @@ def storm(folder: Path, kills: int, strategy: str, updates: int, seed: int, quie
             if hit is not None:
                 break
             totals.update(ledger_of(config, accuracies))
+            unclean += not check_ledger(config)
             run_seed, resume = run_seed + 1, False
             config = make_config(folder, run_seed, strategy, updates)
         hits[hit] += 1
@@ -187,7 +184,7 @@ def storm(folder: Path, kills: int, strategy: str, updates: int, seed: int, quie
         while not has_ended(child):
             time.sleep(0.01)
         totals.update(ledger_of(config, accuracies))
-    unclean += not check_ledger(config)
+        unclean += not check_ledger(config)
     return {
         "kills": kills,
         "strategy": strategy,
@@ -245,7 +242,7 @@ def main() -> None:
         print(json.dumps(record))
     else:
         show(record)
-    sys.exit(not is_whole)
+    sys.exit(not record["within_goal"])
 
 
 def show(record: dict[str, Any]) -> None:

@@ -5,8 +5,9 @@
 Every sample is loaded, started, written in two deliveries (as if interrupted once), finished, scored and trained, in
 cohorts of 4,096 and batches of 1,024. The last cohort stays half written, as after a kill. `buffer_s` is the time of
 the same work with a buffer in memory. `cpu_s` and the load average show how busy the machine was with other work.
-Reading back (open, truncate, begin a lineage, restore) is timed twice: with the file dropped from the page cache if the
-system allows it (`cold`), and again with the file cached (`warm`).
+Reading back as a resume does (open, compare with a checkpoint's copy, truncate, restore, begin a lineage) is timed
+twice: with both files dropped from the page cache if the system allows it (`cold`), and again with them cached
+(`warm`). `cold_open_s` is the time until the file is open.
 """
 
 from __future__ import annotations
@@ -100,17 +101,22 @@ def drop_pages(path: Path) -> bool:
     return True
 
 
-def reopen(path: Path) -> tuple[float, float, Buffer]:
-    """Open the file as a resumed run does; returns seconds until it is open, until it is restored, and the buffer."""
+def open_file(path: Path) -> float:
+    """Open the file and close it; returns the seconds until it is open."""
     began = time.perf_counter()
     store = Store.open(path)
-    opened = time.perf_counter()
-    store.truncate(store.seq)
-    store.begin_lineage()
-    buffer = store.restore()
-    done = time.perf_counter()
+    seconds = time.perf_counter() - began
     store.close()
-    return opened - began, done - began, buffer
+    return seconds
+
+
+def reopen(path: Path, copy: Path, seq: int) -> tuple[float, Buffer]:
+    """Open the file as a resumed run does; returns the seconds until the run could go on, and the buffer."""
+    began = time.perf_counter()
+    store, buffer = Store.reopen(path, seq, copy=copy)
+    seconds = time.perf_counter() - began
+    store.close()
+    return seconds, buffer
 
 
 def measure(folder: Path, num_samples: int, num_tokens: int, num_deliveries: int) -> dict[str, Any]:
@@ -129,12 +135,15 @@ def measure(folder: Path, num_samples: int, num_tokens: int, num_deliveries: int
     began = time.perf_counter()
     store.snapshot(copy)
     snapshot_s = time.perf_counter() - began
+    seq = store.seq
     began = time.perf_counter()
     store.close()
     close_s = time.perf_counter() - began
     is_cold = drop_pages(path)
-    cold_open_s, cold_s, _ = reopen(path)
-    _, warm_s, restored = reopen(path)
+    cold_open_s = open_file(path)
+    is_cold = is_cold and drop_pages(path) and drop_pages(copy)
+    cold_s, _ = reopen(path, copy, seq)
+    warm_s, restored = reopen(path, copy, seq)
     assert list(restored.samples) == list(buffer.samples), "the restored buffer has other samples"
     payload = num_samples * (num_tokens // num_deliveries) * num_deliveries * BYTES_PER_TOKEN
     return {

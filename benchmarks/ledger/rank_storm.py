@@ -5,9 +5,10 @@
 Two ranks train the tiny model, and write checkpoints in the background.
 
 - `saves`: a checkpoint after every update. The trainer is killed (SIGKILL) at a random moment while one is written, and
-  resumed, again and again. Trainer and ranks are copies of one process, because they have to start often: the ranks run
-  the code of Ray's actors, over gloo and pipes. After every kill the ledger is verified from its file. At every resume,
-  weights and optimizer state of the ranks are compared with the shards of the named checkpoint, read by one process.
+  resumed, again and again. A kill counts if it leaves the partial folder of a checkpoint behind. Trainer and ranks are
+  copies of one process, because they have to start often: the ranks run the code of Ray's actors, over gloo and pipes.
+  After every kill the ledger is verified from its file. At every resume, weights and optimizer state of the ranks are
+  compared with the shards of the named checkpoint, read by one process.
 - `ranks`: the shipped command, with Ray. A checkpoint after every fifth update, and two engines in processes of their
   own. A rank is killed at a random moment between two updates or during one. The run must end by itself, and no engine
   may be started again.
@@ -29,7 +30,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -39,6 +39,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
+from benchmarks.ledger.forked import fork
 from benchmarks.record import QUICKSTART, ROOT, make_parser, save
 from sortedrl.config import SortedConfig
 from sortedrl.config.shipped import shipped_path
@@ -48,6 +49,7 @@ from sortedrl.ledger.reader import Ledger
 from sortedrl.ledger.verify import verify
 from sortedrl.run import save_and_resume
 from sortedrl.run.builders import parts as run_parts
+from sortedrl.run.checkpoint_folder import Checkpoints
 from sortedrl.telemetry.summary import Summary
 from sortedrl.trainer import SortedTrainer
 
@@ -158,11 +160,6 @@ def train_forked(config: SortedConfig, errors: Path, *, resume: bool) -> int:
 
     A resumed run first compares its ranks with the checkpoint, and notes what differs.
     """
-    child = os.fork()
-    if child:
-        return child
-    descriptor = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(descriptor, 2)
     inner = save_and_resume.restore
 
     def restore(parts: Any, evaluator: Any, version: int, checkpoint: Path) -> dict[str, Any]:
@@ -176,14 +173,13 @@ def train_forked(config: SortedConfig, errors: Path, *, resume: bool) -> int:
         ranks = ForkedRanks(config.num_ranks, errors.with_name(f"store-{os.getpid()}"))
         return ShardedLearner(model, config.learner, temperature=config.engine.temperature, ranks=ranks)
 
-    save_and_resume.restore = restore
-    run_parts.build_learner = build_learner
-    try:
+    def work() -> None:
+        os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+        save_and_resume.restore = restore
+        run_parts.build_learner = build_learner
         SortedTrainer(args=config, quiet=True).train(resume=resume)
-        os._exit(0)
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
+
+    return fork(work)
 
 
 def differences(learner: Any, checkpoint: Path) -> list[str]:
@@ -262,22 +258,32 @@ def kill_in_saves(folder: Path, kills: int, seed: int, updates: int, quiet: bool
     rng, errors = random.Random(seed), folder / "errors.txt"
     runs: list[SortedConfig] = []
     violations, is_under_way = 0, False
+    counts = {"kills": 0, "kills_beside": 0, "resumes": 0, "resumes_of_checkpoints": 0}
+
+    def train() -> ForkedChild:
+        if is_under_way:
+            counts["resumes"] += 1
+            counts["resumes_of_checkpoints"] += Checkpoints(runs[-1].run_dir / "checkpoints").latest() is not None
+        return ForkedChild(train_forked(runs[-1], errors, resume=is_under_way))
+
     for _ in track(range(kills), "kills in saves", console=Console(stderr=True), disable=quiet):
         while True:  # until a kill hits
             if not is_under_way:
                 runs.append(config_of(folder, f"saves-{len(runs)}", seed + len(runs), updates))
-            child = ForkedChild(train_forked(runs[-1], errors, resume=is_under_way))
-            is_under_way = kill_in_save(child, runs[-1].run_dir, rng, errors)
-            if is_under_way:
+            has_hit = kill_in_save(train(), runs[-1].run_dir, rng, errors)
+            is_under_way = has_hit is not None
+            violations += check_ledger(runs[-1].run_dir)
+            if has_hit:
+                counts["kills"] += 1
                 break
-        violations += check_ledger(runs[-1].run_dir)
-    wait_for(lambda: False, ForkedChild(train_forked(runs[-1], errors, resume=True)), errors)
+            counts["kills_beside"] += is_under_way
+    wait_for(lambda: False, train(), errors)
     folders = [run.run_dir for run in runs]
     compared = [json.loads(line) for run_dir in folders for line in _lines(run_dir / "compared.jsonl")]
     calm = config_of(folder, "calm", seed, updates)
     wait_for(lambda: False, ForkedChild(train_forked(calm, errors, resume=False)), errors)
     return {
-        "kills": kills,
+        **counts,
         "runs": len(runs),
         "violations": violations + sum(map(check_ledger, folders)),
         "resumes_compared": len(compared),
@@ -287,8 +293,11 @@ def kill_in_saves(folder: Path, kills: int, seed: int, updates: int, quiet: bool
     }
 
 
-def kill_in_save(child: ForkedChild, run_dir: Path, rng: random.Random, errors: Path) -> bool:
-    """Kill the child while it writes a checkpoint, not always its first; False if the run ended before."""
+def kill_in_save(child: ForkedChild, run_dir: Path, rng: random.Random, errors: Path) -> bool | None:
+    """Kill the child in a checkpoint, not always its first; None if the run ended before.
+
+    Returns whether the kill hit: the partial folder of a checkpoint is left behind.
+    """
     checkpoints = run_dir / "checkpoints"
 
     def partial() -> Path | None:
@@ -296,16 +305,17 @@ def kill_in_save(child: ForkedChild, run_dir: Path, rng: random.Random, errors: 
 
     for number in range(rng.randint(1, 4)):
         if number and not wait_for(lambda: partial() is None, child, errors):
-            return False
+            return None
         if not wait_for(partial, child, errors):
-            return False
+            return None
     time.sleep(rng.uniform(0, LONGEST_SAVE_S))
     if child.poll() is not None:
-        return False
+        wait_for(lambda: False, child, errors)  # raises if it failed
+        return None
     others = psutil.Process(child.pid).children(recursive=True)
     child.kill()
     psutil.wait_procs(others, timeout=60)  # its ranks end by themselves
-    return True
+    return partial() is not None
 
 
 def kill_ranks(folder: Path, kills: int, seed: int, updates: int) -> dict[str, Any]:
@@ -381,6 +391,21 @@ def _lines(path: Path) -> list[str]:
     return path.read_text().rpartition("\n")[0].splitlines() if path.is_file() else []
 
 
+def is_within_goal(record: dict[str, Any]) -> bool:
+    """Whether nothing was lost, trained twice or restored wrongly, and everything was tried that should be."""
+    parts = [record[part] for part in ("saves", "ranks") if part in record]
+    bad = ("lost", "duplicated", "violations", "resumes_different", "engines_restarted")
+    if any(part["trained"] != part["loaded"] or any(part.get(key, 0) for key in bad) for part in parts):
+        return False
+    saves, ranks = record.get("saves"), record.get("ranks")
+    if ranks is not None and ranks["restarts"] != ranks["kills"]:
+        return False
+    if saves is None:
+        return True
+    is_compared = saves["resumes_compared"] == saves["resumes_of_checkpoints"] > 0
+    return is_compared and saves["weights_as_undisturbed"]
+
+
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--kills", type=int, default=20, help="of the trainer, while a checkpoint is written")
@@ -397,16 +422,9 @@ def main() -> None:
             record["saves"] = kill_in_saves(folder, options.kills, options.seed, options.updates, options.json)
         if options.rank_kills:
             record["ranks"] = kill_ranks(folder, options.rank_kills, options.seed, options.updates)
-    parts = [record[part] for part in ("saves", "ranks") if part in record]
-    bad = ("lost", "duplicated", "violations", "resumes_different", "engines_restarted")
     if options.rank_kills:
         assert record["ranks"]["warnings"] == record["ranks"]["restarts"], "the run's messages are complete"
-    record["within_goal"] = all(
-        part["trained"] == part["loaded"]
-        and not any(part.get(key, 0) for key in bad)
-        and part.get("weights_as_undisturbed", True)
-        for part in parts
-    )
+    record["within_goal"] = is_within_goal(record)
     if not options.no_save:
         save("rank_storm", record)
     print(json.dumps(record)) if options.json else Console().print(record)

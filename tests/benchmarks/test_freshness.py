@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from sortedrl.tasks.knights import KnightsTask, is_heldout
 def run_record(arm: str, seed: int, accuracies: list[float], *, share: float = 1.0, stage: str = "a") -> dict[str, Any]:
     """A run that is evaluated every 128 samples."""
     points = [{"samples": 128 * at, "accuracy": a, "greedy": a, "length": 5.0} for at, a in enumerate(accuracies)]
-    updates = {"size": [16], "length": [10.0], "staleness": [1.0], "reward": [0.5], "share": [share]}
+    updates = {"size": [16], "length": [10.0], "staleness": [1.0], "reward": [0.5], "share": [share], "norm": [0.1]}
     return {
         **asdict(Cell(stage=stage, arm=arm)),
         "seed": seed,
@@ -94,6 +96,10 @@ def test_figures_of_a_run() -> None:
     run["updates"] = {"size": [16, 16], "length": [10.0, 30.0], "staleness": [0.0, 2.0], "reward": [0.0, 0.5]}
     assert figures.staleness(run) == pytest.approx(1.5)  # three tokens of four are two versions old
     assert figures.flat_share(run) == 0.5
+    # An update without a learned token has no share: none in new lines, 1 and a gradient of 0 in older ones.
+    run["updates"] = {"share": [0.5, 1.0, None, 0.7], "norm": [0.1, 0.0, 0.0, 0.2]}
+    assert figures.share(run) == pytest.approx(0.6)
+    assert recompute.effective_share(run) == pytest.approx(0.6)
 
 
 def test_verdicts_follow_the_registered_rules() -> None:
@@ -174,6 +180,57 @@ def test_an_independent_recomputation_gives_the_same_tables() -> None:
     source = Path(recompute.__file__).read_text(encoding="utf-8")
     assert "import benchmarks" not in source, "it must not use the analysis that it checks"
     assert "from benchmarks" not in source
+
+
+def check_pages(folder: Path, freshness_page: str, results_page: str) -> list[str]:
+    (folder / "freshness.md").write_text(freshness_page, encoding="utf-8")
+    (folder / "results.md").write_text(results_page, encoding="utf-8")
+    return recompute.recompute(folder).wrong
+
+
+def test_the_recomputation_finds_what_was_removed(tmp_path: Path) -> None:
+    first, second = ((recompute.PAGES / f"{name}.md").read_text(encoding="utf-8") for name in ("freshness", "results"))
+    lines = first.splitlines()
+    starts = ("| H3a | replay, shuffled = sync, final", "| against `sync` | idle", "| sorted-partial | 5 |")
+    kept = "\n".join(line for line in lines if not line.startswith(starts))
+    wrong = check_pages(tmp_path, kept, second)
+    assert [line.partition(" is on the page")[0] for line in wrong] == [
+        "the row of the arm 'sorted-partial'",
+        "the row of the hypothesis 'H3a: replay, shuffled = sync, final'",
+        "the row of the claim 'against `sync`: idle slot-steps cut by half'",
+    ]
+    grpo = second.partition("| GRPO | final accuracy")
+    wrong = check_pages(tmp_path, first, grpo[0] + grpo[2].partition("\n\n")[2])
+    assert len(wrong) == 13, "twelve arms, and the sorted ones together"
+    assert all(line.startswith("the row 'GRPO: ") for line in wrong)
+
+
+def test_tables_are_not_put_into_a_page_without_both_marks() -> None:
+    page = f"before {figures.BEGIN} old {figures.END} after"
+    assert figures.with_tables(page, "new") == f"before {figures.BEGIN}\n\nnew\n\n{figures.END} after"
+    for mark in (figures.BEGIN, figures.END):
+        with pytest.raises(AssertionError, match="lacks the mark"):
+            figures.with_tables(page.replace(mark, ""), "new")
+
+
+def test_a_failed_run_does_not_lose_those_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    both_began, has_failed, kept = threading.Barrier(2), threading.Event(), list[Any]()
+
+    def train(run: freshness.Run) -> dict[str, Any]:
+        if run[1] < 2:
+            both_began.wait(10)
+        if run[1] == 0:
+            has_failed.set()
+            raise ValueError("this run fails")
+        assert has_failed.wait(10)
+        return {"seed": run[1]}
+
+    monkeypatch.setattr(freshness, "train", train)
+    monkeypatch.setattr(freshness, "append", kept.append)
+    monkeypatch.setattr(freshness, "ProcessPoolExecutor", lambda jobs, **_: ThreadPoolExecutor(jobs))
+    with pytest.raises(ValueError, match="this run fails"):
+        freshness.make([(freshness.cells("a")[0], seed) for seed in range(2)], jobs=2)
+    assert kept == [{"seed": 1}]
 
 
 def test_the_recomputation_finds_a_changed_figure(tmp_path: Path) -> None:

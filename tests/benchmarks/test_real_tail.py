@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.study.real_tail import (
     CONFIG,
+    answer_of,
     demonstrations,
     idle_slot_steps,
     overrides,
+    paired,
     quantiles,
     result,
+    run_folder,
+    share_right_second_half,
     start_folder,
 )
 from sortedrl.config import SortedConfig
+from sortedrl.telemetry.events import BatchTaken
 from sortedrl.telemetry.summary import Summary
 
 OPTIONS = argparse.Namespace(samples=None, slots=8, full=False, dtype=None, engine="local", threads=None, learn=False)
@@ -105,3 +113,74 @@ def test_the_cold_start_is_made_anew_when_the_task_changes() -> None:
     same = SortedConfig.load(CONFIG, ["task.options.median=20", "learner.lr=1e-5"])  # the cold start has its own median
     runs = Path("runs")
     assert start_folder(runs, base) == start_folder(runs, same) != start_folder(runs, other)
+
+
+def batch(update: int, samples: Sequence[int], rewards: Sequence[float]) -> BatchTaken:
+    return BatchTaken(
+        t=0.0,
+        update=update,
+        version=update,
+        samples=[*samples],
+        lengths=[5] * len(samples),
+        rewards=[*rewards],
+        staleness=[0] * len(samples),
+        staleness_token_sum=[0] * len(samples),
+        truncated=0,
+        num_interrupted=0,
+        slot_s=1.0,
+    )
+
+
+def test_right_answers_of_the_second_half_are_counted_in_training_order() -> None:
+    # Eight samples: the last four trained have rewards 1, .5, 0 and 1, and half a reward is not right.
+    batches = [batch(0, [7, 1, 2], [1.0, 1.0, 1.0]), batch(1, [0, 5, 6], [0.0, 1.0, 0.5]), batch(2, [3, 4], [0.0, 1.0])]
+    assert share_right_second_half(batches) == 0.5
+    with pytest.raises(AssertionError, match="every sample was trained once"):
+        share_right_second_half([*batches, batch(3, [4], [1.0])])
+
+
+def figures(accuracy: float, second_half: float) -> dict[str, Any]:
+    return {"accuracy_after": accuracy, "share_right_second_half": second_half}
+
+
+def test_strategies_are_compared_seed_by_seed_and_decided_with_five() -> None:
+    runs = {
+        "sync": {seed: figures(0.4 + 0.1 * seed, 0.5) for seed in range(3)},
+        "sorted-replay": {seed: figures(0.5 + 0.1 * seed, 0.5 + 0.1 * seed) for seed in range(2)},
+    }
+    accuracy, second = paired(runs)  # none against sync-large, which has no run
+    assert (accuracy["strategy"], accuracy["base"], accuracy["seeds"]) == ("sorted-replay", "sync", 2)
+    assert accuracy["difference"] == pytest.approx((0.1, 0.1, 0.1))
+    assert accuracy["answer"] == "undecided", "two seeds decide nothing"
+    # Differences 0 and .1: mean .05, error .05, and t is 12.706 for one degree of freedom.
+    assert second["difference"] == pytest.approx((0.05, 0.05 - 0.6353, 0.05 + 0.6353), abs=1e-4)
+    assert [answer_of(ends, 5) for ends in ((0.1, 0.05, 0.2), (-0.1, -0.2, -0.05), (0.0, -0.1, 0.1))] == [
+        "ahead",
+        "behind",
+        "undecided",
+    ]
+
+
+def test_facts_stand_beside_the_summary_of_their_run() -> None:
+    runs = [run("sync", rollout_s=20, update_s=9, wall_s=32, steps=200).model_copy(update={"seed": 0})]
+    found = result({"sync": runs}, [1, 2], {"sync": [{"commits": ["abc"], "share_right_second_half": 0.25}]})
+    assert (found["runs"][0]["commits"], found["runs"][0]["strategy"]) == (["abc"], "sync")
+    assert (found["share_right_second_half"], found["paired"]) == ({"sync": 0.25}, [])
+
+
+def save_start(folder: Path, weights: str) -> Path:
+    folder.mkdir()
+    files = {"model.safetensors": {"sha256": weights}, "learner_state.json": {"sha256": folder.name}}
+    (folder / "manifest.json").write_text(json.dumps({"files": files}), encoding="utf-8")
+    return folder
+
+
+def test_a_run_with_other_settings_or_another_start_has_another_folder(tmp_path: Path) -> None:
+    first, copy, other = (save_start(tmp_path / name, name[0]) for name in ("a1", "a2", "b"))
+    given = argparse.Namespace(**{**vars(OPTIONS), "runs": tmp_path, "learn": True})
+    folder = run_folder("sync", 0, first, given)
+    assert folder.name.startswith("sync-0-")
+    assert run_folder("sync", 0, copy, given) == folder, "the same weights in another place"
+    changed = [argparse.Namespace(**{**vars(given), name: 64}) for name in ("samples", "threads")]
+    others = [run_folder("sync", 0, other, given), *(run_folder("sync", 0, first, each) for each in changed)]
+    assert len({folder, *others}) == 4

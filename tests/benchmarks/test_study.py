@@ -61,6 +61,12 @@ def test_coverage_is_nominal_for_a_normal_population_and_too_low_for_the_bootstr
     assert intervals.coverage(intervals.percentile_ends, normal, 5, rounds=1000) < 0.9
 
 
+def test_residuals_are_centred_and_scaled_by_the_standard_deviation() -> None:
+    # Mean 2 and standard deviation 1; mean 0 and standard deviation 2 ** .5; no spread; one value.
+    found = intervals.residuals([[1.0, 2.0, 3.0], [-1.0, 1.0], [4.0, 4.0], [7.0]])
+    assert found == pytest.approx([-1.0, 0.0, 1.0, -(0.5**0.5), 0.5**0.5])
+
+
 def test_power_grows_with_the_difference() -> None:
     assert intervals.power(0.0, 1.0, 10, rounds=4000) == pytest.approx(0.05, abs=0.015)
     assert intervals.power(2.0, 1.0, 10, rounds=2000) > 0.99
