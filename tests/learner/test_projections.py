@@ -115,7 +115,7 @@ def test_an_update_in_bfloat16_keeps_float32_weights(algorithm: str, has_adapter
 def test_adapters_learn_which_answers_are_rewarded(dtype: str) -> None:
     model = adapted(make_model())
     batch = make_batch(model)
-    learner = TorchLearner(model, Settings(dtype=dtype, lr=3e-2, lr_final=1.0), temperature=1.0)
+    learner = TorchLearner(model, Settings(dtype=dtype, lr=1e-2, lr_final=1.0), temperature=1.0)
     mean = sum(sample.reward or 0.0 for sample in batch.samples) / len(batch.samples)
 
     def preference() -> float:

@@ -68,9 +68,12 @@ def sharded(cluster: None) -> Iterator[tuple[ShardedLearner, Any]]:
 
 
 def check_close(model: Any, other: Any) -> None:
-    theirs = dict(other.named_parameters())
+    """Within a thousandth of the way from the start: AdamW makes noise of gradients that are nearly 0."""
+    start, theirs = dict(make_model().named_parameters()), dict(other.named_parameters())
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter, theirs[name], rtol=1e-3, atol=1e-5)
+        moved = (theirs[name] - start[name]).norm()
+        assert moved > 0
+        assert (parameter - theirs[name]).norm() <= 1e-3 * moved, name
 
 
 def test_updates_are_those_of_one_process(sharded: tuple[ShardedLearner, Any], tmp_path: Path) -> None:
