@@ -138,8 +138,8 @@ class Sample:
     num_failures: int = 0
     trained_version: int | None = None  # current version when it was trained
     held: int | None = None  # number of tokens in `segments`, if the buffer has counted them
-    tool_s: float = 0.0  # most time in tools so far; a sample that starts over begins at 0
-    tool_s_now: float = 0.0  # time in tools since it started over last
+    tool_s: float = 0.0  # time in tools, the most between two starts over
+    tool_s_now: float = 0.0  # the same since it started over last
 
     @property
     def group(self) -> tuple[int, str]:

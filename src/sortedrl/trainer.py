@@ -482,7 +482,7 @@ class SortedTrainer:
             log.warning("answers that could not be scored, by reward function and kind of error: %s", counts)
         if parts.environment is not None and parts.environment.runner.errors:
             counts = ", ".join(f"{name} {count}" for name, count in parts.environment.runner.errors.most_common())
-            log.warning("failures of environments, which do not end a run, by tool and kind of error: %s", counts)
+            log.warning("failures of environments, by tool and kind of error: %s", counts)
         if parts.rewards.failure is not None:
             raise parts.rewards.failure
         if self.callbacks is not None and self.callbacks.error is not None:

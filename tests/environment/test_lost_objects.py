@@ -27,7 +27,8 @@ from sortedrl.records import FinishReason, Mode, Prompt, Sample, Segment, State
 from sortedrl.reward.pool import OnError
 from sortedrl.reward.worker import CallFailed, FailureKind
 from sortedrl.schedule import resolve_knobs
-from sortedrl.telemetry.events import ignore
+from sortedrl.telemetry.events import Emit, ignore
+from sortedrl.telemetry.metrics import RunMetrics
 from tests.support.scripted_turns import Adder, DirectChannel, DirectRunner, ScriptedDialect, zeros
 
 CALL, END, HANG = [1, 2], [4, 5], [8, 8]  # turns that call the tool with 1, not at all, and without end
@@ -91,14 +92,16 @@ class CallsAll(ScriptedDialect):
         return [] if turn == END else [ToolCall(name="add", arguments={"number": turn[0]})]
 
 
-def start(runner: DirectRunner, *, buffer: Buffer | None = None, budget: int = 30) -> tuple[TurnLoop, Buffer, Sample]:
+def start(
+    runner: DirectRunner, *, buffer: Buffer | None = None, budget: int = 30, emit: Emit = ignore
+) -> tuple[TurnLoop, Buffer, Sample]:
     buffer = buffer or Buffer()
     sample = Sample(id=0, prompt=PROMPT, index=0, epoch=0, cohort=0, seed=7, budget=budget)
     buffer.load([sample])
-    return make_loop(runner, buffer), buffer, sample
+    return make_loop(runner, buffer, emit), buffer, sample
 
 
-def make_loop(runner: DirectRunner, buffer: Buffer) -> TurnLoop:
+def make_loop(runner: DirectRunner, buffer: Buffer, emit: Emit = ignore) -> TurnLoop:
     return TurnLoop(
         buffer=buffer,
         runner=runner,
@@ -106,7 +109,7 @@ def make_loop(runner: DirectRunner, buffer: Buffer) -> TurnLoop:
         knobs=KNOBS,
         max_turns=8,
         clock=VirtualClock(),
-        emit=ignore,
+        emit=emit,
         past=past_turns(buffer.store.live_calls()) if isinstance(buffer, DurableBuffer) else None,
     )
 
@@ -277,15 +280,16 @@ def test_an_answer_that_a_replay_changed_has_not_been_through_its_old_last_turn(
 
 def test_a_complete_trajectory_whose_object_is_lost_starts_over_once() -> None:
     """Another call killed the worker. If the same answer loses its object again, it is not tried a third time."""
-    runner = DirectRunner(Rewarded, Kind.NONE)
-    loop, buffer, sample = start(runner)
+    runner, metrics = DirectRunner(Rewarded, Kind.NONE), RunMetrics()
+    loop, buffer, sample = start(runner, emit=metrics.emit)
     scorer = make_scorer(runner, loop)
     for _ in range(2):
         write(buffer, sample, loop, CALL)
         write(buffer, sample, loop, END)
         runner.forget(0)
         score(buffer, loop, scorer)
-    assert (sample.state, sample.reward, sample.num_restarts, loop.counts["lost"]) == (State.SCORED, 0.0, 1, 1)
+    assert (sample.state, sample.reward, sample.num_restarts) == (State.SCORED, 0.0, 1)
+    assert (loop.counts["lost"], metrics.tools.lost) == (1, 1)
     assert runner.runner.errors == {"get_reward: lost": 1, "get_reward: failed": 1}
     assert scorer.inner.pool.errors == {"get_reward: no reward": 1}
 

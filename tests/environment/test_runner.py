@@ -157,6 +157,39 @@ def test_calls_that_are_made_again_have_the_processor_time_of_as_many(tmp_path: 
     assert shares == [pytest.approx(share, abs=0.1) for share in (3, 3, 1)]
 
 
+@pytest.mark.parametrize("asks_reward", [False, True])
+def test_a_worker_that_was_killed_while_it_was_idle_has_lost_its_objects(asks_reward: bool) -> None:
+    """Not the first trajectory that needs it afterwards has failed: all of its objects are lost alike."""
+    runner = EnvironmentRunner(describe(Plain), run_in="process", workers=1)
+    try:
+        work(runner, Turn(sample=0, serial=next(SERIAL), number=0, row={}, calls=[add(4)]))
+        (channel,) = runner._channels
+        assert isinstance(channel, ProcessChannel)
+        assert channel._process is not None
+        channel._process.kill()
+        channel._process.wait()
+        calls = [] if asks_reward else [add(5)]
+        result = work(
+            runner,
+            Turn(sample=0, serial=next(SERIAL), number=1, row={}, calls=calls, history=[[]], asks_reward=asks_reward),
+        )
+        assert (result.is_lost, list(result.results)) == (True, [])
+    finally:
+        runner.close()
+
+
+def test_an_object_that_has_told_its_reward_begins_no_new_trajectory() -> None:
+    """A sample without tool calls got its reward and starts over: its object may be finished."""
+    runner = EnvironmentRunner(describe(Counter), run_in="thread", workers=1)
+    try:
+        work(runner, Turn(sample=0, serial=next(SERIAL), number=0, row={}, asks_reward=True))
+        runner._objects._held[0].made.total = 7  # what `get_reward` left behind
+        result = work(runner, Turn(sample=0, serial=next(SERIAL), number=0, row={}, calls=[add(4)]))
+        assert [made.text for made in result.results] == ["4"]
+    finally:
+        runner.close()
+
+
 def test_the_reward_is_of_the_state_after_the_kept_turns() -> None:
     runner = EnvironmentRunner(describe(Saved), run_in="process", workers=1)
     try:

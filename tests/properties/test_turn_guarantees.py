@@ -164,7 +164,7 @@ def assert_few_are_open(run: ScriptedRun) -> None:
                 assert len(begun) <= bound
             case events.SampleScored():
                 begun.discard(event.sample)
-            case events.SampleRequeued(decision="restart"):
+            case events.SampleRequeued(decision="restart" | "lost"):
                 begun.discard(event.sample)
             case _:
                 pass

@@ -161,7 +161,7 @@ class TurnLoop:
         """The object of a complete trajectory is lost, so nobody can tell its reward: it starts over."""
         self.counts["lost"] += 1
         self._lost[sample.id] = sample.tokens
-        self._requeue(sample, Fate.RESTART)
+        self._requeue(sample, Fate.RESTART, told="lost")
 
     def repeat_reward_turn(self, turn: Turn) -> Turn | None:
         """The same turn, with leave to make the calls of kept turns again; None if its answer is no longer there.
@@ -283,12 +283,12 @@ class TurnLoop:
         bound, buffer = self._knobs.max_staleness, self._buffer
         return bound is not None and buffer.staleness(sample, buffer.version) > bound
 
-    def _requeue(self, sample: Sample, fate: Fate) -> None:
+    def _requeue(self, sample: Sample, fate: Fate, *, told: str = "") -> None:
         assert fate != Fate.WAIT, f"sample {sample.id} passed the bound while its environment worked"
         discarded = self._buffer.requeue(sample, fate.mode)
         if fate == Fate.RESTART:
             self._past.pop(sample.id, None)
-        self._emit(SampleRequeued(self._clock.now(), sample.id, fate, discarded))
+        self._emit(SampleRequeued(self._clock.now(), sample.id, told or fate, discarded))
 
     def _tell(
         self, sample: Sample, opened: _Open, outcome: str, result: TurnResult | None = None, num_fed: int = 0

@@ -35,6 +35,7 @@ class _Held:
     serial: int
     turn: int = 0
     is_busy: bool = True
+    was_asked: bool = False  # for its reward
 
 
 class EnvironmentObjects:
@@ -72,14 +73,14 @@ class EnvironmentObjects:
             held = self._held.get(sample)
             if held is not None and held.serial > serial:  # a newer turn of the sample has begun
                 return {"lost": True}
-            if held is not None and not held.is_busy and (held.turn == turn or self._kind == "stateless"):
+            if held is not None and not held.is_busy and self._fits(held, turn):
                 held.serial, held.turn, held.is_busy = serial, turn, True
                 return {}
             if turn and (self._kind == "none" or (self._kind == "snapshot" and request["state"] is None)):
                 return {"lost": True}
             if turn and self._kind == "repeatable" and any(request["history"]) and not request["may_repeat"]:
                 return {"must_repeat": True}
-            # Its place is taken before it is made: what a turn begins late, or in an abandoned thread, is nobody's.
+            # It is noted before it is made: a thread abandoned in `reset` then finds another one, and drops its own.
             held = self._held[sample] = _Held(serial=serial, turn=turn)
         try:
             made = self._made(turn, request)
@@ -90,6 +91,11 @@ class EnvironmentObjects:
                 return {"lost": True}
             held.made = made
         return self._snapshot(made) if turn == 0 else {}
+
+    def _fits(self, held: _Held, turn: int) -> bool:
+        """Whether an object is in the state of a sample at this turn; one that has told its reward may be finished."""
+        is_at_start_again = turn == 0 and held.was_asked
+        return self._kind == "stateless" or (held.turn == turn and not is_at_start_again)
 
     def _made(self, turn: int, request: dict[str, Any]) -> Any:
         """A new object in the state after `turn` turns, by the kind of the class."""
@@ -122,6 +128,7 @@ class EnvironmentObjects:
         return {"text": clean(text, self._max_chars), "error": error, "seconds": time.perf_counter() - began}
 
     def _reward(self, held: _Held) -> dict[str, Any]:
+        held.was_asked = True
         try:
             reward = float(_finished(held.made.get_reward()))
         except BaseException as failed:
@@ -129,7 +136,7 @@ class EnvironmentObjects:
         finally:
             held.is_busy = False
         if not abs(reward) <= MAX_REWARD:
-            return {"reward": None, "error": f"get_reward returned {reward:g}, which float32 cannot hold"}
+            return {"reward": None, "error": f"get_reward returned {reward:g}: rewards are finite, at most 3.4e38"}
         return {"reward": reward, "error": ""}
 
     def _close(self, held: _Held) -> dict[str, Any]:

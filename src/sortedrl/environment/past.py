@@ -27,7 +27,7 @@ class PastTurn:
     state: Any = None
     unheard: frozenset[int] = frozenset()
     is_over: bool = False  # no object was left after it
-    is_last: bool = False  # in the ledger nothing follows: the answer ended with it, or it was thrown away
+    is_last: bool = False  # no token was written after it: the answer ended with it, or has started over
 
 
 def past_turn(result: TurnResult) -> PastTurn:

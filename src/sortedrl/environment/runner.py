@@ -330,7 +330,7 @@ class EnvironmentRunner:
         return TurnResult(**made, reward=reply.get("reward"), error=str(reply.get("error", "")))
 
     def _lost(self, turn: Turn, made: dict[str, Any]) -> TurnResult:
-        """The state after the kept turns is gone, which is no news of an object that died in the last of them."""
+        """The object is gone. If it died in the trajectory's own last call (`is_over`), its reward has failed."""
         if turn.asks_reward:
             self.errors["get_reward: failed" if turn.is_over else "get_reward: lost"] += 1
         return TurnResult(**made, is_lost=not turn.is_over, error="its environment is lost")

@@ -101,9 +101,9 @@ class EnvironmentScorer:
         if result.is_lost and self.starts_over:
             return replace(score, is_lost=True)
         if result.reward is None:
-            message = (
-                f"the environment gives no reward ({result.error}): make get_reward return one for each trajectory"
-            )
+            is_asked = result.error.startswith("get_reward")
+            remedy = "make get_reward return one for each trajectory" if is_asked else "see what ended it before"
+            message = f"the environment gives no reward ({result.error}): {remedy}"
             return self.inner.pool.refuse(key, FailureKind.NO_REWARD, "get_reward", message)
         total = score.reward + result.reward
         if not abs(total) <= MAX_REWARD:

@@ -74,6 +74,8 @@ class WorkerProcess:
     def start(self) -> None:
         setup, names, section = {"path": sys.path, **self._setup}, self._names, self._section
         num_failures = 0
+        if self._process is not None and self._process.poll() is not None:
+            self._end()  # it died while it was idle, so no request is at fault
         while self._channel is None:
             self._spawn()
             try:

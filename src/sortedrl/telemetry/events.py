@@ -149,7 +149,7 @@ class ToolsReturned(Event):
 
 @dataclass(slots=True)
 class SampleRequeued(Event):
-    """How an unfinished sample will continue after a harvest: resume, replay, restart or give-up."""
+    """How a sample will continue: resume, replay, restart, give-up; lost: from the start, without its environment."""
 
     sample: int
     decision: str

@@ -190,6 +190,7 @@ class RunMetrics:
             case SampleScored():
                 pass
             case SampleRequeued():
+                self.tools.lost += event.decision == "lost"
                 self.discarded_tokens += event.discarded
                 self._reach(event.sample, event.discarded)
                 self._held[event.sample] = max(self._held.get(event.sample, 0) - event.discarded, 0)
