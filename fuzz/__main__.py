@@ -80,10 +80,15 @@ def _missing(kinds: Sequence[Kind]) -> list[str]:
 
 def check(options: argparse.Namespace) -> None:
     """Refuse what cannot be tried, in one line."""
-    kinds = [Scenario.from_json(options.scenario).kind] if options.scenario else options.kinds
+    try:
+        kinds = [Scenario.from_json(options.scenario).kind] if options.scenario else options.kinds
+    except (ValueError, KeyError, TypeError) as error:
+        _refuse(f"--scenario is no scenario ({error!r}): copy the one that a finding prints")
+    names = _names(options.planted) if options.planted else [options.plant] if options.plant else []
+    if any(name in ONLY_A_HOST_SHOWS for name in names):
+        kinds = [*kinds, Kind.TRL]
     if missing := _missing(kinds):
         _refuse(f"{', '.join(kinds)} needs {', '.join(missing)}, which is not installed: choose others with --kinds")
-    names = _names(options.planted) if options.planted else [options.plant] if options.plant else []
     if unknown := [name for name in names if name not in PLANTED]:
         _refuse(f"there is no planted defect {', '.join(unknown)}: choose from {', '.join(PLANTED)}")
 

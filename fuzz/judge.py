@@ -234,7 +234,7 @@ def judge_end(ended: Ended, stage: Stage, why: Excuses | None = None) -> list[Fi
         pass  # no code of ours runs any more
     elif ended.code is None:
         wrong.append(Finding(kinds.END, f"a process does not end with {told}: {ended.err[-300:]!r}"))
-    elif ended.code == 2 and not may_refuse and allowed != {-9}:
+    elif ended.code == 2 and not may_refuse:
         kind = kinds.WRONG_RESUME if why.is_resume else kinds.END
         wrong.append(Finding(kind, f"nothing explains a refusal with {told}: {ended.err[-400:]!r}"))
     elif ended.code == 0 and why.must_refuse:

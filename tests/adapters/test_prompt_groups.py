@@ -98,8 +98,7 @@ def test_the_first_resume_with_another_size_is_refused(tmp_path: Path) -> None:
     groups.close()
     larger = PromptGroups(3, run_dir=tmp_path)
     with pytest.raises(RunDirError, match="was begun with update_batch 2, and this process has 3: set it back"):
-        larger.begin(1)
-    larger.close()
+        larger.begin(1)  # and it leaves the directory to others
     other_order = PromptGroups(2, order="longest-first", run_dir=tmp_path)  # no bound
     other_order.begin(1)
     assert other_order.take("cdef") == ["c", "d"]

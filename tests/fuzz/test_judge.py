@@ -66,6 +66,7 @@ WRONG = [
     (ended(2, LINE), Fault.NONE, Excuses(is_resume=True), FindingKind.WRONG_RESUME),
     *((ended(2, LINE), fault, Excuses(), FindingKind.END) for fault in (Fault.FREEZE, Fault.CLOCK_JUMP, Fault.TERM)),
     (ended(2, LINE), Fault.SAMPLE_FAILS, Excuses(), FindingKind.END),
+    (ended(2, LINE), Fault.KILL_AT_CALL, Excuses(), FindingKind.END),
     (ended(2, LINE), Fault.HELPER_KILLED, Excuses(), FindingKind.END),
     (ended(2, PART_ENDED), Fault.FREEZE, Excuses(), FindingKind.END),
     (ended(2, LINE, was_hit=False), Fault.DISK_FULL, Excuses(), FindingKind.END),

@@ -80,9 +80,17 @@ class PromptGroups:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self._lock = RunLock(self.run_dir)
         self._lock.acquire()
-        path = self.run_dir / LEDGER_FILE
+        try:
+            self._begin_in(self.run_dir, updates_done)
+        except BaseException:
+            self._lock.release()
+            self._lock = None
+            raise
+
+    def _begin_in(self, run_dir: Path, updates_done: int) -> None:
+        path = run_dir / LEDGER_FILE
         if updates_done == 0:
-            for old in self.run_dir.glob(f"{LEDGER_FILE}*"):
+            for old in run_dir.glob(f"{LEDGER_FILE}*"):
                 old.unlink()
             self._store = Store.create(path, grouped=False, knobs=asdict(self.knobs), noise=NOISE)
             self._buffer = self._store.restore()

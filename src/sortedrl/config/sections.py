@@ -296,7 +296,7 @@ class PlacementSection(Section):
     """`separate`: engines and learner own different GPUs. `colocated`: they share GPUs and take turns. Unset: Ray
     places them by `engine.replica_gpus` and `learner.rank_gpus`."""
     engines: Int | None = Field(default=None, ge=1)
-    """Number of engines; another name of `engine.replicas`. A resumed run keeps their number."""
+    """Number of engines; another name of `engine.replicas`. A resumed run may use either name, with the same number."""
     tensor_parallel: Int | None = Field(default=None, ge=1)
     """GPUs of each engine; another name of `engine.tensor_parallel`."""
     ranks: Int | None = Field(default=None, ge=1)

@@ -46,7 +46,10 @@ SELECT (SELECT count(*) FROM calls WHERE seq > ?1 AND repeated = 0) + (
 )
 """
 LIVE_CALLS = """
-WITH written AS (SELECT sample, max(seq) AS seq FROM segments WHERE num_tokens > verified GROUP BY sample)
+WITH written AS (
+    SELECT sample, max(seq) AS seq FROM segments WHERE num_tokens > verified
+    AND sample IN (SELECT sample FROM calls) AND sample NOT IN (SELECT sample FROM trained) GROUP BY sample
+)
 SELECT calls.sample, turn, idx, error, state, calls.seq > coalesce(written.seq, 0)
 FROM calls LEFT JOIN written ON written.sample = calls.sample
 WHERE repeated = 0 AND error != ? AND calls.sample NOT IN (SELECT sample FROM trained) ORDER BY calls.seq
