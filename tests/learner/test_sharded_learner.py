@@ -240,7 +240,15 @@ def test_an_error_of_one_rank_names_it(cluster: None) -> None:
 def test_a_run_whose_rank_was_killed_goes_on_in_one_process(tmp_path: Path) -> None:
     settings = [*SMALL, "run.dir=out", "run.report=false", "checkpoint.every_updates=2", "run.samples=100000"]
     with subprocess.Popen(
-        [SCRIPT, "train", str(QUICKSTART), *settings, "learner.ranks=2", "learner.rank_cpus=0.5"],
+        [
+            SCRIPT,
+            "train",
+            str(QUICKSTART),
+            *settings,
+            "learner.ranks=2",
+            "learner.rank_cpus=0.5",
+            "learner.max_restarts=0",
+        ],
         cwd=tmp_path,
         stderr=subprocess.PIPE,
         text=True,
