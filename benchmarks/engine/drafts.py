@@ -67,7 +67,7 @@ class RecordingBench(Bench):
 
 def check(options: argparse.Namespace) -> dict[str, Any]:
     """Run rounds with and without drafts until `--samples` interrupted samples are replayed."""
-    settings = argparse.Namespace(seed=0, lr=5e-4, model="knights-tiny")
+    settings = argparse.Namespace(seed=0, lr=5e-4, model="knights-tiny", unverified=False)
     without, drafted = benches = (RecordingBench(settings, "off"), RecordingBench(settings, "always"))
     num_replayed = 0
     while num_replayed < options.samples:
