@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 
 from sortedrl.clock import VirtualClock
+from sortedrl.config import SortedConfig
 from sortedrl.engine import watchdog
 from sortedrl.engine.base import Finished, InFlight
 from sortedrl.engine.local.engine import LocalEngine
 from sortedrl.engine.watchdog import EXIT_CODE, SIGNAL, Watchdog
 from sortedrl.errors import ConfigError, EngineError
 from sortedrl.records import FinishReason
+from sortedrl.run.builders.engine import watch
 from tests.support.tiny_models import Caller, make_requests, serve, source, tiny_model
 
 DONE = Finished(sample=0, attempt=0, clock=0.0, reason=FinishReason.STOP)
@@ -136,13 +138,16 @@ def test_the_time_a_caller_allows_does_not_count(monkeypatch: pytest.MonkeyPatch
     dog.close()
 
 
-def test_a_poll_may_load_weights_into_an_engine_that_was_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the run would end before the pool has given up that engine."""
+@pytest.mark.parametrize(("replicas", "poll_s"), [(1, 0), (2, 2 * 600)])
+def test_a_poll_may_load_weights_into_an_engine_that_was_started_again(
+    monkeypatch: pytest.MonkeyPatch, replicas: int, poll_s: float
+) -> None:
+    """Otherwise the run would end before the pool has given up that engine. Of others a poll loads nothing."""
     limits: dict[str, float] = {}
-    dog = Watchdog(FakeEngine(lambda: [DONE]), 600, publish_s=600)
+    dog = watch(SortedConfig(engine={"kind": "vllm", "replicas": replicas}), FakeEngine(lambda: [DONE]))
     monkeypatch.setattr(dog, "_watched", lambda name, limit_s, call, *rest: limits.setdefault(name, limit_s) and [DONE])
     dog.poll(), dog.publish(1, None), dog.interrupt()
-    assert limits == {"poll": 600 + 2 * 600 + 300, "publish": 600 + 2 * 600, "interrupt": 600}
+    assert limits == {"poll": 600 + poll_s + 300, "publish": 600 + 2 * 600, "interrupt": 600}
     monkeypatch.undo()
     dog.close()
 

@@ -267,7 +267,8 @@ class EngineSection(Section):
     port: Int = Field(default=0, ge=0, lt=65536)
     """`vllm`: start it as a server on this local port. 0: run it inside this process."""
     watchdog_s: float = Field(default=600.0, gt=0.0, le=_MAX_SECONDS)
-    """Seconds without a sign of life from the engine after which the run stops with an error."""
+    """Seconds without a sign of life from the engine after which the run stops with an error. A call that may start an
+    engine or load weights has `start_s` and twice `publish_s` more."""
     start_s: float = Field(default=900.0, gt=0.0, le=_MAX_SECONDS)
     """`vllm` and pools: seconds that an engine may take to start."""
     publish_s: float = Field(default=600.0, gt=0.0, le=_MAX_SECONDS)

@@ -51,12 +51,19 @@ _Result = TypeVar("_Result")
 class Watchdog:
     """`limit_s`: how long a call may take; `grace_s`: how long it may then take to react before the process ends.
 
-    `start_s` and `publish_s`: how much longer a call may take that has to start an engine, or to load weights twice. A
-    poll may have to load weights too: a pool gives them to an engine that was started again.
+    `start_s` and `publish_s`: how much longer a call may take that has to start an engine, or to load weights twice.
+    `poll_s`: how much longer a poll may take, because a pool gives weights to an engine that was started again.
     """
 
     def __init__(
-        self, engine: Engine, limit_s: float, *, grace_s: float = GRACE_S, start_s: float = 0.0, publish_s: float = 0.0
+        self,
+        engine: Engine,
+        limit_s: float,
+        *,
+        grace_s: float = GRACE_S,
+        start_s: float = 0.0,
+        publish_s: float = 0.0,
+        poll_s: float = 0.0,
     ) -> None:
         if not limit_s > 0:
             raise ConfigError(f"the engine's time limit is {limit_s} s: give it some, or leave the watchdog out")
@@ -64,6 +71,7 @@ class Watchdog:
         self.limit_s = limit_s
         self.grace_s = grace_s
         self._publish_limit_s = limit_s + 2 * publish_s
+        self._poll_limit_s = limit_s + poll_s
         self._submit_limit_s = limit_s + start_s + 2 * publish_s
         self._tick_s = min(MAX_TICK_S, limit_s / 20, grace_s / 4)
         self._call: _Call | None = None
@@ -90,12 +98,12 @@ class Watchdog:
         """The engine's poll. A long wait is split, because an engine that works on long answers does not hang."""
         longest = self.limit_s / 2
         if timeout is not None and timeout <= longest:
-            return self._watched("poll", self._publish_limit_s + timeout, self.engine.poll, timeout)
+            return self._watched("poll", self._poll_limit_s + timeout, self.engine.poll, timeout)
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             began = time.monotonic()
             share = longest if deadline is None else max(0.0, min(longest, deadline - began))
-            events = self._watched("poll", self._publish_limit_s + share, self.engine.poll, share)
+            events = self._watched("poll", self._poll_limit_s + share, self.engine.poll, share)
             now = time.monotonic()
             # An engine that returns early without events has nothing to do.
             if events or now - began < share or (deadline is not None and now >= deadline):

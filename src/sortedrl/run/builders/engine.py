@@ -139,9 +139,16 @@ def build_engine(
     except ConfigError:
         engine.close()
         raise
-    settings = config.engine
+    return watch(config, engine)
+
+
+def watch(config: SortedConfig, engine: Engine) -> Watchdog:
+    """The engine behind its watchdog. Only a pool that is sent weights loads them in a poll too."""
+    settings, has_members = config.engine, is_pool(config)
     is_remote = has_members or settings.kind == "vllm"
     extra = {"start_s": settings.start_s, "publish_s": settings.publish_s} if is_remote else {}
+    if has_members and settings.kind == "vllm":
+        extra["poll_s"] = 2 * settings.publish_s
     return Watchdog(engine, settings.watchdog_s, **extra)
 
 
