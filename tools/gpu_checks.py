@@ -22,7 +22,7 @@ from sortedrl.engine.replay_probe import ReplayEvidence, probe_replay
 from sortedrl.engine.vllm.worker_report import WorkerReport
 
 NUM_REQUESTS, NUM_TOKENS, MAX_LENGTH = 64, 128, 256
-PROBE_TOKENS, PROBE_LENGTH = 4096, 640  # of eight answers; a prompt has up to 64
+PROBE_TOKENS, PROBE_LENGTH = 4096, 640  # eight answers, prompts of up to 64 included: 8 * 576 >= 4096
 NCCL_S = 120.0
 LEAST_SPEED = 0.8  # of stock vLLM's tokens/s: the engine reads every token's log-prob in this process
 

@@ -266,14 +266,15 @@ static inline struct weights further(struct weights w, int64_t room)
     return (struct weights){w.first + room, w.second + room};
 }
 
-/* As `panel_product`, for the panels of one tile; `after` are the weights that are read next. */
+/* y = x w, y = bias + x w or y += x w (see `panel_product` below) for the panels of one tile. `after`: the weights that
+ * are multiplied next, which are only fetched into the cache. */
 static void tiles_product(const struct tiles *tiles, struct rows x, const float *factors, struct weights w,
                           struct weights after, const float *bias, struct rows y, int64_t num_rows, int64_t inputs,
                           int64_t width, int adds, int is_fixed)
 {
     const struct form form = is_fixed ? FIXED : FLOATS;
     const int64_t full = tiles->num_panels * PANEL;
-    const int64_t step = width < full ? inputs : BLOCK; /* y holds the sums of blocks if it has room for a panel */
+    const int64_t step = width < full ? inputs : BLOCK; /* y holds sums of blocks if all panels of a tile have room */
     const int64_t num_tiles = (num_rows + tiles->large_rows - 1) / tiles->large_rows;
     const int64_t shift = num_tiles >= MAX_SHARES ? 2 : num_tiles >= 2 ? 1 : 0;
     float scratch[MAX_TILE * MAX_PANELS * PANEL] = {0};

@@ -77,6 +77,25 @@ def opened(members: ThreadMembers) -> Iterator[tuple[Pool, Route]]:
     assert route.is_closed
 
 
+def test_engines_end_also_if_the_route_cannot_be_closed(
+    members: ThreadMembers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    route = Route()
+    pool = make_pool(members, route)
+    closed: list[bool] = []
+    monkeypatch.setattr(members, "close", lambda: closed.append(True))
+
+    def fail() -> None:
+        raise RuntimeError("the communicator cannot be freed")
+
+    monkeypatch.setattr(route, "close", fail)
+    with pytest.raises(RuntimeError, match="cannot be freed"):
+        pool.close()
+    assert closed == [True]
+    monkeypatch.undo()
+    members.close()
+
+
 def check_answers(pool: Pool, model: Any) -> None:
     requests = make_requests(8)
     expected = serve(model, requests)

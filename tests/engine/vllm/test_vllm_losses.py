@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -150,6 +151,20 @@ def test_starts_that_fail_again_and_again_end_the_run(make: Any) -> None:
     with pytest.raises(EngineError, match=f"lost {MAX_LOSSES} times in a row.*resume the run.*did not start"):
         engine.poll()
     assert machine.num_starts == MAX_LOSSES
+
+
+def test_the_weights_file_is_removed_also_if_a_transfer_cannot_be_ended(make: Any) -> None:
+    engine, _ = make(starts)
+    folder = engine._weights.path
+    assert folder.exists()
+
+    def fail() -> None:
+        raise RuntimeError("the communicator cannot be freed")
+
+    engine._link = SimpleNamespace(close=fail)
+    with pytest.raises(RuntimeError, match="cannot be freed"):
+        engine.close()
+    assert not folder.exists()
 
 
 def test_a_first_start_that_fails_is_told_at_once(make: Any) -> None:

@@ -24,9 +24,10 @@ from sortedrl.engine.vllm.transfer.link import WeightLink, choose_transfer
 from sortedrl.errors import ConfigError, EngineError, LearnerError
 from sortedrl.learner.sharded.restarts import RanksRestarted
 from sortedrl.run.builders.engine import pool_transfer
-from sortedrl.weights import ModuleWeights
+from sortedrl.weights import HERE, ModuleWeights
 from tests.support.tiny_models import tiny_model
 
+CLOSED: list[str] = []  # sessions of this process that were ended
 NAMES = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[2]]}
 
 
@@ -54,9 +55,11 @@ def link(monkeypatch: pytest.MonkeyPatch) -> WeightLink:
     sender = types.ModuleType("sender")  # the real one imports vLLM
     sender.describe, sender.send = "describe", "send"  # type: ignore[attr-defined]
     sender.SendPlan = types.SimpleNamespace  # type: ignore[attr-defined]
+    sender.close = CLOSED.append  # type: ignore[attr-defined]
+    CLOSED.clear()
     monkeypatch.setitem(sys.modules, "sortedrl.engine.vllm.transfer.sender", sender)
     monkeypatch.setattr(transfer_link, "_numbers", iter(range(100)))
-    return WeightLink(backend="gloo", dtype=torch.bfloat16, num_workers=2, limit_s=10, is_local=True)
+    return WeightLink(backend="gloo", dtype=torch.bfloat16, num_workers=2, limit_s=10, is_local=True, rank_timeout_s=5)
 
 
 def test_engines_get_ranks_of_their_own_after_the_learners_one(link: WeightLink) -> None:
@@ -98,6 +101,46 @@ def test_a_transfer_that_broke_off_is_told_and_begun_anew(link: WeightLink) -> N
     link.begin(source, ["a"])
     with pytest.raises(LearnerError, match="rank 1 has died"):
         link.finish()
+
+
+def test_a_silent_engine_is_given_up_before_the_ranks_that_wait_meanwhile(link: WeightLink) -> None:
+    source = Source()
+    (ticket,) = link.begin(source, ["a"])
+    assert link.finish() is None
+    assert (source.plans[-1].timeout_s, ticket.init_info["timeout_s"]) == (4.0, 4.0)
+    source.place = HERE  # no ranks
+    link.begin(source, ["a"])
+    assert link.finish() is None
+    assert source.plans[-1].timeout_s == 5.0
+
+
+@pytest.mark.parametrize("is_abandoned", [False, True])
+def test_a_session_here_is_ended_also_after_it_broke_off(link: WeightLink, is_abandoned: bool) -> None:
+    source = Source()
+    source.place, source.error = HERE, RuntimeError("connection reset")
+    (ticket,) = link.begin(source, ["a"])
+    if is_abandoned:
+        link.abandon()
+    else:
+        assert link.finish() == "RuntimeError: connection reset"
+    link.close()
+    link.close()
+    assert [ticket.session] == CLOSED
+
+
+def test_a_session_over_the_engines_handshake_is_ended_too(link: WeightLink) -> None:
+    source = Source()
+    source.place = HERE
+    link.send_by(source, None, "a")
+    link.close()
+    assert [source.plans[0].session] == CLOSED
+
+
+def test_sessions_of_ranks_end_with_them(link: WeightLink) -> None:
+    link.begin(Source(), ["a"])
+    assert link.finish() is None
+    link.close()
+    assert CLOSED == []
 
 
 def test_engines_connect_to_ranks_that_were_started_again(link: WeightLink, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,10 +222,11 @@ def on_device(name: str) -> Any:
 @pytest.mark.parametrize(
     ("device", "settings", "chosen", "refused"),
     [
-        ("cpu", {}, "gloo", {"ipc": "not on a GPU", "nccl": "not on a GPU"}),
+        ("cpu", {}, "gloo", {"ipc": "not on a GPU", "nccl": r"in this process are not on a GPU.*placement\.mode"}),
         ("cuda", {}, "ipc", {"nccl": "on the learner's GPU"}),
         ("cuda:1", {}, "gloo", {"ipc": "another GPU"}),
         ("cuda:0", {"is_server": True}, "gloo", {"ipc": "a server takes no handles", "nccl": "on the learner's GPU"}),
+        ("cuda:1", {"is_server": True}, "gloo", {"ipc": "a server takes no handles"}),
         ("cuda:0", {"tensor_parallel": 2}, "gloo", {"ipc": "another GPU", "nccl": "on the learner's GPU"}),
         ("cuda:1", {"tensor_parallel": 2}, "gloo", {"ipc": "another GPU", "nccl": "on the learner's GPU"}),
         ("cuda:2", {"tensor_parallel": 2}, "gloo", {"ipc": "another GPU"}),

@@ -7,6 +7,9 @@ import multiprocessing
 import os
 import socket
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -174,18 +177,30 @@ def test_a_worker_that_dies_leaves_the_ranks_in_step(
 
 
 class HangingTrainer:
-    """A trainer over NCCL: a broadcast waits until its communicator is gone."""
+    """A trainer over NCCL: a broadcast waits until its communicator is gone, and then goes on with the next."""
 
     def __init__(self, source: Any) -> None:
         self.source, self.is_gone = source, threading.Event()
-        self.model_update_group = SimpleNamespace(destroy=self.is_gone.set)
+        self.misused: list[str] = []  # calls of a communicator that is being freed
+        self.model_update_group: Any = SimpleNamespace(destroy=self._destroy, broadcast=self._broadcast)
+
+    def _destroy(self) -> None:
+        if self.is_gone.is_set():
+            self.misused.append("destroy")
+        self.is_gone.set()
+        time.sleep(0.1)  # vLLM forbids further calls only after this
+
+    def _broadcast(self) -> None:
+        if self.is_gone.is_set():
+            self.misused.append("broadcast")
 
     def send_weights(self) -> None:
         next(iter(self.source))
         assert self.is_gone.wait(60)
+        self.model_update_group.broadcast()
 
     def shutdown(self) -> None:
-        self.is_gone.set()
+        self.model_update_group.destroy()
 
 
 @pytest.mark.parametrize("raises", [False, True])
@@ -198,7 +213,12 @@ def test_a_transfer_over_nccl_is_broken_off_in_time(monkeypatch: pytest.MonkeyPa
             if raises:
                 raise RuntimeError("NCCL error: unhandled system error")
 
+    trainers: list[Trainer] = []
     gathered: list[str] = []
+
+    def make(info: Any, client: Any, source: Any) -> Trainer:
+        trainers.append(Trainer(source))
+        return trainers[-1]
 
     class Source(sender.CastSource):
         def _gather(self) -> Any:
@@ -206,14 +226,80 @@ def test_a_transfer_over_nccl_is_broken_off_in_time(monkeypatch: pytest.MonkeyPa
                 gathered.append(name)
                 yield name, tensor
 
-    factory = SimpleNamespace(trainer_init=lambda info, client, source: Trainer(source))
-    monkeypatch.setattr(sender, "WeightTransferTrainerFactory", factory)
+    monkeypatch.setattr(sender, "WeightTransferTrainerFactory", SimpleNamespace(trainer_init=make))
     monkeypatch.setattr(sender, "CastSource", Source)
     monkeypatch.setattr(sender, "_device_for", lambda plan: None)
     model = tiny_model()
     why = sender.send(WeightHolder(rank=0, module=model), plan_of("nccl", timeout_s=0.05))
     assert why == "TimeoutError: the engines did not take the weights within 0.05 s"
     assert gathered == [name for name, _ in model.named_parameters()]  # the other ranks gather all of them
+    assert not sender._sessions
+    assert trainers[0].misused == []
+
+
+def test_a_session_that_fails_late_leaves_its_successor_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine is lost while weights are sent to it. The next one gets them before that is noticed."""
+    from sortedrl.engine.vllm.transfer import sender
+
+    is_sending, may_fail = threading.Event(), threading.Event()
+
+    class Trainer:
+        def __init__(self, source: Any) -> None:
+            self.source, self.is_late = source, not is_sending.is_set()
+
+        def send_weights(self) -> None:
+            if self.is_late:
+                is_sending.set()
+                assert may_fail.wait(60)
+                raise RuntimeError("connection reset")
+
+        def shutdown(self) -> None: ...
+
+    factory = SimpleNamespace(trainer_init=lambda info, client, source: Trainer(source))
+    monkeypatch.setattr(sender, "WeightTransferTrainerFactory", factory)
+    holder = WeightHolder(rank=0, module=tiny_model())
+    late = threading.Thread(target=sender.send, args=(holder, plan_of("nccl", session="lost")))
+    monkeypatch.setattr(sender, "_device_for", lambda plan: None)
+    late.start()
+    assert is_sending.wait(60)
+    facts = sender.describe(holder, torch.bfloat16, True, True)
+    assert sender.send(holder, plan_of("gloo", session="next", shared=facts.shared, port=facts.port)) is None
+    may_fail.set()
+    late.join(60)
+    assert list(sender._sessions) == ["next"]
+    assert sender._memories
+    sender.close("lost")
+    assert list(sender._sessions) == ["next"]
+    sender.close("next")
+    assert not sender._sessions
+    assert not sender._memories
+
+
+def test_weights_are_sent_from_the_gpu_that_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sortedrl.engine.vllm.transfer import sender
+
+    current = [torch.device("cuda:0")]
+
+    @contextmanager
+    def device(chosen: torch.device) -> Iterator[None]:
+        current.append(chosen)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(sender, "_send", lambda holder, plan: str(current[-1]))
+    weights = [SimpleNamespace(device=torch.device("cuda:1"))]
+    module: Any = SimpleNamespace(parameters=lambda: iter(weights))
+    assert sender.send(WeightHolder(rank=0, module=module), plan_of("nccl")) == "cuda:1"
+    assert sender.send(WeightHolder(rank=0, module=tiny_model()), plan_of("nccl")) == "cuda:0"
+
+
+def test_a_rank_that_cannot_begin_raises() -> None:
+    """The others pack and send to it, which gathering one by one would not answer."""
+    from sortedrl.engine.vllm.transfer import sender
+
+    with pytest.raises(OSError, match="cannot open the learner's memory"):
+        sender.send(WeightHolder(rank=0, module=tiny_model()), plan_of("gloo", shared="/nowhere"))
     assert not sender._sessions
 
 

@@ -54,7 +54,9 @@ class WeightRoute(Protocol):
         """Wait until sending has ended; returns why it failed, or None. Raises the learner's errors."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release what is held for sending; the engines are gone."""
+        ...
 
 
 class EngineLauncher(Protocol):

@@ -229,9 +229,11 @@ class Pool:
                 if engine is not None:
                     engine.kill()
             member.engine = member.starting_engine = None
-        if self._route is not None:
-            self._route.close()
-        self._launcher.close()
+        try:
+            if self._route is not None:
+                self._route.close()
+        finally:
+            self._launcher.close()
 
     def _surplus(self) -> set[int]:
         """The samples to move to other members when the load is uneven: those that were sent last."""

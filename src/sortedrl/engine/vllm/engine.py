@@ -93,9 +93,10 @@ class VllmEngine:
 
     `dtype`: of weights and KV in vLLM; None means the model's. `kv_bytes`: memory for the KV cache of each device; None
     means what `memory_share` of the device leaves, on a CPU enough for all slots at full length. `limit_s`: how long
-    vLLM may be silent; `start_s` and `publish_s`: how long a start and a publication may take. `decode`: turns tokens
-    into text, which is searched for stop strings. `address`: the vLLM server to use. `port`: where to start one.
-    Without either, AsyncLLM runs in this process. A named server gets the adapters of a peft model merged.
+    vLLM may be silent; `start_s` and `publish_s`: how long a start and a publication may take; `rank_timeout_s`: how
+    long the learner's ranks wait for each other. `decode`: turns tokens into text, which is searched for stop strings.
+    `address`: the vLLM server to use. `port`: where to start one. Without either, AsyncLLM runs in this process. A
+    named server gets the adapters of a peft model merged.
     `transfer`: how weights arrive: `gloo`, `nccl` or `ipc` (vLLM's weight transfer), `file`, or `auto`.
     `keeps_copy`: the published weights may change later, so keep a copy for a restart. `stream_s`: how often tokens of
     running requests are delivered; 0: only at their end. A model without memory (on `meta`) gets its weights with the
@@ -120,6 +121,7 @@ class VllmEngine:
         memory_share: float | None = None,
         start_s: float = 900.0,
         publish_s: float = 600.0,
+        rank_timeout_s: float = math.inf,
         transfer: str = "auto",
         keeps_copy: bool = False,
         stream_s: float = 0.0,
@@ -135,7 +137,8 @@ class VllmEngine:
         self._slots, self._max_length, self._vocab = slots, max_length, geometry.vocab
         self._dtype = dtype or next(model.parameters()).dtype
         self._limit_s, self._clock, self._decode = limit_s, clock, decode
-        self._publish_s, self._stream_s, self._streamed_at = publish_s, stream_s, clock()
+        self._publish_s, self._rank_timeout_s = publish_s, rank_timeout_s
+        self._stream_s, self._streamed_at = stream_s, clock()
         self._address, self._port = address, port
         backend = "file"
         if not address and not is_adapted(adapted):
@@ -352,9 +355,9 @@ class VllmEngine:
         finally:
             self._request_loop.clear()
             self._request_loop.frontend = None
+            self._weights.close()
             if self._link is not None:
                 self._link.close()
-            self._weights.close()
 
     @property
     def pids(self) -> list[int]:
@@ -449,7 +452,12 @@ class VllmEngine:
 
     def _make_link(self, backend: str, num_workers: int) -> WeightLink:
         return WeightLink(
-            backend=backend, dtype=self._dtype, num_workers=num_workers, limit_s=self._publish_s, is_local=True
+            backend=backend,
+            dtype=self._dtype,
+            num_workers=num_workers,
+            limit_s=self._publish_s,
+            rank_timeout_s=self._rank_timeout_s,
+            is_local=True,
         )
 
     def _send(self, version: int, source: Any, in_flight: InFlight) -> None:

@@ -15,7 +15,7 @@ from sortedrl.engine.local.module_decoder import Geometry
 
 BLOCK = 32  # tokens per KV block: the smallest that CPU kernels accept, so that short prefixes are shared too
 DEFAULT_SHARE = 0.85  # of a GPU's memory, if the configuration names neither a share nor bytes
-BYTES_SHARE = 0.01  # with bytes: vLLM does not start where less than its share is free, and uses it for nothing else
+BYTES_SHARE = 0.01  # with `kv_bytes`: vLLM uses the share only to refuse a start where less than that is free
 
 
 def choose_memory(kv_bytes: int | None, memory_share: float | None, needed: int) -> dict[str, Any]:

@@ -79,7 +79,8 @@ class VllmSettings:
 
         Threads of workers that share a core wait for each other in loops, which makes both several times slower.
         """
-        if self.plan.device != "cpu":  # a process that has used CUDA, if only to look for GPUs, cannot be copied
+        # A process that has used CUDA, if only to look for GPUs, cannot be forked: vLLM must start its processes anew.
+        if self.plan.device != "cpu":
             return ENVIRONMENT | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
         if self.tensor_parallel == 1:
             return ENVIRONMENT

@@ -170,7 +170,10 @@ class SortedWorker:
         _tie_head(runner.get_model())
 
     def sorted_leave_transfer(self) -> None:
-        """Before another session: end this one. Of NCCL, vLLM would forget the communicator, and its memory stay."""
+        """End the present session before another begins.
+
+        vLLM's NCCL engine would overwrite its communicator without freeing the GPU memory.
+        """
         if self.weight_transfer_engine is not None:
             self.weight_transfer_engine.shutdown()
 

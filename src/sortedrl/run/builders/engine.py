@@ -368,6 +368,7 @@ def vllm_settings(config: SortedConfig) -> dict[str, Any]:
         "limit_s": settings.watchdog_s / 2,
         "start_s": settings.start_s,
         "publish_s": settings.publish_s,
+        "rank_timeout_s": config.learner.rank_timeout_s,
         "wishes": wishes,
         "sleeps": settings.sleep_during_updates,
     }
@@ -470,6 +471,7 @@ def build_vllm_pool(
             dtype=dtype,
             num_workers=config.tensor_parallel,
             limit_s=settings.publish_s,
+            rank_timeout_s=config.learner.rank_timeout_s,
             is_local=not settings.cluster,
         )
     pool = Pool(

@@ -8,8 +8,8 @@ into shared memory, and rank 0 broadcasts a signal when it is complete (`shared_
 the next is packed, and the workers load the one before.
 
 Guarantees: workers get the bytes that the source yields, in its order; a transfer that breaks off raises on all sides
-within the group's time limit, and the next transfer starts from the beginning; without a network address, sockets
-listen on loopback only.
+within the group's time limit, and the next transfer starts from the beginning on all ranks, because
+`CastSource.exhaust` brings rank 0 to the end of this one; without a network address, sockets listen on loopback only.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ engine that does not take weights is no failure of the learner's processes.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import threading
 from collections.abc import Hashable, Sequence
@@ -29,6 +30,7 @@ import torch
 from sortedrl.errors import ConfigError, SortedRLError, first_line
 from sortedrl.weights import HERE, ModuleWeights
 
+_RANKS_SHARE = 0.8  # of the time that the learner's ranks wait for each other: rank 0 may wait so long for an engine
 _numbers = itertools.count()
 
 
@@ -44,7 +46,8 @@ class Ticket:
 class WeightLink:
     """`dtype`: the engines' number format, in which weights travel. `is_local`: all processes are on this machine.
 
-    `shares_memory`: whether gloo may use shared memory on one machine.
+    `shares_memory`: whether gloo may use shared memory on one machine. `rank_timeout_s`: how long the learner's ranks
+    wait for each other.
     """
 
     def __init__(
@@ -56,14 +59,17 @@ class WeightLink:
         limit_s: float,
         is_local: bool,
         shares_memory: bool = True,
+        rank_timeout_s: float = math.inf,
     ) -> None:
         self.backend = backend
         self._dtype = dtype
         self._num_workers = num_workers  # of each engine
         self._limit_s = limit_s
+        self._rank_timeout_s = rank_timeout_s
         self._is_local = is_local
         self._shares_memory = shares_memory and is_local and backend == "gloo"
         self._session: _Session | None = None
+        self._own: str | None = None  # the last session in this process, also if it broke off
         self._sending: Future[list[str | None]] | None = None
 
     def begin(self, source: Any, engines: Sequence[Hashable]) -> list[Ticket]:
@@ -73,6 +79,7 @@ class WeightLink:
 
         source = _with_place(source)
         session = self._join(source, tuple(engines))
+        self._note_own(source, session.plan)
         self._sending = _in_thread(lambda: source.apply(send, session.plan))
         offsets = range(1, session.plan.world_size, self._num_workers)
         return [
@@ -99,8 +106,8 @@ class WeightLink:
             client=client,
         )
         source = _with_place(source)
+        self._note_own(source, plan)
         source.apply(send, plan)
-        self._session = _Session(key=engine, place=source.place, plan=plan, update_info={})
 
     def finish(self) -> str | None:
         """Wait until the learner's side has ended; returns why it failed, or None. Errors of the learner are raised."""
@@ -122,16 +129,20 @@ class WeightLink:
         return why
 
     def abandon(self) -> None:
-        """Do not wait for the learner's side: the engines are gone, and it ends with an error by itself."""
+        """Do not wait for the learner's side: the engines are gone, and it ends by itself."""
         self._session = self._sending = None
 
     def close(self) -> None:
         """End the session if it is in this process. Those of the learner's ranks end with them."""
-        session, self._session, self._sending = self._session, None, None
-        if session is not None and session.place == HERE:
+        own, self._own, self._session, self._sending = self._own, None, None, None
+        if own is not None:
             from sortedrl.engine.vllm.transfer.sender import close
 
-            close(session.plan.session)
+            close(own)
+
+    def _note_own(self, source: Any, plan: Any) -> None:
+        if source.place == HERE:
+            self._own = plan.session
 
     def _join(self, source: Any, engines: tuple[Hashable, ...]) -> _Session:
         """The session with these engines. If the learner's processes are started again meanwhile, one with the new."""
@@ -150,6 +161,7 @@ class WeightLink:
     def _open(self, source: Any, key: Hashable, num_engines: int) -> _Session:
         from sortedrl.engine.vllm.transfer.sender import SendPlan, describe
 
+        may_wait_s = math.inf if source.place == HERE else _RANKS_SHARE * self._rank_timeout_s
         facts = source.apply(describe, self._dtype, self._is_local, self._shares_memory)[0]
         plan = SendPlan(
             session=f"{os.getpid()}-{next(_numbers)}",
@@ -159,9 +171,9 @@ class WeightLink:
             port=facts.port,
             shared=facts.shared,
             world_size=1 + num_engines * self._num_workers,
-            timeout_s=self._limit_s / 2,
+            timeout_s=min(self._limit_s / 2, may_wait_s),
         )
-        return _Session(key=key, place=source.place, plan=plan, update_info=facts.update_info)
+        return _Session(key=key, plan=plan, update_info=facts.update_info)
 
 
 def _with_place(source: Any) -> Any:
@@ -172,7 +184,6 @@ def _with_place(source: Any) -> Any:
 @dataclass(slots=True, kw_only=True, frozen=True)
 class _Session:
     key: Hashable
-    place: Hashable
     plan: Any
     update_info: dict[str, Any]
 
@@ -247,7 +258,10 @@ def _find_ipc_fault(device: torch.device, is_server: bool, tensor_parallel: int)
 def _find_nccl_fault(device: torch.device, tensor_parallel: int) -> str | None:
     """Why the learner and vLLM's workers cannot form one group; None if they can."""
     if device.type != "cuda":
-        return "the learner's weights are not on a GPU"
+        return (
+            "the weights in this process are not on a GPU (to get them from a learner's ranks by NCCL, set "
+            "placement.mode = separate)"
+        )
     if (device.index or 0) < tensor_parallel:
         return "a worker of the engine is on the learner's GPU"
     return None

@@ -5,9 +5,9 @@
 rank of a sharded learner at the same time. A session is a group of the learner's rank 0 and the workers of all engines;
 it lives in the process until the next one is opened.
 
-Guarantees: one session per process; after a failure the session is gone, and its sockets are closed. If the workers are
-the reason, all ranks of the learner have gone through all weights, so they stay in step. A transfer over NCCL, which
-waits for a silent peer for ever, is broken off after `timeout_s`.
+Guarantees: one session per process; after a failure the session is gone, and its sockets are closed; one that fails
+late leaves its successor alone. If the workers are the reason, all ranks of the learner have gone through all weights,
+so they stay in step. A transfer over NCCL, which waits for a silent peer for ever, is broken off after `timeout_s`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +61,7 @@ class _DrivenElsewhere:
 _sessions: dict[str, Any] = {}  # of this process: one at most
 _memories: list[SharedBuckets] = []  # that rank 0 has made for the session: one at most
 _listening: list[socket.socket] = []  # the port of rank 0 from `describe` to `send`: one at most
+_latest: list[str] = []  # the session that these belong to, from `send` on: one at most
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -75,6 +76,7 @@ class SenderFacts:
 
 def describe(holder: WeightHolder, dtype: torch.dtype, is_local: bool, shares_memory: bool) -> SenderFacts:
     """Prepare a session. `is_local`: all processes are on this machine. `shares_memory`: weights need not travel."""
+    _latest.clear()  # a session before this one closes nothing from here on
     source = CastSource(holder.module, dtype)
     metadata = source.metadata()
     update_info = {
@@ -107,7 +109,19 @@ def send(holder: WeightHolder, plan: SendPlan) -> str | None:
     A failure of the workers is a result and no error, because an error would mean that this rank has failed. With a
     client it is raised, since the caller knows the client's errors.
     """
+    with _own_device(holder.module):
+        return _send(holder, plan)
+
+
+def _own_device(module: torch.nn.Module) -> AbstractContextManager[Any]:
+    """Make the GPU of the weights the current one: a new thread begins at the first."""
+    device = next(module.parameters()).device
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _send(holder: WeightHolder, plan: SendPlan) -> str | None:
     source = CastSource(holder.module, plan.dtype, _device_for(plan))
+    _latest[:] = [plan.session]
     try:
         if plan.session not in _sessions:
             _close_sessions()
@@ -122,19 +136,22 @@ def send(holder: WeightHolder, plan: SendPlan) -> str | None:
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()  # buffers, and gathered tensors: an engine may need the memory for its KV cache
     except Exception as error:
+        # Over gloo a source that has not begun would gather in another way than the ranks that pack.
+        is_out_of_step = source.is_broken or (plan.backend == "gloo" and not source.has_begun)
         try:
-            if holder.rank != 0 or source.is_broken or plan.client is not None:
+            if holder.rank != 0 or is_out_of_step or plan.client is not None:
                 raise
             source.exhaust()
         finally:
-            close()
+            close(plan.session)
         return f"{type(error).__name__}: {first_line(error)}"
     return None
 
 
 def close(session: str | None = None) -> None:
-    """End the session of this process, if it is this one."""
-    if session is None or session in _sessions:
+    """End this session if it is the process's latest one; None: whichever is."""
+    if session is None or session in _latest:
+        _latest.clear()
         _close_sessions()
         _close_port()
         _close_memories()
@@ -143,15 +160,14 @@ def close(session: str | None = None) -> None:
 @contextmanager
 def _time_limit(trainer: Any, seconds: float) -> Iterator[None]:
     """Raise `TimeoutError` after a transfer that has taken too long. Gloo has a limit of its own, and NCCL has none."""
-    group: Any = getattr(trainer, "model_update_group", None)
-    if group is None:
+    if getattr(trainer, "model_update_group", None) is None:
         yield
         return
     is_over = threading.Event()
 
     def abort() -> None:
         is_over.set()
-        group.destroy()  # ends the waits of the thread that sends; then it broadcasts nothing more
+        _abort(trainer)  # ends the waits of the thread that sends
 
     timer = threading.Timer(seconds, abort)
     timer.daemon = True
@@ -165,8 +181,20 @@ def _time_limit(trainer: Any, seconds: float) -> Iterator[None]:
         raise
     finally:
         timer.cancel()
+        timer.join()
     if is_over.is_set():
         raise late
+
+
+def _abort(trainer: Any) -> None:
+    """Free NCCL's communicator, once, and broadcast nothing more. vLLM forbids both only after it has been freed."""
+    group: Any = getattr(trainer, "model_update_group", None)
+    if group is not None:
+        destroy, group.destroy, group.broadcast = group.destroy, _do_nothing, _do_nothing
+        destroy()
+
+
+def _do_nothing(*_: Any, **__: Any) -> None: ...
 
 
 def _device_for(plan: SendPlan) -> torch.device | None:
@@ -176,7 +204,9 @@ def _device_for(plan: SendPlan) -> torch.device | None:
 
 def _close_sessions() -> None:
     while _sessions:
-        _sessions.popitem()[1].shutdown()
+        trainer = _sessions.popitem()[1]
+        _abort(trainer)  # a thread that is not waited for may still be sending
+        trainer.shutdown()
 
 
 def _close_memories() -> None:

@@ -39,6 +39,11 @@ class CastSource(WeightSource):
         return [ParamMeta(name, self._wire_dtype(tensor), tuple(tensor.shape)) for name, tensor in self._parameters()]
 
     @property
+    def has_begun(self) -> bool:
+        """Whether gathering has been asked for, so that `exhaust` goes on in the same way."""
+        return self._gathering is not None
+
+    @property
     def largest_bytes(self) -> int:
         """The size of the largest tensor, as it is sent."""
         return max(tensor.num_bytes for tensor in self.wire_tensors())
