@@ -34,6 +34,16 @@ SORTEDRL_VENV=${SORTEDRL_VENV:-.venv}
 source "$SORTEDRL_VENV/bin/activate"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$SLURM_CPUS_PER_TASK}
 
+# The signal goes on to the trainer, once, and also where it comes before the trainer's number is known.
+trainer="" asked="" told=""
+pass_on() {
+    if [ -n "$trainer" ] && [ -z "$told" ]; then
+        told=yes
+        kill -TERM "$trainer" 2>/dev/null || true
+    fi
+}
+trap 'asked=yes; pass_on' TERM
+
 cluster=()
 if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then
     # This script runs on the first node of the job, and so does the trainer. Ray gets one process per node.
@@ -47,20 +57,15 @@ if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then
     for attempt in {1..60}; do
         found=$(python -c "import ray; ray.init('$head:$PORT', log_to_driver=False); print(len(ray.nodes()))" 2>/dev/null || echo 0)
         [ "$found" -ge "$SLURM_JOB_NUM_NODES" ] && break
+        [ -z "$asked" ] || break
         [ "$attempt" -lt 60 ] || { echo "only $found of $SLURM_JOB_NUM_NODES nodes joined Ray" >&2; exit 1; }
         sleep 5
     done
 fi
-
-# From here on the signal goes on to the trainer, once, and also where it comes before the trainer's number is known.
-trainer="" asked="" told=""
-pass_on() {
-    if [ -n "$trainer" ] && [ -z "$told" ]; then
-        told=yes
-        kill -TERM "$trainer" 2>/dev/null || true
-    fi
-}
-trap 'asked=yes; pass_on' TERM
+if [ -n "$asked" ]; then # there is no trainer yet
+    scontrol requeue "$SLURM_JOB_ID"
+    exit 143
+fi
 
 if [ -e "$RUN/config.toml" ]; then
     sortedrl train --resume "$RUN" "${cluster[@]}" &
@@ -77,7 +82,7 @@ done
 code=0
 wait "$trainer" || code=$?
 
-# 143: SIGTERM stopped the run and it is saved.
+# 143: SIGTERM stopped the run; what was saved is continued.
 if [ "$code" -eq 143 ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi

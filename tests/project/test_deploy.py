@@ -68,6 +68,21 @@ def test_a_job_at_its_limit_waits_for_the_checkpoint_and_is_queued_again(job: di
     assert running.returncode == 143
 
 
+def test_a_job_that_is_told_to_end_while_ray_starts_is_queued_again(job: dict[str, str], tmp_path: Path) -> None:
+    stand_ins = {"srun": "exit 0", "python": "touch started\necho 1", "sleep": "exec /bin/sleep 0.05"}
+    for name, text in stand_ins.items():
+        program = tmp_path / "venv" / "bin" / name
+        program.write_text(f"#!/usr/bin/env bash\n{text}\n")
+        program.chmod(0o755)
+    starting = submit({**job, "SLURM_JOB_NUM_NODES": "2", "SLURMD_NODENAME": "first"}, tmp_path, "quickstart")
+    while not (tmp_path / "started").exists():
+        assert starting.poll() is None
+        time.sleep(0.02)
+    starting.send_signal(signal.SIGTERM)
+    assert starting.communicate()[0] == "scontrol: requeue 7\n"
+    assert starting.returncode == 143
+
+
 def test_a_job_without_a_configuration_says_how_to_call_it(job: dict[str, str], tmp_path: Path) -> None:
     done = submit(job, tmp_path)
     assert "usage: sbatch slurm.sh CONFIG" in done.communicate()[0]
