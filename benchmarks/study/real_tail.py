@@ -410,7 +410,8 @@ def main() -> None:
     found = result(by_strategy, lengths, facts)
     flags = {name: getattr(options, name) for name in ("slots", "threads", "full", "dtype", "engine", "seeds")}
     flags["samples"] = samples_of(options)
-    save("real_tail_learn" if options.learn else "real_tail", {"stamp": made_by, "options": flags, **found})
+    name = "real_tail" + ("_learn" if options.learn else "") + ("_vllm" if options.engine == "vllm" else "")
+    save(name, {"stamp": made_by, "options": flags, **found})
     if options.json:
         print(json.dumps(found))
     else:
