@@ -55,9 +55,12 @@ def _find_compiler() -> str | None:
 
 
 def _processor_flags() -> tuple[str, ...]:
-    """Flags for this processor. They are part of the file name, so that different machines can share a cache."""
+    """Flags for this processor. They are part of the file name, so that different machines can share a cache.
+
+    `-mprfchw`: lines that will be written are fetched for writing, not for reading first. Old processors ignore that.
+    """
     has_vectors = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-    return ("-mavx2", "-mfma") if has_vectors else ()
+    return ("-mavx2", "-mfma", "-mprfchw") if has_vectors else ()
 
 
 def _load_cached(compiler: str, flags: tuple[str, ...], source: Path, headers: Sequence[Path]) -> ctypes.CDLL:

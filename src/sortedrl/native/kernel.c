@@ -77,6 +77,16 @@ static void wait_for_all(const struct thread *self)
         }
 }
 
+/* A thread's share of `num` rows or pieces: neighbours, because consecutive tokens write to the same lines of keys. */
+struct share {
+    int64_t start, end;
+};
+
+static inline struct share share_of(int64_t num, int64_t rank, int64_t size)
+{
+    return (struct share){num * rank / size, num * (rank + 1) / size};
+}
+
 /* The next of `num` pieces of work in this phase: from this thread's share first, then from the others'; -1 if all are
  * taken. */
 static int64_t next_piece(const struct thread *self, int64_t num)
@@ -87,11 +97,11 @@ static int64_t next_piece(const struct thread *self, int64_t num)
     }
     for (int64_t k = 0; k < self->size; k++) {
         const int64_t owner = (self->rank + k) % self->size;
-        const int64_t start = num * owner / self->size, end = num * (owner + 1) / self->size;
+        const struct share share = share_of(num, owner, self->size);
         int64_t *taken = self->group->taken[owner].line;
-        if (start + __atomic_load_n(taken, __ATOMIC_RELAXED) < end) {
-            const int64_t piece = start + __atomic_fetch_add(taken, 1, __ATOMIC_RELAXED);
-            if (piece < end)
+        if (share.start + __atomic_load_n(taken, __ATOMIC_RELAXED) < share.end) {
+            const int64_t piece = share.start + __atomic_fetch_add(taken, 1, __ATOMIC_RELAXED);
+            if (piece < share.end)
                 return piece;
         }
     }
@@ -161,7 +171,8 @@ static struct operand operand(const struct model *m, const struct thread *self, 
             w->factors[r] = norm_factor(row(rows, r), panels(inputs), m->floor);
         return (struct operand){rows, is_normed ? w->factors : 0, num_rows, inputs};
     }
-    for (int64_t r = self->rank; r < num_rows; r += self->size) {
+    const struct share own = share_of(num_rows, self->rank, self->size);
+    for (int64_t r = own.start; r < own.end; r++) {
         const float factor = is_normed ? norm_factor(row(rows, r), panels(inputs), m->floor) : 1;
         row_to_fixed(row(rows, r), panels(inputs), factor, (struct row_span *)row(w->fixed, r));
     }
@@ -224,10 +235,11 @@ static void cache_layer(const struct model *m, const struct layer *layer, const 
                         float *keys, float *values, int64_t rows, const int64_t *slots, const int64_t *positions)
 {
     const int64_t d = m->head_dim;
+    const struct share own = share_of(rows, self->rank, self->size);
     const struct operand x = operand(m, self, w, w->x, rows, m->size, 1);
     product(m, self, x, layer->qkv, layer->qkv_bias, w->qkv, panels((m->heads + 2 * m->kv_heads) * d), 0);
     wait_for_all(self);
-    for (int64_t r = self->rank; r < rows; r += self->size)
+    for (int64_t r = own.start; r < own.end; r++)
         rotate_and_cache(m, layer, row(w->qkv, r), keys, values, slots[r], positions[r]);
     wait_for_all(self);
 }
@@ -267,6 +279,8 @@ static void mlp_layer(const struct model *m, const struct layer *layer, const st
     for (int64_t p; (p = next_piece(self, num)) >= 0;) {
         const float *gate = layer->gate_up + p * size, *up = gate + num * size;
         const struct piece piece = {{gate, up}, {gate + size, up + size}, 2};
+        for (int64_t r = 0; r < rows; r++) /* other threads have read these lines, which takes long to write to */
+            __builtin_prefetch(row(w->inner, r) + p * PANEL, 1);
         panel_product(x.rows, x.factors, piece, 0, w->gates_ups, rows, m->size, 2 * PANEL, 0, m->is_fixed);
         for (int64_t r = 0; r < rows; r++) {
             const float *gates = row(w->gates_ups, r), *ups = gates + PANEL;
@@ -336,7 +350,8 @@ void sortedrl_forward(const struct model *m, float *memory, struct thread_group 
         struct tokens here;
         memcpy(here.slots, slots + start, rows * sizeof *slots);
         memcpy(here.positions, positions + start, rows * sizeof *positions);
-        for (int64_t r = rank; r < rows; r += size)
+        const struct share own = share_of(rows, rank, size);
+        for (int64_t r = own.start; r < own.end; r++)
             memcpy(row(w.x, r),
                    r < early ? m->embedding + tokens[start + r] * m->size
                              : hidden_of(m, slots[start + r], positions[start + r]),
@@ -345,7 +360,7 @@ void sortedrl_forward(const struct model *m, float *memory, struct thread_group 
         for (int64_t l = early ? 0 : m->first_late; l < m->num_layers; l++) {
             float *keys = m->cache + 2 * l * half_layer;
             here.num = l < m->first_late ? early : rows;
-            for (int64_t r = rank; r < early && m->hidden && l == m->first_late; r += size)
+            for (int64_t r = own.start; r < own.end && r < early && m->hidden && l == m->first_late; r++)
                 memcpy(hidden_of(m, slots[start + r], positions[start + r]), row(w.x, r), m->size * sizeof(float));
             cache_layer(m, m->layers + l, &self, &w, keys, keys + half_layer, here.num, here.slots, here.positions);
             /* Of the other tokens, the last layer has to compute only keys and values. */
