@@ -119,7 +119,7 @@ def engine_table(result: dict[str, Any]) -> Table:
             continue
         ratio = result["ratio"].get(name)
         if name == "limit":
-            note = f"torch's matrix products alone; ours reaches {result['limit_fraction']:.0%}"
+            note = f"matrix products alone; ours reaches {result['limit_fraction']:.0%}"
         if row["logprob_gap"] is not None:
             note = f"log-probs {row['logprob_gap']:.0e} from a plain float32 pass"
         speeds = (f"{row['tokens_per_s']:.0f}", f"{row['tokens_per_cpu_s']:.0f}")
