@@ -2,9 +2,9 @@
 """Which engine keeps which promise: runs the conformance suite and writes the table of docs/reference/engines.md.
 
     .venv/bin/python -m benchmarks.engine.engines_table --engines sim,local,pool --write
-    .venv-vllm/bin/python -m benchmarks.engine.engines_table --engines vllm --write         # after `make vllm`
-    .venv-vllm/bin/python -m benchmarks.engine.engines_table --engines vllm-server --write
-    .venv-vllm/bin/python -m benchmarks.engine.engines_table --engines pool-vllm --write
+    python -m benchmarks.engine.engines_table --engines vllm --write         # after `make vllm`
+    python -m benchmarks.engine.engines_table --engines vllm-server --write
+    python -m benchmarks.engine.engines_table --engines pool-vllm --write
 
 Each run replaces the entries of its engines in results/engines.json, with commit and day. The table has one column for
 every engine in that file. `--engines ""` writes the table again without running anything. A dash means that the
@@ -21,6 +21,7 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks.engine.with_vllm import go_on_with_vllm
 from benchmarks.record import RESULTS, ROOT, make_parser, save, stamp
 from sortedrl.engine.vllm.core import vllm_version
 from sortedrl.testing import CHECKS, EngineCase, run_checks
@@ -102,6 +103,8 @@ def main() -> None:
     unknown = [name for name in chosen if name not in MAKERS]
     if unknown:
         parser.error(f"unknown engine {unknown[0]}: choose from {', '.join(MAKERS)}")
+    if any("vllm" in name for name in chosen):
+        go_on_with_vllm()
     path = RESULTS / "engines.json"
     kept = json.loads(path.read_text(encoding="utf-8"))["engines"] if path.exists() else {}
     for name in chosen:

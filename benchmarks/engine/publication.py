@@ -1,7 +1,7 @@
 # pyright: reportMissingImports=false
 """How fast a learner of two FSDP2 ranks gives its weights to vLLM, and whether every byte arrives.
 
-    .venv-vllm/bin/python -m benchmarks.engine.publication [--model smollm2-135m] [--rounds 5] [--sockets] [--json]
+    python -m benchmarks.engine.publication [--model smollm2-135m] [--rounds 5] [--sockets] [--json]
 
 Ways to publish, one after the other, each with the same learner:
 
@@ -41,6 +41,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.engine.with_vllm import go_on_with_vllm
 from benchmarks.record import make_parser, save
 from sortedrl.config import SortedConfig
 from sortedrl.engine.base import Engine
@@ -292,6 +293,7 @@ def main() -> None:
     parser.add_argument("--sockets", action="store_true", help="as between machines: no shared memory")
     parser.add_argument("--rehearse", action="store_true", help="keep the recorded results")
     options = parser.parse_args()
+    go_on_with_vllm()
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # functions of this file run in vLLM's workers
     root = str(Path(__file__).parents[2])
     os.environ["PYTHONPATH"] = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])

@@ -1,6 +1,6 @@
 """How long a publication to vLLM takes when only LoRA adapters are trained: the adapters alone, or merged weights.
 
-    .venv-vllm/bin/python -m benchmarks.engine.vllm_adapter [--model smollm2-135m] [--rank 16] [--rounds 5] [--json]
+    python -m benchmarks.engine.vllm_adapter [--model smollm2-135m] [--rank 16] [--rounds 5] [--json]
 
 Two engines of the same model receive the same updates. Each round changes the adapters, publishes them in both ways and
 lets both engines decode with all slots. The log-probs of the last answers are compared with a forward pass of the model
@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.engine.vllm_control import LIMIT_S, TEXT, decode, mean_gap
+from benchmarks.engine.with_vllm import go_on_with_vllm
 from benchmarks.record import make_parser, save
 from sortedrl.config import SortedConfig
 from sortedrl.engine.base import Request, Sampling
@@ -127,6 +128,7 @@ def main() -> None:
     parser.add_argument("--answers", type=int, default=8, help="number of answers to compare with peft")
     parser.add_argument("--max-length", type=int, default=256)
     options = parser.parse_args()
+    go_on_with_vllm()
     config = SortedConfig(model={"path": options.model}, lora={"rank": options.rank})
     plain, tokenizer = load_model(model_path(config))
     model = adapt(plain, peft_config_of(config.lora))

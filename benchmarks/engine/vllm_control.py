@@ -1,6 +1,6 @@
 """What the control of vLLM costs, and whether it is correct: interruption, publication, log-probs and replay.
 
-    .venv-vllm/bin/python -m benchmarks.engine.vllm_control [--model smollm2-135m] [--dtype auto] [--rounds 3] [--json]
+    python -m benchmarks.engine.vllm_control [--model smollm2-135m] [--dtype auto] [--rounds 3] [--json]
 
 In each round 64 requests decode, all are interrupted, and changed weights are published. Answers written after that are
 scored by transformers in float32, once with the published weights and once with the previous ones. At the end answers
@@ -28,6 +28,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.engine.with_vllm import go_on_with_vllm
 from benchmarks.record import make_parser, save
 from sortedrl.config import SortedConfig
 from sortedrl.engine.base import Request, Sampling
@@ -171,6 +172,7 @@ def main() -> None:
         "--step", type=float, default=0.03, help="size of a weight change, in standard deviations of the matrix"
     )
     options = parser.parse_args()
+    go_on_with_vllm()
     if options.dtype == "auto":
         options.dtype = "bfloat16" if has_fast_bfloat16(torch.device("cpu")) else "float32"
     model, tokenizer = load_model(model_path(SortedConfig(model={"path": options.model})))

@@ -1,6 +1,6 @@
 """Kill vLLM's processes at random moments of training: is any sample lost, or trained twice?
 
-    .venv-vllm/bin/python -m benchmarks.engine.vllm_kills [--kills 20] [--seed 0] [--strategy sorted-replay]
+    python -m benchmarks.engine.vllm_kills [--kills 20] [--seed 0] [--strategy sorted-replay]
                                                           [--limit 900] [--json]
 
 The script trains the tiny model again and again until it has killed the given number of processes. Each kill hits
@@ -28,6 +28,7 @@ import psutil
 from rich.console import Console
 from rich.progress import Progress
 
+from benchmarks.engine.with_vllm import go_on_with_vllm
 from benchmarks.record import make_parser, save
 from sortedrl.config import SortedConfig
 from sortedrl.errors import SortedRLError
@@ -129,6 +130,7 @@ def main() -> int:
     parser.add_argument("--strategy", default="sorted-replay")
     parser.add_argument("--limit", type=float, default=900.0, help="seconds after which nothing is killed any more")
     options = parser.parse_args()
+    go_on_with_vllm()
     began, outcomes, totals, number = time.monotonic(), Counter[str](), Counter[str](), 0
     killer = Killer(options.kills, options.seed, options.limit)
     with tempfile.TemporaryDirectory() as folder, Progress(console=Console(stderr=True)) as progress:
