@@ -33,5 +33,5 @@ def test_the_command_goes_on_where_vllm_is(python: Path, capfd: pytest.CaptureFi
 
 
 def test_without_vllm_anywhere_one_line_says_what_to_do(python: Path) -> None:
-    with pytest.raises(SystemExit, match="this needs vLLM, which was not found .* run `make vllm`"):
+    with pytest.raises(SystemExit, match=r"this needs vLLM, which was not found .* run `make vllm`"):
         go_on_with_vllm()
