@@ -23,6 +23,8 @@ from sortedrl.config.shipped import shipped_path
 from sortedrl.engine.base import Delta, Finished, Partial
 from sortedrl.engine.local.engine import LocalEngine
 from sortedrl.engine.vllm.core import vllm_version
+from sortedrl.engine.vllm.segments import mapped_segments
+from sortedrl.engine.vllm.shared_memory import SHARED_MEMORY
 from sortedrl.testing import Caller
 from tests.support.tiny_models import make_requests, tiny_model
 
@@ -87,6 +89,8 @@ def test_a_core_that_hangs_gives_its_samples_back(engine: Any, monkeypatch: pyte
     while engine.stats().decoded_tokens < before + 6:
         engine.poll(0.01)
     pids = engine.pids
+    segments = mapped_segments(pids)
+    assert segments
     monkeypatch.setattr(engine, "_limit_s", 5.0)  # it has answered: its silence need not be waited out in full
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
@@ -96,6 +100,7 @@ def test_a_core_that_hangs_gives_its_samples_back(engine: Any, monkeypatch: pyte
     assert {event.sample for event in events if isinstance(event, Partial)} == {0, 1, 2}
     assert engine.stats().extra["losses"] == 1
     assert all(is_gone(pid) for pid in pids)
+    assert not any((SHARED_MEMORY / name).exists() for name in segments)
 
 
 def test_a_core_that_dies_while_it_starts_again_is_another_loss(model: Any, engine: Any) -> None:
@@ -152,13 +157,16 @@ def test_vllm_does_not_outlive_an_owner_that_is_killed(tmp_path: Path) -> None:
     owner = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
     pids = [int(word) for word in owner.stdout.readline().split()]
+    segments = mapped_segments(pids)
     assert len(pids) >= 1
+    assert segments
     owner.kill()
     owner.wait()
     deadline = time.monotonic() + 120
     while not all(is_gone(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert all(is_gone(pid) for pid in pids)
+    assert not any((SHARED_MEMORY / name).exists() for name in segments)
 
 
 def test_a_run_on_vllm_is_the_run_on_the_local_engine(tmp_path: Path) -> None:

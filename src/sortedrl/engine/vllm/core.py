@@ -2,7 +2,7 @@
 """vLLM in this process: AsyncLLM in the event loop's thread; vLLM starts its core and worker as processes.
 
 `engine.py` starts one, calls coroutines in its event loop, and starts another when it dies. Guarantees: after `close`
-none of its processes is left, in whatever state they were.
+none of its processes is left, in whatever state they were, and nothing of them in shared memory.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from sortedrl.engine.vllm.abort_flag import AbortFlag
 from sortedrl.engine.vllm.owner import own_mark
 from sortedrl.engine.vllm.process import CLOSE_S, StepCounts, VllmProcess, VllmSettings
 from sortedrl.engine.vllm.runner_choice import EXTENSION
+from sortedrl.engine.vllm.segments import mapped_segments, remove_segments
 from sortedrl.engine.vllm.worker_report import WorkerReport
 from sortedrl.errors import EngineError
 from sortedrl.external.extras import extra_message
@@ -56,6 +57,7 @@ class CoreProcess(VllmProcess):
     def __init__(self, settings: VllmSettings, counts: StepCounts, *, limit_s: float) -> None:
         super().__init__(limit_s)
         self._pids: list[int] = []
+        self._segments: set[str] = set()  # their shared memory
         for name, value in settings.environment.items():
             if name != "VLLM_HOST_IP" or not settings.is_spread:  # workers on other machines must find this one
                 os.environ.setdefault(name, value)
@@ -70,6 +72,7 @@ class CoreProcess(VllmProcess):
             # By `call`, which notices a death: a core that dies here never answers.
             prepare = self.frontend.collective_rpc("sorted_prepare", args=(own_mark(), str(settings.flag)))
             self.workers = [WorkerReport.from_dict(report) for report in self.call(prepare, settings.start_s)]
+            self._segments = mapped_segments(self._pids)
         except BaseException as error:
             self._pids = sorted({*self._pids, *(_children() - before)})
             self.close()
@@ -95,6 +98,7 @@ class CoreProcess(VllmProcess):
         return list(self._pids)
 
     def close(self, *, is_lost: bool = False) -> None:
+        self._segments |= mapped_segments(self._pids)
         if is_lost:
             kill_vllm(self._pids)
         if self.frontend is not None and not self.loop.is_closed():
@@ -103,6 +107,7 @@ class CoreProcess(VllmProcess):
                 future.result(CLOSE_S)
             self.frontend = None
         kill_vllm(self._pids)
+        remove_segments(self._segments)
         self._stop_loop()
 
     def _is_loss(self, error: Exception) -> bool:

@@ -16,6 +16,8 @@ import threading
 import time
 from pathlib import Path
 
+from sortedrl.engine.vllm.segments import mapped_segments, remove_segments
+
 VARIABLE = "SORTEDRL_VLLM_OWNER"  # holds the mark while vLLM starts
 _CHECK_S = 1.0
 _watched: set[str] = set()
@@ -49,6 +51,7 @@ def is_running(pid: int, started: str) -> bool:
 def _watch(pid: int, started: str) -> None:
     while is_running(pid, started):
         time.sleep(_CHECK_S)
+    remove_segments(mapped_segments([os.getpid()]))
     os._exit(1)  # vLLM's other processes end with their worker
 
 

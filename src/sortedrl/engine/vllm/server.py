@@ -30,6 +30,7 @@ from sortedrl.engine.vllm.http import HttpFrontend
 from sortedrl.engine.vllm.owner import own_mark
 from sortedrl.engine.vllm.process import CLOSE_S, StepCounts, VllmLost, VllmProcess, VllmSettings
 from sortedrl.engine.vllm.runner_choice import EXTENSION
+from sortedrl.engine.vllm.segments import mapped_segments, remove_segments
 from sortedrl.engine.vllm.worker_report import WorkerReport
 from sortedrl.errors import EngineError
 
@@ -84,6 +85,7 @@ class ServerProcess(VllmProcess):
     ) -> None:
         super().__init__(limit_s)
         self._counts, self._pids = counts, list[int]()
+        self._segments: set[str] = set()  # shared memory of the server's processes
         self._seen: dict[str, int] = {}  # the server's totals when last read
         self._popen: subprocess.Popen[bytes] | None = None
         place = address.rstrip("/") or f"{HOST}:{port}"
@@ -94,6 +96,7 @@ class ServerProcess(VllmProcess):
                 self._popen = _launch(settings, port)
             asyncio.run_coroutine_threadsafe(self._wait_for_health(settings.start_s), self.loop).result()
             self._pids = [] if self._popen is None else _descendants(self._popen.pid)
+            self._segments = mapped_segments(self._pids)
             # By `call`, which notices a death: a server whose core dies here never answers.
             self.call(self._connect(settings), settings.start_s)
         except BaseException as error:
@@ -127,6 +130,7 @@ class ServerProcess(VllmProcess):
                 future.result(CLOSE_S)
         if self._popen is not None:
             pids = self._pids or _descendants(self._popen.pid)
+            self._segments |= mapped_segments(pids)
             if not is_lost:
                 self._popen.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -134,6 +138,7 @@ class ServerProcess(VllmProcess):
             self._popen.kill()
             self._popen.wait()
             kill_vllm(pids)
+            remove_segments(self._segments)
             if self._popen.stdin is not None:
                 self._popen.stdin.close()
         self._stop_loop()
