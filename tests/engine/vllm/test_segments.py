@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from sortedrl.engine.vllm.segments import mapped_segments, remove_segments
+from sortedrl.engine.vllm.segments import mapped_segments, note_segments, remove_noted_segments, remove_segments
 from sortedrl.engine.vllm.shared_memory import SHARED_MEMORY
 
 pytestmark = pytest.mark.skipif(
@@ -63,3 +63,20 @@ def test_what_a_killed_process_leaves_is_removed_and_nothing_else(shared: Shared
 
 def test_a_process_that_ends_itself_names_its_own(shared: SharedMemory) -> None:
     assert shared.name in mapped_segments([os.getpid()])
+
+
+def test_what_is_noted_in_the_folder_of_a_killed_process_is_removed(shared: SharedMemory, tmp_path: Path) -> None:
+    left = SHARED_MEMORY / f"vllm_dist_noted_{os.getpid()}"
+    other = SHARED_MEMORY / f"other_{os.getpid()}"
+    for path in (left, other):
+        path.touch()
+    try:
+        note_segments(tmp_path, {left.name, other.name, f"psm_/../{other.name}", "psm_gone"})
+        remove_noted_segments(tmp_path)
+        assert not left.exists()
+        assert other.exists()  # not a name of vLLM's
+        assert (SHARED_MEMORY / shared.name).exists()  # not noted
+    finally:
+        for path in (left, other):
+            path.unlink(missing_ok=True)
+    remove_noted_segments(tmp_path / "nowhere")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,7 @@ from sortedrl.engine.vllm.request import ReplayTurn, VllmRequest
 from sortedrl.engine.vllm.request import RequestState as State
 from sortedrl.engine.vllm.runner_choice import CPU_PLAN, RunnerPlan
 from sortedrl.engine.vllm.sampling_args import SamplingArgs
+from sortedrl.engine.vllm.segments import note_segments
 from sortedrl.engine.vllm.weights import WeightFolder
 from sortedrl.errors import ConfigError, EngineError
 from sortedrl.records import FinishReason, Mode
@@ -88,14 +90,19 @@ def test_weights_are_written_in_the_engines_type() -> None:
 
 
 def test_folders_of_killed_processes_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_weights, "_SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(vllm_weights, "SHARED_MEMORY", tmp_path)
     gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
     orphan = tmp_path / f"sortedrl-vllm-{int(gone.stdout)}-x"
     others = [tmp_path / f"sortedrl-vllm-{os.getpid()}-y", tmp_path / "something-else"]
     for folder in (orphan, *others):
         folder.mkdir()
+    left = SharedMemory(create=True, size=4096)  # what vLLM's processes could not remove when they were killed too
+    left.close()
+    note_segments(orphan, {left.name})
     mine = WeightFolder(tiny_model(), torch.float32)
     assert not orphan.exists()
+    with pytest.raises(FileNotFoundError):
+        SharedMemory(left.name)
     assert all(folder.exists() for folder in others)
     assert mine.path.parent == tmp_path
     mine.close()

@@ -21,7 +21,7 @@ from sortedrl.engine.vllm.abort_flag import AbortFlag
 from sortedrl.engine.vllm.owner import own_mark
 from sortedrl.engine.vllm.process import CLOSE_S, StepCounts, VllmProcess, VllmSettings
 from sortedrl.engine.vllm.runner_choice import EXTENSION
-from sortedrl.engine.vllm.segments import mapped_segments, remove_segments
+from sortedrl.engine.vllm.segments import mapped_segments, note_segments, remove_segments
 from sortedrl.engine.vllm.worker_report import WorkerReport
 from sortedrl.errors import EngineError
 from sortedrl.external.extras import extra_message
@@ -73,6 +73,7 @@ class CoreProcess(VllmProcess):
             prepare = self.frontend.collective_rpc("sorted_prepare", args=(own_mark(), str(settings.flag)))
             self.workers = [WorkerReport.from_dict(report) for report in self.call(prepare, settings.start_s)]
             self._segments = mapped_segments(self._pids)
+            note_segments(settings.folder, self._segments)
         except BaseException as error:
             self._pids = sorted({*self._pids, *(_children() - before)})
             self.close()

@@ -30,7 +30,7 @@ from sortedrl.engine.vllm.http import HttpFrontend
 from sortedrl.engine.vllm.owner import own_mark
 from sortedrl.engine.vllm.process import CLOSE_S, StepCounts, VllmLost, VllmProcess, VllmSettings
 from sortedrl.engine.vllm.runner_choice import EXTENSION
-from sortedrl.engine.vllm.segments import mapped_segments, remove_segments
+from sortedrl.engine.vllm.segments import mapped_segments, note_segments, remove_segments
 from sortedrl.engine.vllm.worker_report import WorkerReport
 from sortedrl.errors import EngineError
 
@@ -97,6 +97,7 @@ class ServerProcess(VllmProcess):
             asyncio.run_coroutine_threadsafe(self._wait_for_health(settings.start_s), self.loop).result()
             self._pids = [] if self._popen is None else _descendants(self._popen.pid)
             self._segments = mapped_segments(self._pids)
+            note_segments(settings.folder, self._segments)
             # By `call`, which notices a death: a server whose core dies here never answers.
             self.call(self._connect(settings), settings.start_s)
         except BaseException as error:

@@ -20,12 +20,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from sortedrl.engine.vllm.shared_memory import has_room
+from sortedrl.engine.vllm.segments import remove_noted_segments
+from sortedrl.engine.vllm.shared_memory import SHARED_MEMORY, has_room
 from sortedrl.errors import EngineError
 from sortedrl.weights import no_progress_bars
 
 _PREFIX = "sortedrl-vllm-"
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (the folder in it is made by mkdtemp)
 _WEIGHTS = "model.safetensors"
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -34,9 +34,9 @@ class WeightFolder:
     """A model folder as `save_pretrained` writes it, in the engine's `dtype`, or its configuration alone."""
 
     def __init__(self, model: Any, dtype: torch.dtype, *, has_weights: bool = True) -> None:
-        _remove_orphans(_SHARED_MEMORY)
+        _remove_orphans(SHARED_MEMORY)
         size = sum(tensor.numel() for tensor in model.parameters()) * dtype.itemsize if has_weights else 0
-        parent = _SHARED_MEMORY if has_room(_SHARED_MEMORY, size) else Path(tempfile.gettempdir())
+        parent = SHARED_MEMORY if has_room(SHARED_MEMORY, size) else Path(tempfile.gettempdir())
         self._dtype = dtype
         self._mapped: dict[str, torch.Tensor] = {}
         self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent))
@@ -111,6 +111,7 @@ def _remove_orphans(parent: Path) -> None:
     for folder in parent.glob(f"{_PREFIX}*"):
         pid = folder.name.removeprefix(_PREFIX).partition("-")[0]
         if pid.isdigit() and not _exists(int(pid)):
+            remove_noted_segments(folder)
             shutil.rmtree(folder, ignore_errors=True)
 
 
