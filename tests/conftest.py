@@ -36,7 +36,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tm
         capsys.readouterr()
         code = 0
         try:
-            cli.main()
+            cli.run_command()
         except SystemExit as leave:
             code = leave.code if isinstance(leave.code, int) else 1
         out, err = capsys.readouterr()

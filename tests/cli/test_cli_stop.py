@@ -166,3 +166,34 @@ def test_a_run_of_any_name_can_be_resumed(tmp_path: Path) -> None:
     assert str(Path("out") / name / "summary.json") in done.err
     again = run("--resume", str(Path("out") / name), "run.samples=128")
     assert "resumed at version" in again.err
+
+
+ENDING = """
+import atexit, os, signal, sys
+from sortedrl import cli
+
+def clean_up():
+    for _ in range(int(sys.argv.pop())):
+        os.kill(os.getpid(), signal.SIGINT)
+    print("cleaned up", flush=True)
+
+atexit.register(clean_up)
+presses, sys.argv = sys.argv.pop(), ["sortedrl", "configs"]
+try:
+    cli.main()
+finally:
+    sys.argv.append(presses)
+"""
+
+
+def test_ctrl_c_while_python_ends_tells_nothing_and_again_ends_it(tmp_path: Path) -> None:
+    once, twice = (
+        subprocess.run(
+            [sys.executable, "-c", ENDING, str(n)], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        for n in (1, 2)
+    )
+    assert (once.returncode, once.stderr) == (0, "")
+    assert once.stdout.endswith("cleaned up\n")
+    assert (twice.returncode, twice.stderr) == (-signal.SIGINT, "")
+    assert "cleaned up" not in twice.stdout

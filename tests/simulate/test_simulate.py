@@ -314,7 +314,7 @@ def test_the_curve_is_the_mean_of_running_slots() -> None:
 def run_cli(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     monkeypatch.setattr("sys.argv", ["sortedrl", "simulate", *arguments])
     try:
-        cli.main()
+        cli.run_command()
     except SystemExit as leave:
         return int(leave.code or 0)
     return 0

@@ -18,7 +18,7 @@ from sortedrl.cli import export  # isort: skip
 from sortedrl.cli import inspect  # isort: skip
 from sortedrl.cli import dashboard  # isort: skip
 from sortedrl.cli import bench  # isort: skip
-from sortedrl.cli.app import app, main
+from sortedrl.cli.app import app, main, run_command
 
 __all__ = [
     "app",
@@ -29,6 +29,7 @@ __all__ = [
     "export",
     "inspect",
     "main",
+    "run_command",
     "sft",
     "simulate",
     "train",

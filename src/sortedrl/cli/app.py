@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -119,6 +121,19 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def main() -> None:
+    """The program: runs the command, and lets Python end without a traceback if Ctrl-C comes just then."""
+    try:
+        run_command()
+    finally:
+        signal.signal(signal.SIGINT, _end_next_time)
+
+
+def _end_next_time(number: int, frame: FrameType | None) -> None:
+    """The command has ended, and libraries clean up: go on with that, unless it takes so long that the user insists."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def run_command() -> None:
     """Run the command of sys.argv; errors of this package end it with one line."""
     if "_SORTEDRL_COMPLETE" in os.environ:  # the shell asks for completions
         app(prog_name="sortedrl")
