@@ -3,7 +3,8 @@
 `core.py` and `server.py` send the mark of their process to vLLM's workers, which call `end_with_owner`. `core.py` also
 puts it into the environment of vLLM's processes, because starting one takes minutes. A process id
 means something on one machine and in one container only, so the mark names these too. A worker on another machine
-cannot watch its owner: it ends with vLLM's executor, which Ray ends with the owner.
+cannot watch its owner: it ends with vLLM's executor, which Ray ends with the owner. Before a worker ends so, it removes
+what vLLM would leave in shared memory.
 
 Guarantees: a worker never ends because another machine lacks a process with its owner's number, or because that number
 was given to another process.
