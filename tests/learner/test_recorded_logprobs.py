@@ -112,10 +112,13 @@ def train(config: SortedConfig) -> RecordingLearner:
 
 
 class PlainScorer:
-    """Log-probs from one plain pass of the transformers model, under the weights of any version."""
+    """Log-probs from one plain pass of the transformers model in float64, under the weights of any version.
+
+    In float32 that pass is itself up to 2e-4 off, under weights that a high rate has made sensitive.
+    """
 
     def __init__(self, weights: dict[int, Weights], temperature: float) -> None:
-        self.model, _ = load_model(knights_tiny_path())
+        self.model = load_model(knights_tiny_path())[0].double()
         self.weights = weights
         self.temperature = temperature
         self.loaded: int | None = None
@@ -187,7 +190,8 @@ def test_answers_in_flight_carry_each_versions_logprobs() -> None:
 def test_rollout_during_updates_trains_only_tokens_of_the_version_in_force(
     tmp_path: Path, max_unverified: int | str
 ) -> None:
-    config = make_config("async-on-policy", lr=1e-3, samples=256, schedule={"max_unverified": max_unverified})
+    # After 16 updates at 1e-3 the model is so sensitive that float32 itself is up to 2e-4 off.
+    config = make_config("async-on-policy", lr=3e-4, samples=256, schedule={"max_unverified": max_unverified})
     store = Store.create(tmp_path / "ledger.sqlite", grouped=config.is_grouped, knobs={"max_staleness": 0})
     with built_run(config, store.restore()) as (controller, recorder):
         assert controller.run()
